@@ -1,0 +1,334 @@
+"""Which Ray cluster, which node, and RayKV's actors in it: find, start, stop.
+
+The cluster is the one that is named (setting, then `RAY_ADDRESS`), else the only one that runs on
+this host, else a new local one that outlives its creator. Never Ray's bare "auto", which joins
+whatever cluster started last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.actors import names
+from raykv.actors.node import NodeActor
+from raykv.actors.scheduler import SchedulerActor
+from raykv.errors import ClusterError
+from raykv.messages import PROTOCOL_VERSION, ClusterStatus, NodeDescription, decode
+
+logger = logging.getLogger("raykv.cluster")
+
+START_DEADLINE_S = 90.0
+"""For `ray start`, which takes 6 to 10 s on a quiet machine."""
+
+CONNECT_DEADLINE_S = 30.0
+"""For joining a cluster, 0.1 to 0.6 s when all is well. Without the cluster's authentication token
+Ray itself gives up after about 20 s."""
+
+LOCK_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A cluster, and whether `ensure_cluster` started it."""
+
+    address: str
+    started: bool
+
+
+def running_clusters() -> list[str]:
+    """Addresses (host:port of the GCS) of the Ray clusters with a raylet on this host."""
+    found = set()
+    for process in psutil.process_iter(["name", "cmdline"]):
+        arguments = process.info["cmdline"] or []
+        if not arguments or Path(arguments[0]).name != "raylet":
+            continue
+        for argument in arguments:
+            name, _, value = argument.partition("=")
+            if name.lstrip("-").replace("_", "-") == "gcs-address" and value:
+                found.add(value)
+    return sorted(found)
+
+
+def find_cluster(ray_address: str | None) -> str | None:
+    """The cluster to join, or None if there is none on this host and none was named.
+
+    Raises:
+        ClusterError: several clusters run on this host and none was named.
+    """
+    named = ray_address or os.environ.get("RAY_ADDRESS")
+    if named == "local":
+        return None
+    if named and named != "auto":
+        return named
+    running = running_clusters()
+    if len(running) > 1:
+        raise ClusterError(
+            f"{len(running)} Ray clusters run on this host: {', '.join(running)}. Name one with "
+            "the setting ray_address, or with RAY_ADDRESS"
+        )
+    return running[0] if running else None
+
+
+def ensure_cluster(ray_address: str | None) -> Joined:
+    """The cluster to join; a new local one if there is none.
+
+    Processes that call this at the same time agree on one cluster.
+
+    Raises:
+        ClusterError: several run and none was named, or none could be started.
+    """
+    with _start_lock():
+        found = find_cluster(ray_address)
+        if found is not None:
+            return Joined(found, started=False)
+        return Joined(_start_local(), started=True)
+
+
+@contextmanager
+def _start_lock() -> Iterator[None]:
+    """One starter per user and host at a time."""
+    path = Path(tempfile.gettempdir()) / f"raykv-start-{os.getuid()}.lock"
+    give_up_at = time.monotonic() + 2 * START_DEADLINE_S
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up_at:
+                    raise ClusterError(f"another process holds {path} and does not end") from None
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _start_local() -> str:
+    """`ray start --head` on a free port, detached from us."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    before = set(running_clusters())
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=START_DEADLINE_S,
+            start_new_session=True,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"`ray start` did not end within {START_DEADLINE_S:.0f} s") from error
+    started = [address for address in running_clusters() if address not in before]
+    if done.returncode or not started:
+        raise ClusterError(f"`ray start` failed: {done.stderr.strip() or done.stdout.strip()}")
+    logger.info("started a local Ray cluster at %s; `raykv down` stops it", started[0])
+    return started[0]
+
+
+def stop_started(address: str) -> None:
+    """Stop a local cluster that `ensure_cluster` started: the processes of that cluster alone."""
+    doomed = []
+    for process in psutil.process_iter(["cmdline"]):
+        arguments = process.info["cmdline"] or []
+        if any(address in argument for argument in arguments) and _is_ray(arguments):
+            doomed.append(process)
+    port = address.rpartition(":")[2]
+    for process in psutil.process_iter(["cmdline"]):
+        arguments = process.info["cmdline"] or []
+        if f"--gcs_server_port={port}" in arguments or f"--gcs-server-port={port}" in arguments:
+            doomed.append(process)
+    children = [child for process in doomed for child in _children(process)]
+    everyone = list({process.pid: process for process in [*doomed, *children]}.values())
+    for process in everyone:
+        _quietly(process.terminate)
+    _, alive = psutil.wait_procs(everyone, timeout=5.0)
+    for process in alive:
+        _quietly(process.kill)
+    psutil.wait_procs(alive, timeout=5.0)
+
+
+def _is_ray(arguments: list[str]) -> bool:
+    """Whether a command line is that of one of Ray's own processes."""
+    program = Path(arguments[0]).name
+    joined = " ".join(arguments)
+    return program in ("raylet", "gcs_server") or ("/ray/" in joined and "python" in program)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _quietly(action: Any) -> None:
+    try:
+        action()
+    except psutil.NoSuchProcess:
+        pass
+
+
+def join(address: str) -> None:
+    """Make this process a driver of the cluster; nothing if it already is part of one.
+
+    Raises:
+        ClusterError: the cluster can't be reached.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(
+            address=address,
+            namespace=names.RAY_NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+        )
+    except Exception as error:
+        raise ClusterError(
+            f"cannot join the Ray cluster at {address}: {_first_line(error)}. Is it running, and "
+            "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
+            "of the user who started it)?"
+        ) from error
+
+
+def current_address() -> str:
+    """GCS address of the cluster that this process has joined."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def resolve_node_id(node_id: str) -> str:
+    """`node_id`, or the node of the raylet that this process is connected to.
+
+    Raises:
+        ClusterError: there is no such node alive.
+    """
+    if not node_id:
+        return str(ray.get_runtime_context().get_node_id())
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    if node_id not in alive:
+        raise ClusterError(f"node_id={node_id!r} is no live node of the cluster: {sorted(alive)}")
+    return node_id
+
+
+def scheduler_actor(address: str, eviction_policy: str) -> Any:
+    """The scheduler actor, created if there is none; creators that race get the same one."""
+    options = {
+        "name": names.SCHEDULER,
+        "namespace": names.RAY_NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "num_cpus": 0,
+        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
+    }
+    return ray.remote(SchedulerActor).options(**options).remote(address, eviction_policy)
+
+
+def find_scheduler_actor() -> Any | None:
+    """The scheduler actor, if there is one."""
+    try:
+        return ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def node_actor(address: str, node_id: str, pool_bytes: int, slab_bytes: int, pool_path: str) -> Any:
+    """The NodeActor of a node, created there if there is none."""
+    options = {
+        "name": names.node_actor(node_id),
+        "namespace": names.RAY_NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
+    }
+    socket_name = names.node_socket(address, node_id)
+    return (
+        ray.remote(NodeActor)
+        .options(**options)
+        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path)
+    )
+
+
+def find_node_actor(node_id: str) -> Any | None:
+    """The NodeActor of a node, if there is one."""
+    try:
+        return ray.get_actor(names.node_actor(node_id), namespace=names.RAY_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def describe(actor: Any, timeout_s: float) -> NodeDescription:
+    """Ask a NodeActor what it is.
+
+    Raises:
+        ClusterError: it does not answer in time, has died, or is of another RayKV version.
+    """
+    try:
+        raw = ray.get(actor.describe.remote(), timeout=timeout_s)
+    except Exception as error:
+        raise ClusterError(f"the NodeActor does not answer: {_first_line(error)}") from error
+    description = decode(raw, NodeDescription)
+    if description.version != PROTOCOL_VERSION:
+        raise ClusterError(
+            f"the NodeActor runs RayKV {description.raykv_version} (protocol "
+            f"{description.version}), this process speaks protocol {PROTOCOL_VERSION}: "
+            "`raykv down`, then start again"
+        )
+    return description
+
+
+def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
+    """What the scheduler actor knows.
+
+    Raises:
+        ClusterError: it does not answer in time.
+    """
+    try:
+        return decode(ray.get(scheduler.status.remote(), timeout=timeout_s), ClusterStatus)
+    except Exception as error:
+        raise ClusterError(f"the scheduler actor does not answer: {_first_line(error)}") from error
+
+
+def stop_actors(timeout_s: float) -> int:
+    """End all of RayKV's actors in the cluster; returns how many there were."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    ours = [entry["name"] for entry in found if entry["namespace"] == names.RAY_NAMESPACE]
+    for name in ours:
+        try:
+            ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
+        except ValueError:
+            logger.debug("%s has ended by itself", name)
+    give_up_at = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_at:
+        left = ray.util.list_named_actors(all_namespaces=True)
+        if not any(entry["namespace"] == names.RAY_NAMESPACE for entry in left):
+            break
+        time.sleep(LOCK_POLL_S)
+    return len(ours)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"

@@ -1,0 +1,446 @@
+"""A worker's line to its NodeActor: jobs out, results in, and no wait without an end.
+
+      submit          sent          result
+  ──────────► QUEUED ─────► FLYING ────────► done
+                 │             │ deadline: cancel word + message
+                 │             ▼
+                 │          CANCELLING ── result ──► done
+                 │             │ grace over, or the line broke
+                 │             ▼
+                 │          the NodeActor is killed (pidfd) and its exit waited for ──► done, failed
+                 └── no line, or deadline ──► done, failed
+
+The one thing that must never happen is that a copy goes on after its job was reported failed:
+vLLM gives the blocks to another request, and a late copy would write into it. So a job that was
+sent is reported only when the NodeActor has answered, or is dead.
+
+Threads: the engine's thread submits, waits and drains; one thread of the link does everything
+else. They share only what `_lock` guards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from raykv.actors import wire
+from raykv.errors import AttachError
+from raykv.memory.words import CancelWords
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachWorker,
+    CopyJob,
+    Handles,
+    JobBatch,
+    JobResult,
+    JobResults,
+    KVLayout,
+    NodeMessage,
+    WorkerAttached,
+)
+from raykv.types import Direction, Refusal
+
+logger = logging.getLogger("raykv.worker")
+
+EXIT_POLL_S = 5.0
+"""How often a NodeActor that was killed but has not exited yet is complained about."""
+
+RECONNECT_S = (0.05, 2.0)
+"""First and longest pause between attempts to reach the NodeActor; each doubles."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """Deadlines in seconds; `raykv.config` documents them."""
+
+    load_deadline_s: float = 5.0
+    store_deadline_s: float = 30.0
+    flush_deadline_s: float = 5.0
+    cancel_grace_s: float = 2.0
+    connect_deadline_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class LinkTarget:
+    """Where the NodeActor is, and how the engine is to be introduced there."""
+
+    socket_name: str
+    engine_id: str
+    namespace: str
+    num_ranks: int
+    slot_bytes: dict[int, int]
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A copy job before it has an epoch: what the engine's thread hands over."""
+
+    job_id: int
+    direction: Direction
+    node_epoch: int
+    handles: Handles
+    groups: list[int]
+    num_blocks: list[int]
+    first_block: list[int]
+    block_ids: list[int]
+
+    def message(self) -> CopyJob:
+        """As it goes to the NodeActor."""
+        return CopyJob(
+            self.job_id,
+            int(self.direction),
+            self.node_epoch,
+            self.handles,
+            self.groups,
+            self.num_blocks,
+            self.first_block,
+            self.block_ids,
+        )
+
+
+class _Stage(enum.Enum):
+    QUEUED = "queued"
+    FLYING = "flying"
+    CANCELLING = "cancelling"
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: JobRequest
+    deadline: float
+    stage: _Stage = _Stage.QUEUED
+
+
+class WorkerLink:
+    """See the module's docstring.
+
+    Args:
+        rank: of this worker among the engine's.
+        layout: of the KV cache that is shared.
+        kv_fds: what opens the KV cache in the NodeActor; not closed here.
+        settings: deadlines.
+    """
+
+    def __init__(
+        self, rank: int, layout: KVLayout, kv_fds: list[int], settings: LinkSettings
+    ) -> None:
+        self._rank = rank
+        self._layout = layout
+        self._kv_fds = kv_fds
+        self._settings = settings
+        self._words = CancelWords.create()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Guards everything below that both threads touch.
+        self._lock = threading.Condition()
+        self._target: LinkTarget | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._outbox: deque[int] = deque()
+        self._results: deque[JobResult] = deque()
+        self._stopping = False
+        self._node_epoch = 0
+        # Only the link's own thread touches the rest.
+        self._sock: socket.socket | None = None
+        self._pidfd = -1
+        self._reader = wire.FrameReader()
+        self._retry_at = 0.0
+        self._pause_s = RECONNECT_S[0]
+        self._last_complaint = ""
+        self._thread = threading.Thread(target=self._run, name="raykv-link", daemon=True)
+        self._thread.start()
+
+    # The engine's thread
+
+    @property
+    def node_epoch(self) -> int:
+        """Epoch of the NodeActor that is reached now; 0 while none is."""
+        return self._node_epoch
+
+    def set_target(self, target: LinkTarget) -> None:
+        """Where to connect; the same target again costs a comparison."""
+        if target == self._target:
+            return
+        with self._lock:
+            self._target = target
+        self._nudge()
+
+    def submit(self, request: JobRequest) -> None:
+        """Hand over a job. Its result comes through `drain`, whatever happens."""
+        settings = self._settings
+        is_load = request.direction is Direction.LOAD
+        allowed_s = settings.load_deadline_s if is_load else settings.store_deadline_s
+        with self._lock:
+            assert request.job_id not in self._pending, request.job_id
+            self._pending[request.job_id] = _Pending(request, time.monotonic() + allowed_s)
+            self._outbox.append(request.job_id)
+        self._nudge()
+
+    def drain(self) -> list[JobResult]:
+        """Jobs that have ended since the last call."""
+        if not self._results:
+            return []
+        with self._lock:
+            results = list(self._results)
+            self._results.clear()
+        return results
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Return when none of the jobs touches the KV cache any more; unknown ids are ignored.
+
+        The flush deadline is the jobs' deadline from now on, so that the wait has an end.
+        """
+        latest = time.monotonic() + self._settings.flush_deadline_s
+        with self._lock:
+            for job_id in job_ids:
+                pending = self._pending.get(job_id)
+                if pending is not None:
+                    pending.deadline = min(pending.deadline, latest)
+            self._nudge()
+            while any(job_id in self._pending for job_id in job_ids) and not self._stopping:
+                self._lock.wait(0.5)
+                self._revive()
+
+    def _revive(self) -> None:
+        """A thread that died of a bug must not leave the engine waiting for ever."""
+        if not self._thread.is_alive() and not self._stopping:
+            self._thread = threading.Thread(target=self._run, name="raykv-link", daemon=True)
+            self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """End the line. The NodeActor sees it and drops our jobs; returns within `timeout_s`."""
+        with self._lock:
+            self._stopping = True
+        self._nudge()
+        self._thread.join(timeout_s)
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wake, 1)
+
+    # The link's thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._step()
+            except Exception:
+                logger.exception("the line to the NodeActor failed; starting it anew")
+                self._disconnect()
+        self._abandon_all()
+
+    def _step(self) -> None:
+        """Connect if needed, wait for something to happen, and deal with it."""
+        if self._sock is None:
+            self._try_connect()
+        self._send_queued()
+        self._enforce_deadlines()
+        timeout_s = self._time_to_next_event()
+        watched = [self._wake] if self._sock is None else [self._wake, self._sock.fileno()]
+        readable, _, _ = select.select(watched, [], [], timeout_s)
+        if self._wake in readable:
+            os.eventfd_read(self._wake)
+        if self._sock is not None and self._sock.fileno() in readable:
+            self._receive(self._sock)
+
+    def _time_to_next_event(self) -> float:
+        now = time.monotonic()
+        with self._lock:
+            times = [pending.deadline for pending in self._pending.values()]
+        if self._sock is None and self._target is not None:
+            times.append(self._retry_at)
+        return min(1.0, max(0.0, min(times, default=now + 1.0) - now))
+
+    def _try_connect(self) -> None:
+        target = self._target
+        if target is None or time.monotonic() < self._retry_at:
+            return
+        try:
+            self._connect(target)
+        except (OSError, AttachError, ValueError, msgspec.MsgspecError) as error:
+            self._pause_s = min(2 * self._pause_s, RECONNECT_S[1])
+            self._retry_at = time.monotonic() + self._pause_s
+            self._complain(f"no line to the NodeActor: {error}")
+            self._fail_queued()
+            return
+        self._pause_s = RECONNECT_S[0]
+        self._last_complaint = ""
+
+    def _connect(self, target: LinkTarget) -> None:
+        sock = wire.connect(target.socket_name, self._settings.connect_deadline_s)
+        pidfd = -1
+        try:
+            pidfd = os.pidfd_open(wire.peer_of(sock).pid)
+            hello = AttachWorker(
+                PROTOCOL_VERSION,
+                target.engine_id,
+                target.namespace,
+                self._rank,
+                target.num_ranks,
+                target.slot_bytes,
+                self._layout,
+            )
+            wire.send_with_fds(sock, hello, [self._words.region.fd, *self._kv_fds])
+            reader = wire.FrameReader()
+            answer = self._await_attached(sock, reader)
+        except BaseException:
+            sock.close()
+            if pidfd >= 0:
+                os.close(pidfd)
+            raise
+        self._sock, self._pidfd, self._reader = sock, pidfd, reader
+        with self._lock:
+            self._node_epoch = answer.node_epoch
+        logger.info("attached to NodeActor epoch %d", answer.node_epoch)
+
+    def _await_attached(self, sock: socket.socket, reader: wire.FrameReader) -> WorkerAttached:
+        while True:
+            data = sock.recv(1 << 16)
+            if not data:
+                raise AttachError("the NodeActor closed the connection while we attached")
+            for raw in reader.feed(data):
+                answer = msgspec.msgpack.decode(raw, type=NodeMessage)
+                if not isinstance(answer, WorkerAttached):
+                    raise AttachError(f"unexpected answer to the attach message: {answer}")
+                if answer.error:
+                    raise AttachError(answer.error)
+                return answer
+
+    def _send_queued(self) -> None:
+        if self._sock is None:
+            return
+        with self._lock:
+            jobs = [self._pending[i].request.message() for i in self._outbox if i in self._pending]
+            for job in jobs:
+                self._pending[job.job_id].stage = _Stage.FLYING
+            self._outbox.clear()
+        if jobs:
+            self._send(JobBatch(jobs))
+
+    def _send(self, batch: JobBatch) -> None:
+        if self._sock is None:
+            return
+        try:
+            self._sock.settimeout(self._settings.cancel_grace_s)
+            self._sock.sendall(wire.frame(batch))
+        except OSError as error:
+            self._complain(f"the NodeActor does not take jobs: {error}")
+            self._disconnect()
+
+    def _receive(self, sock: socket.socket) -> None:
+        try:
+            data = sock.recv(1 << 18, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._complain("the NodeActor is gone")
+            self._disconnect()
+            return
+        for raw in self._reader.feed(data):
+            message = msgspec.msgpack.decode(raw, type=NodeMessage)
+            if isinstance(message, JobResults):
+                for result in message.results:
+                    self._finish(result)
+
+    def _finish(self, result: JobResult) -> None:
+        with self._lock:
+            if self._pending.pop(result.job_id, None) is None:
+                return
+            self._results.append(result)
+            self._lock.notify_all()
+
+    def _fail(self, pending: _Pending, refusal: Refusal) -> None:
+        count = len(pending.request.handles.keys)
+        failed = list(range(count))
+        self._finish(JobResult(pending.request.job_id, 0, 0.0, failed, [int(refusal)] * count))
+
+    def _fail_queued(self) -> None:
+        """There is no line: jobs that were never sent have failed."""
+        with self._lock:
+            queued = [p for p in self._pending.values() if p.stage is _Stage.QUEUED]
+            self._outbox.clear()
+        for pending in queued:
+            self._fail(pending, Refusal.NODE_LOST)
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [p for p in self._pending.values() if now >= p.deadline]
+        if not late:
+            return
+        if any(pending.stage is _Stage.CANCELLING for pending in late):
+            self._complain("the NodeActor does not answer: ending it")
+            self._disconnect()
+            return
+        for pending in late:
+            self._cancel(pending, now)
+        self._send(JobBatch([], [pending.request.job_id for pending in late]))
+
+    def _cancel(self, pending: _Pending, now: float) -> None:
+        if pending.stage is _Stage.QUEUED:
+            self._fail(pending, Refusal.NODE_LOST)
+            return
+        self._words.cancel(pending.request.job_id)
+        with self._lock:
+            pending.stage = _Stage.CANCELLING
+            pending.deadline = now + self._settings.cancel_grace_s
+
+    def _disconnect(self) -> None:
+        """Give the NodeActor up: make sure that it is dead, then fail all that was sent to it."""
+        with self._lock:
+            self._node_epoch = 0
+            flying = [p for p in self._pending.values() if p.stage is not _Stage.QUEUED]
+        if flying:
+            self._end_node_actor()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        self._retry_at = time.monotonic() + RECONNECT_S[0]
+        for pending in flying:
+            self._fail(pending, Refusal.NODE_LOST)
+        self._fail_queued()
+
+    def _end_node_actor(self) -> None:
+        """Kill our node's NodeActor, also a stopped one, and wait for its exit.
+
+        Ray starts it again. There is no other way on: while it lives it may write into blocks
+        that vLLM is about to give to another request. So this wait alone has no end; a process
+        that was killed exits, unless the kernel itself hangs.
+        """
+        if self._pidfd < 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        while not select.select([self._pidfd], [], [], EXIT_POLL_S)[0]:
+            logger.error("the NodeActor was killed but has not exited yet")
+
+    def _abandon_all(self) -> None:
+        """At the end: copies out of or into our memory must not outlive the engine's use of it."""
+        for job_id in list(self._pending):
+            self._words.cancel(job_id)
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _complain(self, what: str) -> None:
+        if what != self._last_complaint:
+            logger.warning(what)
+            self._last_complaint = what

@@ -1,0 +1,22 @@
+"""What RayKV's actors and sockets are called."""
+
+from __future__ import annotations
+
+import hashlib
+
+RAY_NAMESPACE = "raykv"
+"""The Ray namespace of all actors; always passed explicitly."""
+
+SCHEDULER = "scheduler"
+"""The SchedulerActor."""
+
+
+def node_actor(node_id: str) -> str:
+    """Name of a node's NodeActor."""
+    return f"node:{node_id}"
+
+
+def node_socket(cluster_address: str, node_id: str) -> str:
+    """Abstract Unix socket name of a node's NodeActor; the same over its restarts."""
+    cluster = hashlib.sha256(cluster_address.encode()).hexdigest()[:12]
+    return f"raykv/{cluster}/{node_id}"

@@ -1,0 +1,546 @@
+"""What a NodeActor does, without Ray: the pool, its slot table, the copy thread, the socket.
+
+Threads: one accepts connections, one per connected worker reads its jobs, one copies, one touches
+the pool's pages. The slot table and the queue are guarded by one lock, which nobody holds while
+bytes are copied or a socket is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from raykv.actors import wire
+from raykv.copy.cpu import CPUBackend
+from raykv.copy.engine import CopyBackend, JobQueue
+from raykv.copy.plan import CopyRuns, PlanError, Planner
+from raykv.core.geometry import PoolGeometry
+from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
+from raykv.errors import AttachError, RayKVError
+from raykv.memory.handles import OpenedKV, open_kv
+from raykv.memory.pool import Pool
+from raykv.memory.words import CancelWords
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachWorker,
+    CopyJob,
+    Inventory,
+    JobBatch,
+    JobResult,
+    JobResults,
+    NodeStats,
+    WorkerAttached,
+    WorkerMessage,
+)
+from raykv.types import Direction, Epoch, Generation, Key, Namespace, Refusal, Slot
+
+logger = logging.getLogger("raykv.node")
+
+SEND_DEADLINE_S = 2.0
+"""A worker that does not read its results for so long is stuck; its connection is closed."""
+
+ATTACH_DEADLINE_S = 10.0
+"""From a connection's start to its attach message; guards against strangers that say nothing."""
+
+MAX_UNREPORTED = 100_000
+"""READY chunks that wait for the scheduler actor; beyond it the oldest are not reported. They
+come back with the next inventory."""
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """`copy_wait_s`: how long a store may wait for a slot's readers. `store_expiry_s`: how long
+    for the other ranks of the same store.
+    """
+
+    socket_name: str
+    geometry: PoolGeometry
+    pool_path: str = ""
+    copy_wait_s: float = 10.0
+    store_expiry_s: float = 30.0
+
+
+@dataclass(slots=True)
+class _Counters:
+    bytes_stored: int = 0
+    bytes_loaded: int = 0
+    chunks_stored: int = 0
+    chunks_loaded: int = 0
+    chunks_refused: int = 0
+    jobs_cancelled: int = 0
+
+
+class _Worker:
+    """An attached worker: its KV cache, mapped here, and its connection."""
+
+    def __init__(
+        self, sock: socket.socket, hello: AttachWorker, kv: OpenedKV, words: CancelWords
+    ) -> None:
+        self.hello = hello
+        self.words = words
+        self.planner = Planner(hello.layout, hello.rank)
+        self.running = 0
+        self.is_open = True
+        self._sock = sock
+        self._kv = kv
+        self._send_lock = threading.Lock()
+
+    def backend(self, pool_address: int) -> CopyBackend:
+        return CPUBackend(self._kv.address, pool_address)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send or close: a worker that does not read must not hold up the others."""
+        with self._send_lock:
+            try:
+                self._sock.settimeout(SEND_DEADLINE_S)
+                self._sock.sendall(wire.frame(message))
+            except OSError:
+                self.close_connection()
+
+    def close_connection(self) -> None:
+        self.is_open = False
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def unmap(self) -> None:
+        self._kv.close()
+        self.words.close()
+
+
+@dataclass(slots=True)
+class _Job:
+    worker: _Worker
+    job: CopyJob
+    submitted_at: float
+    refusals: dict[int, Refusal] = field(default_factory=dict)
+
+    @property
+    def direction(self) -> Direction:
+        return Direction(self.job.direction)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.worker.words.is_cancelled(self.job.job_id) or not self.worker.is_open
+
+    def name(self, chunk: int) -> ChunkName:
+        handles = self.job.handles
+        return ChunkName(
+            Namespace(self.worker.hello.namespace),
+            Key(handles.keys[chunk]),
+            Slot(handles.slots[chunk]),
+            Generation(handles.generations[chunk]),
+            self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),
+        )
+
+    def refuse_rest(self, refusal: Refusal) -> None:
+        for chunk in range(len(self.job.handles.keys)):
+            self.refusals.setdefault(chunk, refusal)
+
+
+class NodeService:
+    """Owns one node's bytes: all copies into and out of the pool run here.
+
+    Args:
+        settings: sizes and times.
+        epoch: the n-th life of this service on its node; rises with every start.
+    """
+
+    def __init__(self, settings: ServiceSettings, epoch: Epoch) -> None:
+        self.settings = settings
+        self.epoch = epoch
+        self.table = SlotTable(settings.geometry)
+        self.pool = Pool(settings.geometry, settings.pool_path)
+        self._counters = _Counters()
+        self._queue: JobQueue[_Job] = JobQueue()
+        # Guards the table, the queue, the counters and the list of unreported chunks.
+        self._lock = threading.Condition()
+        self._unreported: deque[ChunkName] = deque(maxlen=MAX_UNREPORTED)
+        self._workers: set[_Worker] = set()
+        self._listener: socket.socket | None = None
+        self._stopping = False
+        self._on_stored: Callable[[], None] = lambda: None
+
+    # Life
+
+    def start(self, on_stored: Callable[[], None] = lambda: None) -> None:
+        """Take back what a pool file holds, then listen, copy and prefault in threads.
+
+        `on_stored` is called from the copy thread when there is something to report.
+
+        Raises:
+            OSError: the socket's name is taken, by another NodeActor that still lives.
+        """
+        self._on_stored = on_stored
+        self._listener = wire.listen(self.settings.socket_name)
+        for name in self.pool.recover():
+            self.table.restore(name)
+        for target in (self._accept, self._copy_all, self.pool.prefault):
+            threading.Thread(target=target, name=f"raykv-{target.__name__}", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the connections and threads, free the pool; workers see their connection close."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        if self._listener is not None:
+            self._listener.close()
+        for worker in list(self._workers):
+            worker.close_connection()
+        self.pool.stop()
+
+    # Connections
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._stopping:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(
+                target=self._serve, args=(sock,), name="raykv-worker", daemon=True
+            ).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """Serve one connection until it ends."""
+        worker = None
+        try:
+            wire.peer_of(sock)
+            sock.settimeout(ATTACH_DEADLINE_S)
+            worker, reader = self._attach(sock)
+            self._read_jobs(sock, worker, reader)
+        except (OSError, RayKVError, PlanError, ValueError, msgspec.MsgspecError) as error:
+            if not self._stopping:
+                logger.warning("a worker's connection ended: %s", error)
+        finally:
+            if worker is not None:
+                self._detach(worker)
+            sock.close()
+
+    def _attach(self, sock: socket.socket) -> tuple[_Worker, wire.FrameReader]:
+        """Read the attach message and map what came with it."""
+        reader = wire.FrameReader()
+        frames: list[bytes] = []
+        fds: list[int] = []
+        while not frames:
+            data, more = wire.receive_with_fds(sock, 8)
+            fds += more
+            if not data[0]:
+                raise ValueError("it closed before it had attached")
+            frames = reader.feed(data[0])
+        hello = msgspec.msgpack.decode(frames[0], type=WorkerMessage)
+        try:
+            worker = self._admit(sock, hello, fds)
+        except RayKVError as error:
+            sock.sendall(wire.frame(WorkerAttached(self.epoch, str(error))))
+            raise
+        with self._lock:
+            self._workers.add(worker)
+        worker.send(WorkerAttached(self.epoch))
+        return worker, reader
+
+    def _admit(self, sock: socket.socket, hello: WorkerMessage, fds: list[int]) -> _Worker:
+        if not isinstance(hello, AttachWorker) or len(fds) < 2:
+            for fd in fds:
+                os.close(fd)
+            raise AttachError("the first message must attach, with memory and cancel words")
+        words = CancelWords.received(fds[0])
+        try:
+            kv = open_kv(hello.layout, fds[1:])
+        except RayKVError:
+            words.close()
+            raise
+        worker = _Worker(sock, hello, kv, words)
+        try:
+            self._check(worker)
+        except RayKVError:
+            worker.unmap()
+            raise
+        return worker
+
+    def _check(self, worker: _Worker) -> None:
+        """Refuse a worker of another RayKV, or one whose parts don't fit into their slots."""
+        hello = worker.hello
+        if hello.version != PROTOCOL_VERSION:
+            raise AttachError(
+                f"the worker speaks protocol {hello.version} of RayKV, this NodeActor "
+                f"{PROTOCOL_VERSION}: install the same version of RayKV on both"
+            )
+        for group_id, slot_bytes in hello.slot_bytes.items():
+            part = worker.planner.part_bytes(group_id)
+            if part * hello.num_ranks > slot_bytes:
+                raise AttachError(
+                    f"{hello.num_ranks} parts of {part} bytes of KV group {group_id} don't fit "
+                    f"into a slot of {slot_bytes} bytes"
+                )
+
+    def _read_jobs(self, sock: socket.socket, worker: _Worker, reader: wire.FrameReader) -> None:
+        sock.settimeout(None)
+        while True:
+            data = sock.recv(1 << 18)
+            if not data:
+                return
+            for raw in reader.feed(data):
+                message = msgspec.msgpack.decode(raw, type=WorkerMessage)
+                if not isinstance(message, JobBatch):
+                    raise ValueError("only job batches may follow the attach message")
+                self._take_batch(worker, message)
+
+    def _take_batch(self, worker: _Worker, batch: JobBatch) -> None:
+        now = time.monotonic()
+        rejected: list[_Job] = []
+        with self._lock:
+            for job in batch.jobs:
+                queued = _Job(worker, job, now)
+                if not self._queue.push(queued.direction, queued):
+                    queued.refuse_rest(Refusal.QUEUE_FULL)
+                    rejected.append(queued)
+            cancelled = set(batch.cancelled)
+            for queued in self._queue.take(
+                lambda q: q.worker is worker and q.job.job_id in cancelled
+            ):
+                queued.refuse_rest(Refusal.CANCELLED)
+                rejected.append(queued)
+            self._lock.notify_all()
+        for queued in rejected:
+            self._answer(queued, 0)
+
+    def _detach(self, worker: _Worker) -> None:
+        """The worker is gone: drop its queued jobs, wait for the running one, unmap its KV."""
+        worker.close_connection()
+        with self._lock:
+            self._queue.take(lambda queued: queued.worker is worker)
+            self._workers.discard(worker)
+            # The running job sees that the connection is closed before its next run.
+            while worker.running:
+                self._lock.wait(1.0)
+        worker.unmap()
+
+    # Copies
+
+    def _copy_all(self) -> None:
+        while True:
+            with self._lock:
+                while not self._stopping and not len(self._queue):
+                    self._lock.wait(1.0)
+                    self.table.expire(time.monotonic())
+                if self._stopping:
+                    return
+                queued = self._queue.pop()
+                assert queued is not None
+                queued.worker.running += 1
+            try:
+                self._run(queued)
+            finally:
+                with self._lock:
+                    queued.worker.running -= 1
+                    self._lock.notify_all()
+
+    def _run(self, queued: _Job) -> None:
+        """Carry out one job; whatever goes wrong is an answer, never an exception."""
+        num_bytes = 0
+        try:
+            num_bytes = self._execute(queued)
+        except PlanError as error:
+            logger.warning("refused a malformed job: %s", error)
+            queued.refuse_rest(Refusal.BAD_HANDLE)
+        except Exception:
+            logger.exception("job %d failed", queued.job.job_id)
+            queued.refuse_rest(Refusal.COPY_FAILED)
+        self._answer(queued, num_bytes)
+
+    def _execute(self, queued: _Job) -> int:
+        if queued.job.node_epoch != self.epoch:
+            queued.refuse_rest(Refusal.BAD_HANDLE)
+            return 0
+        if queued.is_cancelled:
+            queued.refuse_rest(Refusal.CANCELLED)
+            return 0
+        runs = queued.worker.planner.plan(queued.job)
+        admitted = self._begin(queued)
+        backend = queued.worker.backend(self.pool.address)
+        num_bytes = 0
+        for position, chunk in enumerate(admitted):
+            try:
+                num_bytes += self._copy_chunk(queued, backend, runs, chunk)
+            except BaseException:
+                self._abandon(queued, admitted[position + 1 :])
+                raise
+        return num_bytes
+
+    def _begin(self, queued: _Job) -> list[int]:
+        """Admit the job's chunks to the slot table; the others get their refusal."""
+        give_up_at = time.monotonic() + self.settings.copy_wait_s
+        admitted = []
+        for chunk in range(len(queued.job.handles.keys)):
+            refusal = self._begin_chunk(queued, chunk, give_up_at)
+            if refusal is Refusal.NONE:
+                admitted.append(chunk)
+            else:
+                queued.refusals[chunk] = refusal
+        return admitted
+
+    def _begin_chunk(self, queued: _Job, chunk: int, give_up_at: float) -> Refusal:
+        name = queued.name(chunk)
+        hello = queued.worker.hello
+        with self._lock:
+            if queued.direction is Direction.LOAD:
+                return self.table.begin_load(name)
+            expires_at = time.monotonic() + self.settings.store_expiry_s
+            while True:
+                answer = self.table.begin_store(name, hello.rank, hello.num_ranks, expires_at)
+                if answer.admission is Admission.GO:
+                    # The journal must not know a chunk whose bytes are about to be overwritten.
+                    self.pool.forget(name.slot, name.slot_bytes)
+                    return Refusal.NONE
+                if answer.admission is Admission.REFUSED:
+                    return answer.refusal
+                if queued.is_cancelled or time.monotonic() > give_up_at:
+                    return Refusal.WRITING
+                self._lock.wait(0.05)
+
+    def _copy_chunk(self, queued: _Job, backend: CopyBackend, runs: CopyRuns, chunk: int) -> int:
+        """Copy one admitted chunk and tell the table; returns the bytes."""
+        first = int(runs.chunk_ends[chunk - 1]) if chunk else 0
+        last = int(runs.chunk_ends[chunk])
+        done = False
+        try:
+            done = backend.copy(queued.direction, runs, first, last, lambda: queued.is_cancelled)
+        finally:
+            ok = done and not queued.is_cancelled
+            self._finish(queued, chunk, ok)
+        if not ok:
+            queued.refusals.setdefault(chunk, Refusal.CANCELLED)
+            return 0
+        return int(runs.size[first:last].sum())
+
+    def _finish(self, queued: _Job, chunk: int, ok: bool) -> None:
+        name = queued.name(chunk)
+        with self._lock:
+            if queued.direction is Direction.LOAD:
+                self.table.finish_load(name.slot, name.generation)
+                self._lock.notify_all()
+                return
+            rank = queued.worker.hello.rank
+            state = self.table.finish_store(name.slot, name.generation, rank, ok)
+            if ok and state is SlotState.EMPTY:
+                queued.refusals[chunk] = Refusal.POISONED
+            if state is SlotState.READY:
+                self.pool.remember(name)
+                self._unreported.append(name)
+            self._lock.notify_all()
+
+    def _abandon(self, queued: _Job, chunks: list[int]) -> None:
+        for chunk in chunks:
+            self._finish(queued, chunk, ok=False)
+
+    def _answer(self, queued: _Job, num_bytes: int) -> None:
+        refusals = queued.refusals
+        self._count(queued, num_bytes)
+        result = JobResult(
+            job_id=queued.job.job_id,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - queued.submitted_at,
+            failed_chunks=list(refusals),
+            refusals=[int(refusal) for refusal in refusals.values()],
+        )
+        queued.worker.send(JobResults([result]))
+        if queued.direction is Direction.STORE and num_bytes:
+            self._on_stored()
+
+    def _count(self, queued: _Job, num_bytes: int) -> None:
+        done = len(queued.job.handles.keys) - len(queued.refusals)
+        with self._lock:
+            if queued.direction is Direction.STORE:
+                self._counters.bytes_stored += num_bytes
+                self._counters.chunks_stored += done
+            else:
+                self._counters.bytes_loaded += num_bytes
+                self._counters.chunks_loaded += done
+            self._counters.chunks_refused += len(queued.refusals)
+            self._counters.jobs_cancelled += Refusal.CANCELLED in queued.refusals.values()
+
+    # Reports
+
+    def take_unreported(self, most: int) -> Inventory:
+        """Chunks that became READY and were not reported yet; they count as reported now."""
+        with self._lock:
+            names = [self._unreported.popleft() for _ in range(min(most, len(self._unreported)))]
+        return inventory_of(names)
+
+    def all_ready(self) -> list[ChunkName]:
+        """Every READY chunk; those that wait for a report are in it and need none any more."""
+        with self._lock:
+            self._unreported.clear()
+            return list(self.table.inventory())
+
+    def clear(self, cleared: dict[str, int]) -> None:
+        """Discard namespaces up to the given generations."""
+        with self._lock:
+            for namespace, generation in cleared.items():
+                if self.table.discard_namespace(Namespace(namespace), Generation(generation)):
+                    self.pool.forget_namespace(Namespace(namespace), Generation(generation))
+
+    def cleared(self) -> dict[str, int]:
+        """By namespace, the generation up to which chunks were discarded."""
+        with self._lock:
+            return {str(name): int(gen) for name, gen in self.table.cleared.items()}
+
+    @property
+    def highest_generation(self) -> Generation:
+        """The highest generation that a store was ever begun with."""
+        return self.table.highest_generation
+
+    def stats(self) -> NodeStats:
+        """Counters and gauges."""
+        with self._lock:
+            return NodeStats(
+                pool_bytes=self.settings.geometry.pool_bytes,
+                prefaulted_bytes=self.pool.prefaulted_bytes,
+                used_bytes=self.table.used_bytes,
+                bytes_stored=self._counters.bytes_stored,
+                bytes_loaded=self._counters.bytes_loaded,
+                chunks_stored=self._counters.chunks_stored,
+                chunks_loaded=self._counters.chunks_loaded,
+                chunks_refused=self._counters.chunks_refused,
+                jobs_cancelled=self._counters.jobs_cancelled,
+                num_workers=len(self._workers),
+                queued_jobs=len(self._queue),
+            )
+
+
+def inventory_of(names: list[ChunkName]) -> Inventory:
+    """`names` as columns."""
+    namespaces = sorted({str(name.namespace) for name in names})
+    index = {name: i for i, name in enumerate(namespaces)}
+    return Inventory(
+        namespaces=namespaces,
+        namespace_index=[index[name.namespace] for name in names],
+        keys=[name.key for name in names],
+        slots=[name.slot for name in names],
+        generations=[name.generation for name in names],
+        slot_bytes=[name.slot_bytes for name in names],
+    )
+
+
+def boot_epoch() -> Epoch:
+    """An epoch that rises with every start of a process on this host until it reboots.
+
+    Taken from the clock since boot, which nobody sets: it can't jump back.
+    """
+    return Epoch(time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000)
+
+
+def process_id() -> int:
+    """Of this process, for status pages."""
+    return os.getpid()

@@ -1,0 +1,69 @@
+"""SchedulerActor: the cluster's one directory of chunks, a thin shell around `BlockManager`.
+
+Guarantees of its calls: each is idempotent (callers repeat what got no answer), none blocks, none
+calls another actor. Times come from this host's monotonic clock; the state itself knows no clock.
+"""
+
+from __future__ import annotations
+
+import time
+
+import raykv
+from raykv.core.manager import BlockManager, ManagerSettings
+from raykv.messages import AttachEngine, NodeReport, SyncRequest, decode, encode
+from raykv.types import EngineId, Epoch, Namespace
+
+_EPOCH_ZERO = 1_735_689_600
+"""2025-01-01 in Unix time: epochs are seconds since then, which fit into 31 bits until 2093."""
+
+
+class SchedulerActor:
+    """Runs as the detached Ray actor `scheduler` in the namespace `raykv`."""
+
+    def __init__(self, address: str, eviction_policy: str) -> None:
+        self._address = address
+        settings = ManagerSettings(eviction_policy=eviction_policy)
+        # Above every earlier life's epoch; should the host's clock have gone back, the NodeActors'
+        # reports raise it.
+        self._manager = BlockManager(Epoch(int(time.time()) - _EPOCH_ZERO), settings)
+
+    def attach(self, raw: bytes) -> bytes:
+        """`AttachEngine` → `EngineAttached`."""
+        now = self._tick()
+        return encode(self._manager.attach_engine(decode(raw, AttachEngine), now))
+
+    def sync(self, raw: bytes) -> bytes:
+        """`SyncRequest` → `SyncReply`."""
+        now = self._tick()
+        return encode(self._manager.sync(decode(raw, SyncRequest), now))
+
+    def report(self, raw: bytes) -> bytes:
+        """`NodeReport` → `NodeReportReply`."""
+        now = self._tick()
+        return encode(self._manager.node_report(decode(raw, NodeReport), now))
+
+    def detach(self, engine_id: str) -> None:
+        """End an engine's session; its chunks stay."""
+        self._manager.detach_engine(EngineId(engine_id))
+
+    def set_paused(self, paused: bool) -> None:
+        """Switch the cache off or on for all engines."""
+        self._manager.set_paused(paused)
+
+    def clear(self, namespace: str | None) -> None:
+        """Empty a namespace, or all."""
+        self._manager.clear(None if namespace is None else Namespace(namespace))
+
+    def status(self) -> bytes:
+        """→ `ClusterStatus`."""
+        now = self._tick()
+        return encode(self._manager.status(self._address, raykv.__version__, now))
+
+    def ping(self) -> str:
+        """RayKV's version here; answers once the actor is up."""
+        return raykv.__version__
+
+    def _tick(self) -> float:
+        now = time.monotonic()
+        self._manager.expire(now)
+        return now

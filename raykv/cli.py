@@ -1,0 +1,212 @@
+"""The command `raykv`: a thin face of the client."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import raykv
+from raykv.errors import RayKVError
+
+app = typer.Typer(
+    help="RayKV: vLLM's KV cache in the RAM of a Ray cluster.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        help="The Ray cluster. Default: RAY_ADDRESS, else the one that runs on this host.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]
+
+
+def main() -> None:
+    """Run the command line; errors that RayKV expects are one sentence and exit code 2."""
+    try:
+        app()
+    except RayKVError as error:
+        _fail(str(error))
+
+
+def _fail(sentence: str) -> NoReturn:
+    Console(stderr=True).print(f"raykv: {sentence}", style="red", highlight=False, soft_wrap=True)
+    sys.exit(2)
+
+
+@app.command()
+def version() -> None:
+    """Print RayKV's version."""
+    typer.echo(raykv.__version__)
+
+
+@app.command()
+def demo(
+    *,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A seeded random model; well under a minute.")
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file too.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of questions.", min=1)] = 3,
+    pool_bytes: Annotated[
+        str | None, typer.Option("--pool-bytes", help='Size of the pool, like "2GiB".')
+    ] = None,
+    ray_address: Address = None,
+) -> None:
+    """Ask a real model about long documents, with and without RayKV, and compare.
+
+    Starts a local Ray if there is none. Exit code 1 if an answer differs.
+    """
+    from raykv.demo import run_demo
+
+    code = run_demo(
+        tiny=tiny,
+        json_path=json_path,
+        rounds=rounds,
+        ray_address=ray_address,
+        pool_bytes=pool_bytes,
+        console=None,
+    )
+    raise typer.Exit(code)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="As for `vllm serve`.")],
+    pool_bytes: Annotated[
+        str | None, typer.Option("--pool-bytes", help='Size of the pool, like "8GiB".')
+    ] = None,
+    ray_address: Address = None,
+) -> None:
+    """Start vLLM's OpenAI server with RayKV; all further options go to `vllm serve`.
+
+    Example: raykv serve Qwen/Qwen3-8B --pool-bytes 32GiB --port 8001
+    """
+    from raykv.serve import serve as run_server
+
+    code = run_server(model, context.args, ray_address=ray_address, pool_bytes=pool_bytes)
+    raise typer.Exit(code)
+
+
+@app.command()
+def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+    """Show nodes, pools, namespaces and engines."""
+    import msgspec
+
+    with _connected(ray_address) as cluster:
+        known = cluster.status()
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(known)).decode())
+        return
+    _print_status(known)
+
+
+def _connected(ray_address: str | None) -> raykv.Cluster:
+    return raykv.connect(ray_address)
+
+
+def _print_status(known: object) -> None:
+    from raykv.actors.runtime import human_bytes
+    from raykv.messages import ClusterStatus
+
+    assert isinstance(known, ClusterStatus), known
+    console = Console()
+    state = "PAUSED" if known.paused else "running"
+    console.print(f"RayKV {known.raykv_version} at {known.address}: {state}", highlight=False)
+    nodes = _table("node", "host", "pool", "prefaulted", "used", "chunks", "stored", "loaded")
+    for node in known.nodes:
+        share = 100 * node.prefaulted_bytes / max(1, node.pool_bytes)
+        nodes.add_row(
+            node.node_id[:12],
+            node.hostname,
+            human_bytes(node.pool_bytes),
+            f"{share:.0f} %",
+            human_bytes(node.used_bytes),
+            str(node.chunks),
+            human_bytes(node.bytes_stored),
+            human_bytes(node.bytes_loaded),
+        )
+    console.print(nodes)
+    engines = _table("engine", "node", "namespace", "model", "ranks", "leased", "hits", "failed")
+    for engine in known.engines:
+        engines.add_row(
+            engine.engine_id[:12],
+            engine.node_id[:12],
+            engine.namespace[:12],
+            engine.model,
+            str(engine.num_ranks),
+            str(engine.leased_slots),
+            str(engine.counters.get("hits", 0)),
+            str(engine.counters.get("loads_failed", 0)),
+        )
+    console.print(engines)
+    for namespace, chunks in sorted(known.namespaces.items()):
+        console.print(f"namespace {namespace}: {chunks} chunks", highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+@app.command()
+def pause(ray_address: Address = None) -> None:
+    """Switch the cache off without a restart: engines compute everything themselves."""
+    with _connected(ray_address) as cluster:
+        cluster.pause()
+    typer.echo("paused: engines stop loading and storing within about a second")
+
+
+@app.command()
+def resume(ray_address: Address = None) -> None:
+    """Switch the cache on again; what it holds is still there."""
+    with _connected(ray_address) as cluster:
+        cluster.resume()
+    typer.echo("resumed")
+
+
+@app.command()
+def clear(
+    namespace: Annotated[
+        str | None, typer.Argument(help="As `raykv status` shows it. Default: all.")
+    ] = None,
+    ray_address: Address = None,
+) -> None:
+    """Empty the cache, of one model's namespace or of all."""
+    with _connected(ray_address) as cluster:
+        cluster.clear(namespace)
+    typer.echo("cleared")
+
+
+@app.command()
+def down(
+    *,
+    with_ray: Annotated[
+        bool, typer.Option("--with-ray", help="Stop the local Ray cluster as well.")
+    ] = False,
+    ray_address: Address = None,
+) -> None:
+    """End RayKV's actors and free their pools."""
+    from raykv.actors.cluster import stop_started
+
+    with _connected(ray_address) as cluster:
+        count = cluster.down()
+        address = cluster.address
+    typer.echo(f"ended {count} actors")
+    if with_ray:
+        stop_started(address)
+        typer.echo(f"stopped the Ray cluster at {address}")

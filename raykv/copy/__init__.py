@@ -1,0 +1,1 @@
+"""Copies between KV caches and the pool: planning, queueing, back ends."""

@@ -1,0 +1,30 @@
+"""Back end over two bytearrays: what the contract means, in its simplest form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raykv.copy.plan import CopyRuns
+from raykv.types import Direction
+
+
+class ReferenceBackend:
+    """Copies between two bytearrays, byte range by byte range."""
+
+    def __init__(self, kv: bytearray, pool: bytearray) -> None:
+        self.kv = kv
+        self.pool = pool
+
+    def copy(
+        self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: Callable[[], bool]
+    ) -> bool:
+        """See `CopyBackend.copy`."""
+        for row in range(first, last):
+            if stop():
+                return False
+            kv, pool, size = int(runs.kv[row]), int(runs.pool[row]), int(runs.size[row])
+            if direction is Direction.STORE:
+                self.pool[pool : pool + size] = self.kv[kv : kv + size]
+            else:
+                self.kv[kv : kv + size] = self.pool[pool : pool + size]
+        return True

@@ -1,0 +1,65 @@
+"""Eviction policies: in which order a node's chunks of one slot size are given up.
+
+A policy orders names; it owns no chunk. Invariant: it holds exactly the names that were added and
+not removed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+N = TypeVar("N", bound=Hashable)
+
+
+class EvictionPolicy(Protocol[N]):
+    """What the block manager asks of a policy."""
+
+    def add(self, name: N) -> None:
+        """A chunk became READY. Adding a name again counts as touching it."""
+
+    def touch(self, name: N) -> None:
+        """The chunk was used. A name that is not held is ignored."""
+
+    def remove(self, name: N) -> None:
+        """The chunk is gone. A name that is not held is ignored."""
+
+    def candidates(self) -> Iterator[N]:
+        """All names, the first to give up first. Not valid after a change of the policy."""
+
+    def __len__(self) -> int:
+        """How many names are held."""
+
+
+class LRU(Generic[N]):
+    """Least recently used first."""
+
+    def __init__(self) -> None:
+        # From least to most recently used.
+        self._names: OrderedDict[N, None] = OrderedDict()
+
+    def add(self, name: N) -> None:
+        """See `EvictionPolicy.add`."""
+        self._names[name] = None
+        self._names.move_to_end(name)
+
+    def touch(self, name: N) -> None:
+        """See `EvictionPolicy.touch`."""
+        if name in self._names:
+            self._names.move_to_end(name)
+
+    def remove(self, name: N) -> None:
+        """See `EvictionPolicy.remove`."""
+        self._names.pop(name, None)
+
+    def candidates(self) -> Iterator[N]:
+        """See `EvictionPolicy.candidates`."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy[tuple[str, bytes]]]] = {"lru": LRU}
+"""Policies by the name that the setting `eviction_policy` uses."""

@@ -1,0 +1,348 @@
+"""The slot table: what is at each place of one node's pool, and who may touch it now.
+
+         begin_store            finish_store (all ranks)         begin_load / finish_load
+  EMPTY ────────────► WRITING ───────────────────────────► READY ◄──────────► READY, readers > 0
+    ▲                    │ finish_store(ok=False), expire      │
+    └────────────────────┴─────────────────────────────────────┘ begin_store (higher generation),
+                                                                  discard_namespace
+Invariants:
+1. A slot's generation never falls. A store moves it up; only further ranks of the same store may
+   name the generation that the slot already has.
+2. READY means that every local rank has stored its part at the slot's generation.
+3. A slot with readers is never written; a slot being written has no readers.
+4. All slots in a slab have the slab's slot size, and no generation in a slab is above the slab's.
+5. A key is read only under the namespace, the key and the generation that it was stored with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from raykv.core.geometry import PoolGeometry
+from raykv.types import NO_GENERATION, Generation, Key, Namespace, Refusal, Slot
+
+
+class SlotState(Enum):
+    """See the diagram in the module's docstring."""
+
+    EMPTY = "empty"
+    WRITING = "writing"
+    READY = "ready"
+
+
+class Admission(Enum):
+    """What a store may do now. `WAIT`: ask again when a reader or a writer has finished."""
+
+    GO = "go"
+    WAIT = "wait"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class StoreAnswer:
+    """Answer to `begin_store`; `refusal` says why when it is refused."""
+
+    admission: Admission
+    refusal: Refusal = Refusal.NONE
+
+
+@dataclass(frozen=True)
+class ChunkName:
+    """What a chunk is called and where its bytes should be."""
+
+    namespace: Namespace
+    key: Key
+    slot: Slot
+    generation: Generation
+    slot_bytes: int
+
+
+@dataclass(slots=True)
+class _Record:
+    """One slot. `writers` are ranks that copy now, `stored` those that have copied."""
+
+    generation: Generation = NO_GENERATION
+    state: SlotState = SlotState.EMPTY
+    namespace: Namespace = Namespace("")
+    key: Key = Key(b"")
+    readers: int = 0
+    num_ranks: int = 1
+    writers: set[int] = field(default_factory=set)
+    stored: set[int] = field(default_factory=set)
+    poisoned: bool = False
+    expires_at: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        return self.readers > 0 or bool(self.writers)
+
+
+@dataclass(slots=True)
+class _Slab:
+    """`floor`: the highest generation that the slab had under another slot size."""
+
+    slot_bytes: int
+    floor: Generation = NO_GENERATION
+    generation: Generation = NO_GENERATION
+    records: dict[Slot, _Record] = field(default_factory=dict)
+
+
+class SlotTable:
+    """The only authority on the bytes of one node's pool."""
+
+    def __init__(self, geometry: PoolGeometry) -> None:
+        self.geometry = geometry
+        self._slabs: dict[int, _Slab] = {}
+        # Highest generation up to which each namespace was cleared; only rises.
+        self._cleared: dict[Namespace, Generation] = {}
+        # Slots in WRITING, so that `expire` need not look at the others.
+        self._writing: set[Slot] = set()
+        self.highest_generation = NO_GENERATION
+        self.num_ready = 0
+        self.used_bytes = 0
+
+    # Stores
+
+    def begin_store(
+        self, name: ChunkName, rank: int, num_ranks: int, expires_at: float
+    ) -> StoreAnswer:
+        """Let `rank` write its part of the chunk. Only `GO` changes the table.
+
+        The first rank of a new generation discards what the slot held. A store whose other ranks
+        have not come by `expires_at` is poisoned by `expire`.
+        """
+        assert 0 <= rank < num_ranks, (rank, num_ranks)
+        if not self.geometry.is_place(name.slot, name.slot_bytes):
+            return StoreAnswer(Admission.REFUSED, Refusal.BAD_HANDLE)
+        if name.generation <= self._cleared.get(name.namespace, NO_GENERATION):
+            return StoreAnswer(Admission.REFUSED, Refusal.CLEARED)
+        slab = self._slabs.get(self.geometry.slab_of(name.slot))
+        if slab is not None and slab.slot_bytes != name.slot_bytes:
+            return self._begin_in_other_class(slab, name, rank, num_ranks, expires_at)
+        if slab is not None and name.generation <= slab.floor:
+            return StoreAnswer(Admission.REFUSED, Refusal.STALE)
+        record = self._record(name.slot)
+        if record is None or name.generation > record.generation:
+            if record is not None and record.is_busy:
+                return StoreAnswer(Admission.WAIT)
+            self._start(name, rank, num_ranks, expires_at)
+            return StoreAnswer(Admission.GO)
+        return self._join(record, name, rank, num_ranks)
+
+    def _begin_in_other_class(
+        self, slab: _Slab, name: ChunkName, rank: int, num_ranks: int, expires_at: float
+    ) -> StoreAnswer:
+        """Give the slab to another slot size, once nothing in it is being touched."""
+        if name.generation <= slab.generation:
+            return StoreAnswer(Admission.REFUSED, Refusal.STALE)
+        if any(record.is_busy for record in slab.records.values()):
+            return StoreAnswer(Admission.WAIT)
+        for slot in list(slab.records):
+            self._empty(slot, slab)
+        index = self.geometry.slab_of(name.slot)
+        self._slabs[index] = _Slab(name.slot_bytes, slab.generation, slab.generation)
+        self._start(name, rank, num_ranks, expires_at)
+        return StoreAnswer(Admission.GO)
+
+    def _join(self, record: _Record, name: ChunkName, rank: int, num_ranks: int) -> StoreAnswer:
+        """Another rank of the store that the slot is at."""
+        same = (
+            record.generation == name.generation
+            and record.namespace == name.namespace
+            and record.key == name.key
+            and record.num_ranks == num_ranks
+        )
+        if not same or record.state is not SlotState.WRITING:
+            return StoreAnswer(Admission.REFUSED, Refusal.STALE)
+        if rank in record.writers or rank in record.stored:
+            return StoreAnswer(Admission.REFUSED, Refusal.STALE)
+        if record.poisoned:
+            return StoreAnswer(Admission.REFUSED, Refusal.POISONED)
+        record.writers.add(rank)
+        return StoreAnswer(Admission.GO)
+
+    def _start(self, name: ChunkName, rank: int, num_ranks: int, expires_at: float) -> None:
+        index = self.geometry.slab_of(name.slot)
+        slab = self._slabs.setdefault(index, _Slab(name.slot_bytes))
+        if name.slot in slab.records:
+            self._empty(name.slot, slab)
+        slab.records[name.slot] = _Record(
+            generation=name.generation,
+            state=SlotState.WRITING,
+            namespace=name.namespace,
+            key=name.key,
+            num_ranks=num_ranks,
+            writers={rank},
+            expires_at=expires_at,
+        )
+        slab.generation = max(slab.generation, name.generation)
+        self.highest_generation = max(self.highest_generation, name.generation)
+        self._writing.add(name.slot)
+
+    def finish_store(self, slot: Slot, generation: Generation, rank: int, ok: bool) -> SlotState:
+        """`rank` has stopped writing. Returns READY when its part was the last one.
+
+        The slot cannot have moved on meanwhile (invariant 3: a store waits for writers).
+        """
+        record = self._record(slot)
+        assert record is not None, slot
+        assert record.generation == generation, (slot, generation, record)
+        assert rank in record.writers, (slot, rank, record)
+        record.writers.remove(rank)
+        if ok:
+            record.stored.add(rank)
+        else:
+            record.poisoned = True
+        if record.poisoned:
+            return self._drop_if_idle(slot, record)
+        if len(record.stored) == record.num_ranks:
+            self._make_ready(slot, record)
+        return record.state
+
+    def _drop_if_idle(self, slot: Slot, record: _Record) -> SlotState:
+        if not record.writers:
+            self._empty(slot, self._slabs[self.geometry.slab_of(slot)])
+        return record.state
+
+    def _make_ready(self, slot: Slot, record: _Record) -> None:
+        self._writing.discard(slot)
+        cleared = self._cleared.get(record.namespace, NO_GENERATION)
+        if record.generation <= cleared:
+            self._empty(slot, self._slabs[self.geometry.slab_of(slot)])
+            return
+        record.state = SlotState.READY
+        self.num_ready += 1
+        self.used_bytes += self._slabs[self.geometry.slab_of(slot)].slot_bytes
+
+    def expire(self, now: float) -> int:
+        """Poison stores whose other ranks did not come in time; returns how many.
+
+        A rank that is still copying keeps the slot until it has finished.
+        """
+        late = [slot for slot in self._writing if self._is_late(slot, now)]
+        for slot in late:
+            record = self._record(slot)
+            assert record is not None, slot
+            record.poisoned = True
+            self._drop_if_idle(slot, record)
+        return len(late)
+
+    def _is_late(self, slot: Slot, now: float) -> bool:
+        record = self._record(slot)
+        return record is not None and not record.poisoned and now >= record.expires_at
+
+    # Loads
+
+    def begin_load(self, name: ChunkName) -> Refusal:
+        """Register a reader; `NONE` means go. The slot is not written until `finish_load`."""
+        record = self._record(name.slot)
+        if record is None or record.generation != name.generation:
+            return Refusal.STALE
+        if record.namespace != name.namespace or record.key != name.key:
+            return Refusal.STALE
+        if record.state is not SlotState.READY:
+            return Refusal.WRITING if record.state is SlotState.WRITING else Refusal.STALE
+        record.readers += 1
+        return Refusal.NONE
+
+    def finish_load(self, slot: Slot, generation: Generation) -> None:
+        """A reader that `begin_load` let in is done."""
+        record = self._record(slot)
+        assert record is not None, slot
+        assert record.generation == generation, (slot, generation, record)
+        assert record.readers > 0, (slot, record)
+        record.readers -= 1
+        if record.readers == 0 and record.state is SlotState.EMPTY:
+            record.key = Key(b"")
+
+    # Whole namespaces
+
+    def discard_namespace(self, namespace: Namespace, up_to: Generation) -> int:
+        """Discard the namespace's chunks of generations up to `up_to`; returns how many.
+
+        Later stores and loads of such generations are refused. Readers finish undisturbed.
+        """
+        if up_to <= self._cleared.get(namespace, NO_GENERATION):
+            return 0
+        self._cleared[namespace] = up_to
+        discarded = 0
+        for slab in self._slabs.values():
+            for slot, record in slab.records.items():
+                if record.namespace != namespace or record.generation > up_to:
+                    continue
+                if record.state is SlotState.READY:
+                    self._empty(slot, slab)
+                    discarded += 1
+                elif record.state is SlotState.WRITING:
+                    record.poisoned = True
+                    self._drop_if_idle(slot, record)
+        return discarded
+
+    @property
+    def cleared(self) -> dict[Namespace, Generation]:
+        """By namespace, the generation up to which it was cleared."""
+        return dict(self._cleared)
+
+    # Looking
+
+    def _record(self, slot: Slot) -> _Record | None:
+        slab = self._slabs.get(self.geometry.slab_of(slot))
+        return None if slab is None else slab.records.get(slot)
+
+    def _empty(self, slot: Slot, slab: _Slab) -> None:
+        """Forget a slot's chunk but keep its generation and its readers."""
+        record = slab.records[slot]
+        if record.state is SlotState.READY:
+            self.num_ready -= 1
+            self.used_bytes -= slab.slot_bytes
+        self._writing.discard(slot)
+        record.state = SlotState.EMPTY
+
+    def state_of(self, slot: Slot) -> SlotState:
+        """EMPTY also for places that were never used."""
+        record = self._record(slot)
+        return SlotState.EMPTY if record is None else record.state
+
+    def generation_of(self, slot: Slot) -> Generation:
+        """The slot's last generation; `NO_GENERATION` if it was never used."""
+        record = self._record(slot)
+        return NO_GENERATION if record is None else record.generation
+
+    def readers_of(self, slot: Slot) -> int:
+        """Loads that read the slot now."""
+        record = self._record(slot)
+        return 0 if record is None else record.readers
+
+    def inventory(self) -> Iterator[ChunkName]:
+        """Every READY chunk, in no particular order."""
+        for slab in self._slabs.values():
+            for slot, record in slab.records.items():
+                if record.state is SlotState.READY:
+                    yield ChunkName(
+                        record.namespace, record.key, slot, record.generation, slab.slot_bytes
+                    )
+
+    def restore(self, name: ChunkName) -> None:
+        """Take back a chunk that outlived the NodeActor's last life (a file-backed pool)."""
+        answer = self.begin_store(name, rank=0, num_ranks=1, expires_at=0.0)
+        assert answer.admission is Admission.GO, (name, answer)
+        self.finish_store(name.slot, name.generation, rank=0, ok=True)
+
+    def check(self) -> None:
+        """Assert the invariants over the whole table; for tests and idle moments."""
+        ready = 0
+        used = 0
+        for slab in self._slabs.values():
+            for slot, record in slab.records.items():
+                assert record.generation <= slab.generation, (slot, record)
+                assert not (record.readers and record.writers), (slot, record)
+                assert record.state is SlotState.WRITING or not record.writers, (slot, record)
+                assert (slot in self._writing) == (record.state is SlotState.WRITING), slot
+                if record.state is SlotState.READY:
+                    ready += 1
+                    used += slab.slot_bytes
+                    assert len(record.stored) == record.num_ranks, (slot, record)
+        assert ready == self.num_ready, (ready, self.num_ready)
+        assert used == self.used_bytes, (used, self.used_bytes)

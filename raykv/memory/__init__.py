@@ -1,0 +1,1 @@
+"""Memory that several processes share: the pool, exported KV caches, cancel words."""

@@ -1,0 +1,101 @@
+"""KV caches that one process exports and another opens.
+
+A protocol with two sides. The worker exports: it says where its KV tensors are (`KVLayout`) and
+hands over what opens the memory. The NodeActor opens: it gets addresses to copy from and to. Here
+is the memfd kind, for KV in CPU memory; the CUDA kind joins by the same protocol.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from raykv.errors import HandleError
+from raykv.memory.region import Region
+from raykv.messages import KVLayout
+
+MEMFD = "memfd"
+
+
+class OpenedKV(Protocol):
+    """A worker's KV cache in the address space of the NodeActor."""
+
+    layout: KVLayout
+
+    @property
+    def address(self) -> int:
+        """Where offset 0 of the layout is mapped."""
+
+    def close(self) -> None:
+        """Unmap; the worker's memory is then no longer held by this process."""
+
+
+class MemfdKV:
+    """KV cache in a memfd of the worker."""
+
+    def __init__(self, layout: KVLayout, fd: int) -> None:
+        """Map `fd`, which is owned by this object from now on.
+
+        Raises:
+            HandleError: the memory is smaller than the layout says.
+        """
+        self.layout = layout
+        self._region = Region.received(fd, layout.num_bytes)
+
+    @property
+    def address(self) -> int:
+        """See `OpenedKV.address`."""
+        return self._region.address
+
+    def close(self) -> None:
+        """See `OpenedKV.close`."""
+        self._region.close()
+
+
+def open_kv(layout: KVLayout, fds: list[int]) -> OpenedKV:
+    """Open what a worker exported. The descriptors are owned by the callee, also if it fails.
+
+    Raises:
+        HandleError: the kind is not known here, or memory and layout don't match.
+    """
+    try:
+        check_layout(layout)
+        _check_kind(layout, len(fds))
+    except HandleError:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return MemfdKV(layout, fds[0])
+
+
+def _check_kind(layout: KVLayout, num_fds: int) -> None:
+    if layout.kind != MEMFD:
+        raise HandleError(f"a KV cache of kind {layout.kind!r} can't be opened; known: {MEMFD!r}")
+    if num_fds != 1:
+        raise HandleError(f"a KV cache of kind {MEMFD!r} comes with one descriptor, not {num_fds}")
+
+
+def check_layout(layout: KVLayout) -> None:
+    """Refuse a layout that points outside of its memory: a copy there would kill the NodeActor.
+
+    Raises:
+        HandleError: with what is wrong.
+    """
+    if layout.blocks_per_chunk < 1 or len(layout.groups) != len(layout.group_ids):
+        raise HandleError(f"malformed KV layout: {layout}")
+    for tensor in layout.tensors:
+        sizes_ok = tensor.page_bytes > 0 and tensor.num_blocks > 0
+        last = tensor.offset + (tensor.num_blocks - 1) * tensor.block_stride + tensor.page_bytes
+        if not sizes_ok or tensor.offset < 0 or tensor.block_stride < tensor.page_bytes:
+            raise HandleError(f"malformed KV tensor: {tensor}")
+        if last > layout.num_bytes:
+            raise HandleError(f"{tensor} ends at {last}, outside of {layout.num_bytes} bytes")
+    for group in layout.groups:
+        if any(not 0 <= index < len(layout.tensors) for index in group):
+            raise HandleError(f"a KV group names a tensor that is not there: {group}")
+
+
+def part_bytes(layout: KVLayout, group_index: int) -> int:
+    """Bytes of one rank's part of a chunk of a group (an index into `layout.groups`)."""
+    pages = sum(layout.tensors[index].page_bytes for index in layout.groups[group_index])
+    return layout.blocks_per_chunk * pages

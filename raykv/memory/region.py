@@ -1,0 +1,116 @@
+"""A mapping that can be handed to another process: the pool, a KV cache, a page of words.
+
+Anonymous regions are memfds: nothing in `/dev/shm` or any folder, and the memory dies with the
+last process that has it open or mapped, however that process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from raykv.errors import HandleError
+
+PREFAULT_PIECE_BYTES = 32 << 20
+"""About 10 ms of page faults: how long a closing region waits for its prefault thread."""
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; from the kernel's include/uapi/asm-generic/mman-common.h."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Region:
+    """Shared memory of a fixed size; `address` is valid until `close`."""
+
+    def __init__(self, fd: int, num_bytes: int, what: str) -> None:
+        """Map all of `fd`, which the region owns from now on."""
+        assert num_bytes > 0, num_bytes
+        self.fd = fd
+        self.num_bytes = num_bytes
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            error = os.strerror(ctypes.get_errno())
+            os.close(fd)
+            raise HandleError(f"cannot map {num_bytes} bytes of {what}: {error}")
+        self.address: int = address
+
+    @classmethod
+    def anonymous(cls, num_bytes: int, name: str) -> Region:
+        """New memory, zero, without a page behind it until it is touched."""
+        fd = os.memfd_create(f"raykv-{name}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_bytes)
+        return cls(fd, num_bytes, f"a memfd for {name}")
+
+    @classmethod
+    def in_file(cls, path: Path, num_bytes: int) -> Region:
+        """A file of exactly `num_bytes`, created when missing; its contents are kept."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if os.fstat(fd).st_size != num_bytes:
+                os.ftruncate(fd, num_bytes)
+        except OSError as error:
+            raise HandleError(f"cannot open the pool file {path}: {error.strerror}") from error
+        return cls(fd, num_bytes, f"the pool file {path}")
+
+    @classmethod
+    def received(cls, fd: int, num_bytes: int) -> Region:
+        """Memory of another process that came as a file descriptor.
+
+        Raises:
+            HandleError: the descriptor has fewer bytes than was said.
+        """
+        if os.fstat(fd).st_size < num_bytes:
+            size = os.fstat(fd).st_size
+            os.close(fd)
+            raise HandleError(f"the peer's memory has {size} bytes, not {num_bytes} as it said")
+        return cls(fd, num_bytes, "the peer's memory")
+
+    def array(self) -> ctypes.Array[ctypes.c_ubyte]:
+        """The bytes as a ctypes array: a writable buffer without a copy, valid until `close`."""
+        return (ctypes.c_ubyte * self.num_bytes).from_address(self.address)
+
+    def prefault(self, progress: Callable[[int], bool]) -> None:
+        """Touch all pages piece by piece; `progress` gets the bytes done, False stops it."""
+        done = 0
+        while done < self.num_bytes:
+            size = min(PREFAULT_PIECE_BYTES, self.num_bytes - done)
+            if _libc.madvise(self.address + done, size, _MADV_POPULATE_WRITE):
+                self._touch(done, size)
+            done += size
+            if not progress(done):
+                return
+
+    def _touch(self, offset: int, size: int) -> None:
+        """For kernels without MADV_POPULATE_WRITE: read and write back one byte of each page.
+
+        The write is an atomic no-op only for memory that nobody else uses yet, so it reads only;
+        a read fault of shared memory allocates the page as well.
+        """
+        view = self.array()
+        for page in range(offset, offset + size, mmap.PAGESIZE):
+            _ = view[page]
+
+    def close(self) -> None:
+        """Unmap and close; a second call does nothing. Views of the region must be gone."""
+        if self.fd < 0:
+            return
+        _libc.munmap(self.address, self.num_bytes)
+        os.close(self.fd)
+        self.fd = -1

@@ -1,0 +1,362 @@
+"""Every struct that crosses a process. Columns, not lists of records; MessagePack on the wire.
+
+All messages are idempotent: a receiver that sees one twice answers the second time as the first.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+"""Raised with every change of a struct in this module. Both ends compare it when they meet."""
+
+MAX_KEYS = 2048
+"""Keys in one page of an exchange: with their columns they stay under Ray's 100 KiB inline limit
+(36-byte key, slot, generation: about 50 bytes a key)."""
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """MessagePack bytes of `message`."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(raw: bytes, kind: type[S]) -> S:
+    """The struct in `raw`.
+
+    Raises:
+        msgspec.DecodeError: `raw` is not such a struct (`ValidationError` for a wrong type).
+    """
+    return msgspec.msgpack.decode(raw, type=kind)
+
+
+class Handles(msgspec.Struct, frozen=True, array_like=True):
+    """Columns that name chunks at a generation; all have the same length."""
+
+    keys: list[bytes] = []
+    slots: list[int] = []
+    generations: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class Leases(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of free slots that an engine may store into."""
+
+    groups: list[int] = []
+    slots: list[int] = []
+    generations: list[int] = []
+
+
+# Engine scheduler <-> scheduler actor
+
+
+class AttachEngine(msgspec.Struct, frozen=True):
+    """An engine introduces itself; also after a restart of the scheduler actor.
+
+    `slot_bytes` has the slot size of each KV group, in bytes, by group index.
+    """
+
+    version: int
+    engine_id: str
+    node_id: str
+    namespace: str
+    model: str
+    num_ranks: int
+    slot_bytes: dict[int, int]
+    leases: Leases = Leases()
+
+
+class EngineAttached(msgspec.Struct, frozen=True):
+    """Answer to `AttachEngine`. With `error` set nothing was attached.
+
+    `capacity` has the number of slots that the node's pool can hold for each KV group.
+    """
+
+    epoch: int
+    node_epoch: int = 0
+    capacity: dict[int, int] = {}
+    paused: bool = False
+    error: str = ""
+    retry: bool = False
+
+
+class SyncRequest(msgspec.Struct, frozen=True):
+    """One exchange of an engine with the scheduler actor.
+
+    `seq` rises by one for each new message; the same `seq` again is a repetition and gets the same
+    answer. `wanted` has the number of slots asked for by KV group. `touched` lists keys, least
+    recently used first. `pinned` keys are about to be loaded. `dropped` names chunks that the
+    NodeActor refused. `clear` is the number of the engine's latest reset that is not confirmed yet
+    (0: none): the namespace is emptied everywhere. With `idle` set the answer carries no changes
+    and no grants: the engine has not taken in the earlier ones.
+    """
+
+    engine_id: str
+    epoch: int
+    seq: int
+    wanted: dict[int, int] = {}
+    touched: list[bytes] = []
+    pinned: list[bytes] = []
+    released: Leases = Leases()
+    dropped: Handles = Handles()
+    clear: int = 0
+    idle: bool = False
+    counters: dict[str, int] = {}
+
+
+class SyncReply(msgspec.Struct, frozen=True):
+    """Answer to `SyncRequest`: changes of the engine's mirror, in order, then new leases.
+
+    With `attach` set the actor does not know the engine (it restarted, or the engine's session
+    expired): attach again. `reset` comes before a snapshot: forget the mirror first. `void`: the
+    namespace was cleared, earlier leases and stores are worth nothing. `cleared` is the highest
+    `clear` that was carried out. `more` says that further changes are waiting.
+    """
+
+    epoch: int
+    seq: int
+    node_epoch: int = 0
+    attach: bool = False
+    reset: bool = False
+    void: bool = False
+    cleared: int = 0
+    more: bool = False
+    paused: bool = False
+    stored: Handles = Handles()
+    removed: Handles = Handles()
+    granted: Leases = Leases()
+
+
+# NodeActor <-> scheduler actor
+
+
+class Inventory(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of READY chunks on a node; `namespace_index` points into `namespaces`."""
+
+    namespaces: list[str] = []
+    namespace_index: list[int] = []
+    keys: list[bytes] = []
+    slots: list[int] = []
+    generations: list[int] = []
+    slot_bytes: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class NodeStats(msgspec.Struct, frozen=True):
+    """Counters and gauges of one NodeActor since its start; sizes in bytes."""
+
+    pool_bytes: int = 0
+    prefaulted_bytes: int = 0
+    used_bytes: int = 0
+    bytes_stored: int = 0
+    bytes_loaded: int = 0
+    chunks_stored: int = 0
+    chunks_loaded: int = 0
+    chunks_refused: int = 0
+    jobs_cancelled: int = 0
+    num_workers: int = 0
+    queued_jobs: int = 0
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """A NodeActor's heartbeat and the chunks that became READY since the last one.
+
+    `page` counts the pages of an inventory that the scheduler actor asked for, from 1; 0 is a
+    plain report. `last_page` ends the inventory. `cleared` has, by namespace, the generation up
+    to which the node has discarded chunks. `highest_generation` is the highest ever seen here.
+    """
+
+    version: int
+    node_id: str
+    epoch: int
+    seq: int
+    pool_bytes: int
+    slab_bytes: int
+    highest_generation: int
+    scheduler_epoch: int
+    stored: Inventory = Inventory()
+    page: int = 0
+    last_page: bool = False
+    cleared: dict[str, int] = {}
+    paused: bool = False
+    stats: NodeStats = NodeStats()
+    pid: int = 0
+    hostname: str = ""
+    raykv_version: str = ""
+
+
+class NodeReportReply(msgspec.Struct, frozen=True):
+    """Answer to `NodeReport`. `inventory` asks for all READY chunks; `cleared` as above."""
+
+    epoch: int
+    inventory: bool = False
+    cleared: dict[str, int] = {}
+    paused: bool = False
+
+
+class NodeDescription(msgspec.Struct, frozen=True):
+    """Where the workers of a node find its NodeActor, and what it is."""
+
+    version: int
+    raykv_version: str
+    node_id: str
+    epoch: int
+    socket_name: str
+    pool_bytes: int
+    slab_bytes: int
+    prefaulted_bytes: int
+    pid: int
+    num_workers: int
+    pool_path: str = ""
+    stats: NodeStats = NodeStats()
+
+
+# Worker <-> NodeActor, on the node's Unix socket
+
+
+class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One layer's KV tensor in the exported memory; sizes and the offset in bytes.
+
+    Page of block b: [offset + b * block_stride, + page_bytes).
+    """
+
+    offset: int
+    num_blocks: int
+    block_stride: int
+    page_bytes: int
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """A worker's KV cache as another process sees it.
+
+    `kind` names the protocol that opens it ("memfd"). `groups[g]` lists, for the g-th KV group in
+    the order of `group_ids`, indices into `tensors`.
+    """
+
+    kind: str
+    num_bytes: int
+    blocks_per_chunk: int
+    tensors: list[TensorLayout]
+    group_ids: list[int]
+    groups: list[list[int]]
+
+
+class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
+    """First message of a connection; the KV memory and the cancel words come with it as fds."""
+
+    version: int
+    engine_id: str
+    namespace: str
+    rank: int
+    num_ranks: int
+    slot_bytes: dict[int, int]
+    layout: KVLayout
+
+
+class CopyJob(msgspec.Struct, frozen=True, array_like=True):
+    """One store or load. Columns have one entry per chunk, except `block_ids`.
+
+    `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
+    block number `first_block[c]` (a load may begin in the middle of a chunk).
+    """
+
+    job_id: int
+    direction: int
+    node_epoch: int
+    handles: Handles
+    groups: list[int]
+    num_blocks: list[int]
+    first_block: list[int]
+    block_ids: list[int]
+
+
+class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
+    """Jobs of one engine step, and the ids of jobs that the engine gives up."""
+
+    jobs: list[CopyJob] = []
+    cancelled: list[int] = []
+
+
+WorkerMessage = AttachWorker | JobBatch
+
+
+class JobResult(msgspec.Struct, frozen=True, array_like=True):
+    """How one job ended: `refusals` has a `Refusal` per failed chunk index, the rest happened."""
+
+    job_id: int
+    num_bytes: int
+    seconds: float
+    failed_chunks: list[int] = []
+    refusals: list[int] = []
+
+
+class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
+    """Answer to `AttachWorker`. With `error` set the NodeActor closes the connection."""
+
+    node_epoch: int
+    error: str = ""
+
+
+class JobResults(msgspec.Struct, frozen=True, tag="results"):
+    """Jobs that ended, in the order in which they ended."""
+
+    results: list[JobResult]
+
+
+NodeMessage = WorkerAttached | JobResults
+
+
+# Cluster state, for people
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """One node as the scheduler actor and its NodeActor see it; sizes in bytes."""
+
+    node_id: str
+    epoch: int
+    hostname: str
+    pid: int
+    pool_bytes: int
+    prefaulted_bytes: int
+    used_bytes: int
+    free_slots: int
+    leased_slots: int
+    chunks: int
+    bytes_stored: int
+    bytes_loaded: int
+    chunks_refused: int
+    num_workers: int
+    age_s: float
+    raykv_version: str = ""
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One attached engine; `counters` are its own, since its start."""
+
+    engine_id: str
+    node_id: str
+    namespace: str
+    model: str
+    num_ranks: int
+    leased_slots: int
+    age_s: float
+    counters: dict[str, int] = {}
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """What `raykv status` shows."""
+
+    address: str
+    epoch: int
+    raykv_version: str
+    paused: bool
+    nodes: list[NodeStatus] = []
+    engines: list[EngineStatus] = []
+    namespaces: dict[str, int] = {}

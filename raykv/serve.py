@@ -1,0 +1,327 @@
+"""`raykv serve`: vLLM's own OpenAI server with RayKV as its KV connector.
+
+`plan_serve` decides what vLLM is started with and starts nothing. `run_server` runs a command in a
+process group of its own, so that Ctrl-C reaches this process alone, and ends the group with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from raykv import vllm_command
+from raykv.errors import SettingError, VersionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+CONNECTOR = "RayKVConnector"
+STOP_GRACE_S = 20.0
+"""How long the server has after each signal before it gets the next, harsher one."""
+
+_EXTRA = "kv_connector_extra_config"
+_TRANSFER_FLAG = "--kv-transfer-config"
+_SHORTEST_TRANSFER_FLAG = "--kv-t"  # vLLM takes any abbreviation that is unambiguous
+_NATIVE_OFFLOADING_FLAG = "--kv-offloading-size"
+_CPU_KV_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+_CPU_KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_CPU_KV_CACHE_GIB = "1"
+_LEFTOVER_GRACE_S = 5.0
+_POLL_S = 0.2
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What vLLM is started with. `flags` are the user's, without any `--kv-transfer-config`."""
+
+    model: str
+    flags: tuple[str, ...]
+    transfer: Mapping[str, Any]
+
+    @property
+    def ray_address(self) -> str | None:
+        """The cluster that the user named; None when none was."""
+        address: str | None = self.transfer[_EXTRA].get("ray_address")
+        return address
+
+    def vllm_args(self, ray_address: str) -> list[str]:
+        """Arguments of the command `vllm`, for engines that join the cluster at `ray_address`."""
+        extra = {**self.transfer[_EXTRA], "ray_address": ray_address}
+        transfer = json.dumps({**self.transfer, _EXTRA: extra})
+        return ["serve", self.model, _TRANSFER_FLAG, transfer, *self.flags]
+
+    def environment(self, base: Mapping[str, str], *, is_cpu_build: bool) -> dict[str, str]:
+        """`base`, and on the CPU build a size of the KV cache where the user has set none."""
+        env = dict(base)
+        is_sized = any(_flag_name(flag) in _CPU_KV_CACHE_FLAGS for flag in self.flags)
+        if is_cpu_build and not is_sized:
+            env.setdefault(_CPU_KV_CACHE_VARIABLE, _CPU_KV_CACHE_GIB)
+        return env
+
+
+@dataclass
+class StopRequests:
+    """How often the user has asked to stop. Written by signal handlers only."""
+
+    count: int = field(default=0)
+
+
+def serve(
+    model: str, vllm_args: list[str], *, ray_address: str | None, pool_bytes: str | None
+) -> int:
+    """Serve `model` until the server ends or the user stops it; return the exit status.
+
+    Runs on the main thread: it handles SIGINT, SIGTERM and SIGHUP meanwhile. A Ray cluster that
+    was started for this server ends with it; one that was there stays as it was.
+
+    Args:
+        model: vLLM's model argument.
+        vllm_args: Flags of `vllm serve`, passed on.
+        ray_address: The cluster to join; None finds the one on this machine or starts one.
+        pool_bytes: Memory that this node lends, as the setting of that name; None is its default.
+
+    Raises:
+        SettingError: The flags ask for another connector, or contradict each other.
+        VersionError: vLLM is not installed.
+        ClusterError: The Ray cluster cannot be reached or started.
+    """
+    plan = plan_serve(model, vllm_args, ray_address=ray_address, pool_bytes=pool_bytes)
+    if not vllm_command.is_installed():
+        raise VersionError("vLLM is not installed: pip install 'raykv[gpu]', or 'raykv[cpu]'.")
+    from raykv.actors.cluster import ensure_cluster, stop_started
+
+    with _stop_requests() as stops:
+        joined = ensure_cluster(plan.ray_address)
+        origin = "started for this server, stops with it" if joined.started else "joined"
+        print(f"raykv: Ray cluster at {joined.address} ({origin})", file=sys.stderr, flush=True)
+        try:
+            if stops.count:
+                return _INTERRUPTED
+            env = plan.environment(os.environ, is_cpu_build=vllm_command.is_cpu_build())
+            env[vllm_command.PARENT_VARIABLE] = str(os.getpid())
+            # -P: like a console script, vLLM must not import what lies in the current folder.
+            python = [sys.executable, "-P", "-m", vllm_command.__name__]
+            return run_server([*python, *plan.vllm_args(joined.address)], env, stops)
+        finally:
+            if joined.started:
+                stop_started(joined.address)
+
+
+def plan_serve(
+    model: str, vllm_args: Sequence[str], *, ray_address: str | None, pool_bytes: str | None
+) -> ServePlan:
+    """Put RayKV's settings and the user's own `--kv-transfer-config` together.
+
+    Raises:
+        SettingError: Another connector is asked for, a value is not JSON, or a setting is given
+            twice with different values.
+    """
+    flags, theirs = _split_transfer_flags(vllm_args)
+    if any(_flag_name(flag) == _NATIVE_OFFLOADING_FLAG for flag in flags):
+        raise SettingError(
+            f"{_NATIVE_OFFLOADING_FLAG} turns on vLLM's own offloading in RayKV's place: leave it "
+            "out, and set the size of RayKV's pool with --pool-bytes."
+        )
+    theirs = _merge(_transfer_from_config_file(flags), theirs)
+    settings = {"ray_address": ray_address, "pool_bytes": pool_bytes}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return ServePlan(model, tuple(flags), _transfer_config(theirs, given))
+
+
+def run_server(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    stops: StopRequests,
+    grace_s: float = STOP_GRACE_S,
+) -> int:
+    """Run `command` until it ends; return its exit status, 128 + n if signal n killed it.
+
+    The first stop request is passed on to it as SIGINT. After `grace_s`, or at the next request,
+    its process group gets SIGTERM, then SIGKILL. Nothing of the group is left on return.
+    """
+    process = subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, process_group=0)
+    try:
+        _wait_for_exit(process.pid, stops, grace_s)
+    finally:
+        _end_group(process.pid, min(grace_s, _LEFTOVER_GRACE_S))
+    status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+@contextmanager
+def _stop_requests() -> Iterator[StopRequests]:
+    """Count SIGINT, SIGTERM and SIGHUP instead of dying of them."""
+    stops = StopRequests()
+
+    def count(signum: int, frame: object) -> None:
+        del signum, frame
+        stops.count += 1
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {signum: signal.signal(signum, count) for signum in signals}
+    try:
+        yield stops
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _wait_for_exit(pid: int, stops: StopRequests, grace_s: float) -> None:
+    """Return when the process `pid` has ended; it is not reaped, so its id stays taken."""
+    escalation = iter(
+        [(os.kill, signal.SIGINT), (os.killpg, signal.SIGTERM), (os.killpg, signal.SIGKILL)]
+    )
+    seen, deadline = 0, math.inf
+    pidfd = os.pidfd_open(pid)
+    try:
+        while not select.select([pidfd], [], [], _POLL_S)[0]:
+            if stops.count == seen and time.monotonic() < deadline:
+                continue
+            seen = stops.count
+            deadline = time.monotonic() + grace_s
+            if (step := next(escalation, None)) is not None:
+                send, signum = step
+                send(pid, signum)
+    finally:
+        os.close(pidfd)
+
+
+def _end_group(group: int, grace_s: float) -> None:
+    """Give what the group's dead leader left behind a moment to end, then kill it.
+
+    The leader is not reaped yet: as long as it is a zombie, no other group can have its id.
+    """
+    psutil.wait_procs(_members(group), timeout=grace_s)
+    os.killpg(group, signal.SIGKILL)
+    psutil.wait_procs(_members(group), timeout=_LEFTOVER_GRACE_S)
+
+
+def _members(group: int) -> list[psutil.Process]:
+    """Living processes of the group, without its leader."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            is_member = process.pid != group and os.getpgid(process.pid) == group
+            if is_member and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def _split_transfer_flags(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take every `--kv-transfer-config` out, in all spellings that vLLM knows, and merge them.
+
+    vLLM itself lets the last one win; it also takes `--kv-transfer-config.key value`.
+    """
+    flags: list[str] = []
+    theirs: dict[str, Any] = {}
+    arguments = iter(vllm_args)
+    for argument in arguments:
+        if not _is_transfer_flag(_flag_name(argument)):
+            flags.append(argument)
+            continue
+        name, has_value, value = argument.partition("=")
+        if not has_value and (value := next(arguments, "")) == "":
+            raise SettingError(f"{name} needs a value.")
+        _, *path = name.split(".")
+        given = _nested(path, value) if path else _json_object(value, name)
+        theirs = _merge(theirs, given)
+    return flags, theirs
+
+
+def _flag_name(argument: str) -> str:
+    """The flag as vLLM normalises it, without value and dotted path; values give themselves."""
+    if not argument.startswith("--"):
+        return argument
+    return argument.partition("=")[0].partition(".")[0].replace("_", "-")
+
+
+def _is_transfer_flag(name: str) -> bool:
+    return name.startswith(_SHORTEST_TRANSFER_FLAG) and _TRANSFER_FLAG.startswith(name)
+
+
+def _nested(path: Sequence[str], value: str) -> dict[str, Any]:
+    """`{"a": {"b": value}}` for the path a, b; a value that is not JSON is a string."""
+    try:
+        nested: Any = json.loads(value)
+    except json.JSONDecodeError:
+        nested = value
+    for key in reversed(path):
+        nested = {key: nested}
+    assert isinstance(nested, dict), path
+    return nested
+
+
+def _json_object(value: str, source: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise SettingError(f"{source} is not JSON ({error}): {value}") from error
+    if not isinstance(parsed, dict):
+        raise SettingError(f"{source} must be a JSON object, not {value}")
+    return parsed
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, objects in them merged too; where they differ `above` wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        held = merged.get(key)
+        if isinstance(held, dict) and isinstance(value, dict):
+            merged[key] = _merge(held, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _transfer_from_config_file(flags: Sequence[str]) -> dict[str, Any]:
+    """What vLLM's `--config` file says; a file that cannot be read is left for vLLM to refuse."""
+    following = flags[flags.index("--config") + 1 :] if "--config" in flags else ()
+    if not following:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(following[0]).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    entries = content.items() if isinstance(content, dict) else ()
+    for key, value in entries:
+        if _flag_name(f"--{key}") == _TRANSFER_FLAG:
+            text = value if isinstance(value, str) else json.dumps(value)
+            return _json_object(text, f"{key} in {following[0]}")
+    return {}
+
+
+def _transfer_config(theirs: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """vLLM's KVTransferConfig; `given` are settings from flags of `raykv serve`."""
+    connector = theirs.get("kv_connector", CONNECTOR)
+    if connector != CONNECTOR:
+        raise SettingError(
+            f"`raykv serve` runs vLLM with {CONNECTOR}, but {_TRANSFER_FLAG} names {connector}: "
+            "leave it out, or start `vllm serve` yourself."
+        )
+    extra = theirs.get(_EXTRA) or {}
+    if not isinstance(extra, dict):
+        raise SettingError(f"{_EXTRA} must be a JSON object, not {extra!r}")
+    for name, value in given.items():
+        if str(extra.get(name, value)) != value:
+            raise SettingError(
+                f"{name} is {value!r} in a flag of `raykv serve` and {extra[name]!r} in "
+                f"{_TRANSFER_FLAG}: give it once."
+            )
+    return {"kv_connector": CONNECTOR, "kv_role": "kv_both", **theirs, _EXTRA: {**extra, **given}}

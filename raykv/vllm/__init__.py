@@ -1,0 +1,1 @@
+"""RayKV inside vLLM: connector, spec, manager, worker. The only part that imports vLLM."""

@@ -1,0 +1,311 @@
+"""RayKVConnector: vLLM's `OffloadingConnector` with RayKV behind it.
+
+vLLM's class keeps all scheduling logic. What is added here: our spec is named for the user, a
+failed load reaches vLLM as a failed load, and no hook raises. Constructors may raise: a wrong
+setting stops the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+
+from raykv.actors.link import LinkTarget
+from raykv.actors.runtime import EngineIdentity, EngineRuntime
+from raykv.errors import SettingError
+from raykv.vllm.guard import guarded, nothing, report
+from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.namespace import engine_facts, namespace_of
+from raykv.vllm.spec import RayKVOffloadingSpec, use_our_spec
+from raykv.vllm.versions import check_vllm_version, vllm_version
+from raykv.vllm.worker import (
+    RayKVConnectorMetadata,
+    RayKVConnectorWorker,
+    RayKVWorkerMetadata,
+)
+
+logger = logging.getLogger("raykv")
+
+
+def set_up_logging() -> None:
+    """Give RayKV's loggers a way out; vLLM configures only its own."""
+    root = logging.getLogger("raykv")
+    root.setLevel(os.environ.get("RAYKV_LOG_LEVEL", "INFO").upper())
+    if root.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    form = "%(levelname)s %(asctime)s [raykv %(process)d] %(message)s"
+    handler.setFormatter(logging.Formatter(form, datefmt="%m-%d %H:%M:%S"))
+    root.addHandler(handler)
+
+
+class RayKVConnector(OffloadingConnector):
+    """One object per vLLM process: in EngineCore for the scheduler, in each worker for its rank."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Set up this process's side.
+
+        Raises:
+            VersionError: this vLLM is not supported.
+            SettingError: a setting is unknown or impossible.
+            ClusterError: the Ray cluster can't be joined.
+        """
+        set_up_logging()
+        check_vllm_version(vllm_version())
+        transfer_config = vllm_config.kv_transfer_config
+        use_our_spec(transfer_config.kv_connector_extra_config)
+        transfer_config.kv_load_failure_policy = "recompute"
+        _check_platform()
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._runtime: EngineRuntime | None = None
+        self._manager: RayOffloadingManager | None = None
+        self._node_epochs: dict[int, int] = {}
+        # Requests that vLLM waits for without there being a load job.
+        self._stranded: list[str] = []
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler_side(vllm_config, kv_cache_config)
+        else:
+            plain: Any = self.connector_worker
+            self.connector_worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
+
+    def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        manager = self.scheduler.manager
+        assert isinstance(manager, RayOffloadingManager), manager
+        spec = RayKVOffloadingSpec(self._offloading_config(vllm_config, kv_cache_config))
+        facts = engine_facts(
+            vllm_config, kv_cache_config, spec.config, spec.settings.weights_version
+        )
+        identity = EngineIdentity(
+            engine_id=spec.config.engine_id,
+            namespace=namespace_of(facts),
+            model=spec.config.model.name,
+            num_ranks=spec.config.parallel.world_size,
+            slot_bytes=spec.slot_bytes_by_group(),
+        )
+        self._identity = identity
+        self._manager = manager
+        self._runtime = EngineRuntime(spec.settings, manager.view, identity)
+        manager.session = self._runtime.session
+        self._runtime.start()
+
+    @staticmethod
+    def _offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+            build_offloading_config,
+        )
+
+        return build_offloading_config(vllm_config, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """See `OffloadingConnector.build_prom_metrics`; runs in the API server's process."""
+        use_our_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return super().build_prom_metrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+
+    # Worker side
+
+    @property
+    def _worker(self) -> RayKVConnectorWorker:
+        worker = self.connector_worker
+        assert isinstance(worker, RayKVConnectorWorker), worker
+        return worker
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """See `KVConnectorBase_V1.get_mem_pool_context`: KV in shared memory on the CPU."""
+        from raykv.vllm.export import SharedAllocation
+
+        allocation = SharedAllocation()
+        spec = self._worker.spec
+        assert isinstance(spec, RayKVOffloadingSpec), spec
+        spec.shared_allocation = allocation
+        return allocation
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """See `KVConnectorBase_V1.handle_preemptions`.
+
+        Not guarded as a whole: what must not be skipped is the wait for copies out of blocks that
+        vLLM is about to reuse, and the worker's methods are safe one by one.
+        """
+        self._worker.take_metadata(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    @guarded(nothing)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See `KVConnectorBase_V1.start_load_kv`."""
+        super().start_load_kv(forward_context, **kwargs)
+
+    @guarded(nothing)
+    def wait_for_save(self) -> None:
+        """See `KVConnectorBase_V1.wait_for_save`."""
+        super().wait_for_save()
+
+    @guarded(lambda *_: (set(), set()))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See `KVConnectorBase_V1.get_finished`."""
+        return super().get_finished(finished_req_ids)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See `KVConnectorBase_V1.get_transfer_results`."""
+        sent, received = self.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(sent, received, self._worker.take_failed_recving())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `KVConnectorBase_V1.get_block_ids_with_load_errors`."""
+        return self._worker.take_invalid_block_ids()
+
+    @guarded(nothing)
+    def build_connector_worker_meta(self) -> Any:
+        """See `KVConnectorBase_V1.build_connector_worker_meta`."""
+        return super().build_connector_worker_meta()
+
+    # Scheduler side
+
+    @guarded(nothing)
+    def on_new_request(self, request: Any) -> None:
+        """See `KVConnectorBase_V1.on_new_request`."""
+        super().on_new_request(request)
+
+    @guarded(lambda *_: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See `KVConnectorBase_V1.get_num_new_matched_tokens`."""
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @guarded(lambda *_: {})
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """See `KVConnectorBase_V1.get_external_cache_hit_sources`."""
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `KVConnectorBase_V1.update_state_after_alloc`.
+
+        If it fails there is no load job, but vLLM waits for one: the workers are told to report
+        the request as failed, so that it is computed.
+        """
+        try:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        except Exception:
+            report("RayKVConnector.update_state_after_alloc")
+            if num_external_tokens:
+                self._stranded.append(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """See `KVConnectorBase_V1.build_connector_meta`."""
+        try:
+            base = super().build_connector_meta(scheduler_output)
+            assert isinstance(base, OffloadingConnectorMetadata), base
+        except Exception:
+            report("RayKVConnector.build_connector_meta")
+            base = OffloadingConnectorMetadata({}, {}, None)
+        stranded, self._stranded = self._stranded, []
+        return RayKVConnectorMetadata(
+            load_jobs=base.load_jobs,
+            store_jobs=base.store_jobs,
+            jobs_to_flush=base.jobs_to_flush,
+            target=self._target(),
+            stranded=stranded,
+        )
+
+    def _target(self) -> LinkTarget | None:
+        """Where the workers find their NodeActor."""
+        node = None if self._runtime is None else self._runtime.node
+        if node is None:
+            return None
+        return LinkTarget(
+            socket_name=node.socket_name,
+            engine_id=self._identity.engine_id,
+            namespace=self._identity.namespace,
+            num_ranks=self._identity.num_ranks,
+            slot_bytes=self._identity.slot_bytes,
+        )
+
+    @guarded(nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See `KVConnectorBase_V1.update_connector_output`."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, RayKVWorkerMetadata) and self._manager is not None:
+            self._manager.take_failures(meta.failed_loads, meta.failed_stores)
+            if meta.node_epochs:
+                self._node_epochs.update(meta.node_epochs)
+                self._manager.take_node_epoch(min(self._node_epochs.values()))
+        super().update_connector_output(connector_output)
+
+    @guarded(lambda *_: (False, None))
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `KVConnectorBase_V1.request_finished`."""
+        return super().request_finished(request, block_ids)
+
+    @guarded(lambda *_: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `SupportsHMA.request_finished_all_groups`."""
+        return super().request_finished_all_groups(request, block_ids)
+
+    @guarded(lambda *_: False)
+    def has_pending_push_work(self) -> bool:
+        """See `KVConnectorBase_V1.has_pending_push_work`."""
+        return super().has_pending_push_work()
+
+    @guarded(lambda *_: ())
+    def take_events(self) -> Iterable[Any]:
+        """See `KVConnectorBase_V1.take_events`."""
+        return list(super().take_events())
+
+    @guarded(lambda *_: False)
+    def reset_cache(self) -> bool | None:
+        """See `KVConnectorBase_V1.reset_cache`."""
+        return super().reset_cache()
+
+    @guarded(nothing)
+    def get_kv_connector_stats(self) -> Any:
+        """See `KVConnectorBase_V1.get_kv_connector_stats`."""
+        return super().get_kv_connector_stats()
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        """See `KVConnectorBase_V1.shutdown`; ends within seconds."""
+        super().shutdown()
+        if self._runtime is not None:
+            self._runtime.stop()
+
+
+def _check_platform() -> None:
+    """The CUDA copy engine is not there yet; say so at the start.
+
+    Raises:
+        SettingError: the engine does not run on vLLM's CPU platform.
+    """
+    if not current_platform.is_cpu():
+        raise SettingError(
+            f"RayKV can't share the KV cache of vLLM's platform "
+            f"{current_platform.device_name!r} yet: only the CPU platform is supported"
+        )

@@ -1,0 +1,204 @@
+"""RayKV's `OffloadingManager`: vLLM's questions, answered from the engine's view.
+
+All methods run on EngineCore's scheduler thread. None calls Ray, none raises: each has a safe
+value, which costs a recomputation at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from raykv.actors.session import Session
+from raykv.core.view import EngineView, Handle, RequestOptions
+from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup
+from raykv.vllm.guard import guarded, nothing
+from raykv.vllm.spec import PoolSpec
+
+logger = logging.getLogger("raykv")
+
+NO_LEASE_LOG_PAUSE_S = 60.0
+
+_RESULTS = {
+    Lookup.MISS: LookupResult.MISS,
+    Lookup.HIT: LookupResult.HIT,
+    Lookup.HIT_PENDING: LookupResult.HIT_PENDING,
+    Lookup.RETRY: LookupResult.RETRY,
+}
+
+
+def request_options(params: dict[str, Any] | None) -> RequestOptions:
+    """What a request's `kv_transfer_params` allow: `raykv_load` and `raykv_store`, both true.
+
+    A client's mistake must not fail its request: what is not a truth value is ignored.
+    """
+    params = params or {}
+    values = {}
+    for name in ("load", "store"):
+        value = params.get(f"raykv_{name}", True)
+        if not isinstance(value, bool):
+            logger.warning("kv_transfer_params: raykv_%s=%r is not a bool; ignored", name, value)
+            value = True
+        values[name] = value
+    return RequestOptions(**values)
+
+
+def _refused_load(
+    _self: RayOffloadingManager, keys: Collection[OffloadKey], _context: ReqContext
+) -> PoolSpec:
+    """A load that every NodeActor refuses: the tokens are computed."""
+    count = len(keys)
+    return PoolSpec(0, [bytes(key) for key in keys], [0] * count, [NO_GENERATION] * count)
+
+
+class RayOffloadingManager(OffloadingManager):
+    """See the module's docstring."""
+
+    def __init__(self, view: EngineView) -> None:
+        self.view = view
+        self.session: Session | None = None
+        self._no_lease_logged_at = float("-inf")
+
+    @guarded(lambda *_: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """See `OffloadingManager.lookup`."""
+        found = self.view.lookup(req_context.req_id, Key(key), time.monotonic())
+        return _RESULTS[found]
+
+    @guarded(lambda *_: CacheHitSource.EXTERNAL_UNSPECIFIED)
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """Chunks are loaded from this node's RAM."""
+        return CacheHitSource.HOST
+
+    @guarded(_refused_load)
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PoolSpec:
+        """See `OffloadingManager.prepare_load`."""
+        names = [Key(key) for key in keys]
+        return self._pool_spec(names, self.view.prepare_load(names))
+
+    def _pool_spec(self, keys: list[Key], handles: list[Handle]) -> PoolSpec:
+        return PoolSpec(
+            node_epoch=self.view.node_epoch,
+            keys=[bytes(key) for key in keys],
+            slots=[int(handle.slot) for handle in handles],
+            generations=[int(handle.generation) for handle in handles],
+        )
+
+    @guarded(nothing)
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """See `OffloadingManager.complete_load`; failures came with the workers' metadata."""
+        self.view.complete_load([Key(key) for key in keys])
+
+    @guarded(nothing)
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """See `OffloadingManager.prepare_store`."""
+        plan = self.view.prepare_store(req_context.req_id, [Key(key) for key in keys])
+        if plan is None:
+            self._log_no_lease()
+            return None
+        return PrepareStoreOutput(
+            keys_to_store=[OffloadKey(key) for key in plan.keys],
+            store_spec=self._pool_spec(plan.keys, plan.handles),
+            evicted_keys=[],
+        )
+
+    def _log_no_lease(self) -> None:
+        now = time.monotonic()
+        if now - self._no_lease_logged_at >= NO_LEASE_LOG_PAUSE_S:
+            self._no_lease_logged_at = now
+            logger.warning(
+                "no free slots are leased to this engine now: chunks are offered again with the "
+                "next step (logged once a minute); a larger pool_bytes or lease_slots helps"
+            )
+
+    @guarded(nothing)
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """See `OffloadingManager.complete_store`; failures came with the workers' metadata."""
+        names = [Key(key) for key in keys]
+        if not success:
+            for key in names:
+                self.fail_store(key)
+        self.view.complete_store(names)
+
+    def fail_store(self, key: Key) -> None:
+        """A chunk was not stored, whatever its generation."""
+        handle = self.view.pending_handle(key)
+        if handle is not None:
+            self.view.fail_store(key, handle.generation)
+
+    @guarded(lambda *_: RequestOffloadingContext())
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """See `OffloadingManager.on_new_request`; a point between steps."""
+        self._drain()
+        self.view.start_request(req_context.req_id, request_options(req_context.kv_transfer_params))
+        return RequestOffloadingContext()
+
+    @guarded(nothing)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """See `OffloadingManager.on_request_finished`."""
+        self.view.finish_request(req_context.req_id)
+
+    @guarded(nothing)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """See `OffloadingManager.on_schedule_end`; a point between steps."""
+        self._drain()
+
+    def _drain(self) -> None:
+        if self.session is not None:
+            self.session.drain()
+            self.session.nudge()
+
+    @guarded(nothing)
+    def reset_cache(self) -> None:
+        """Empty this view at once, and the namespace in the whole cluster with the next exchange.
+
+        vLLM never completes jobs from before a reset, so what is in flight is released here.
+        """
+        self.view.reset()
+        if self.session is not None:
+            self.session.nudge()
+
+    @guarded(nothing)
+    def take_failures(
+        self,
+        failed_loads: list[tuple[str, bytes, int, bool]],
+        failed_stores: list[tuple[bytes, int]],
+    ) -> None:
+        """What the workers report, before vLLM completes the jobs.
+
+        Args:
+            failed_loads: request id, key, generation, and whether the chunk is gone for good.
+            failed_stores: key and generation.
+        """
+        for request_id, key, generation, gone in failed_loads:
+            self.view.fail_load(request_id, Key(key), Generation(generation), gone)
+        for key, generation in failed_stores:
+            self.view.fail_store(Key(key), Generation(generation))
+
+    @guarded(nothing)
+    def take_node_epoch(self, node_epoch: int) -> None:
+        """The workers reach the NodeActor of this epoch; 0: at least one of them reaches none."""
+        self.view.set_link(node_epoch != 0)
+        if node_epoch:
+            self.view.node_restarted(Epoch(node_epoch))
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        """See `OffloadingManager.shutdown`; the connector ends the session."""

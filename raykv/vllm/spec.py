@@ -1,0 +1,122 @@
+"""RayKV's `OffloadingSpec`: what vLLM's offloading connector builds manager and worker from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, OffloadingSpec
+
+from raykv.actors.link import LinkSettings
+from raykv.config import Settings, load_settings
+from raykv.core.geometry import aligned
+from raykv.core.view import EngineView
+from raykv.errors import HandleError, SettingError
+from raykv.types import EngineId
+
+if TYPE_CHECKING:
+    from raykv.vllm.manager import RayOffloadingManager
+    from raykv.vllm.worker import RayOffloadingWorker
+
+SPEC_NAME = "RayKVOffloadingSpec"
+
+
+def use_our_spec(extra_config: dict[str, Any]) -> None:
+    """Name our spec where vLLM looks for it; users don't have to."""
+    extra_config["spec_name"] = SPEC_NAME
+    extra_config["spec_module_path"] = __name__
+
+
+@dataclass
+class PoolSpec(LoadStoreSpec):
+    """Places in the node's pool, as columns with one entry per chunk."""
+
+    node_epoch: int
+    keys: list[bytes]
+    slots: list[int]
+    generations: list[int]
+
+
+class RayKVOffloadingSpec(OffloadingSpec):
+    """Knows sizes and settings; the connector gives it what vLLM's interface does not carry."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.settings: Settings = load_settings(self.extra_config)
+        # Conversations need generated tokens too; vLLM's own default is True.
+        self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
+        self.group_ids = [group.group_id for group in config.groups]
+        # Set by the connector before vLLM asks for the worker.
+        self.shared_allocation: Any = None
+        self._manager: RayOffloadingManager | None = None
+        _refuse_unsupported(config)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: a chunk of any group, all ranks, rounded up.
+
+        vLLM lets the groups of a hybrid model share its blocks, so a block of any group takes at
+        most `worker_kv_bytes_per_block`.
+        """
+        per_rank = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        return aligned(per_rank * self.config.parallel.world_size)
+
+    def slot_bytes_by_group(self) -> dict[int, int]:
+        """`slot_bytes` for each KV group index."""
+        return dict.fromkeys(self.group_ids, self.slot_bytes)
+
+    def get_manager(self) -> RayOffloadingManager:
+        """See `OffloadingSpec.get_manager`."""
+        from raykv.vllm.manager import RayOffloadingManager
+
+        if self._manager is None:
+            view = EngineView(
+                EngineId(self.config.engine_id),
+                self.group_ids,
+                self.settings.lookup_deadline_s,
+                self.settings.lease_slots,
+            )
+            self._manager = RayOffloadingManager(view)
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
+        """See `OffloadingSpec.get_worker`."""
+        from raykv.vllm.export import describe
+        from raykv.vllm.worker import RayOffloadingWorker
+
+        if self.shared_allocation is None:
+            raise HandleError("vLLM did not allocate its KV cache inside of RayKV's context")
+        layout, region = describe(
+            self.shared_allocation.regions, kv_caches, self.group_ids, self.blocks_per_chunk
+        )
+        return RayOffloadingWorker(
+            rank=self.config.parallel.rank,
+            layout=layout,
+            kv_fds=[region.fd],
+            settings=self.link_settings(),
+        )
+
+    def link_settings(self) -> LinkSettings:
+        """Deadlines of the worker's line to its NodeActor."""
+        settings = self.settings
+        return LinkSettings(
+            load_deadline_s=settings.load_deadline_s,
+            store_deadline_s=settings.store_deadline_s,
+            flush_deadline_s=settings.flush_deadline_s,
+            cancel_grace_s=settings.cancel_grace_s,
+        )
+
+
+def _refuse_unsupported(config: Any) -> None:
+    """What is not built yet stops the start instead of giving wrong or no hits.
+
+    Raises:
+        SettingError: naming the setting.
+    """
+    if config.canonical_layout:
+        raise SettingError("canonical_layout=true is not supported by RayKV yet: leave it out")
+    if config.parallel.pp_size > 1:
+        raise SettingError(
+            f"pipeline_parallel_size={config.parallel.pp_size} is not supported by RayKV yet: "
+            "only 1 is"
+        )

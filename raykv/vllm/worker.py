@@ -1,0 +1,320 @@
+"""RayKV on vLLM's worker side: jobs to the NodeActor, and failed loads reported as what they are.
+
+All methods run on the worker's main thread; the link's thread does the talking.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.messages import Handles, JobResult, KVLayout
+from raykv.types import Direction, Refusal
+from raykv.vllm.guard import guarded, nothing, report
+from raykv.vllm.spec import PoolSpec
+
+logger = logging.getLogger("raykv")
+
+CLOSE_DEADLINE_S = 5.0
+"""For the link's thread at shutdown."""
+
+
+@dataclass(frozen=True)
+class FailedChunk:
+    """One chunk of a job that did not happen, and the vLLM blocks that it was about."""
+
+    key: bytes
+    generation: int
+    refusal: Refusal
+    block_ids: list[int]
+
+
+@dataclass
+class RayKVTransferResult(TransferResult):
+    """vLLM's result, with what failed chunk by chunk."""
+
+    direction: Direction = Direction.STORE
+    failed: list[FailedChunk] = field(default_factory=list)
+
+
+@dataclass
+class RayKVWorkerMetadata(OffloadingWorkerMetadata):
+    """vLLM's metadata, with what failed; see `RayOffloadingManager.take_failures`.
+
+    `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none.
+    """
+
+    failed_loads: list[tuple[str, bytes, int, bool]] = field(default_factory=list)
+    failed_stores: list[tuple[bytes, int]] = field(default_factory=list)
+    node_epochs: dict[int, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RayKVWorkerMetadata:
+        """See `OffloadingWorkerMetadata.aggregate`."""
+        assert isinstance(other, OffloadingWorkerMetadata), other
+        base = super().aggregate(other)
+        assert isinstance(base, OffloadingWorkerMetadata), base
+        merged = RayKVWorkerMetadata(base.completed_jobs, base.transfer_stats)
+        for part in (self, other):
+            if isinstance(part, RayKVWorkerMetadata):
+                merged.failed_loads += part.failed_loads
+                merged.failed_stores += part.failed_stores
+                merged.node_epochs.update(part.node_epochs)
+        return merged
+
+
+@dataclass
+class RayKVConnectorMetadata(OffloadingConnectorMetadata):
+    """vLLM's metadata, with where the NodeActor is.
+
+    `stranded` are requests that vLLM has put to wait for a load that was never made up; the
+    workers report them as failed.
+    """
+
+    target: LinkTarget | None = None
+    stranded: list[str] = field(default_factory=list)
+
+
+class RayOffloadingWorker(OffloadingWorker):
+    """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
+
+    def __init__(
+        self, rank: int, layout: KVLayout, kv_fds: list[int], settings: LinkSettings
+    ) -> None:
+        self.rank = rank
+        self._layout = layout
+        self._link = WorkerLink(rank, layout, kv_fds, settings)
+        self._flying: dict[int, JobRequest] = {}
+        # Results of jobs that could not even be made up.
+        self._stillborn: list[RayKVTransferResult] = []
+
+    @property
+    def node_epoch(self) -> int:
+        """Epoch of the NodeActor that is reached; 0 for none."""
+        return self._link.node_epoch
+
+    def set_target(self, target: LinkTarget | None) -> None:
+        """Where the NodeActor is; None leaves it as it was."""
+        if target is not None:
+            self._link.set_target(target)
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """See `OffloadingWorker.submit_store`; always True, failures come as results."""
+        return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        """See `OffloadingWorker.submit_load`; always True, failures come as results."""
+        return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
+
+    def _submit(
+        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: LoadStoreSpec
+    ) -> bool:
+        try:
+            assert isinstance(pool, PoolSpec), pool
+            request = job_request(job_id, direction, blocks, pool, self._layout)
+        except Exception:
+            report("RayOffloadingWorker.submit")
+            self._stillborn.append(_all_failed(job_id, direction, blocks, pool))
+            return True
+        self._flying[job_id] = request
+        self._link.submit(request)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """See `OffloadingWorker.get_finished`; results are `RayKVTransferResult`."""
+        results: list[TransferResult] = list(self._stillborn)
+        self._stillborn.clear()
+        for result in self._link.drain():
+            request = self._flying.pop(result.job_id, None)
+            if request is not None:
+                results.append(_transfer_result(request, result))
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        """See `OffloadingWorker.wait`; ends within the flush deadline and its grace."""
+        self._link.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """See `OffloadingWorker.shutdown`."""
+        self._link.close(CLOSE_DEADLINE_S)
+
+
+def job_request(
+    job_id: int,
+    direction: Direction,
+    blocks: GPULoadStoreSpec,
+    pool: PoolSpec,
+    layout: KVLayout,
+) -> JobRequest:
+    """Which of vLLM's blocks belong to which chunk.
+
+    vLLM lists the blocks group by group; within a group they follow each other in the request,
+    beginning at the logical block `block_indices[g]`, which may lie inside of a chunk. Chunks that
+    are left out of a store leave no gap in the list.
+    """
+    per_chunk = layout.blocks_per_chunk
+    groups: list[int] = []
+    counts: list[int] = []
+    firsts: list[int] = []
+    columns = zip(layout.group_ids, blocks.group_sizes, blocks.block_indices, strict=True)
+    for group_id, size, index in columns:
+        skip = index % per_chunk
+        while size > 0:
+            count = min(size, per_chunk - skip)
+            groups.append(group_id)
+            counts.append(count)
+            firsts.append(skip)
+            size -= count
+            skip = 0
+    assert len(groups) == len(pool.keys), (len(groups), len(pool.keys), job_id)
+    return JobRequest(
+        job_id=job_id,
+        direction=direction,
+        node_epoch=pool.node_epoch,
+        handles=Handles(pool.keys, pool.slots, pool.generations),
+        groups=groups,
+        num_blocks=counts,
+        first_block=firsts,
+        block_ids=blocks.block_ids.tolist(),
+    )
+
+
+def _transfer_result(request: JobRequest, result: JobResult) -> RayKVTransferResult:
+    starts = [0]
+    for count in request.num_blocks:
+        starts.append(starts[-1] + count)
+    failed = [
+        FailedChunk(
+            key=request.handles.keys[chunk],
+            generation=request.handles.generations[chunk],
+            refusal=Refusal(refusal),
+            block_ids=request.block_ids[starts[chunk] : starts[chunk + 1]],
+        )
+        for chunk, refusal in zip(result.failed_chunks, result.refusals, strict=True)
+    ]
+    return RayKVTransferResult(
+        job_id=result.job_id,
+        success=not failed,
+        transfer_size=result.num_bytes,
+        transfer_time=result.seconds,
+        direction=request.direction,
+        failed=failed,
+    )
+
+
+def _all_failed(
+    job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: Any
+) -> RayKVTransferResult:
+    """The result of a job that could not be made up: nothing of it happened."""
+    keys = list(getattr(pool, "keys", [b""])) or [b""]
+    generations = list(getattr(pool, "generations", [0])) or [0]
+    every_block = blocks.block_ids.tolist()
+    failed = [
+        FailedChunk(key, generation, Refusal.COPY_FAILED, every_block)
+        for key, generation in zip(keys, generations, strict=True)
+    ]
+    return RayKVTransferResult(job_id, False, 0, 0.0, direction, failed)
+
+
+class RayKVConnectorWorker(OffloadingConnectorWorker):
+    """vLLM's worker side, which takes failed transfers instead of asserting that there are none."""
+
+    def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._meta = RayKVWorkerMetadata()
+        self._reported_epoch = 0
+        # With several KV groups block ids are ambiguous: then whole requests are reported.
+        self._by_request = len(kv_cache_config.kv_cache_groups) > 1
+        self._invalid_block_ids: set[int] = set()
+        self._failed_recving: set[str] = set()
+        self._stranded: set[str] = set()
+
+    @property
+    def _raykv(self) -> RayOffloadingWorker | None:
+        worker = self.worker
+        return worker if isinstance(worker, RayOffloadingWorker) else None
+
+    def take_metadata(self, metadata: Any) -> None:
+        """Learn from this step's metadata where the NodeActor is, and which requests are lost."""
+        if isinstance(metadata, RayKVConnectorMetadata):
+            if self._raykv is not None:
+                self._raykv.set_target(metadata.target)
+            self._stranded.update(metadata.stranded)
+            metadata.stranded.clear()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See `OffloadingConnectorWorker.get_finished`; every job ends, failed or not."""
+        received = set(self._stranded)
+        self._failed_recving |= self._stranded
+        self._stranded.clear()
+        for result in self.worker.get_finished() if self.worker is not None else []:
+            request_id = self._load_jobs.pop(result.job_id, None)
+            self._meta.mark_completed(result.job_id)
+            self._take_result(result, request_id)
+            if request_id is not None:
+                received.add(request_id)
+        return set(), received
+
+    @guarded(nothing)
+    def _take_result(self, result: TransferResult, request_id: str | None) -> None:
+        assert isinstance(result, RayKVTransferResult), result
+        stats = self._meta.transfer_stats
+        if result.transfer_size and result.transfer_time is not None:
+            direction = stats.store if request_id is None else stats.load
+            direction.record(result.transfer_size, result.transfer_time)
+        if not result.failed:
+            return
+        if request_id is None:
+            self._meta.failed_stores += [(chunk.key, chunk.generation) for chunk in result.failed]
+            return
+        self._meta.failed_loads += [
+            (request_id, chunk.key, chunk.generation, chunk.refusal.is_final)
+            for chunk in result.failed
+        ]
+        if self._by_request:
+            self._failed_recving.add(request_id)
+        else:
+            self._invalid_block_ids.update(*(chunk.block_ids for chunk in result.failed))
+
+    def take_failed_recving(self) -> set[str]:
+        """Requests that must be computed anew as a whole."""
+        failed, self._failed_recving = self._failed_recving, set()
+        return failed
+
+    def take_invalid_block_ids(self) -> set[int]:
+        """Blocks that were not loaded."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> RayKVWorkerMetadata | None:
+        """See `OffloadingConnectorWorker.build_connector_worker_meta`."""
+        base = super().build_connector_worker_meta()
+        meta, self._meta = self._meta, RayKVWorkerMetadata()
+        if base is not None:
+            meta = meta.aggregate(base)
+        epoch = 0 if self._raykv is None else self._raykv.node_epoch
+        if epoch != self._reported_epoch:
+            self._reported_epoch = epoch
+            meta.node_epochs[self.spec.config.parallel.rank] = epoch
+        is_empty = not (
+            meta.completed_jobs or meta.failed_loads or meta.failed_stores or meta.node_epochs
+        )
+        return None if is_empty else meta
