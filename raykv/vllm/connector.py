@@ -80,7 +80,7 @@ class RayKVConnector(OffloadingConnector):
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler_side(vllm_config, kv_cache_config)
         else:
-            plain: Any = self.connector_worker
+            plain: Any = self.__dict__["connector_worker"]
             self.connector_worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
 
     def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
