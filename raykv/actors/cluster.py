@@ -7,6 +7,7 @@ whatever cluster started last.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,12 @@ class Joined:
 
 def running_clusters() -> list[str]:
     """Addresses (host:port of the GCS) of the Ray clusters with a raylet on this host."""
-    found = set()
-    for process in psutil.process_iter(["name", "cmdline"]):
-        arguments = process.info["cmdline"] or []
-        if not arguments or Path(arguments[0]).name != "raylet":
-            continue
-        for argument in arguments:
-            name, _, value = argument.partition("=")
-            if name.lstrip("-").replace("_", "-") == "gcs-address" and value:
-                found.add(value)
-    return sorted(found)
+    found = {
+        _argument(arguments, "gcs-address")
+        for _, arguments in _command_lines()
+        if _is_raylet(arguments)
+    }
+    return sorted(address for address in found if address)
 
 
 def find_cluster(ray_address: str | None) -> str | None:
@@ -121,7 +118,10 @@ def _start_local() -> str:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
     command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
     before = set(running_clusters())
+    _make_token()
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    # Whoever reaches Ray runs code: without a token that would be the whole network.
+    environment.setdefault("RAY_AUTH_MODE", "token")
     try:
         done = subprocess.run(
             command,
@@ -141,33 +141,66 @@ def _start_local() -> str:
     return started[0]
 
 
+def _make_token() -> None:
+    """Have Ray's authentication token in the user's folder, unless this user does without."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
+    with contextlib.suppress(subprocess.SubprocessError):
+        subprocess.run(command, capture_output=True, timeout=START_DEADLINE_S, check=False)
+
+
+def _use_token() -> None:
+    """Use this user's token, if there is one; a cluster without authentication ignores it."""
+    try:
+        from ray._private.authentication import authentication_token_setup as setup
+
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except Exception as error:
+        logger.debug("no authentication token is used: %s", error)
+
+
 def stop_started(address: str) -> None:
-    """Stop a local cluster that `ensure_cluster` started: the processes of that cluster alone."""
-    doomed = []
-    for process in psutil.process_iter(["cmdline"]):
-        arguments = process.info["cmdline"] or []
-        if any(address in argument for argument in arguments) and _is_ray(arguments):
-            doomed.append(process)
-    port = address.rpartition(":")[2]
-    for process in psutil.process_iter(["cmdline"]):
-        arguments = process.info["cmdline"] or []
-        if f"--gcs_server_port={port}" in arguments or f"--gcs-server-port={port}" in arguments:
-            doomed.append(process)
-    children = [child for process in doomed for child in _children(process)]
-    everyone = list({process.pid: process for process in [*doomed, *children]}.values())
-    for process in everyone:
+    """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
+    sessions = {
+        _argument(arguments, "session-name")
+        for _, arguments in _command_lines()
+        if _is_raylet(arguments) and _argument(arguments, "gcs-address") == address
+    } - {None}
+    doomed = [
+        process
+        for process, arguments in _command_lines()
+        if _argument(arguments, "session-name") in sessions
+    ]
+    # Ray's workers rename themselves, so they are found as children of their raylet.
+    everyone = {process.pid: process for process in doomed}
+    for process in doomed:
+        everyone |= {child.pid: child for child in _children(process)}
+    for process in everyone.values():
         _quietly(process.terminate)
-    _, alive = psutil.wait_procs(everyone, timeout=5.0)
+    _, alive = psutil.wait_procs(list(everyone.values()), timeout=5.0)
     for process in alive:
         _quietly(process.kill)
     psutil.wait_procs(alive, timeout=5.0)
 
 
-def _is_ray(arguments: list[str]) -> bool:
-    """Whether a command line is that of one of Ray's own processes."""
-    program = Path(arguments[0]).name
-    joined = " ".join(arguments)
-    return program in ("raylet", "gcs_server") or ("/ray/" in joined and "python" in program)
+def _command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Every process of this host whose command line can be read."""
+    for process in psutil.process_iter(["cmdline"]):
+        arguments = process.info["cmdline"]
+        if arguments:
+            yield process, arguments
+
+
+def _is_raylet(arguments: list[str]) -> bool:
+    return Path(arguments[0]).name == "raylet"
+
+
+def _argument(arguments: list[str], wanted: str) -> str | None:
+    """Value of `--wanted=value` or `--wanted_with_underscores=value` on a command line."""
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name.startswith("--") and name[2:].replace("_", "-") == wanted:
+            return value
+    return None
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
@@ -178,7 +211,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _quietly(action: Any) -> None:
-    with suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.NoSuchProcess):
         action()
 
 
@@ -190,6 +223,7 @@ def join(address: str) -> None:
     """
     if ray.is_initialized():
         return
+    _use_token()
     try:
         ray.init(
             address=address,

@@ -1,0 +1,49 @@
+"""Fixtures that cost seconds: one Ray cluster and one tiny model for the whole session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raykv.client import Cluster
+
+
+def pytest_configure() -> None:
+    """Nothing of the user's surroundings may leak into the tests."""
+    for name in list(os.environ):
+        if name.startswith("RAYKV_"):
+            del os.environ[name]
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """A Ray cluster of one node, started as an engine without a cluster would start it."""
+    from raykv.actors import cluster
+
+    joined = cluster.ensure_cluster("local")
+    assert joined.started, joined
+    yield joined.address
+    cluster.stop_started(joined.address)
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_address: str) -> Iterator[Cluster]:
+    """This process as a client of the cluster."""
+    from raykv.client import connect
+
+    with connect(ray_address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded random Llama of four layers."""
+    pytest.importorskip("vllm")
+    from raykv.models import tiny_llama
+
+    return tiny_llama(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,0 +1,87 @@
+"""A pool and a KV cache that are both too small for the work: eviction and pre-emption all along."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raykv.client import Cluster
+from raykv.core.geometry import aligned
+from tests.engine import EngineProcess
+from tests.prompts import prompt
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 32
+CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
+"""Four layers, keys and values, two heads of 64 floats of 4 bytes, 32 tokens."""
+
+POOL_CHUNKS = 64
+GPU_BLOCKS = 96
+
+
+@pytest.fixture(scope="module")
+def engine(
+    cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    cluster.down()
+    settings = {"ray_address": cluster.address, "pool_bytes": POOL_CHUNKS * CHUNK_BYTES}
+    log = tmp_path_factory.mktemp("engine") / "log"
+    process = EngineProcess(tiny_model, log, settings, num_gpu_blocks_override=GPU_BLOCKS)
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, cluster: Cluster
+) -> Iterator[dict[int, list[int]]]:
+    """Tokens of vLLM alone, of its own prefix hit, by the seed of the prompt."""
+    log = tmp_path_factory.mktemp("plain") / "log"
+    process = EngineProcess(tiny_model, log, raykv=None)
+    tokens = {}
+    for seed in range(16):
+        tokens[seed] = reference_tokens(process, seed)
+    process.stop()
+    yield tokens
+
+
+def the_prompt(seed: int) -> list[int]:
+    return prompt(seed, 250 + 40 * (seed % 5))
+
+
+def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
+    process.tokens([the_prompt(seed)], max_tokens=24)
+    return process.tokens([the_prompt(seed)], max_tokens=24)[0]
+
+
+def test_eviction_during_loads_gives_no_wrong_token(
+    engine: EngineProcess, cluster: Cluster, reference: dict[int, list[int]]
+) -> None:
+    """16 prompts of 8 to 14 chunks through a pool of 64, several at a time, in random order."""
+    source = random.Random(7)
+    for _ in range(20):
+        seeds = source.sample(range(16), 4)
+        found = engine.tokens([the_prompt(seed) for seed in seeds], max_tokens=24)
+        assert found == [reference[seed] for seed in seeds]
+        engine.reset()
+    (node,) = cluster.status().nodes
+    assert node.chunks <= POOL_CHUNKS
+    assert node.bytes_stored > 2 * POOL_CHUNKS * CHUNK_BYTES, "nothing was evicted"
+    assert node.bytes_loaded > 0, "nothing was loaded"
+
+
+def test_preemption_gives_no_wrong_token(
+    engine: EngineProcess, reference: dict[int, list[int]]
+) -> None:
+    """Ten requests whose KV is 1.5 times the cache: vLLM takes blocks away while stores run."""
+    before = engine.call("counters").get("vllm:num_preemptions", 0.0)
+    seeds = list(range(10))
+    for _ in range(2):
+        found = engine.tokens([the_prompt(seed) for seed in seeds], max_tokens=24)
+        assert found == [reference[seed] for seed in seeds]
+    assert engine.call("counters")["vllm:num_preemptions"] > before, "nothing was pre-empted"
+    engine.reset()

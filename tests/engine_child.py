@@ -1,0 +1,126 @@
+"""Runs a real vLLM engine for the tests and obeys JSON commands, one a line, on standard input.
+
+Answers are JSON lines on the descriptor that was standard output at the start; everything that
+vLLM prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    """Start the engine that the first line describes, then serve commands until "exit"."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    config = json.loads(sys.stdin.readline())
+    engine = Engine(config)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        if name == "exit":
+            break
+        try:
+            answer = {"answer": getattr(engine, name)(**command)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    engine.shut_down()
+    print(json.dumps({"ended": True}), file=answers, flush=True)
+
+
+class Engine:
+    """The commands."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        extra = config.pop("raykv")
+        transfer = KVTransferConfig(
+            kv_connector="RayKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        )
+        self._llm = LLM(
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            disable_log_stats=False,
+            seed=0,
+            kv_transfer_config=transfer if extra is not None else None,
+            **config,
+        )
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 6,
+        params: dict[str, Any] | None = None,
+        salt: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Greedy tokens of each prompt, and how many of its tokens were cached."""
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args=extra,
+        )
+        requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        if salt is not None:
+            requests = [{**request, "cache_salt": salt} for request in requests]
+        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens,
+                "reason": output.outputs[0].finish_reason,
+            }
+            for output in outputs
+        ]
+
+    def abort_after(self, prompt: list[int], seconds: float) -> bool:
+        """Add a request, let the engine work on it, and take it back."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
+        engine = self._llm.llm_engine
+        engine.add_request("to-abort", {"prompt_token_ids": prompt}, sampling)
+        time.sleep(seconds)
+        engine.abort_request(["to-abort"])
+        while engine.has_unfinished_requests():
+            engine.step()
+        return True
+
+    def reset(self, connector: bool = False) -> bool:
+        """Drop vLLM's prefix cache, and with `connector` RayKV's chunks of this model too."""
+        for _ in range(200):
+            if self._llm.reset_prefix_cache(reset_connector=connector):
+                return True
+            time.sleep(0.02)
+        return False
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's counters, by name and labels."""
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is not None:
+                source = metric.labels.get("source", "")
+                found[f"{metric.name}{{{source}}}" if source else metric.name] = float(value)
+        return found
+
+    def shut_down(self) -> None:
+        """End the engine in good order."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
