@@ -58,7 +58,7 @@ def demo(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file too.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds of questions.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of questions.", min=2)] = 3,
     pool_bytes: Annotated[
         str | None, typer.Option("--pool-bytes", help='Size of the pool, like "2GiB".')
     ] = None,

@@ -27,7 +27,7 @@ def main() -> None:
             break
         try:
             answer = {"answer": getattr(engine, name)(**command)}
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to the parent
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
     engine.shut_down()
@@ -42,16 +42,18 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         extra = config.pop("raykv")
-        transfer = KVTransferConfig(
-            kv_connector="RayKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
-        )
+        transfer = None
+        if extra is not None:
+            transfer = KVTransferConfig(
+                kv_connector="RayKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
+            )
         self._llm = LLM(
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
             disable_log_stats=False,
             seed=0,
-            kv_transfer_config=transfer if extra is not None else None,
+            kv_transfer_config=transfer,
             **config,
         )
 

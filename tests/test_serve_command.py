@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import pytest
 
 from raykv.errors import SettingError
@@ -218,9 +221,17 @@ print("child", subprocess.Popen(child).pid, flush=True)
 """
 
 
-def supervised(server: str, grace_s: float) -> subprocess.Popen[str]:
+@contextmanager
+def supervised(server: str, grace_s: float) -> Iterator[subprocess.Popen[str]]:
+    """A supervisor and its server; both are gone at the end, also when the test fails."""
     command = [sys.executable, "-c", SUPERVISOR, str(grace_s), sys.executable, "-c", server]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                    each.kill()
 
 
 def read_until(stream: IO[str] | None, expected: str) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,9 +37,9 @@ logger = logging.getLogger("raykv.cluster")
 START_DEADLINE_S = 90.0
 """For `ray start`, which takes 6 to 10 s on a quiet machine."""
 
-CONNECT_DEADLINE_S = 30.0
-"""For joining a cluster, 0.1 to 0.6 s when all is well. Without the cluster's authentication token
-Ray itself gives up after about 20 s."""
+CONNECT_DEADLINE_S = 5.0
+"""For reaching a cluster's port at all. Joining takes 0.1 to 0.6 s when all is well; without the
+cluster's authentication token Ray itself gives up after about 20 s."""
 
 LOCK_POLL_S = 0.1
 
@@ -224,6 +225,7 @@ def join(address: str) -> None:
     if ray.is_initialized():
         return
     _use_token()
+    _check_reachable(address)
     try:
         ray.init(
             address=address,
@@ -237,6 +239,24 @@ def join(address: str) -> None:
             f"cannot join the Ray cluster at {address}: {_first_line(error)}. Is it running, and "
             "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
             "of the user who started it)?"
+        ) from error
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes to reach a cluster that is not there.
+
+    Raises:
+        ClusterError: nobody listens at the address.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if not port.isdigit():
+            raise ValueError("it is not of the form host:port")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_DEADLINE_S).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"no Ray cluster can be reached at {address!r}: {error}. Check ray_address, or "
+            "RAY_ADDRESS"
         ) from error
 
 

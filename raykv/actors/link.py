@@ -298,6 +298,7 @@ class WorkerLink:
             if pidfd >= 0:
                 os.close(pidfd)
             raise
+        wire.limit_sends(sock, self._settings.cancel_grace_s)
         self._sock, self._pidfd, self._reader = sock, pidfd, reader
         with self._lock:
             self._node_epoch = answer.node_epoch
@@ -331,7 +332,6 @@ class WorkerLink:
         if self._sock is None:
             return
         try:
-            self._sock.settimeout(self._settings.cancel_grace_s)
             self._sock.sendall(wire.frame(batch))
         except OSError as error:
             self._complain(f"the NodeActor does not take jobs: {error}")

@@ -101,7 +101,6 @@ class _Worker:
         """Send or close: a worker that does not read must not hold up the others."""
         with self._send_lock:
             try:
-                self._sock.settimeout(SEND_DEADLINE_S)
                 self._sock.sendall(wire.frame(message))
             except OSError:
                 self.close_connection()
@@ -245,6 +244,7 @@ class NodeService:
             raise
         with self._lock:
             self._workers.add(worker)
+        wire.limit_sends(sock, SEND_DEADLINE_S)
         worker.send(WorkerAttached(self.epoch))
         return worker, reader
 
@@ -284,7 +284,6 @@ class NodeService:
                 )
 
     def _read_jobs(self, sock: socket.socket, worker: _Worker, reader: wire.FrameReader) -> None:
-        sock.settimeout(None)
         while True:
             data = sock.recv(1 << 18)
             if not data:

@@ -83,6 +83,17 @@ def connect(name: str, timeout_s: float) -> socket.socket:
     return sock
 
 
+def limit_sends(sock: socket.socket, deadline_s: float) -> None:
+    """Have a send that makes no progress for so long fail with an OSError.
+
+    A socket option and not `settimeout`, which would limit another thread's receiving as well.
+    """
+    seconds = int(deadline_s)
+    microseconds = int((deadline_s - seconds) * 1e6)
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, microseconds))
+
+
 def frame(message: msgspec.Struct) -> bytes:
     """`message` as it goes over the socket."""
     payload = msgspec.msgpack.encode(message)

@@ -235,13 +235,20 @@ class BlockManager:
             self._cleared[Namespace(name)] = Generation(max(known, generation))
 
     def _take_inventory(self, node: _Node, report: NodeReport) -> None:
-        """One page of all READY chunks; slots that an engine has declared stay leased to it."""
+        """One page of all READY chunks; slots that an engine has declared stay leased to it,
+        unless the page has the very chunk that was stored there.
+        """
         if node.inventory_complete:
             return
-        for name, chunk in _rows(report.stored):
-            if chunk.slot in node.leases or not self._claim_place(node, chunk):
+        for (namespace, key), chunk in _rows(report.stored):
+            if chunk.generation <= self._cleared.get(namespace, NO_GENERATION):
                 continue
-            self._hold(node, name[0], name[1], chunk)
+            lease = node.leases.get(chunk.slot)
+            if lease is not None and lease.generation == chunk.generation:
+                del node.leases[chunk.slot]
+            elif lease is not None or not self._claim_place(node, chunk):
+                continue
+            self._hold(node, namespace, key, chunk)
         node.inventory_complete = report.last_page
 
     def _claim_place(self, node: _Node, chunk: Chunk) -> bool:
@@ -353,11 +360,14 @@ class BlockManager:
         self._take_declared(engine, node, message.leases)
 
     def _take_declared(self, engine: _Engine, node: _Node, leases: Leases) -> None:
-        """Believe an engine's leases where the slot is free; drop what it no longer claims."""
+        """Believe an engine's leases where the slot is free or holds an older chunk, which was
+        evicted for them; drop what it no longer claims.
+        """
         declared = dict(zip(leases.slots, leases.generations, strict=True))
         for slot, lease in list(node.leases.items()):
             if lease.engine_id == engine.engine_id and declared.get(slot) != lease.generation:
                 self._end_lease(node, slot)
+        self._drop_older(node, declared)
         columns = zip(leases.groups, leases.slots, leases.generations, strict=True)
         for group, place, generation in columns:
             size = engine.slot_bytes.get(group)
@@ -368,6 +378,18 @@ class BlockManager:
             if self._claim_place(node, chunk):
                 lease = Lease(engine.engine_id, group, chunk.generation, size)
                 node.leases[chunk.slot] = lease
+
+    def _drop_older(self, node: _Node, declared: dict[int, int]) -> None:
+        """Forget chunks whose slots were granted again, by this actor's last life."""
+        granted = make_generation(self.epoch, self._counter)
+        older = [
+            (namespace, key)
+            for namespace, chunks in node.chunks.items()
+            for key, chunk in chunks.items()
+            if chunk.generation < declared.get(chunk.slot, NO_GENERATION) <= granted
+        ]
+        for namespace, key in older:
+            self._drop(node, namespace, key)
 
     def _start_snapshot(self, engine: _Engine) -> None:
         """Have the engine's mirror rebuilt from scratch with its next exchanges."""
@@ -400,12 +422,20 @@ class BlockManager:
         if engine is None or node is None or request.epoch != self.epoch:
             return SyncReply(self.epoch, request.seq, attach=True)
         engine.last_seen = now
-        if engine.reply is not None and engine.reply.seq == request.seq:
+        if engine.reply is not None and request.seq < engine.reply.seq:
+            return self._quiet_reply(engine, node, request)
+        if engine.reply is not None and request.seq == engine.reply.seq:
             return engine.reply
         engine.counters = request.counters
         self._take_request(engine, node, request, now)
         engine.reply = self._answer(engine, node, request, now)
         return engine.reply
+
+    def _quiet_reply(self, engine: _Engine, node: _Node, request: SyncRequest) -> SyncReply:
+        """An answer without changes and grants."""
+        return SyncReply(
+            self.epoch, request.seq, node.epoch, cleared=engine.cleared, paused=self.paused
+        )
 
     def _take_request(self, engine: _Engine, node: _Node, request: SyncRequest, now: float) -> None:
         if request.clear > engine.cleared:
@@ -431,13 +461,9 @@ class BlockManager:
 
     def _answer(self, engine: _Engine, node: _Node, request: SyncRequest, now: float) -> SyncReply:
         if request.idle:
-            return SyncReply(
-                self.epoch, request.seq, node.epoch, cleared=engine.cleared, paused=self.paused
-            )
+            return self._quiet_reply(engine, node, request)
+        # Before the changes are taken: what it evicts is part of this answer.
         granted = self._grant(engine, node, request.wanted, now)
-        # After the grant: what it evicted is part of this answer.
-        if len(engine.changes) > MAX_PENDING_CHANGES:
-            self._start_snapshot(engine)
         reset, engine.reset = engine.reset, False
         void, engine.void = engine.void, False
         stored, removed = self._next_changes(engine, node)
@@ -456,7 +482,10 @@ class BlockManager:
         )
 
     def _next_changes(self, engine: _Engine, node: _Node) -> tuple[Handles, Handles]:
-        """The next page of the engine's mirror: snapshot first, then what changed since."""
+        """The next page of the engine's mirror: snapshot first, then what changed since.
+
+        A mirror takes a page's removals first, so a chunk that came and went is only removed.
+        """
         stored, removed = Handles([], [], []), Handles([], [], [])
         while engine.snapshot is not None and len(stored) < MAX_KEYS:
             key = next(engine.snapshot, None)
@@ -466,12 +495,18 @@ class BlockManager:
             chunk = node.find(engine.namespace, key)
             if chunk is not None:
                 _append(stored, key, chunk.slot, chunk.generation)
+        came: dict[Key, _Change] = {}
         while engine.snapshot is None and engine.changes:
-            if len(stored) + len(removed) >= MAX_KEYS:
+            if len(stored) + len(came) + len(removed) >= MAX_KEYS:
                 break
             change = engine.changes.popleft()
-            target = stored if change.stored else removed
-            _append(target, change.key, change.slot, change.generation)
+            if change.stored:
+                came[change.key] = change
+            else:
+                came.pop(change.key, None)
+                _append(removed, change.key, change.slot, change.generation)
+        for change in came.values():
+            _append(stored, change.key, change.slot, change.generation)
         return stored, removed
 
     # Grants and eviction
@@ -568,6 +603,8 @@ class BlockManager:
         for engine in self._engines_on(node.node_id):
             if engine.namespace == namespace:
                 engine.changes.append(change)
+                if len(engine.changes) > MAX_PENDING_CHANGES:
+                    self._start_snapshot(engine)
 
     def _engines_on(self, node_id: NodeId) -> list[_Engine]:
         return [engine for engine in self._engines.values() if engine.node_id == node_id]
@@ -608,14 +645,18 @@ class BlockManager:
         self._pause_decided = True
 
     def expire(self, now: float) -> None:
-        """Forget engines and nodes that have been silent too long."""
+        """Forget engines and nodes that have been silent too long.
+
+        The engines of such a node attach again, since its leases are forgotten with it.
+        """
         for engine in list(self._engines.values()):
             if now - engine.last_seen > self.settings.engine_expiry_s:
                 self.detach_engine(engine.engine_id)
         for node in list(self._nodes.values()):
             if now - node.last_report > self.settings.node_expiry_s:
                 del self._nodes[node.node_id]
-                self._forget_chunks(node)
+                for engine in self._engines_on(node.node_id):
+                    del self._engines[engine.engine_id]
             node.pinned = {name: until for name, until in node.pinned.items() if until > now}
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:

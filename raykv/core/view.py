@@ -10,8 +10,8 @@ vLLM's scheduler thread drives it; a lookup is a dict access. What the scheduler
 is appended to the outbox; its answers are applied between engine steps only, so that a HIT is
 still there when the load is prepared.
 
-Threads: `take_request` alone may run on the exchange thread. It only pops from the left of the
-outbox's deques and reads lengths, which the other methods only append to.
+Threads: `take_request` and `declared_leases` alone may run on the exchange thread. They only pop
+from the left of the outbox's deques, read lengths and copy whole containers at once.
 
 Invariants:
 1. A key is PENDING or READY, never both. A lease is free or belongs to one PENDING key.
@@ -23,7 +23,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -123,8 +123,12 @@ class EngineView:
         self._pending: dict[Key, Handle] = {}
         self._tombstones: OrderedDict[Key, Generation] = OrderedDict()
         self._requests: dict[str, _Request] = {}
-        # Stores and loads whose failure was reported before vLLM completes their job.
+        # PENDING keys that won't be READY when vLLM completes their job; their slots are not ours.
         self._failed_stores: set[Key] = set()
+        # Completions to come of jobs whose keys were forgotten while they were PENDING.
+        self._orphans: Counter[Key] = Counter()
+        # What the last attach message claimed.
+        self._declared: frozenset[Handle] = frozenset()
         # Resets so far, and how many of them the scheduler actor has confirmed.
         self._resets = 0
         self._resets_confirmed = 0
@@ -247,7 +251,7 @@ class EngineView:
         """A chunk could not be stored: it won't become READY, and its slot is given back."""
         self.counters.stores_failed += 1
         handle = self._pending.get(key)
-        if handle is None or handle.generation != generation:
+        if handle is None or handle.generation != generation or key in self._failed_stores:
             return
         self._failed_stores.add(key)
         self._released.append((group_of(key), handle))
@@ -259,6 +263,8 @@ class EngineView:
     def complete_store(self, keys: Collection[Key]) -> None:
         """A store job has ended on all ranks; what did not fail is READY."""
         for key in keys:
+            if self._is_orphaned(key):
+                continue
             handle = self._pending.pop(key, None)
             if handle is None:
                 continue
@@ -269,11 +275,22 @@ class EngineView:
             if not self._is_clearing:
                 self._ready[key] = handle
 
+    def _is_orphaned(self, key: Key) -> bool:
+        """Whether a completion is that of a forgotten store; jobs of one key end in order."""
+        left = self._orphans.pop(key, 0)
+        if left > 1:
+            self._orphans[key] = left - 1
+        return left > 0
+
     # Whole-cache events
 
     def reset(self) -> None:
-        """Empty the view at once and have the namespace cleared in the whole cluster."""
+        """Empty the view at once and have the namespace cleared in the whole cluster.
+
+        vLLM does not complete the jobs that it has begun before.
+        """
         self._forget_all()
+        self._orphans.clear()
         self._resets += 1
 
     @property
@@ -281,6 +298,7 @@ class EngineView:
         return self._resets != self._resets_confirmed
 
     def _forget_all(self) -> None:
+        self._orphans.update(self._pending.keys())
         self._ready.clear()
         self._pending.clear()
         self._failed_stores.clear()
@@ -296,17 +314,31 @@ class EngineView:
         self._link_up = up
 
     def node_restarted(self, node_epoch: Epoch) -> None:
-        """The node's pool began anew: no chunk and no lease of the old one is any good."""
+        """The node's pool began anew: no chunk and no lease of the old one is any good.
+
+        The leases go back all the same: the scheduler actor may have believed them for the new one.
+        """
         if node_epoch > self.node_epoch:
             self.node_epoch = node_epoch
+            leases = self._lease_rows()
             self._forget_all()
+            self._released.extend(leases)
 
     def attached(self, message: EngineAttached) -> None:
         """The scheduler actor has taken the engine in; a snapshot of the mirror will follow."""
         self.epoch = Epoch(message.epoch)
         self.paused = message.paused
         self._capacity.update(message.capacity)
+        self._forget_undeclared()
         self.node_restarted(Epoch(message.node_epoch))
+
+    def _forget_undeclared(self) -> None:
+        """Leases that came in while the engine attached: others may have them by now."""
+        for group, leases in self._leases.items():
+            self._leases[group] = deque(handle for handle in leases if handle in self._declared)
+        for key, handle in self._pending.items():
+            if handle not in self._declared:
+                self._failed_stores.add(key)
 
     def apply(self, reply: SyncReply) -> None:
         """Take in an answer of the scheduler actor. Only between engine steps."""
@@ -342,6 +374,8 @@ class EngineView:
             self._ready[key] = handle
 
     def _remove(self, key: Key, handle: Handle) -> None:
+        if self._pending.get(key) == handle:
+            self._failed_stores.add(key)
         known = self._ready.get(key)
         if known is not None and known.generation <= handle.generation:
             del self._ready[key]
@@ -350,9 +384,18 @@ class EngineView:
 
     def declared_leases(self) -> Leases:
         """All leases, free and in flight: what an engine claims when it attaches again."""
+        rows = self._lease_rows()
+        self._declared = frozenset(handle for _, handle in rows)
+        return _leases(rows)
+
+    def _lease_rows(self) -> list[tuple[int, Handle]]:
         free = [(group, handle) for group, some in self._leases.items() for handle in list(some)]
-        flying = [(group_of(key), handle) for key, handle in list(self._pending.items())]
-        return _leases([*free, *flying])
+        flying = [
+            (group_of(key), handle)
+            for key, handle in list(self._pending.items())
+            if key not in self._failed_stores
+        ]
+        return [*free, *flying]
 
     def take_request(self, epoch: Epoch, may_grow: bool, may_want: bool) -> SyncRequest:
         """Build the next message of an exchange out of the outbox, for the actor's `epoch`.

@@ -41,7 +41,7 @@ def start(
 @pytest.fixture(scope="module")
 def first_run(
     fresh_cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[list[int]]]:
+) -> list[list[int]]:
     """An engine computes and stores the prompts, then ends; gives vLLM's own tokens."""
     engine = start(fresh_cluster, tiny_model, tmp_path_factory.mktemp("first") / "log", 4)
     engine.tokens(PROMPTS)
@@ -55,7 +55,7 @@ def first_run(
 
     wait_until(unchanged, 20.0, "stores come to an end")
     engine.stop()
-    yield reference
+    return reference
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A pool and a KV cache that are both too small for the work: eviction and pre-emption all along."""
+"""A pool and a KV cache that are both too small: eviction and pre-emption all along."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def engine(
     cluster.down()
     settings = {"ray_address": cluster.address, "pool_bytes": POOL_CHUNKS * CHUNK_BYTES}
     log = tmp_path_factory.mktemp("engine") / "log"
-    process = EngineProcess(tiny_model, log, settings, num_gpu_blocks_override=GPU_BLOCKS)
+    process = EngineProcess(
+        tiny_model, log, settings, num_gpu_blocks_override=GPU_BLOCKS, max_model_len=1024
+    )
     yield process
     process.stop()
 
@@ -38,7 +40,7 @@ def engine(
 @pytest.fixture(scope="module")
 def reference(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, cluster: Cluster
-) -> Iterator[dict[int, list[int]]]:
+) -> dict[int, list[int]]:
     """Tokens of vLLM alone, of its own prefix hit, by the seed of the prompt."""
     log = tmp_path_factory.mktemp("plain") / "log"
     process = EngineProcess(tiny_model, log, raykv=None)
@@ -46,7 +48,7 @@ def reference(
     for seed in range(16):
         tokens[seed] = reference_tokens(process, seed)
     process.stop()
-    yield tokens
+    return tokens
 
 
 def the_prompt(seed: int) -> list[int]:
