@@ -11,21 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from raykv.demo import (
-    Ask,
-    Phase,
-    Prompt,
-    Report,
-    TokenSources,
-    documents,
-    plain_text,
-    random_prompts,
-    run_demo,
-    same_tokens,
-    schedule,
-    show,
-    ttft_s,
-)
+from raykv.demo import run_demo
+from raykv.demo.prompts import Prompt, documents, plain_text, random_prompts, schedule
+from raykv.demo.report import Ask, Phase, Report, TokenSources, same_tokens, show, ttft_s
 from raykv.errors import SettingError
 from raykv.models import tiny_llama
 
@@ -58,6 +46,7 @@ def make_ask(phase: Phase, seconds: float, **changes: object) -> Ask:
 def make_report(*asks: Ask) -> Report:
     return Report(
         model="m",
+        caveat="A small model errs.",
         rounds=3,
         asks=asks,
         bytes_stored=3 << 20,
@@ -150,6 +139,14 @@ def test_show_names_speed_up_answer_and_verdict() -> None:
     assert "because" in text
     assert "Every answer was the same" in text
     assert "not served from where" not in text
+
+
+@pytest.mark.parametrize("last_tokens", [(5, 6, 7), (1,)])
+def test_show_claims_equal_answers_not_right_ones(last_tokens: tuple[int, ...]) -> None:
+    asks = good_asks()
+    asks[-1] = replace(asks[-1], token_ids=last_tokens)
+    text = " ".join(rendered(make_report(*asks)).split())
+    assert "A small model errs. What counts here is not whether an answer is right" in text
 
 
 def test_show_fits_eighty_columns_without_cutting_a_number() -> None:

@@ -48,6 +48,12 @@ TABLE = (
         packages="msgspec numpy ray psutil prometheus_client",
         except_for=("raykv.vllm",),
     ),
+    row(
+        "demo.prompts",
+        "demo.report",
+        packages="rich",
+        except_for=("raykv.actors", "raykv.client", "raykv.vllm"),
+    ),
     row("cli", "demo", "models", "serve", "vllm_command", packages=None),
 )
 VERSION = "raykv.__version__"
@@ -204,6 +210,8 @@ def test_imports_of_every_module_point_down_the_table() -> None:
         ("raykv.client", "import torch", "may not import torch"),
         ("raykv.vllm.spec", "import numba", "inside a function only"),
         ("raykv.vllm.spec", "try:\n    import llvmlite.ir\nfinally: ...", "inside a function only"),
+        ("raykv.demo.report", "def f():\n    import vllm", "may not import vllm"),
+        ("raykv.demo.prompts", "from raykv.demo.run import run_demo", "run.run_demo is not above"),
         ("raykv.unheard_of", "", "has no row"),
     ],
 )
@@ -224,6 +232,8 @@ def test_complaints_name_an_import_that_points_up(module: str, source: str, expe
         ("raykv.vllm.spec", "if TYPE_CHECKING:\n    import numba"),
         ("raykv.client", "from raykv.actors import cluster"),
         ("raykv.cli", "from raykv.client import connect\nimport typer"),
+        ("raykv.demo.prompts", "from raykv.demo.report import Phase"),
+        ("raykv.demo.run", "from raykv.demo.report import Report\nimport vllm"),
         ("raykv", "from raykv.client import connect"),
     ],
 )
@@ -236,6 +246,7 @@ def test_complaints_are_none_when_imports_point_down(module: str, source: str) -
     [
         ("import raykv", ["ray", "torch", "vllm"]),
         ("import raykv.cli", ["torch", "vllm"]),
+        ("import raykv.demo", ["ray", "torch", "vllm"]),
         ("import raykv.serve", ["ray", "torch", "vllm"]),
         *[
             (f"import {module_name(path)}", ["ray", "torch", "vllm"])

@@ -41,6 +41,9 @@ CONNECT_DEADLINE_S = 5.0
 """For reaching a cluster's port at all. Joining takes 0.1 to 0.6 s when all is well; without the
 cluster's authentication token Ray itself gives up after about 20 s."""
 
+STOP_DEADLINE_S = 3.0
+"""For processes to end by themselves, then once more after SIGKILL."""
+
 LOCK_POLL_S = 0.1
 
 
@@ -118,28 +121,38 @@ def _start_local() -> str:
     """`ray start --head` on a free port, detached from us."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
     command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-    before = set(running_clusters())
     _make_token()
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     # Whoever reaches Ray runs code: without a token that would be the whole network.
     environment.setdefault("RAY_AUTH_MODE", "token")
-    try:
-        done = subprocess.run(
+    with tempfile.TemporaryFile("w+") as output:
+        starter = subprocess.Popen(
             command,
-            capture_output=True,
-            text=True,
-            timeout=START_DEADLINE_S,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
             env=environment,
-            check=False,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ClusterError(f"`ray start` did not end within {START_DEADLINE_S:.0f} s") from error
-    started = [address for address in running_clusters() if address not in before]
-    if done.returncode or not started:
-        raise ClusterError(f"`ray start` failed: {done.stderr.strip() or done.stdout.strip()}")
-    logger.info("started a local Ray cluster at %s; `raykv down` stops it", started[0])
-    return started[0]
+        try:
+            code = starter.wait(START_DEADLINE_S)
+        except subprocess.TimeoutExpired as error:
+            _stop_group(starter.pid)
+            raise ClusterError(f"`ray start` did not end in {START_DEADLINE_S:.0f} s") from error
+        address = _address_of_group(starter.pid)
+        if code or address is None:
+            output.seek(0)
+            raise ClusterError(f"`ray start` failed: {output.read().strip()[-2000:]}")
+    logger.info("started a local Ray cluster at %s; `raykv down --with-ray` stops it", address)
+    return address
+
+
+def _address_of_group(group: int) -> str | None:
+    """GCS address of the cluster whose processes `ray start` left in its process group."""
+    for process, arguments in _command_lines():
+        if _is_raylet(arguments) and _group_of(process) == group:
+            return _argument(arguments, "gcs-address")
+    return None
 
 
 def _make_token() -> None:
@@ -154,6 +167,8 @@ def _use_token() -> None:
     try:
         from ray._private.authentication import authentication_token_setup as setup
 
+        # It says each time that a token is used, which is as it should be.
+        logging.getLogger(setup.__name__).setLevel(logging.ERROR)
         setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     except Exception as error:
         logger.debug("no authentication token is used: %s", error)
@@ -161,26 +176,46 @@ def _use_token() -> None:
 
 def stop_started(address: str) -> None:
     """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
-    sessions = {
-        _argument(arguments, "session-name")
-        for _, arguments in _command_lines()
-        if _is_raylet(arguments) and _argument(arguments, "gcs-address") == address
-    } - {None}
-    doomed = [
+    raylets = [
         process
         for process, arguments in _command_lines()
-        if _argument(arguments, "session-name") in sessions
+        if _is_raylet(arguments) and _argument(arguments, "gcs-address") == address
     ]
-    # Ray's workers rename themselves, so they are found as children of their raylet.
-    everyone = {process.pid: process for process in doomed}
-    for process in doomed:
+    for raylet in raylets:
+        _stop_group(_group_of(raylet))
+
+
+def _stop_group(group: int) -> None:
+    """End Ray's processes in a process group, and what they have started.
+
+    Ray's helpers carry its package in their command line; whatever else shares the group stays.
+    """
+    members = [
+        process
+        for process, arguments in _command_lines()
+        if _group_of(process) == group and _is_ray(arguments)
+    ]
+    everyone = {process.pid: process for process in members}
+    for process in members:
         everyone |= {child.pid: child for child in _children(process)}
     for process in everyone.values():
         _quietly(process.terminate)
-    _, alive = psutil.wait_procs(list(everyone.values()), timeout=5.0)
+    _, alive = psutil.wait_procs(list(everyone.values()), timeout=STOP_DEADLINE_S)
     for process in alive:
         _quietly(process.kill)
-    psutil.wait_procs(alive, timeout=5.0)
+    psutil.wait_procs(alive, timeout=STOP_DEADLINE_S)
+
+
+def _group_of(process: psutil.Process) -> int:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return -1
+
+
+def _is_ray(arguments: list[str]) -> bool:
+    """Whether a command line is that of one of Ray's own processes."""
+    return any("/ray/" in argument or "ray.scripts" in argument for argument in arguments)
 
 
 def _command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:

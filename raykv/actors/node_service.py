@@ -7,7 +7,6 @@ bytes are copied or a socket is waited for.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -15,24 +14,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from raykv.actors import wire
-from raykv.copy.cpu import CPUBackend
+from raykv.actors.attached import AttachedWorker, QueuedJob
 from raykv.copy.engine import CopyBackend, JobQueue
-from raykv.copy.plan import CopyRuns, PlanError, Planner
+from raykv.copy.plan import CopyRuns, PlanError
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
 from raykv.errors import AttachError, RayKVError
-from raykv.memory.handles import OpenedKV, open_kv
+from raykv.memory.handles import open_kv
 from raykv.memory.pool import Pool
 from raykv.memory.words import CancelWords
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachWorker,
-    CopyJob,
     Inventory,
     JobBatch,
     JobResult,
@@ -41,7 +39,7 @@ from raykv.messages import (
     WorkerAttached,
     WorkerMessage,
 )
-from raykv.types import Direction, Epoch, Generation, Key, Namespace, Refusal, Slot
+from raykv.types import Direction, Epoch, Generation, Namespace, Refusal
 
 logger = logging.getLogger("raykv.node")
 
@@ -79,72 +77,6 @@ class _Counters:
     jobs_cancelled: int = 0
 
 
-class _Worker:
-    """An attached worker: its KV cache, mapped here, and its connection."""
-
-    def __init__(
-        self, sock: socket.socket, hello: AttachWorker, kv: OpenedKV, words: CancelWords
-    ) -> None:
-        self.hello = hello
-        self.words = words
-        self.planner = Planner(hello.layout, hello.rank)
-        self.running = 0
-        self.is_open = True
-        self._sock = sock
-        self._kv = kv
-        self._send_lock = threading.Lock()
-
-    def backend(self, pool_address: int) -> CopyBackend:
-        return CPUBackend(self._kv.address, pool_address)
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Send or close: a worker that does not read must not hold up the others."""
-        with self._send_lock:
-            try:
-                self._sock.sendall(wire.frame(message))
-            except OSError:
-                self.close_connection()
-
-    def close_connection(self) -> None:
-        self.is_open = False
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def unmap(self) -> None:
-        self._kv.close()
-        self.words.close()
-
-
-@dataclass(slots=True)
-class _Job:
-    worker: _Worker
-    job: CopyJob
-    submitted_at: float
-    refusals: dict[int, Refusal] = field(default_factory=dict)
-
-    @property
-    def direction(self) -> Direction:
-        return Direction(self.job.direction)
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self.worker.words.is_cancelled(self.job.job_id) or not self.worker.is_open
-
-    def name(self, chunk: int) -> ChunkName:
-        handles = self.job.handles
-        return ChunkName(
-            Namespace(self.worker.hello.namespace),
-            Key(handles.keys[chunk]),
-            Slot(handles.slots[chunk]),
-            Generation(handles.generations[chunk]),
-            self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),
-        )
-
-    def refuse_rest(self, refusal: Refusal) -> None:
-        for chunk in range(len(self.job.handles.keys)):
-            self.refusals.setdefault(chunk, refusal)
-
-
 class NodeService:
     """Owns one node's bytes: all copies into and out of the pool run here.
 
@@ -159,11 +91,11 @@ class NodeService:
         self.table = SlotTable(settings.geometry)
         self.pool = Pool(settings.geometry, settings.pool_path)
         self._counters = _Counters()
-        self._queue: JobQueue[_Job] = JobQueue()
+        self._queue: JobQueue[QueuedJob] = JobQueue()
         # Guards the table, the queue, the counters and the list of unreported chunks.
         self._lock = threading.Condition()
         self._unreported: deque[ChunkName] = deque(maxlen=MAX_UNREPORTED)
-        self._workers: set[_Worker] = set()
+        self._workers: set[AttachedWorker] = set()
         self._listener: socket.socket | None = None
         self._stopping = False
         self._on_stored: Callable[[], None] = lambda: None
@@ -225,7 +157,7 @@ class NodeService:
                 self._detach(worker)
             sock.close()
 
-    def _attach(self, sock: socket.socket) -> tuple[_Worker, wire.FrameReader]:
+    def _attach(self, sock: socket.socket) -> tuple[AttachedWorker, wire.FrameReader]:
         """Read the attach message and map what came with it."""
         reader = wire.FrameReader()
         frames: list[bytes] = []
@@ -248,7 +180,7 @@ class NodeService:
         worker.send(WorkerAttached(self.epoch))
         return worker, reader
 
-    def _admit(self, sock: socket.socket, hello: WorkerMessage, fds: list[int]) -> _Worker:
+    def _admit(self, sock: socket.socket, hello: WorkerMessage, fds: list[int]) -> AttachedWorker:
         if not isinstance(hello, AttachWorker) or len(fds) < 2:
             for fd in fds:
                 os.close(fd)
@@ -259,7 +191,7 @@ class NodeService:
         except RayKVError:
             words.close()
             raise
-        worker = _Worker(sock, hello, kv, words)
+        worker = AttachedWorker(sock, hello, kv, words)
         try:
             self._check(worker)
         except RayKVError:
@@ -267,7 +199,7 @@ class NodeService:
             raise
         return worker
 
-    def _check(self, worker: _Worker) -> None:
+    def _check(self, worker: AttachedWorker) -> None:
         """Refuse a worker of another RayKV, or one whose parts don't fit into their slots."""
         hello = worker.hello
         if hello.version != PROTOCOL_VERSION:
@@ -283,7 +215,9 @@ class NodeService:
                     f"into a slot of {slot_bytes} bytes"
                 )
 
-    def _read_jobs(self, sock: socket.socket, worker: _Worker, reader: wire.FrameReader) -> None:
+    def _read_jobs(
+        self, sock: socket.socket, worker: AttachedWorker, reader: wire.FrameReader
+    ) -> None:
         while True:
             data = sock.recv(1 << 18)
             if not data:
@@ -294,12 +228,12 @@ class NodeService:
                     raise ValueError("only job batches may follow the attach message")
                 self._take_batch(worker, message)
 
-    def _take_batch(self, worker: _Worker, batch: JobBatch) -> None:
+    def _take_batch(self, worker: AttachedWorker, batch: JobBatch) -> None:
         now = time.monotonic()
-        rejected: list[_Job] = []
+        rejected: list[QueuedJob] = []
         with self._lock:
             for job in batch.jobs:
-                queued = _Job(worker, job, now)
+                queued = QueuedJob(worker, job, now)
                 if not self._queue.push(queued.direction, queued):
                     queued.refuse_rest(Refusal.QUEUE_FULL)
                     rejected.append(queued)
@@ -313,7 +247,7 @@ class NodeService:
         for queued in rejected:
             self._answer(queued, 0)
 
-    def _detach(self, worker: _Worker) -> None:
+    def _detach(self, worker: AttachedWorker) -> None:
         """The worker is gone: drop its queued jobs, wait for the running one, unmap its KV."""
         worker.close_connection()
         with self._lock:
@@ -344,7 +278,7 @@ class NodeService:
                     queued.worker.running -= 1
                     self._lock.notify_all()
 
-    def _run(self, queued: _Job) -> None:
+    def _run(self, queued: QueuedJob) -> None:
         """Carry out one job; whatever goes wrong is an answer, never an exception."""
         num_bytes = 0
         try:
@@ -357,7 +291,7 @@ class NodeService:
             queued.refuse_rest(Refusal.COPY_FAILED)
         self._answer(queued, num_bytes)
 
-    def _execute(self, queued: _Job) -> int:
+    def _execute(self, queued: QueuedJob) -> int:
         if queued.job.node_epoch != self.epoch:
             queued.refuse_rest(Refusal.BAD_HANDLE)
             return 0
@@ -376,7 +310,7 @@ class NodeService:
                 raise
         return num_bytes
 
-    def _begin(self, queued: _Job) -> list[int]:
+    def _begin(self, queued: QueuedJob) -> list[int]:
         """Admit the job's chunks to the slot table; the others get their refusal."""
         give_up_at = time.monotonic() + self.settings.copy_wait_s
         admitted = []
@@ -388,7 +322,7 @@ class NodeService:
                 queued.refusals[chunk] = refusal
         return admitted
 
-    def _begin_chunk(self, queued: _Job, chunk: int, give_up_at: float) -> Refusal:
+    def _begin_chunk(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
         name = queued.name(chunk)
         hello = queued.worker.hello
         with self._lock:
@@ -407,7 +341,9 @@ class NodeService:
                     return Refusal.WRITING
                 self._lock.wait(0.05)
 
-    def _copy_chunk(self, queued: _Job, backend: CopyBackend, runs: CopyRuns, chunk: int) -> int:
+    def _copy_chunk(
+        self, queued: QueuedJob, backend: CopyBackend, runs: CopyRuns, chunk: int
+    ) -> int:
         """Copy one admitted chunk and tell the table; returns the bytes."""
         first = int(runs.chunk_ends[chunk - 1]) if chunk else 0
         last = int(runs.chunk_ends[chunk])
@@ -422,7 +358,7 @@ class NodeService:
             return 0
         return int(runs.size[first:last].sum())
 
-    def _finish(self, queued: _Job, chunk: int, ok: bool) -> None:
+    def _finish(self, queued: QueuedJob, chunk: int, ok: bool) -> None:
         name = queued.name(chunk)
         with self._lock:
             if queued.direction is Direction.LOAD:
@@ -438,11 +374,11 @@ class NodeService:
                 self._unreported.append(name)
             self._lock.notify_all()
 
-    def _abandon(self, queued: _Job, chunks: list[int]) -> None:
+    def _abandon(self, queued: QueuedJob, chunks: list[int]) -> None:
         for chunk in chunks:
             self._finish(queued, chunk, ok=False)
 
-    def _answer(self, queued: _Job, num_bytes: int) -> None:
+    def _answer(self, queued: QueuedJob, num_bytes: int) -> None:
         refusals = queued.refusals
         self._count(queued, num_bytes)
         result = JobResult(
@@ -456,7 +392,7 @@ class NodeService:
         if queued.direction is Direction.STORE and num_bytes:
             self._on_stored()
 
-    def _count(self, queued: _Job, num_bytes: int) -> None:
+    def _count(self, queued: QueuedJob, num_bytes: int) -> None:
         done = len(queued.job.handles.keys) - len(queued.refusals)
         with self._lock:
             if queued.direction is Direction.STORE:

@@ -55,22 +55,37 @@ class EngineRuntime:
         """
         self._settings = settings
         self._identity = identity
+        self._check_sizes()
         self._joined_here = not ray.is_initialized()
-        self.address = self._join()
-        self.node_id = cluster.resolve_node_id(settings.node_id)
-        self._geometry = self._choose_geometry()
+        found = self._join()
+        self.address = cluster.current_address()
+        try:
+            self.node_id = cluster.resolve_node_id(settings.node_id)
+            self._geometry = self._choose_geometry()
+        except RayKVError:
+            # Nobody will use a cluster that was started for an engine that does not start.
+            if found.started:
+                cluster.stop_started(found.address)
+            raise
         self.node: NodeDescription | None = None
         calls = RayCalls(self._find_actors, settings.rpc_deadline_s)
         self.session = Session(view, calls, self._session_settings())
         self._view = view
 
-    def _join(self) -> str:
+    def _check_sizes(self) -> None:
+        """Refuse a pool that this machine can't have at all, before anything is started."""
+        if self._settings.pool_bytes is not None:
+            limit = memory_limit()
+            largest = max(self._identity.slot_bytes.values())
+            check_pool_bytes(self._settings.pool_bytes, largest, limit.total_bytes, limit.source)
+
+    def _join(self) -> cluster.Joined:
         if ray.is_initialized():
-            return cluster.current_address()
+            return cluster.Joined(cluster.current_address(), started=False)
         found = cluster.ensure_cluster(self._settings.ray_address or None)
         with _signal_handlers_kept():
             cluster.join(found.address)
-        return cluster.current_address()
+        return found
 
     def _session_settings(self) -> SessionSettings:
         identity = self._identity

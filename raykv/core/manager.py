@@ -1,45 +1,41 @@
 """The global block manager: which node holds which chunk, who may store where, what is evicted.
 
-            sync (grant)                node_report (stored)
-   free ────────────────► leased ─────────────────────────► held
-     ▲                      │ released, detached, expired     │
-     └──────────────────────┴─────────────────────────────────┘ evicted, dropped, cleared, node lost
+            attach_engine                sync (each with a higher seq)
+  stranger ────────────► attached ──────────────────────────────► attached
+      ▲                     │ detach_engine, expire, a new life of this actor
+      └─────────────────────┘ (its leases end, its chunks stay)
 
 It is a directory: it never touches KV bytes, and every entry may be late or wrong. What makes that
-safe is that a NodeActor refuses a handle whose generation is not the slot's.
+safe is that a NodeActor refuses a handle whose generation is not the slot's. `core/book.py` keeps
+what is known of one node's pool; here is who asks, who is told, and whom to believe.
 
 Invariants:
-1. Per node and slot size: free + leased + held slots are all slots of the slabs of that size.
-2. A slot is leased to one engine at most, and a leased slot holds no chunk of the directory.
-3. Every grant has a generation above all earlier ones, over restarts of the scheduler actor too.
-4. A `stored` report counts only while its slot is leased at exactly the reported generation.
-5. Nothing is granted on a node before its inventory is in and its engines had time to declare
+1. Every grant has a generation above all earlier ones, over restarts of the scheduler actor too.
+2. A `stored` report counts only while its slot is leased at exactly the reported generation.
+3. Nothing is granted on a node before its inventory is in and its engines had time to declare
    their leases.
-6. The eviction policies hold exactly the chunks that the node holds.
+4. An engine's mirror is a snapshot followed by every change since, in order.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from raykv.core.book import Change, Chunk, Lease, PoolBook
 from raykv.core.geometry import PoolGeometry
-from raykv.core.policy import POLICIES, EvictionPolicy
+from raykv.core.members import Engine, Node, engine_status, node_status, rows
+from raykv.core.mirror import Mirror
+from raykv.core.policy import POLICIES
 from raykv.messages import (
     MAX_KEYS,
     PROTOCOL_VERSION,
     AttachEngine,
     ClusterStatus,
     EngineAttached,
-    EngineStatus,
-    Handles,
     Inventory,
     Leases,
     NodeReport,
     NodeReportReply,
-    NodeStats,
-    NodeStatus,
     SyncReply,
     SyncRequest,
 )
@@ -56,9 +52,6 @@ from raykv.types import (
     make_generation,
 )
 
-MAX_PENDING_CHANGES = 262_144
-"""Changes kept for an engine that does not fetch them; beyond it gets a fresh snapshot."""
-
 
 @dataclass(frozen=True)
 class ManagerSettings:
@@ -69,96 +62,6 @@ class ManagerSettings:
     node_expiry_s: float = 10.0
     settle_s: float = 2.0
     pin_s: float = 10.0
-
-
-@dataclass(slots=True)
-class Chunk:
-    """A replica that the directory believes in."""
-
-    slot: Slot
-    generation: Generation
-    slot_bytes: int
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A free slot granted to an engine."""
-
-    engine_id: EngineId
-    group: int
-    generation: Generation
-    slot_bytes: int
-
-
-@dataclass(slots=True)
-class _SlotClass:
-    """All slabs of one slot size on a node; `free` has the longest free slot first."""
-
-    slot_bytes: int
-    policy: EvictionPolicy[tuple[str, bytes]]
-    slabs: set[int] = field(default_factory=set)
-    free: OrderedDict[Slot, None] = field(default_factory=OrderedDict)
-
-    def release(self, slot: Slot) -> None:
-        assert slot not in self.free, slot
-        self.free[slot] = None
-
-
-@dataclass(frozen=True)
-class _Change:
-    """One line of an engine's mirror: a chunk that came (`stored`) or went."""
-
-    stored: bool
-    key: Key
-    slot: Slot
-    generation: Generation
-
-
-@dataclass(slots=True)
-class _Node:
-    node_id: NodeId
-    epoch: Epoch
-    geometry: PoolGeometry
-    last_report: float
-    settled_at: float
-    free_slabs: list[int]
-    last_seq: int = 0
-    inventory_complete: bool = False
-    classes: dict[int, _SlotClass] = field(default_factory=dict)
-    chunks: dict[Namespace, dict[Key, Chunk]] = field(default_factory=dict)
-    leases: dict[Slot, Lease] = field(default_factory=dict)
-    # Chunks that are about to be loaded, and until when they are not evicted.
-    pinned: dict[tuple[Namespace, Key], float] = field(default_factory=dict)
-    stats: NodeStats = field(default_factory=NodeStats)
-    pid: int = 0
-    hostname: str = ""
-    raykv_version: str = ""
-
-    def find(self, namespace: Namespace, key: Key) -> Chunk | None:
-        return self.chunks.get(namespace, {}).get(key)
-
-    @property
-    def num_chunks(self) -> int:
-        return sum(len(chunks) for chunks in self.chunks.values())
-
-
-@dataclass(slots=True)
-class _Engine:
-    engine_id: EngineId
-    node_id: NodeId
-    namespace: Namespace
-    model: str
-    num_ranks: int
-    slot_bytes: dict[int, int]
-    last_seen: float
-    attached_at: float
-    reply: SyncReply | None = None
-    changes: deque[_Change] = field(default_factory=deque)
-    snapshot: Iterator[Key] | None = None
-    reset: bool = True
-    void: bool = False
-    cleared: int = 0
-    counters: dict[str, int] = field(default_factory=dict)
 
 
 class BlockManager:
@@ -172,8 +75,8 @@ class BlockManager:
         # Whether an operator has spoken in this life; before, a node's memory of it counts.
         self._pause_decided = False
         self._counter = 0
-        self._nodes: dict[NodeId, _Node] = {}
-        self._engines: dict[EngineId, _Engine] = {}
+        self._nodes: dict[NodeId, Node] = {}
+        self._engines: dict[EngineId, Engine] = {}
         # Generation up to which each namespace was cleared; later `stored` reports are void.
         self._cleared: dict[Namespace, Generation] = {}
 
@@ -199,7 +102,7 @@ class BlockManager:
             paused=self.paused,
         )
 
-    def _join(self, report: NodeReport, now: float) -> _Node:
+    def _join(self, report: NodeReport, now: float) -> Node:
         """A node that is new, or whose NodeActor has a new life."""
         if not self._pause_decided:
             self.paused = self.paused or report.paused
@@ -207,20 +110,25 @@ class BlockManager:
         if old is not None:
             self._forget_chunks(old)
         is_first = report.highest_generation == NO_GENERATION and report.scheduler_epoch == 0
-        geometry = PoolGeometry(report.pool_bytes, report.slab_bytes)
-        node = _Node(
+        node = Node(
             node_id=NodeId(report.node_id),
             epoch=Epoch(report.epoch),
-            geometry=geometry,
+            book=self._new_book(NodeId(report.node_id), report),
             last_report=now,
             settled_at=now if is_first else now + self.settings.settle_s,
-            free_slabs=list(range(geometry.num_slabs - 1, -1, -1)),
             inventory_complete=report.highest_generation == NO_GENERATION,
         )
         self._nodes[node.node_id] = node
         return node
 
-    def _refresh(self, node: _Node, report: NodeReport, now: float) -> None:
+    def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
+        return PoolBook(
+            PoolGeometry(report.pool_bytes, report.slab_bytes),
+            self.settings.eviction_policy,
+            lambda namespace, change: self._tell(node_id, namespace, change),
+        )
+
+    def _refresh(self, node: Node, report: NodeReport, now: float) -> None:
         node.last_report = now
         node.stats = report.stats
         node.pid = report.pid
@@ -234,72 +142,35 @@ class BlockManager:
             known = self._cleared.get(Namespace(name), NO_GENERATION)
             self._cleared[Namespace(name)] = Generation(max(known, generation))
 
-    def _take_inventory(self, node: _Node, report: NodeReport) -> None:
+    def _take_inventory(self, node: Node, report: NodeReport) -> None:
         """One page of all READY chunks; slots that an engine has declared stay leased to it,
         unless the page has the very chunk that was stored there.
         """
         if node.inventory_complete:
             return
-        for (namespace, key), chunk in _rows(report.stored):
+        for (namespace, key), chunk in rows(report.stored):
             if chunk.generation <= self._cleared.get(namespace, NO_GENERATION):
                 continue
-            lease = node.leases.get(chunk.slot)
+            lease = node.book.leases.get(chunk.slot)
             if lease is not None and lease.generation == chunk.generation:
-                del node.leases[chunk.slot]
-            elif lease is not None or not self._claim_place(node, chunk):
+                del node.book.leases[chunk.slot]
+            elif lease is not None or not node.book.claim_place(chunk):
                 continue
-            self._hold(node, namespace, key, chunk)
+            node.book.hold((namespace, key), chunk)
         node.inventory_complete = report.last_page
 
-    def _claim_place(self, node: _Node, chunk: Chunk) -> bool:
-        """Take a certain slot out of the free ones, with its slab; False if it can't be there."""
-        if not node.geometry.is_place(chunk.slot, chunk.slot_bytes):
-            return False
-        slab = node.geometry.slab_of(chunk.slot)
-        slot_class = self._class_of(node, chunk.slot_bytes)
-        if slab in node.free_slabs:
-            node.free_slabs.remove(slab)
-            self._give_slab(node, slot_class, slab)
-        if slab not in slot_class.slabs or chunk.slot not in slot_class.free:
-            return False
-        del slot_class.free[chunk.slot]
-        return True
-
-    def _take_stored(self, node: _Node, stored: Inventory, now: float) -> None:
-        for (namespace, key), chunk in _rows(stored):
-            lease = node.leases.get(chunk.slot)
+    def _take_stored(self, node: Node, stored: Inventory, now: float) -> None:
+        for (namespace, key), chunk in rows(stored):
+            lease = node.book.leases.get(chunk.slot)
             if lease is None or lease.generation != chunk.generation:
                 continue
-            del node.leases[chunk.slot]
+            del node.book.leases[chunk.slot]
             if chunk.generation <= self._cleared.get(namespace, NO_GENERATION):
-                self._free(node, chunk)
+                node.book.release(chunk)
                 continue
-            self._drop(node, namespace, key)
-            self._hold(node, namespace, key, chunk)
+            node.book.hold((namespace, key), chunk)
 
-    def _hold(self, node: _Node, namespace: Namespace, key: Key, chunk: Chunk) -> None:
-        """The directory learns of a chunk whose slot is neither free nor leased any more."""
-        existing = node.find(namespace, key)
-        if existing is not None:
-            self._drop(node, namespace, key)
-        node.chunks.setdefault(namespace, {})[key] = chunk
-        self._class_of(node, chunk.slot_bytes).policy.add((namespace, key))
-        self._tell(node, namespace, _Change(True, key, chunk.slot, chunk.generation))
-
-    def _drop(self, node: _Node, namespace: Namespace, key: Key) -> bool:
-        """Forget a chunk and free its slot; False if there is none."""
-        chunk = node.chunks.get(namespace, {}).pop(key, None)
-        if chunk is None:
-            return False
-        self._class_of(node, chunk.slot_bytes).policy.remove((namespace, key))
-        self._free(node, chunk)
-        self._tell(node, namespace, _Change(False, key, chunk.slot, chunk.generation))
-        return True
-
-    def _free(self, node: _Node, chunk: Chunk) -> None:
-        self._class_of(node, chunk.slot_bytes).release(chunk.slot)
-
-    def _forget_chunks(self, node: _Node) -> None:
+    def _forget_chunks(self, node: Node) -> None:
         """A NodeActor is gone with its pool: its engines start from an empty mirror."""
         for engine in self._engines_on(node.node_id):
             self._start_snapshot(engine)
@@ -316,19 +187,20 @@ class BlockManager:
             return EngineAttached(
                 self.epoch, error=f"node {message.node_id} has not reported yet", retry=True
             )
+        geometry = node.book.geometry
         for group, size in message.slot_bytes.items():
-            if not node.geometry.slots_per_slab(size):
+            if not geometry.slots_per_slab(size):
                 return EngineAttached(
                     self.epoch,
-                    error=f"one chunk of KV group {group} takes {size} bytes, more than a slab of "
-                    f"the pool ({node.geometry.slab_bytes} bytes); set a larger pool_bytes, or "
-                    "a smaller blocks_per_chunk",
+                    error=f"a chunk of KV group {group} takes {size} bytes, more than a slab of "
+                    f"the pool ({geometry.slab_bytes} bytes); set a larger pool_bytes, or a "
+                    "smaller blocks_per_chunk",
                 )
         self._admit(message, node, now)
         return EngineAttached(
             epoch=self.epoch,
             node_epoch=node.epoch,
-            capacity={g: node.geometry.capacity(size) for g, size in message.slot_bytes.items()},
+            capacity={g: geometry.capacity(size) for g, size in message.slot_bytes.items()},
             paused=self.paused,
         )
 
@@ -340,12 +212,12 @@ class BlockManager:
             )
         return ""
 
-    def _admit(self, message: AttachEngine, node: _Node, now: float) -> None:
+    def _admit(self, message: AttachEngine, node: Node, now: float) -> None:
         engine_id = EngineId(message.engine_id)
         known = self._engines.get(engine_id)
         if known is not None and known.node_id != node.node_id:
             self.detach_engine(engine_id)
-        engine = _Engine(
+        engine = Engine(
             engine_id=engine_id,
             node_id=node.node_id,
             namespace=Namespace(message.namespace),
@@ -354,50 +226,45 @@ class BlockManager:
             slot_bytes=dict(message.slot_bytes),
             last_seen=now,
             attached_at=now,
+            mirror=self._new_mirror(node.node_id, Namespace(message.namespace)),
         )
         self._engines[engine_id] = engine
-        self._start_snapshot(engine)
         self._take_declared(engine, node, message.leases)
 
-    def _take_declared(self, engine: _Engine, node: _Node, leases: Leases) -> None:
+    def _take_declared(self, engine: Engine, node: Node, leases: Leases) -> None:
         """Believe an engine's leases where the slot is free or holds an older chunk, which was
         evicted for them; drop what it no longer claims.
         """
         declared = dict(zip(leases.slots, leases.generations, strict=True))
-        for slot, lease in list(node.leases.items()):
+        for slot, lease in list(node.book.leases.items()):
             if lease.engine_id == engine.engine_id and declared.get(slot) != lease.generation:
-                self._end_lease(node, slot)
+                node.book.end_lease(slot)
         self._drop_older(node, declared)
         columns = zip(leases.groups, leases.slots, leases.generations, strict=True)
         for group, place, generation in columns:
             size = engine.slot_bytes.get(group)
             is_granted = generation <= make_generation(self.epoch, self._counter)
-            if size is None or not is_granted or Slot(place) in node.leases:
+            if size is None or not is_granted or Slot(place) in node.book.leases:
                 continue
             chunk = Chunk(Slot(place), Generation(generation), size)
-            if self._claim_place(node, chunk):
+            if node.book.claim_place(chunk):
                 lease = Lease(engine.engine_id, group, chunk.generation, size)
-                node.leases[chunk.slot] = lease
+                node.book.leases[chunk.slot] = lease
 
-    def _drop_older(self, node: _Node, declared: dict[int, int]) -> None:
+    def _drop_older(self, node: Node, declared: dict[int, int]) -> None:
         """Forget chunks whose slots were granted again, by this actor's last life."""
         granted = make_generation(self.epoch, self._counter)
-        older = [
-            (namespace, key)
-            for namespace, chunks in node.chunks.items()
-            for key, chunk in chunks.items()
-            if chunk.generation < declared.get(chunk.slot, NO_GENERATION) <= granted
-        ]
-        for namespace, key in older:
-            self._drop(node, namespace, key)
+        node.book.drop_where(
+            lambda chunk: chunk.generation < declared.get(chunk.slot, NO_GENERATION) <= granted
+        )
 
-    def _start_snapshot(self, engine: _Engine) -> None:
+    def _start_snapshot(self, engine: Engine) -> None:
         """Have the engine's mirror rebuilt from scratch with its next exchanges."""
-        engine.changes.clear()
-        engine.reset = True
-        node = self._nodes.get(engine.node_id)
-        chunks = {} if node is None else node.chunks.get(engine.namespace, {})
-        engine.snapshot = iter(list(chunks))
+        engine.mirror = self._new_mirror(engine.node_id, engine.namespace)
+
+    def _new_mirror(self, node_id: NodeId, namespace: Namespace) -> Mirror:
+        node = self._nodes.get(node_id)
+        return Mirror([] if node is None else node.book.keys(namespace))
 
     def detach_engine(self, engine_id: EngineId) -> None:
         """End an engine's session: its leases return to the free slots, its chunks stay."""
@@ -407,13 +274,7 @@ class BlockManager:
         node = self._nodes.get(engine.node_id)
         if node is None:
             return
-        for slot, lease in list(node.leases.items()):
-            if lease.engine_id == engine_id:
-                self._end_lease(node, slot)
-
-    def _end_lease(self, node: _Node, slot: Slot) -> None:
-        lease = node.leases.pop(slot)
-        self._class_of(node, lease.slot_bytes).release(slot)
+        node.book.end_leases(engine_id)
 
     def sync(self, request: SyncRequest, now: float) -> SyncReply:
         """One exchange; a repeated `seq` gets the same answer again."""
@@ -431,42 +292,39 @@ class BlockManager:
         engine.reply = self._answer(engine, node, request, now)
         return engine.reply
 
-    def _quiet_reply(self, engine: _Engine, node: _Node, request: SyncRequest) -> SyncReply:
+    def _quiet_reply(self, engine: Engine, node: Node, request: SyncRequest) -> SyncReply:
         """An answer without changes and grants."""
         return SyncReply(
             self.epoch, request.seq, node.epoch, cleared=engine.cleared, paused=self.paused
         )
 
-    def _take_request(self, engine: _Engine, node: _Node, request: SyncRequest, now: float) -> None:
+    def _take_request(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> None:
         if request.clear > engine.cleared:
             engine.cleared = request.clear
             self.clear(engine.namespace)
         released_columns = zip(request.released.slots, request.released.generations, strict=True)
         for released, generation in released_columns:
-            lease = node.leases.get(Slot(released))
+            lease = node.book.leases.get(Slot(released))
             if lease is not None and lease.generation == generation:
-                self._end_lease(node, Slot(released))
+                node.book.end_lease(Slot(released))
         dropped = zip(request.dropped.keys, request.dropped.generations, strict=True)
         for key, generation in dropped:
-            chunk = node.find(engine.namespace, Key(key))
+            chunk = node.book.find(engine.namespace, Key(key))
             if chunk is not None and chunk.generation == generation:
-                self._drop(node, engine.namespace, Key(key))
+                node.book.drop(engine.namespace, Key(key))
         for key in request.pinned:
-            if node.find(engine.namespace, Key(key)) is not None:
-                node.pinned[engine.namespace, Key(key)] = now + self.settings.pin_s
+            node.book.pin((engine.namespace, Key(key)), now + self.settings.pin_s)
         for key in request.touched:
-            chunk = node.find(engine.namespace, Key(key))
-            if chunk is not None:
-                self._class_of(node, chunk.slot_bytes).policy.touch((engine.namespace, key))
+            node.book.touch((engine.namespace, Key(key)))
 
-    def _answer(self, engine: _Engine, node: _Node, request: SyncRequest, now: float) -> SyncReply:
+    def _answer(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> SyncReply:
         if request.idle:
             return self._quiet_reply(engine, node, request)
         # Before the changes are taken: what it evicts is part of this answer.
         granted = self._grant(engine, node, request.wanted, now)
-        reset, engine.reset = engine.reset, False
         void, engine.void = engine.void, False
-        stored, removed = self._next_changes(engine, node)
+        reset = engine.mirror.is_reset
+        stored, removed = engine.mirror.next_page(lambda key: node.book.find(engine.namespace, key))
         return SyncReply(
             epoch=self.epoch,
             seq=request.seq,
@@ -474,44 +332,16 @@ class BlockManager:
             reset=reset,
             void=void,
             cleared=engine.cleared,
-            more=bool(engine.changes) or engine.snapshot is not None,
+            more=engine.mirror.has_more,
             paused=self.paused,
             stored=stored,
             removed=removed,
             granted=granted,
         )
 
-    def _next_changes(self, engine: _Engine, node: _Node) -> tuple[Handles, Handles]:
-        """The next page of the engine's mirror: snapshot first, then what changed since.
-
-        A mirror takes a page's removals first, so a chunk that came and went is only removed.
-        """
-        stored, removed = Handles([], [], []), Handles([], [], [])
-        while engine.snapshot is not None and len(stored) < MAX_KEYS:
-            key = next(engine.snapshot, None)
-            if key is None:
-                engine.snapshot = None
-                break
-            chunk = node.find(engine.namespace, key)
-            if chunk is not None:
-                _append(stored, key, chunk.slot, chunk.generation)
-        came: dict[Key, _Change] = {}
-        while engine.snapshot is None and engine.changes:
-            if len(stored) + len(came) + len(removed) >= MAX_KEYS:
-                break
-            change = engine.changes.popleft()
-            if change.stored:
-                came[change.key] = change
-            else:
-                came.pop(change.key, None)
-                _append(removed, change.key, change.slot, change.generation)
-        for change in came.values():
-            _append(stored, change.key, change.slot, change.generation)
-        return stored, removed
-
     # Grants and eviction
 
-    def _grant(self, engine: _Engine, node: _Node, wanted: dict[int, int], now: float) -> Leases:
+    def _grant(self, engine: Engine, node: Node, wanted: dict[int, int], now: float) -> Leases:
         granted = Leases([], [], [])
         if self.paused or not node.inventory_complete or now < node.settled_at:
             return granted
@@ -520,93 +350,24 @@ class BlockManager:
             size = engine.slot_bytes.get(group)
             if size is None:
                 continue
-            for free in self._take_slots(node, size, min(count, budget), now):
+            for free in node.book.take_slots(size, min(count, budget), now):
                 self._counter += 1
                 generation = make_generation(self.epoch, self._counter)
-                node.leases[free] = Lease(engine.engine_id, group, generation, size)
+                node.book.leases[free] = Lease(engine.engine_id, group, generation, size)
                 granted.groups.append(group)
                 granted.slots.append(free)
                 granted.generations.append(generation)
                 budget -= 1
         return granted
 
-    def _take_slots(self, node: _Node, slot_bytes: int, count: int, now: float) -> list[Slot]:
-        """Up to `count` slots: free ones, those of unused slabs, then by eviction."""
-        slot_class = self._class_of(node, slot_bytes)
-        while len(slot_class.free) < count and node.free_slabs:
-            self._give_slab(node, slot_class, node.free_slabs.pop())
-        if len(slot_class.free) < count:
-            self._evict(node, slot_class, count - len(slot_class.free), now)
-        while len(slot_class.free) < count and self._reclaim_slab(node, slot_class, now):
-            pass
-        taken = min(count, len(slot_class.free))
-        return [slot_class.free.popitem(last=False)[0] for _ in range(taken)]
-
-    def _evict(self, node: _Node, slot_class: _SlotClass, count: int, now: float) -> None:
-        """Give up chunks in the policy's order; those that are about to be loaded stay."""
-        victims: list[tuple[str, bytes]] = []
-        for name in slot_class.policy.candidates():
-            if len(victims) == count:
-                break
-            if node.pinned.get((Namespace(name[0]), Key(name[1])), now) <= now:
-                victims.append(name)
-        for namespace, key in victims:
-            self._drop(node, Namespace(namespace), Key(key))
-
-    def _reclaim_slab(self, node: _Node, slot_class: _SlotClass, now: float) -> bool:
-        """Move one slab here from a class that has more than its fair share; False if none."""
-        others = [c for c in node.classes.values() if c is not slot_class and c.slabs]
-        share = node.geometry.num_slabs // (len(others) + 1)
-        if not others or len(slot_class.slabs) >= share:
-            return False
-        donor = max(others, key=lambda c: len(c.slabs))
-        leased = {node.geometry.slab_of(slot) for slot in node.leases}
-        movable = sorted(donor.slabs - leased - self._pinned_slabs(node, now))
-        if not movable:
-            return False
-        self._empty_slab(node, donor, movable[0])
-        self._give_slab(node, slot_class, movable[0])
-        return True
-
-    def _pinned_slabs(self, node: _Node, now: float) -> set[int]:
-        chunks = [node.find(*name) for name, until in node.pinned.items() if until > now]
-        return {node.geometry.slab_of(chunk.slot) for chunk in chunks if chunk is not None}
-
-    def _empty_slab(self, node: _Node, donor: _SlotClass, slab: int) -> None:
-        """Evict all that a slab holds and take it out of its class."""
-        held = [
-            (namespace, key)
-            for namespace, chunks in node.chunks.items()
-            for key, chunk in chunks.items()
-            if node.geometry.slab_of(chunk.slot) == slab
-        ]
-        for namespace, key in held:
-            self._drop(node, namespace, key)
-        donor.slabs.remove(slab)
-        for slot in node.geometry.slots_of(slab, donor.slot_bytes):
-            del donor.free[slot]
-
-    def _class_of(self, node: _Node, slot_bytes: int) -> _SlotClass:
-        found = node.classes.get(slot_bytes)
-        if found is None:
-            make: Callable[[], EvictionPolicy[tuple[str, bytes]]]
-            make = POLICIES[self.settings.eviction_policy]
-            found = node.classes[slot_bytes] = _SlotClass(slot_bytes, make())
-        return found
-
-    def _give_slab(self, node: _Node, slot_class: _SlotClass, slab: int) -> None:
-        slot_class.slabs.add(slab)
-        for slot in node.geometry.slots_of(slab, slot_class.slot_bytes):
-            slot_class.release(slot)
-
-    def _tell(self, node: _Node, namespace: Namespace, change: _Change) -> None:
-        for engine in self._engines_on(node.node_id):
+    def _tell(self, node_id: NodeId, namespace: Namespace, change: Change) -> None:
+        for engine in self._engines_on(node_id):
             if engine.namespace == namespace:
-                engine.changes.append(change)
-                if len(engine.changes) > MAX_PENDING_CHANGES:
+                engine.mirror.add(change)
+                if engine.mirror.is_overfull:
                     self._start_snapshot(engine)
 
-    def _engines_on(self, node_id: NodeId) -> list[_Engine]:
+    def _engines_on(self, node_id: NodeId) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.node_id == node_id]
 
     # Operators
@@ -623,20 +384,16 @@ class BlockManager:
             for node in self._nodes.values():
                 self._clear_on(node, name)
 
-    def _clear_on(self, node: _Node, namespace: Namespace) -> None:
-        for key in list(node.chunks.get(namespace, {})):
-            self._drop(node, namespace, key)
-        node.chunks.pop(namespace, None)
+    def _clear_on(self, node: Node, namespace: Namespace) -> None:
+        node.book.clear(namespace)
         engines = {e.engine_id for e in self._engines_on(node.node_id) if e.namespace == namespace}
-        for slot, lease in list(node.leases.items()):
-            if lease.engine_id in engines:
-                self._end_lease(node, slot)
         for engine_id in engines:
+            node.book.end_leases(engine_id)
             self._engines[engine_id].void = True
             self._start_snapshot(self._engines[engine_id])
 
     def _known_namespaces(self) -> set[Namespace]:
-        held = {name for node in self._nodes.values() for name in node.chunks}
+        held = {name for node in self._nodes.values() for name in node.book.sizes()}
         return held | {engine.namespace for engine in self._engines.values()}
 
     def set_paused(self, paused: bool) -> None:
@@ -657,104 +414,34 @@ class BlockManager:
                 del self._nodes[node.node_id]
                 for engine in self._engines_on(node.node_id):
                     del self._engines[engine.engine_id]
-            node.pinned = {name: until for name, until in node.pinned.items() if until > now}
+            node.book.forget_pins(now)
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""
         namespaces: dict[str, int] = {}
         for node in self._nodes.values():
-            for name, chunks in node.chunks.items():
-                namespaces[name] = namespaces.get(name, 0) + len(chunks)
+            for name, count in node.book.sizes().items():
+                namespaces[name] = namespaces.get(name, 0) + count
         return ClusterStatus(
             address=address,
             epoch=self.epoch,
             raykv_version=raykv_version,
             paused=self.paused,
-            nodes=[_node_status(node, now) for node in self._nodes.values()],
-            engines=[self._engine_status(engine, now) for engine in self._engines.values()],
+            nodes=[node_status(node, now) for node in self._nodes.values()],
+            engines=[
+                engine_status(engine, self._nodes.get(engine.node_id), now)
+                for engine in self._engines.values()
+            ],
             namespaces=namespaces,
-        )
-
-    def _engine_status(self, engine: _Engine, now: float) -> EngineStatus:
-        node = self._nodes.get(engine.node_id)
-        leases = [] if node is None else list(node.leases.values())
-        return EngineStatus(
-            engine_id=engine.engine_id,
-            node_id=engine.node_id,
-            namespace=engine.namespace,
-            model=engine.model,
-            num_ranks=engine.num_ranks,
-            leased_slots=sum(lease.engine_id == engine.engine_id for lease in leases),
-            age_s=now - engine.attached_at,
-            counters=engine.counters,
         )
 
     def holds(self, node_id: NodeId, namespace: Namespace, key: Key) -> Generation | None:
         """The generation at which the directory believes a chunk to be on a node."""
         node = self._nodes.get(node_id)
-        chunk = None if node is None else node.find(namespace, key)
+        chunk = None if node is None else node.book.find(namespace, key)
         return None if chunk is None else chunk.generation
 
     def check(self) -> None:
         """Assert the invariants over the whole state; for tests and idle moments."""
         for node in self._nodes.values():
-            for slot_class in node.classes.values():
-                self._check_class(node, slot_class)
-
-    def _check_class(self, node: _Node, slot_class: _SlotClass) -> None:
-        size = slot_class.slot_bytes
-        leased = [slot for slot, lease in node.leases.items() if lease.slot_bytes == size]
-        held = [
-            (chunk.slot, (namespace, key))
-            for namespace, chunks in node.chunks.items()
-            for key, chunk in chunks.items()
-            if chunk.slot_bytes == size
-        ]
-        slots = [*slot_class.free, *leased, *(slot for slot, _ in held)]
-        total = len(slot_class.slabs) * node.geometry.slots_per_slab(size)
-        assert len(slots) == total, (size, len(slots), total)
-        assert len(set(slots)) == total, (size, slots)
-        names = set(slot_class.policy.candidates())
-        assert names == {name for _, name in held}, (size, len(names), len(held))
-
-
-def _rows(inventory: Inventory) -> Iterable[tuple[tuple[Namespace, Key], Chunk]]:
-    """The columns of an inventory as (namespace, key) and chunk."""
-    columns = zip(
-        inventory.namespace_index,
-        inventory.keys,
-        inventory.slots,
-        inventory.generations,
-        inventory.slot_bytes,
-        strict=True,
-    )
-    for index, key, slot, generation, slot_bytes in columns:
-        name = (Namespace(inventory.namespaces[index]), Key(key))
-        yield name, Chunk(Slot(slot), Generation(generation), slot_bytes)
-
-
-def _append(handles: Handles, key: Key, slot: Slot, generation: Generation) -> None:
-    handles.keys.append(key)
-    handles.slots.append(slot)
-    handles.generations.append(generation)
-
-
-def _node_status(node: _Node, now: float) -> NodeStatus:
-    return NodeStatus(
-        node_id=node.node_id,
-        epoch=node.epoch,
-        hostname=node.hostname,
-        pid=node.pid,
-        pool_bytes=node.stats.pool_bytes,
-        prefaulted_bytes=node.stats.prefaulted_bytes,
-        used_bytes=node.stats.used_bytes,
-        free_slots=sum(len(c.free) for c in node.classes.values()),
-        leased_slots=len(node.leases),
-        chunks=node.num_chunks,
-        bytes_stored=node.stats.bytes_stored,
-        bytes_loaded=node.stats.bytes_loaded,
-        chunks_refused=node.stats.chunks_refused,
-        num_workers=node.stats.num_workers,
-        age_s=now - node.last_report,
-        raykv_version=node.raykv_version,
-    )
+            node.book.check()

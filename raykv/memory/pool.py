@@ -3,7 +3,8 @@
 The journal makes a pool survive its NodeActor, not its host: page cache outlives a killed process
 but not a crash, so a journal that another boot of the host wrote is ignored. A slot is struck off
 *before* its bytes are overwritten and entered *after* they have arrived; a process that is killed
-in between leaves a slot that is not believed.
+in between leaves a slot that is not believed. A journal that is damaged anywhere, or that could not
+be written, is not believed at all: what is missing may be that a slot was struck off.
 """
 
 from __future__ import annotations
@@ -67,19 +68,20 @@ class Journal:
         return list(self._entries.values())
 
     def _read(self) -> Iterator[_Record]:
-        """Records of the file up to the first that is damaged; nothing if it is not ours."""
+        """Records of the file; none if it is damaged or not ours."""
         try:
             raw = self._path.read_bytes()
         except FileNotFoundError:
             return
-        payloads = list(_payloads(raw))
+        payloads = _payloads(raw)
         try:
             header = msgspec.msgpack.decode(payloads[0], type=_Header) if payloads else None
         except msgspec.DecodeError:
             header = None
         if header != self._header:
             logger.warning(
-                "the journal %s is not of this boot and pool: starting empty", self._path
+                "the journal %s is damaged, or not of this boot and pool: starting empty",
+                self._path,
             )
             return
         entries: dict[int, _Record] = {}
@@ -93,9 +95,11 @@ class Journal:
     def _rewrite(self) -> None:
         temporary = self._path.with_suffix(".new")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.write(fd, _framed(self._header))
-        for record in self._entries.values():
-            os.write(fd, _framed(record))
+        try:
+            _write_all(fd, b"".join(map(_framed, [self._header, *self._entries.values()])))
+        except OSError:
+            os.close(fd)
+            raise
         temporary.replace(self._path)
         if self._file >= 0:
             os.close(self._file)
@@ -119,10 +123,28 @@ class Journal:
                 self.strike(Slot(record.slot))
 
     def _append(self, record: _Record) -> None:
-        os.write(self._file, _framed(record))
-        self._num_records += 1
-        if self._num_records > COMPACT_FACTOR * (len(self._entries) + 1024):
-            self._rewrite()
+        if self._file < 0:
+            return
+        try:
+            _write_all(self._file, _framed(record))
+            self._num_records += 1
+            if self._num_records > COMPACT_FACTOR * (len(self._entries) + 1024):
+                self._rewrite()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Go on without a journal; the next life begins with an empty pool."""
+        logger.warning("the journal %s can't be written: %s", self._path, error.strerror)
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+        self._file = -1
+
+
+def _write_all(fd: int, raw: bytes) -> None:
+    """A disk that is almost full takes a part and says so; then the next write raises."""
+    while raw:
+        raw = raw[os.write(fd, raw) :]
 
 
 def _framed(struct: msgspec.Struct) -> bytes:
@@ -131,16 +153,19 @@ def _framed(struct: msgspec.Struct) -> bytes:
     return head + payload
 
 
-def _payloads(raw: bytes) -> Iterator[bytes]:
+def _payloads(raw: bytes) -> list[bytes]:
+    """All payloads; none if any of them is damaged."""
+    payloads = []
     at = 0
-    while at + 8 <= len(raw):
+    while at < len(raw):
         size = int.from_bytes(raw[at : at + 4], "little")
         checksum = int.from_bytes(raw[at + 4 : at + 8], "little")
         payload = raw[at + 8 : at + 8 + size]
-        if len(payload) < size or zlib.crc32(payload) != checksum:
-            return
-        yield payload
+        if not 0 < size == len(payload) or zlib.crc32(payload) != checksum:
+            return []
+        payloads.append(payload)
         at += 8 + size
+    return payloads
 
 
 class Pool:

@@ -27,7 +27,8 @@ from vllm.platforms import current_platform
 
 from raykv.actors.link import LinkTarget
 from raykv.actors.runtime import EngineIdentity, EngineRuntime
-from raykv.errors import SettingError
+from raykv.config import load_settings
+from raykv.errors import RayKVError, SettingError
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.namespace import engine_facts, namespace_of
@@ -66,17 +67,25 @@ class RayKVConnector(OffloadingConnector):
             ClusterError: the Ray cluster can't be joined.
         """
         set_up_logging()
-        check_vllm_version(vllm_version())
-        transfer_config = vllm_config.kv_transfer_config
-        use_our_spec(transfer_config.kv_connector_extra_config)
-        transfer_config.kv_load_failure_policy = "recompute"
-        _check_platform()
-        super().__init__(vllm_config, role, kv_cache_config)
         self._runtime: EngineRuntime | None = None
         self._manager: RayOffloadingManager | None = None
         self._node_epochs: dict[int, int] = {}
         # Requests that vLLM waits for without there being a load job.
         self._stranded: list[str] = []
+        try:
+            self._start(vllm_config, role, kv_cache_config)
+        except RayKVError as error:
+            # vLLM buries it in the tracebacks of three processes.
+            logger.critical("RayKV stops the start of the engine: %s", error)
+            raise
+
+    def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_vllm_version(vllm_version())
+        _check_platform()
+        transfer_config = vllm_config.kv_transfer_config
+        use_our_spec(transfer_config.kv_connector_extra_config)
+        transfer_config.kv_load_failure_policy = "recompute"
+        super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler_side(vllm_config, kv_cache_config)
         else:
@@ -110,6 +119,19 @@ class RayKVConnector(OffloadingConnector):
         )
 
         return build_offloading_config(vllm_config, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: no.
+
+        vLLM asks in the user's own process before it starts any other: the right place to refuse
+        a wrong setting.
+
+        Raises:
+            SettingError: a setting is unknown or malformed.
+        """
+        load_settings(extra_config)
+        return False
 
     @classmethod
     def build_prom_metrics(

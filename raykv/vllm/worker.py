@@ -115,13 +115,18 @@ class RayOffloadingWorker(OffloadingWorker):
             self._link.set_target(target)
 
     def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_later: Any
     ) -> bool:
-        """See `OffloadingWorker.submit_store`; always True, failures come as results."""
+        """See `OffloadingWorker.submit_store`; always True, failures come as results.
+
+        `_later` takes the arguments that later versions of vLLM add, which have defaults.
+        """
         return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """See `OffloadingWorker.submit_load`; always True, failures come as results."""
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_later: Any
+    ) -> bool:
+        """See `OffloadingWorker.submit_load` and, for `_later`, `submit_store`."""
         return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def _submit(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-import raykv.core.manager
+import raykv.core.mirror
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.messages import (
     MAX_KEYS,
@@ -585,7 +585,7 @@ def test_engine_is_told_the_last_of_several_chunks_of_a_key(desk: Desk) -> None:
 def test_engine_gets_a_snapshot_when_it_has_let_too_many_changes_pile_up(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.manager, "MAX_PENDING_CHANGES", 4)
+    monkeypatch.setattr(raykv.core.mirror, "MAX_PENDING_CHANGES", 4)
     desk.attach("second")
     desk.sync("second")
     desk.store(b"a", b"b")
@@ -598,14 +598,14 @@ def test_engine_gets_a_snapshot_when_it_has_let_too_many_changes_pile_up(
 def test_changes_do_not_pile_up_for_an_engine_that_stays_idle(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.manager, "MAX_PENDING_CHANGES", 4)
+    monkeypatch.setattr(raykv.core.mirror, "MAX_PENDING_CHANGES", 4)
     desk.attach("second")
     desk.sync("second")
     for _ in range(20):
         desk.store(b"a", b"b")
         desk.sync("second", idle=True)
     engine = desk.manager._engines[EngineId("second")]
-    assert len(engine.changes) <= 4
+    assert len(engine.mirror._changes) <= 4
     reply = desk.sync("second")
     assert reply.reset
     assert set(reply.stored.keys) == {b"a", b"b"}

@@ -1,0 +1,285 @@
+"""The directory's book of one node's pool: which slot is free, leased or held, and by what.
+
+            grant                     hold
+   free ────────────► leased ───────────────► held
+     ▲                   │ end_lease            │
+     └───────────────────┴──────────────────────┘ drop, eviction
+
+Invariants:
+1. Per slot size: free + leased + held slots are all slots of the slabs of that size.
+2. A slot is leased to one engine at most, and a leased slot holds no chunk.
+3. The eviction policies hold exactly the chunks that the book holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from raykv.core.geometry import PoolGeometry
+from raykv.core.policy import POLICIES, EvictionPolicy
+from raykv.types import EngineId, Generation, Key, Namespace, Slot
+
+Name = tuple[Namespace, Key]
+"""What a chunk is called in the whole cluster."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A replica that the directory believes in."""
+
+    slot: Slot
+    generation: Generation
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A free slot granted to an engine."""
+
+    engine_id: EngineId
+    group: int
+    generation: Generation
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """A chunk that came (`stored`) or went: one line of an engine's mirror."""
+
+    stored: bool
+    key: Key
+    slot: Slot
+    generation: Generation
+
+
+@dataclass(slots=True)
+class _SlotClass:
+    """All slabs of one slot size; `free` has the longest free slot first."""
+
+    slot_bytes: int
+    policy: EvictionPolicy[tuple[str, bytes]]
+    slabs: set[int] = field(default_factory=set)
+    free: OrderedDict[Slot, None] = field(default_factory=OrderedDict)
+
+    def release(self, slot: Slot) -> None:
+        assert slot not in self.free, slot
+        self.free[slot] = None
+
+
+class PoolBook:
+    """See the module's docstring.
+
+    Args:
+        geometry: of the node's pool.
+        eviction_policy: a name in `POLICIES`.
+        on_change: told of every chunk that comes or goes.
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        eviction_policy: str,
+        on_change: Callable[[Namespace, Change], None],
+    ) -> None:
+        self.geometry = geometry
+        self.leases: dict[Slot, Lease] = {}
+        self._eviction_policy = eviction_policy
+        self._on_change = on_change
+        self._free_slabs = list(range(geometry.num_slabs - 1, -1, -1))
+        self._classes: dict[int, _SlotClass] = {}
+        self._chunks: dict[Namespace, dict[Key, Chunk]] = {}
+        # Chunks that are about to be loaded, and until when they are not evicted.
+        self._pinned: dict[Name, float] = {}
+
+    # Looking
+
+    def find(self, namespace: Namespace, key: Key) -> Chunk | None:
+        """The chunk of that name, if it is held."""
+        return self._chunks.get(namespace, {}).get(key)
+
+    def keys(self, namespace: Namespace) -> list[Key]:
+        """All keys of a namespace."""
+        return list(self._chunks.get(namespace, {}))
+
+    def sizes(self) -> dict[Namespace, int]:
+        """Chunks by namespace."""
+        return {name: len(chunks) for name, chunks in self._chunks.items()}
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all namespaces."""
+        return sum(len(chunks) for chunks in self._chunks.values())
+
+    @property
+    def num_free(self) -> int:
+        """Free slots in slabs that have a slot size already."""
+        return sum(len(c.free) for c in self._classes.values())
+
+    # Chunks
+
+    def hold(self, name: Name, chunk: Chunk) -> None:
+        """Learn of a chunk whose slot is neither free nor leased any more."""
+        namespace, key = name
+        self.drop(namespace, key)
+        self._chunks.setdefault(namespace, {})[key] = chunk
+        self._class_of(chunk.slot_bytes).policy.add(name)
+        self._on_change(namespace, Change(True, key, chunk.slot, chunk.generation))
+
+    def drop(self, namespace: Namespace, key: Key) -> None:
+        """Forget a chunk and free its slot; nothing if it is not held."""
+        chunk = self._chunks.get(namespace, {}).pop(key, None)
+        if chunk is None:
+            return
+        self._class_of(chunk.slot_bytes).policy.remove((namespace, key))
+        self.release(chunk)
+        self._on_change(namespace, Change(False, key, chunk.slot, chunk.generation))
+
+    def release(self, chunk: Chunk) -> None:
+        """A slot that is neither leased nor held any more is free."""
+        self._class_of(chunk.slot_bytes).release(chunk.slot)
+
+    def clear(self, namespace: Namespace) -> None:
+        """Forget all chunks of a namespace."""
+        for key in self.keys(namespace):
+            self.drop(namespace, key)
+        self._chunks.pop(namespace, None)
+
+    def drop_where(self, condition: Callable[[Chunk], bool]) -> None:
+        """Forget all chunks that meet a condition."""
+        doomed = [
+            (namespace, key)
+            for namespace, chunks in self._chunks.items()
+            for key, chunk in chunks.items()
+            if condition(chunk)
+        ]
+        for namespace, key in doomed:
+            self.drop(namespace, key)
+
+    def touch(self, name: Name) -> None:
+        """The chunk was used; nothing if it is not held."""
+        chunk = self.find(*name)
+        if chunk is not None:
+            self._class_of(chunk.slot_bytes).policy.touch(name)
+
+    def pin(self, name: Name, until: float) -> None:
+        """Do not evict the chunk before `until`; nothing if it is not held."""
+        if self.find(*name) is not None:
+            self._pinned[name] = until
+
+    def forget_pins(self, now: float) -> None:
+        """Drop pins that have run out."""
+        self._pinned = {name: until for name, until in self._pinned.items() if until > now}
+
+    # Leases
+
+    def claim_place(self, chunk: Chunk) -> bool:
+        """Take a certain slot out of the free ones, with its slab; False if it can't be there."""
+        if not self.geometry.is_place(chunk.slot, chunk.slot_bytes):
+            return False
+        slab = self.geometry.slab_of(chunk.slot)
+        slot_class = self._class_of(chunk.slot_bytes)
+        if slab in self._free_slabs:
+            self._free_slabs.remove(slab)
+            self._give_slab(slot_class, slab)
+        if slab not in slot_class.slabs or chunk.slot not in slot_class.free:
+            return False
+        del slot_class.free[chunk.slot]
+        return True
+
+    def end_lease(self, slot: Slot) -> None:
+        """The lease is over without a chunk: the slot is free."""
+        lease = self.leases.pop(slot)
+        self._class_of(lease.slot_bytes).release(slot)
+
+    def end_leases(self, engine_id: EngineId) -> None:
+        """All leases of an engine are over."""
+        for slot, lease in list(self.leases.items()):
+            if lease.engine_id == engine_id:
+                self.end_lease(slot)
+
+    # Slots
+
+    def take_slots(self, slot_bytes: int, count: int, now: float) -> list[Slot]:
+        """Up to `count` slots, no longer free: free ones, of unused slabs, then by eviction."""
+        slot_class = self._class_of(slot_bytes)
+        while len(slot_class.free) < count and self._free_slabs:
+            self._give_slab(slot_class, self._free_slabs.pop())
+        if len(slot_class.free) < count:
+            self._evict(slot_class, count - len(slot_class.free), now)
+        while len(slot_class.free) < count and self._reclaim_slab(slot_class, now):
+            pass
+        taken = min(count, len(slot_class.free))
+        return [slot_class.free.popitem(last=False)[0] for _ in range(taken)]
+
+    def _evict(self, slot_class: _SlotClass, count: int, now: float) -> None:
+        """Give up chunks in the policy's order; those that are about to be loaded stay."""
+        victims: list[Name] = []
+        for namespace, key in slot_class.policy.candidates():
+            if len(victims) == count:
+                break
+            name = (Namespace(namespace), Key(key))
+            if self._pinned.get(name, now) <= now:
+                victims.append(name)
+        for name in victims:
+            self.drop(*name)
+
+    def _reclaim_slab(self, slot_class: _SlotClass, now: float) -> bool:
+        """Move one slab here from a class that has more than its fair share; False if none."""
+        others = [c for c in self._classes.values() if c is not slot_class and c.slabs]
+        share = self.geometry.num_slabs // (len(others) + 1)
+        if not others or len(slot_class.slabs) >= share:
+            return False
+        donor = max(others, key=lambda c: len(c.slabs))
+        leased = {self.geometry.slab_of(slot) for slot in self.leases}
+        movable = sorted(donor.slabs - leased - self._pinned_slabs(now))
+        if not movable:
+            return False
+        self._empty_slab(donor, movable[0])
+        self._give_slab(slot_class, movable[0])
+        return True
+
+    def _pinned_slabs(self, now: float) -> set[int]:
+        chunks = [self.find(*name) for name, until in self._pinned.items() if until > now]
+        return {self.geometry.slab_of(chunk.slot) for chunk in chunks if chunk is not None}
+
+    def _empty_slab(self, donor: _SlotClass, slab: int) -> None:
+        """Evict all that a slab holds and take it out of its class."""
+        self.drop_where(lambda chunk: self.geometry.slab_of(chunk.slot) == slab)
+        donor.slabs.remove(slab)
+        for slot in self.geometry.slots_of(slab, donor.slot_bytes):
+            del donor.free[slot]
+
+    def _class_of(self, slot_bytes: int) -> _SlotClass:
+        found = self._classes.get(slot_bytes)
+        if found is None:
+            policy = POLICIES[self._eviction_policy]()
+            found = self._classes[slot_bytes] = _SlotClass(slot_bytes, policy)
+        return found
+
+    def _give_slab(self, slot_class: _SlotClass, slab: int) -> None:
+        slot_class.slabs.add(slab)
+        for slot in self.geometry.slots_of(slab, slot_class.slot_bytes):
+            slot_class.release(slot)
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and idle moments."""
+        for slot_class in self._classes.values():
+            self._check_class(slot_class)
+
+    def _check_class(self, slot_class: _SlotClass) -> None:
+        size = slot_class.slot_bytes
+        leased = [slot for slot, lease in self.leases.items() if lease.slot_bytes == size]
+        held = [
+            (chunk.slot, (namespace, key))
+            for namespace, chunks in self._chunks.items()
+            for key, chunk in chunks.items()
+            if chunk.slot_bytes == size
+        ]
+        slots = [*slot_class.free, *leased, *(slot for slot, _ in held)]
+        total = len(slot_class.slabs) * self.geometry.slots_per_slab(size)
+        assert len(slots) == total, (size, len(slots), total)
+        assert len(set(slots)) == total, (size, slots)
+        names = set(slot_class.policy.candidates())
+        assert names == {name for _, name in held}, (size, len(names), len(held))

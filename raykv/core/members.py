@@ -1,0 +1,99 @@
+"""Nodes and engines as the block manager knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from raykv.core.book import Chunk, Name, PoolBook
+from raykv.core.mirror import Mirror
+from raykv.messages import EngineStatus, Inventory, NodeStats, NodeStatus, SyncReply
+from raykv.types import EngineId, Epoch, Generation, Key, Namespace, NodeId, Slot
+
+
+@dataclass(slots=True)
+class Node:
+    """A NodeActor that has reported, and the book of its pool."""
+
+    node_id: NodeId
+    epoch: Epoch
+    book: PoolBook
+    last_report: float
+    settled_at: float
+    last_seq: int = 0
+    inventory_complete: bool = False
+    stats: NodeStats = field(default_factory=NodeStats)
+    pid: int = 0
+    hostname: str = ""
+    raykv_version: str = ""
+
+
+@dataclass(slots=True)
+class Engine:
+    """An attached engine; `reply` is the last answer, for a message that comes again."""
+
+    engine_id: EngineId
+    node_id: NodeId
+    namespace: Namespace
+    model: str
+    num_ranks: int
+    slot_bytes: dict[int, int]
+    last_seen: float
+    attached_at: float
+    mirror: Mirror
+    reply: SyncReply | None = None
+    void: bool = False
+    cleared: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def rows(inventory: Inventory) -> Iterable[tuple[Name, Chunk]]:
+    """The columns of an inventory as (namespace, key) and chunk."""
+    columns = zip(
+        inventory.namespace_index,
+        inventory.keys,
+        inventory.slots,
+        inventory.generations,
+        inventory.slot_bytes,
+        strict=True,
+    )
+    for index, key, slot, generation, slot_bytes in columns:
+        name = (Namespace(inventory.namespaces[index]), Key(key))
+        yield name, Chunk(Slot(slot), Generation(generation), slot_bytes)
+
+
+def node_status(node: Node, now: float) -> NodeStatus:
+    """A picture of a node for people."""
+    return NodeStatus(
+        node_id=node.node_id,
+        epoch=node.epoch,
+        hostname=node.hostname,
+        pid=node.pid,
+        pool_bytes=node.stats.pool_bytes,
+        prefaulted_bytes=node.stats.prefaulted_bytes,
+        used_bytes=node.stats.used_bytes,
+        free_slots=node.book.num_free,
+        leased_slots=len(node.book.leases),
+        chunks=node.book.num_chunks,
+        bytes_stored=node.stats.bytes_stored,
+        bytes_loaded=node.stats.bytes_loaded,
+        chunks_refused=node.stats.chunks_refused,
+        num_workers=node.stats.num_workers,
+        age_s=now - node.last_report,
+        raykv_version=node.raykv_version,
+    )
+
+
+def engine_status(engine: Engine, node: Node | None, now: float) -> EngineStatus:
+    """A picture of an engine for people."""
+    leases = [] if node is None else list(node.book.leases.values())
+    return EngineStatus(
+        engine_id=engine.engine_id,
+        node_id=engine.node_id,
+        namespace=engine.namespace,
+        model=engine.model,
+        num_ranks=engine.num_ranks,
+        leased_slots=sum(lease.engine_id == engine.engine_id for lease in leases),
+        age_s=now - engine.attached_at,
+        counters=engine.counters,
+    )

@@ -1,0 +1,123 @@
+"""Which of vLLM's blocks belong to which chunk of a copy job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from raykv.actors.link import JobRequest
+from raykv.copy.plan import Planner
+from raykv.messages import Handles, KVLayout, TensorLayout
+from raykv.types import Direction
+from raykv.vllm.spec import PoolSpec
+from raykv.vllm.worker import job_request
+
+
+def layout(blocks_per_chunk: int, *group_ids: int) -> KVLayout:
+    """One small tensor with a hundred blocks for each group."""
+    return KVLayout(
+        "memfd",
+        len(group_ids) * 6400,
+        blocks_per_chunk,
+        [TensorLayout(index * 6400, 100, 64, 64) for index in range(len(group_ids))],
+        list(group_ids),
+        [[index] for index in range(len(group_ids))],
+    )
+
+
+def request(
+    of: KVLayout,
+    block_ids: list[int],
+    num_chunks: int,
+    sizes: Sequence[int] | None = None,
+    indices: Sequence[int] = (0,),
+    direction: Direction = Direction.STORE,
+) -> JobRequest:
+    blocks = GPULoadStoreSpec(block_ids, sizes or [len(block_ids)], indices)
+    pool = PoolSpec(
+        node_epoch=9,
+        keys=[b"%d" % i for i in range(num_chunks)],
+        slots=list(range(100, 100 + num_chunks)),
+        generations=list(range(500, 500 + num_chunks)),
+    )
+    made = job_request(77, direction, blocks, pool, of)
+    Planner(of, rank=0).plan(made.message())
+    return made
+
+
+def chunks(made: JobRequest) -> list[tuple[int, int, list[int]]]:
+    """Group, first block number and block ids of each chunk."""
+    rows = []
+    start = 0
+    for group, first, count in zip(made.groups, made.first_block, made.num_blocks, strict=True):
+        rows.append((group, first, made.block_ids[start : start + count]))
+        start += count
+    assert start == len(made.block_ids)
+    return rows
+
+
+def test_request_has_one_block_for_each_chunk_of_one_block() -> None:
+    made = request(layout(1, 0), [7, 3, 9], num_chunks=3)
+    assert chunks(made) == [(0, 0, [7]), (0, 0, [3]), (0, 0, [9])]
+
+
+def test_request_has_the_blocks_of_each_chunk_of_four() -> None:
+    made = request(layout(4, 0), [7, 3, 9, 1, 20, 21, 22, 23], num_chunks=2)
+    assert chunks(made) == [(0, 0, [7, 3, 9, 1]), (0, 0, [20, 21, 22, 23])]
+
+
+def test_request_carries_places_epoch_and_direction() -> None:
+    made = request(layout(1, 0), [7, 3], num_chunks=2, direction=Direction.LOAD)
+    assert made.handles == Handles([b"0", b"1"], [100, 101], [500, 501])
+    assert (made.job_id, made.node_epoch, made.direction) == (77, 9, Direction.LOAD)
+    message = made.message()
+    assert (message.job_id, message.node_epoch, message.direction) == (77, 9, 1)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (8, [(0, 0, [1, 2, 3, 4]), (0, 0, [5, 6])]),
+        (1, [(0, 1, [1, 2, 3]), (0, 0, [4, 5, 6])]),
+        (6, [(0, 2, [1, 2]), (0, 0, [3, 4, 5, 6])]),
+        (11, [(0, 3, [1]), (0, 0, [2, 3, 4, 5]), (0, 0, [6])]),
+    ],
+)
+def test_load_begins_inside_of_a_chunk_where_its_first_block_is(
+    index: int, expected: list[tuple[int, int, list[int]]]
+) -> None:
+    made = request(
+        layout(4, 0), [1, 2, 3, 4, 5, 6], len(expected), indices=[index], direction=Direction.LOAD
+    )
+    assert chunks(made) == expected
+
+
+def test_load_of_a_few_blocks_inside_of_one_chunk_takes_one_chunk() -> None:
+    made = request(layout(4, 0), [8, 9], 1, indices=[5], direction=Direction.LOAD)
+    assert chunks(made) == [(0, 1, [8, 9])]
+
+
+def test_request_goes_through_the_groups_in_the_layouts_order() -> None:
+    made = request(layout(2, 0, 3), [1, 2, 3, 50, 51, 52], 4, sizes=[3, 3], indices=[0, 1])
+    assert chunks(made) == [(0, 0, [1, 2]), (0, 0, [3]), (3, 1, [50]), (3, 0, [51, 52])]
+
+
+def test_request_skips_a_group_without_blocks() -> None:
+    made = request(layout(2, 0, 3, 4), [50, 51, 60, 61], 2, sizes=[0, 2, 2], indices=[0, 0, 0])
+    assert chunks(made) == [(3, 0, [50, 51]), (4, 0, [60, 61])]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_request_is_refused_when_blocks_and_chunks_do_not_match(num_chunks: int) -> None:
+    with pytest.raises(AssertionError):
+        request(layout(4, 0), [1, 2, 3, 4, 5], num_chunks)
+
+
+def test_request_is_refused_when_the_groups_are_not_those_of_the_layout() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        request(layout(1, 0, 1), [1], 1)

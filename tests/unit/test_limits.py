@@ -1,0 +1,140 @@
+"""How much memory there is, read from `/proc` and control groups in a folder of the test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raykv.memory.limits import memory_limit
+
+GIB = 1 << 30
+TOTAL = 64 * GIB
+AVAILABLE = 32 * GIB
+
+
+class Host:
+    """Files of a machine under `root`."""
+
+    def __init__(self, root: Path, cgroups: str) -> None:
+        self.root = root
+        self.write(
+            "proc/meminfo",
+            f"MemTotal:       {TOTAL >> 10} kB\n"
+            f"MemFree:        {1 << 10} kB\n"
+            f"MemAvailable:   {AVAILABLE >> 10} kB\n"
+            "HugePages_Total:       0\n",
+        )
+        self.write("proc/self/cgroup", cgroups)
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def v2(self, group: str, limit: str, usage: int, stat: str | None = None) -> None:
+        folder = f"sys/fs/cgroup/{group}"
+        self.write(f"{folder}/memory.max", f"{limit}\n")
+        self.write(f"{folder}/memory.current", f"{usage}\n")
+        if stat is not None:
+            self.write(f"{folder}/memory.stat", stat)
+
+    def v1(self, group: str, limit: int, usage: int, stat: str | None = None) -> None:
+        folder = f"sys/fs/cgroup/memory/{group}"
+        self.write(f"{folder}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"{folder}/memory.usage_in_bytes", f"{usage}\n")
+        if stat is not None:
+            self.write(f"{folder}/memory.stat", stat)
+
+    def free(self) -> int:
+        return memory_limit(self.root).free_bytes
+
+
+V1_LINES = "12:cpu,cpuacct:/pod/box\n5:memory:/pod/box\n1:name=systemd:/pod\n"
+
+
+@pytest.fixture
+def v2(tmp_path: Path) -> Host:
+    return Host(tmp_path, "0::/pod/box\n")
+
+
+@pytest.fixture
+def v1(tmp_path: Path) -> Host:
+    return Host(tmp_path, V1_LINES)
+
+
+def test_limit_is_the_machines_memory_when_no_group_limits(v2: Host) -> None:
+    limit = memory_limit(v2.root)
+    assert (limit.free_bytes, limit.total_bytes) == (AVAILABLE, TOTAL)
+    assert limit.source == "this machine's memory"
+
+
+def test_limit_is_that_of_our_own_group(v2: Host) -> None:
+    v2.v2("pod/box", str(8 * GIB), 3 * GIB)
+    limit = memory_limit(v2.root)
+    assert (limit.free_bytes, limit.total_bytes) == (5 * GIB, 8 * GIB)
+    assert limit.source.endswith("sys/fs/cgroup/pod/box")
+
+
+@pytest.mark.parametrize("group", ["pod", ""])
+def test_limit_is_that_of_a_group_above_when_it_is_tighter(v2: Host, group: str) -> None:
+    v2.v2("pod/box", str(8 * GIB), 3 * GIB)
+    v2.v2(group, str(6 * GIB), 4 * GIB)
+    assert v2.free() == 2 * GIB
+
+
+def test_limit_is_the_machines_when_the_group_has_more(v2: Host) -> None:
+    v2.v2("pod/box", str(100 * GIB), 3 * GIB)
+    assert v2.free() == AVAILABLE
+
+
+def test_group_without_a_limit_does_not_limit(v2: Host) -> None:
+    v2.v2("pod/box", "max", 3 * GIB)
+    assert v2.free() == AVAILABLE
+
+
+def test_page_cache_of_a_group_counts_as_free(v2: Host) -> None:
+    v2.v2("pod/box", str(8 * GIB), 7 * GIB, f"anon 5\ninactive_file {2 * GIB}\nfile 9\n")
+    assert v2.free() == 3 * GIB
+
+
+def test_group_over_its_limit_has_nothing_free(v2: Host) -> None:
+    v2.v2("pod/box", str(8 * GIB), 9 * GIB)
+    assert v2.free() == 0
+
+
+def test_limit_of_version_1_is_found_under_the_memory_controller(v1: Host) -> None:
+    v1.v1("pod/box", 8 * GIB, 3 * GIB)
+    v1.v2("pod/box", str(GIB), 0)
+    assert v1.free() == 5 * GIB
+
+
+def test_limit_of_version_1_is_found_in_a_group_above(v1: Host) -> None:
+    v1.v1("", 6 * GIB, GIB)
+    v1.v1("pod/box", 0x7FFFFFFFFFFFF000, 3 * GIB)
+    assert v1.free() == 5 * GIB
+
+
+def test_page_cache_of_version_1_counts_with_all_groups_below(v1: Host) -> None:
+    v1.v1("pod/box", 8 * GIB, 8 * GIB, f"cache 1\ntotal_inactive_file {GIB}\n")
+    assert v1.free() == GIB
+
+
+def test_both_versions_are_looked_at_on_a_mixed_machine(tmp_path: Path) -> None:
+    host = Host(tmp_path, V1_LINES + "0::/pod\n")
+    host.v1("pod/box", 8 * GIB, GIB)
+    assert host.free() == 7 * GIB
+    host.v2("pod", str(4 * GIB), GIB)
+    assert host.free() == 3 * GIB
+
+
+@pytest.mark.parametrize("text", ["", "lots\n"])
+def test_group_that_cannot_be_read_does_not_limit(v2: Host, text: str) -> None:
+    v2.v2("pod/box", str(8 * GIB), GIB)
+    v2.write("sys/fs/cgroup/pod/box/memory.current", text)
+    assert v2.free() == AVAILABLE
+
+
+def test_limit_of_this_machine_is_a_plausible_one() -> None:
+    limit = memory_limit()
+    assert 0 <= limit.free_bytes <= limit.total_bytes

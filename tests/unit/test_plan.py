@@ -1,0 +1,211 @@
+"""From copy jobs to runs of bytes, by example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from raykv.copy.plan import CopyRuns, PlanError, Planner
+from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
+from raykv.types import SLOT_ALIGNMENT, Direction
+
+PAGE = 64
+Run = tuple[int, int, int]
+
+
+def layout(
+    *tensors: tuple[int, int, int, int],
+    blocks_per_chunk: int = 1,
+    groups: dict[int, list[int]] | None = None,
+) -> KVLayout:
+    """Tensors are (offset, blocks, stride, page); all of them are group 0 if nothing is said."""
+    groups = {0: list(range(len(tensors)))} if groups is None else groups
+    return KVLayout(
+        "memfd",
+        1 << 20,
+        blocks_per_chunk,
+        [TensorLayout(*tensor) for tensor in tensors],
+        list(groups),
+        list(groups.values()),
+    )
+
+
+def job(
+    *chunks: tuple[int, list[int]], first_block: int = 0, groups: list[int] | None = None
+) -> CopyJob:
+    """Chunks are (slot, block ids)."""
+    count = len(chunks)
+    slots = [slot for slot, _ in chunks]
+    return CopyJob(
+        job_id=1,
+        direction=int(Direction.LOAD),
+        node_epoch=1,
+        handles=Handles([b"k"] * count, slots, [1] * count),
+        groups=[0] * count if groups is None else groups,
+        num_blocks=[len(blocks) for _, blocks in chunks],
+        first_block=[first_block] * count,
+        block_ids=[block for _, blocks in chunks for block in blocks],
+    )
+
+
+def rows(runs: CopyRuns) -> list[Run]:
+    """Runs as (offset in the KV cache, offset in the pool, size)."""
+    return list(zip(runs.kv.tolist(), runs.pool.tolist(), runs.size.tolist(), strict=True))
+
+
+def plan(of: KVLayout, wanted: CopyJob, rank: int = 0) -> list[Run]:
+    return rows(Planner(of, rank).plan(wanted))
+
+
+def test_plan_copies_one_page_for_one_block_of_one_layer() -> None:
+    assert plan(layout((0, 10, PAGE, PAGE)), job((2, [3]))) == [
+        (3 * PAGE, 2 * SLOT_ALIGNMENT, PAGE)
+    ]
+
+
+def test_plan_begins_at_the_tensors_offset() -> None:
+    assert plan(layout((1000, 10, PAGE, PAGE)), job((0, [3]))) == [(1000 + 3 * PAGE, 0, PAGE)]
+
+
+def test_plan_joins_blocks_that_are_neighbours_on_both_sides() -> None:
+    of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=4)
+    assert plan(of, job((0, [2, 3, 4, 5]))) == [(2 * PAGE, 0, 4 * PAGE)]
+    assert plan(of, job((0, [7, 2, 3, 9]))) == [
+        (7 * PAGE, 0, PAGE),
+        (2 * PAGE, PAGE, 2 * PAGE),
+        (9 * PAGE, 3 * PAGE, PAGE),
+    ]
+
+
+def test_plan_joins_nothing_when_blocks_run_backwards() -> None:
+    of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=3)
+    assert plan(of, job((0, [5, 4, 3]))) == [
+        (5 * PAGE, 0, PAGE),
+        (4 * PAGE, PAGE, PAGE),
+        (3 * PAGE, 2 * PAGE, PAGE),
+    ]
+
+
+def test_plan_joins_nothing_when_there_are_gaps_between_the_blocks() -> None:
+    of = layout((0, 10, 100, PAGE), blocks_per_chunk=2)
+    assert plan(of, job((0, [2, 3]))) == [(200, 0, PAGE), (300, PAGE, PAGE)]
+
+
+def test_plan_puts_layer_behind_layer_in_a_slot() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), blocks_per_chunk=4)
+    assert plan(of, job((1, [2, 3, 8, 9]))) == [
+        (2 * PAGE, SLOT_ALIGNMENT, 2 * PAGE),
+        (8 * PAGE, SLOT_ALIGNMENT + 2 * PAGE, 2 * PAGE),
+        (640 + 2 * 32, SLOT_ALIGNMENT + 4 * PAGE, 64),
+        (640 + 8 * 32, SLOT_ALIGNMENT + 4 * PAGE + 64, 64),
+    ]
+
+
+def test_plan_handles_layers_that_are_woven_into_each_other() -> None:
+    of = layout((0, 4, 160, PAGE), (PAGE, 4, 160, 96))
+    assert plan(of, job((0, [1]))) == [(160, 0, 160)]
+
+
+def test_plan_leaves_room_for_all_blocks_of_a_chunk_in_each_layer() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, PAGE, PAGE), blocks_per_chunk=4)
+    assert plan(of, job((0, [5]))) == [(5 * PAGE, 0, PAGE), (640 + 5 * PAGE, 4 * PAGE, PAGE)]
+
+
+def test_plan_puts_rank_behind_rank_in_a_slot() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), blocks_per_chunk=4)
+    part = 4 * (PAGE + 32)
+    assert Planner(of, 0).part_bytes(0) == part
+    assert plan(of, job((3, [5])), rank=1) == [
+        (5 * PAGE, 3 * SLOT_ALIGNMENT + part, PAGE),
+        (640 + 5 * 32, 3 * SLOT_ALIGNMENT + part + 4 * PAGE, 32),
+    ]
+
+
+def test_plan_skips_the_first_blocks_of_a_chunk_when_a_load_begins_inside_of_it() -> None:
+    of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=4)
+    assert plan(of, job((0, [7, 8]), first_block=2)) == [(7 * PAGE, 2 * PAGE, 2 * PAGE)]
+
+
+def test_plan_keeps_chunks_apart_also_where_they_are_neighbours() -> None:
+    of = layout((0, 10, SLOT_ALIGNMENT, SLOT_ALIGNMENT))
+    runs = Planner(of, 0).plan(job((4, [0]), (5, [1])))
+    assert rows(runs) == [
+        (0, 4 * SLOT_ALIGNMENT, SLOT_ALIGNMENT),
+        (SLOT_ALIGNMENT, 5 * SLOT_ALIGNMENT, SLOT_ALIGNMENT),
+    ]
+    assert runs.chunk_ends.tolist() == [1, 2]
+
+
+def test_plan_says_where_the_runs_of_each_chunk_end() -> None:
+    of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=3)
+    runs = Planner(of, 0).plan(job((0, [1, 2, 3]), (1, [9, 0, 5]), (2, [4, 5])))
+    assert runs.chunk_ends.tolist() == [1, 4, 5]
+    assert runs.num_bytes == 8 * PAGE
+
+
+def test_plan_takes_each_chunks_group() -> None:
+    of = layout(
+        (0, 10, PAGE, PAGE), (640, 10, 32, 32), (960, 10, 16, 16), groups={0: [0], 5: [2, 1]}
+    )
+    assert plan(of, job((0, [1]), (1, [2]), groups=[5, 0])) == [
+        (960 + 16, 0, 16),
+        (640 + 32, 16, 32),
+        (2 * PAGE, SLOT_ALIGNMENT, PAGE),
+    ]
+    assert Planner(of, 0).part_bytes(5) == 48
+
+
+def test_plan_of_a_job_without_chunks_is_empty() -> None:
+    runs = Planner(layout((0, 10, PAGE, PAGE)), 0).plan(job())
+    assert rows(runs) == []
+    assert runs.num_bytes == 0
+
+
+WHOLE = job((0, [1, 2]), (1, [3, 4]))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"block_ids": [1, 2, 3]},
+        {"block_ids": [1, 2, 3, 4, 5]},
+        {"block_ids": [1, 2, 3, 10]},
+        {"block_ids": [1, 2, 3, -1]},
+        {"block_ids": [1, 2, 3, 1 << 62]},
+        {"groups": [0]},
+        {"groups": [0, 0, 0]},
+        {"groups": [0, 1]},
+        {"groups": [0, -1]},
+        {"num_blocks": [4]},
+        {"num_blocks": [4, 0]},
+        {"num_blocks": [5, -1]},
+        {"num_blocks": [3, 1]},
+        {"first_block": [0]},
+        {"first_block": [0, 1]},
+        {"first_block": [-1, 0]},
+        {"handles": Handles([b"k", b"k"], [0], [1, 1])},
+        {"handles": Handles([b"k", b"k"], [0, 1], [1])},
+        {"handles": Handles([b"k"], [0, 1], [1, 1])},
+    ],
+    ids=str,
+)
+def test_plan_refuses_a_job_that_is_malformed(changed: dict[str, Any]) -> None:
+    planner = Planner(layout((0, 10, PAGE, PAGE), blocks_per_chunk=2), 0)
+    planner.plan(WHOLE)
+    with pytest.raises(PlanError):
+        planner.plan(msgspec.structs.replace(WHOLE, **changed))
+
+
+def test_plan_refuses_a_block_that_one_layer_of_the_group_does_not_have() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 5, PAGE, PAGE))
+    plan(of, job((0, [4])))
+    with pytest.raises(PlanError, match=r"0\.\.4"):
+        plan(of, job((0, [5])))
+
+
+def test_part_bytes_names_the_groups_that_there_are() -> None:
+    of = layout((0, 10, PAGE, PAGE), groups={2: [0]})
+    with pytest.raises(PlanError, match=r"no KV group 1; there are \[2\]"):
+        Planner(of, 0).part_bytes(1)

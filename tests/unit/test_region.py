@@ -1,0 +1,129 @@
+"""Shared memory: what it holds, who sees it, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from raykv.errors import HandleError
+from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
+
+SIZE = 3 * 4096 + 100
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def allocated(region: Region) -> int:
+    return os.fstat(region.fd).st_blocks * 512
+
+
+def test_anonymous_region_is_zero_and_of_the_wanted_size() -> None:
+    region = Region.anonymous(SIZE, "test")
+    assert bytes(region.array()) == bytes(SIZE)
+    region.close()
+
+
+def test_anonymous_region_leaves_no_file() -> None:
+    region = Region.anonymous(SIZE, "test")
+    assert str(Path(f"/proc/self/fd/{region.fd}").readlink()).startswith("/memfd:raykv-test")
+    assert os.fstat(region.fd).st_nlink == 0
+    region.close()
+
+
+def test_region_is_not_inherited_by_children() -> None:
+    region = Region.anonymous(SIZE, "test")
+    assert not os.get_inheritable(region.fd)
+    region.close()
+
+
+def test_received_region_sees_what_the_other_side_writes() -> None:
+    ours = Region.anonymous(SIZE, "test")
+    theirs = Region.received(os.dup(ours.fd), SIZE)
+    ours.array()[SIZE - 1] = 42
+    theirs.array()[0] = 43
+    assert theirs.array()[SIZE - 1] == 42
+    assert ours.array()[0] == 43
+    ours.close()
+    assert theirs.array()[SIZE - 1] == 42
+    theirs.close()
+
+
+def test_received_region_is_refused_and_closed_when_it_is_shorter_than_said() -> None:
+    fd = os.memfd_create("short")
+    os.ftruncate(fd, SIZE - 1)
+    with pytest.raises(HandleError, match=f"has {SIZE - 1} bytes, not {SIZE}"):
+        Region.received(fd, SIZE)
+    assert not is_open(fd)
+
+
+def test_region_is_refused_and_closed_when_it_cannot_be_mapped() -> None:
+    fd = os.memfd_create("huge")
+    with pytest.raises(HandleError, match="cannot map"):
+        Region(fd, 1 << 62, "something")
+    assert not is_open(fd)
+
+
+def test_close_unmaps_and_closes_once() -> None:
+    region = Region.anonymous(SIZE, "test")
+    fd = region.fd
+    region.close()
+    assert not is_open(fd)
+    again = os.memfd_create("takes the number")
+    region.close()
+    assert is_open(again)
+    os.close(again)
+
+
+def test_file_region_keeps_its_contents(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    region = Region.in_file(path, SIZE)
+    assert path.stat().st_size == SIZE
+    assert path.stat().st_mode & 0o777 == 0o600
+    region.array()[5] = 7
+    region.close()
+    again = Region.in_file(path, SIZE)
+    assert again.array()[5] == 7
+    again.close()
+
+
+@pytest.mark.parametrize("size", [SIZE - 4096, SIZE + 4096])
+def test_file_region_has_the_size_that_is_asked_for(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "pool"
+    Region.in_file(path, SIZE).close()
+    region = Region.in_file(path, size)
+    assert path.stat().st_size == size
+    region.array()[size - 1] = 1
+    region.close()
+
+
+def test_file_region_names_the_path_when_it_cannot_be_opened(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "pool"
+    with pytest.raises(HandleError, match=str(path)):
+        Region.in_file(path, SIZE)
+
+
+def test_prefault_allocates_all_pages_and_says_how_far_it_is() -> None:
+    size = 2 * PREFAULT_PIECE_BYTES + 4096
+    region = Region.anonymous(size, "test")
+    region.array()[0] = 9
+    done: list[int] = []
+    region.prefault(lambda so_far: not done.append(so_far))  # type: ignore[func-returns-value]
+    assert done == [PREFAULT_PIECE_BYTES, 2 * PREFAULT_PIECE_BYTES, size]
+    assert allocated(region) >= size
+    assert region.array()[0] == 9
+    region.close()
+
+
+def test_prefault_stops_when_it_is_told_to() -> None:
+    region = Region.anonymous(3 * PREFAULT_PIECE_BYTES, "test")
+    region.prefault(lambda _: False)
+    assert PREFAULT_PIECE_BYTES <= allocated(region) < 2 * PREFAULT_PIECE_BYTES
+    region.close()
