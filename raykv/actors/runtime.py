@@ -134,7 +134,7 @@ class EngineRuntime:
             self._warn_of_other_size(self.node)
             self.session.attach(max(1.0, give_up_at - time.monotonic()))
             self._announce(self.node)
-        except RayKVError as error:
+        except Exception as error:
             logger.warning("running without the cache for now, trying again: %s", error)
         self.session.start()
         if self.node is None:

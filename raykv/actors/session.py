@@ -140,9 +140,9 @@ class Session:
             try:
                 self._attach()
                 break
-            except ClusterError:
+            except Exception as error:
                 if time.monotonic() > give_up_at:
-                    raise
+                    raise ClusterError(f"cannot attach: {_first_line(error)}") from error
                 time.sleep(0.05)
         self._fill(give_up_at)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +23,15 @@ PROMPTS = [prompt(40 + i, length) for i, length in enumerate([383, 384, 385, 500
 
 
 @pytest.fixture(scope="module")
-def fresh_cluster(cluster: Cluster) -> Cluster:
+def fresh_cluster(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.down()
-    return cluster
+    POOL_FILE["path"] = str(tmp_path_factory.mktemp("pool") / "pool")
+    yield cluster
+    cluster.down()
+
+
+POOL_FILE: dict[str, str] = {}
+"""The pool of this module's engines is a file, so that it outlives its NodeActor."""
 
 
 def start(
@@ -32,6 +40,7 @@ def start(
     extra = {
         "ray_address": cluster.address,
         "pool_bytes": "128MiB",
+        "pool_path": POOL_FILE["path"],
         "blocks_per_chunk": blocks_per_chunk,
         **settings,
     }
@@ -90,6 +99,25 @@ def test_load_begins_inside_of_chunk_after_local_prefix_hit(
     assert outputs[0]["tokens"] == first_run[4]
     assert outputs[0]["cached"] == len(long) // CHUNK * CHUNK
     second_engine.reset()
+
+
+def test_pool_file_outlives_its_node_actor(
+    second_engine: EngineProcess, first_run: list[list[int]], fresh_cluster: Cluster
+) -> None:
+    (before,) = fresh_cluster.status().nodes
+    os.kill(before.pid, signal.SIGKILL)
+
+    def loads() -> bool:
+        """Nothing is stored here, so what is loaded was in the file."""
+        outputs = second_engine.call("generate", prompts=PROMPTS, params={"raykv_store": False})
+        second_engine.reset()
+        assert [output["tokens"] for output in outputs] == first_run
+        return all(output["cached"] >= 2 * CHUNK for output in outputs)
+
+    wait_until(loads, 60.0, "the chunks of the pool file are loaded again")
+    (after,) = fresh_cluster.status().nodes
+    assert after.epoch > before.epoch
+    assert after.bytes_stored == 0
 
 
 def test_ended_engine_has_given_its_leases_back(

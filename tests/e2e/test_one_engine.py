@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from raykv.client import Cluster
+from raykv.errors import ClusterError
 from raykv.messages import NodeStatus
 from tests.engine import EngineProcess
 from tests.prompts import prompt
@@ -266,6 +267,42 @@ def test_node_actor_frozen_for_a_moment_delays_load(
     assert [output["tokens"] for output in outputs] == reference
     engine.reset()
     assert node(cluster).pid == pid
+
+
+def test_scheduler_actor_killed_costs_no_request_and_no_chunk(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    import ray
+
+    prompts = [prompt(1000 + i, 640) for i in range(3)]
+    reference = store(engine, cluster, prompts)
+    before = cluster.status()
+    ray.kill(ray.get_actor("scheduler", namespace="raykv"), no_restart=False)
+    # What the engine holds needs no scheduler actor.
+    outputs = engine.call("generate", prompts=prompts)
+    assert [output["tokens"] for output in outputs] == reference
+    assert [output["cached"] for output in outputs] == [640] * 3
+    engine.reset()
+
+    def is_rebuilt() -> bool:
+        try:
+            now = cluster.status()
+        except ClusterError:
+            return False
+        return bool(now.engines) and bool(now.nodes) and now.epoch > before.epoch
+
+    wait_until(is_rebuilt, RECOVERY_DEADLINE_S, "node and engine are known again")
+    wait_until(
+        lambda: node(cluster).chunks == before.nodes[0].chunks,
+        RECOVERY_DEADLINE_S,
+        "the directory knows every chunk again",
+    )
+    fresh = prompt(1010, 640)
+    wait_until(
+        lambda: loads_again(engine, fresh, engine.tokens([fresh])[0]),
+        RECOVERY_DEADLINE_S,
+        "new prompts are stored again",
+    )
 
 
 def test_engine_says_at_start_what_it_joined(engine: EngineProcess, cluster: Cluster) -> None:

@@ -1,0 +1,139 @@
+"""`raykv serve`: vLLM's own OpenAI server over HTTP, with RayKV behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raykv.client import Cluster
+from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+START_DEADLINE_S = 180.0
+TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 6
+
+
+class Server:
+    """A running `raykv serve` with the port that it listens on."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process = process
+        self.port = port
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """POST as JSON; returns what came back, or None for an empty answer."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=json.dumps(body or {}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            raw = answer.read()
+        return json.loads(raw) if raw else None
+
+    def get(self, path: str) -> str:
+        """The text at a path."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def is_up(self) -> bool:
+        """Whether it answers."""
+        assert self.process.poll() is None, "the server has ended"
+        try:
+            self.get("/health")
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def complete(self, text: str, **extra: Any) -> str:
+        """Greedy completion of a prompt."""
+        body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0, **extra}
+        answer: str = self.post("/v1/completions", body)["choices"][0]["text"]
+        return answer
+
+    def counter(self, name: str) -> float:
+        """Sum of a Prometheus counter over its labels."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from raykv.models import tiny_llama
+
+    cluster.down()
+    model = tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)
+    write_tiny_tokenizer(model)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("raykv")), "serve", str(model)]
+    command += ["--pool-bytes", "128MiB", "--ray-address", cluster.address]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny"]
+    command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+    command += ["--max-model-len", "2048"]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+    running = Server(process, port)
+    try:
+        wait_until(running.is_up, START_DEADLINE_S, f"the server answers; see {log}")
+        yield running
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
+
+
+def test_completion_is_loaded_after_reset_of_vllm_cache(server: Server) -> None:
+    first = server.complete(TEXT)
+    wait_until(
+        lambda: server.counter("vllm:kv_offload_store_bytes_total") > 0, 20.0, "chunks are stored"
+    )
+    server.post("/reset_prefix_cache")
+    before = server.counter("vllm:external_prefix_cache_hits_total")
+    assert server.complete(TEXT) == first
+    assert server.counter("vllm:external_prefix_cache_hits_total") - before >= 448
+    assert server.counter("vllm:kv_offload_load_bytes_total") > 0
+
+
+def test_client_opts_out_of_storing(server: Server) -> None:
+    other = "It was the best of times, it was the worst of times. " * 8
+    first = server.complete(other, kv_transfer_params={"raykv_store": False})
+    server.post("/reset_prefix_cache")
+    before = server.counter("vllm:external_prefix_cache_hits_total")
+    assert server.complete(other) == first
+    assert server.counter("vllm:external_prefix_cache_hits_total") == before
+
+
+def test_interrupt_ends_server_and_leaves_cluster(server: Server, cluster: Cluster) -> None:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert children
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert cluster.status().nodes, "RayKV's actors outlive the engine"

@@ -1,0 +1,57 @@
+"""Which cluster is joined; no Ray is started."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from raykv.actors import cluster
+from raykv.errors import ClusterError
+
+
+@pytest.fixture(autouse=True)
+def _no_named_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def running(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    monkeypatch.setattr(cluster, "running_clusters", lambda: list(addresses))
+
+
+def test_setting_wins_over_variable_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch, "host:1")
+    monkeypatch.setenv("RAY_ADDRESS", "variable:2")
+    assert cluster.find_cluster("setting:3") == "setting:3"
+    assert cluster.find_cluster(None) == "variable:2"
+
+
+def test_only_cluster_of_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch, "host:1")
+    assert cluster.find_cluster(None) == "host:1"
+    assert cluster.find_cluster("auto") == "host:1"
+
+
+def test_none_is_found_on_empty_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch)
+    assert cluster.find_cluster(None) is None
+
+
+def test_several_clusters_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch, "host:1", "host:2")
+    with pytest.raises(ClusterError, match=r"2 Ray clusters .*host:1, host:2.*ray_address"):
+        cluster.find_cluster(None)
+
+
+def test_unreachable_cluster_is_refused_at_once() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(ClusterError, match=f"no Ray cluster can be reached at '{address}'"):
+        cluster.join(address)
+
+
+@pytest.mark.parametrize("address", ["somewhere", "ray://host:10001", "host:port"])
+def test_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(ClusterError, match="no Ray cluster can be reached"):
+        cluster.join(address)
