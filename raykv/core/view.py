@@ -15,7 +15,8 @@ from the left of the outbox's deques, read lengths and copy whole containers at 
 
 Invariants:
 1. A key is PENDING or READY, never both. A lease is free or belongs to one PENDING key.
-2. A key that failed at a generation is not READY again at that generation or an older one.
+2. A key that failed at a generation is not READY again at that generation or an older one, as
+   long as the NodeActor lives.
 3. For one request a key that failed is a MISS for good, and once its deadline has passed every
    key that is not READY is a MISS.
 4. After `reset` nothing is READY until the scheduler actor has confirmed the clearing.
@@ -25,9 +26,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
+from raykv.core.requests import RequestOptions, RequestState
 from raykv.messages import (
     MAX_KEYS,
     EngineAttached,
@@ -56,11 +58,18 @@ class Handle:
 
 
 @dataclass(frozen=True)
-class RequestOptions:
-    """What a request allows: `load` from the cache, `store` into it."""
+class FailedLoad:
+    """One chunk that a request did not get.
 
-    load: bool = True
-    store: bool = True
+    `is_gone`: the NodeActor says that it no longer exists there. `node_epoch` is that of the
+    NodeActor from which it should have come.
+    """
+
+    request_id: str
+    key: Key
+    generation: Generation
+    node_epoch: Epoch
+    is_gone: bool
 
 
 @dataclass(frozen=True)
@@ -69,13 +78,6 @@ class StorePlan:
 
     keys: list[Key]
     handles: list[Handle]
-
-
-@dataclass(slots=True)
-class _Request:
-    options: RequestOptions
-    barred: set[Key] = field(default_factory=set)
-    waiting_since: float | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +124,7 @@ class EngineView:
         self._ready: dict[Key, Handle] = {}
         self._pending: dict[Key, Handle] = {}
         self._tombstones: OrderedDict[Key, Generation] = OrderedDict()
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         # PENDING keys that won't be READY when vLLM completes their job; their slots are not ours.
         self._failed_stores: set[Key] = set()
         # Completions to come of jobs whose keys were forgotten while they were PENDING.
@@ -143,15 +145,15 @@ class EngineView:
 
     def start_request(self, request_id: str, options: RequestOptions) -> None:
         """A request is new; a second call for the same id changes nothing."""
-        self._requests.setdefault(request_id, _Request(options))
+        self._requests.setdefault(request_id, RequestState(options))
 
     def finish_request(self, request_id: str) -> None:
         """No more lookups, loads or stores will be asked for this request."""
         self._requests.pop(request_id, None)
 
-    def _request(self, request_id: str) -> _Request:
+    def _request(self, request_id: str) -> RequestState:
         found = self._requests.get(request_id)
-        return _Request(RequestOptions()) if found is None else found
+        return RequestState(RequestOptions()) if found is None else found
 
     def lookup(self, request_id: str, key: Key, now: float) -> Lookup:
         """HIT if the chunk can be loaded now, HIT_PENDING while this engine stores it."""
@@ -161,18 +163,12 @@ class EngineView:
         if key in self._ready:
             self.counters.hits += 1
             return Lookup.HIT
-        if key in self._pending and self._may_wait(request, now):
-            return Lookup.HIT_PENDING
+        if key in self._pending:
+            if request.may_wait(now, self._lookup_deadline_s):
+                return Lookup.HIT_PENDING
+            self.counters.lookups_timed_out += 1
         self.counters.misses += 1
         return Lookup.MISS
-
-    def _may_wait(self, request: _Request, now: float) -> bool:
-        if request.waiting_since is None:
-            request.waiting_since = now
-        if now - request.waiting_since < self._lookup_deadline_s:
-            return True
-        self.counters.lookups_timed_out += 1
-        return False
 
     # Loads
 
@@ -190,22 +186,23 @@ class EngineView:
         """A load job has ended; failures were reported by `fail_load` before."""
         self.counters.chunks_loaded += len(keys)
 
-    def fail_load(self, request_id: str, key: Key, generation: Generation, gone: bool) -> None:
+    def fail_load(self, failed: FailedLoad) -> None:
         """A chunk could not be loaded: bar it for this request, and at this generation for all.
 
-        `gone`: the NodeActor says that the chunk no longer exists there.
+        A failure in an earlier life of the NodeActor says nothing about this one's chunks.
         """
         self.counters.loads_failed += 1
-        request = self._requests.get(request_id)
+        request = self._requests.get(failed.request_id)
         if request is not None:
-            request.barred.add(key)
-        handle = self._ready.get(key)
-        if handle is None or handle.generation != generation:
+            request.barred.add(failed.key)
+        handle = self._ready.get(failed.key)
+        is_same = handle is not None and handle.generation == failed.generation
+        if handle is None or not is_same or failed.node_epoch != self.node_epoch:
             return
-        del self._ready[key]
-        self._bury(key, generation)
-        if gone:
-            self._dropped.append((key, handle))
+        del self._ready[failed.key]
+        self._bury(failed.key, failed.generation)
+        if failed.is_gone:
+            self._dropped.append((failed.key, handle))
 
     def _bury(self, key: Key, generation: Generation) -> None:
         self._tombstones[key] = max(generation, self._tombstones.get(key, NO_GENERATION))
@@ -322,6 +319,7 @@ class EngineView:
             self.node_epoch = node_epoch
             leases = self._lease_rows()
             self._forget_all()
+            self._tombstones.clear()
             self._released.extend(leases)
 
     def attached(self, message: EngineAttached) -> None:

@@ -23,7 +23,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.actors.session import Session
-from raykv.core.view import EngineView, Handle, RequestOptions
+from raykv.core.requests import RequestOptions
+from raykv.core.view import EngineView, FailedLoad, Handle
 from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup
 from raykv.vllm.guard import guarded, nothing
 from raykv.vllm.spec import PoolSpec
@@ -178,17 +179,17 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(nothing)
     def take_failures(
         self,
-        failed_loads: list[tuple[str, bytes, int, bool]],
+        failed_loads: list[FailedLoad],
         failed_stores: list[tuple[bytes, int]],
     ) -> None:
         """What the workers report, before vLLM completes the jobs.
 
         Args:
-            failed_loads: request id, key, generation, and whether the chunk is gone for good.
+            failed_loads: chunks that requests did not get.
             failed_stores: key and generation.
         """
-        for request_id, key, generation, gone in failed_loads:
-            self.view.fail_load(request_id, Key(key), Generation(generation), gone)
+        for failed in failed_loads:
+            self.view.fail_load(failed)
         for key, generation in failed_stores:
             self.view.fail_store(Key(key), Generation(generation))
 

@@ -25,8 +25,9 @@ from vllm.v1.kv_offload.base import (
 )
 
 from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.core.view import FailedLoad
 from raykv.messages import Handles, JobResult, KVLayout
-from raykv.types import Direction, Refusal
+from raykv.types import Direction, Epoch, Generation, Key, Refusal
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.spec import PoolSpec
 
@@ -51,6 +52,7 @@ class RayKVTransferResult(TransferResult):
     """vLLM's result, with what failed chunk by chunk."""
 
     direction: Direction = Direction.STORE
+    node_epoch: int = 0
     failed: list[FailedChunk] = field(default_factory=list)
 
 
@@ -61,7 +63,7 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none.
     """
 
-    failed_loads: list[tuple[str, bytes, int, bool]] = field(default_factory=list)
+    failed_loads: list[FailedLoad] = field(default_factory=list)
     failed_stores: list[tuple[bytes, int]] = field(default_factory=list)
     node_epochs: dict[int, int] = field(default_factory=dict)
 
@@ -221,6 +223,7 @@ def _transfer_result(request: JobRequest, result: JobResult) -> RayKVTransferRes
         transfer_size=result.num_bytes,
         transfer_time=result.seconds,
         direction=request.direction,
+        node_epoch=request.node_epoch,
         failed=failed,
     )
 
@@ -236,7 +239,8 @@ def _all_failed(
         FailedChunk(key, generation, Refusal.COPY_FAILED, every_block)
         for key, generation in zip(keys, generations, strict=True)
     ]
-    return RayKVTransferResult(job_id, False, 0, 0.0, direction, failed)
+    node_epoch = int(getattr(pool, "node_epoch", 0))
+    return RayKVTransferResult(job_id, False, 0, 0.0, direction, node_epoch, failed)
 
 
 class RayKVConnectorWorker(OffloadingConnectorWorker):
@@ -291,7 +295,13 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._meta.failed_stores += [(chunk.key, chunk.generation) for chunk in result.failed]
             return
         self._meta.failed_loads += [
-            (request_id, chunk.key, chunk.generation, chunk.refusal.is_final)
+            FailedLoad(
+                request_id,
+                Key(chunk.key),
+                Generation(chunk.generation),
+                Epoch(result.node_epoch),
+                chunk.refusal.is_final,
+            )
             for chunk in result.failed
         ]
         if self._by_request:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from raykv.core.view import EngineView, Handle, RequestOptions
+from raykv.core.requests import RequestOptions
+from raykv.core.view import EngineView, FailedLoad, Handle
 from raykv.messages import MAX_KEYS, EngineAttached, Handles, Leases, SyncReply, SyncRequest
 from raykv.types import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot
 
@@ -354,7 +355,9 @@ def test_completion_of_an_unknown_store_changes_nothing(view: EngineView) -> Non
 
 
 def fail_load(view: EngineView, name: str, generation: int, gone: bool = True) -> None:
-    view.fail_load("r", key(name), Generation(generation), gone)
+    view.fail_load(
+        FailedLoad("r", key(name), Generation(generation), view.node_epoch, is_gone=gone)
+    )
     view.check()
 
 
@@ -404,6 +407,27 @@ def test_failed_load_of_a_finished_request_still_bars_the_generation(view: Engin
     fail_load(view, "a", 7)
     assert look(view, "a", request="other") == [MISS]
     assert view.counters.loads_failed == 1
+
+
+def test_chunk_that_outlived_its_node_actor_is_found_again_after_failed_load(
+    view: EngineView,
+) -> None:
+    view.apply(reply(handles((key("a"), 5, 7))))
+    fail_load(view, "a", 7)
+    view.node_restarted(Epoch(NODE_EPOCH + 1))
+    view.apply(reply(handles((key("a"), 5, 7)), node_epoch=NODE_EPOCH + 1))
+    assert look(view, "a", request="other") == [HIT]
+    assert look(view, "a") == [MISS]
+
+
+def test_failed_load_of_earlier_life_of_node_actor_bars_its_request_only(
+    view: EngineView,
+) -> None:
+    view.apply(reply(handles((key("a"), 5, 7))))
+    view.fail_load(FailedLoad("r", key("a"), Generation(7), Epoch(NODE_EPOCH - 1), is_gone=True))
+    assert look(view, "a", request="other") == [HIT]
+    assert look(view, "a") == [MISS]
+    assert not take(view).dropped.keys
 
 
 def test_key_whose_load_failed_is_stored_again(view: EngineView) -> None:
