@@ -106,6 +106,15 @@ def _count(name: str, value: Any) -> int:
     return count
 
 
+def _one_of(*allowed: str) -> Callable[[str, Any], str]:
+    def parse(name: str, value: Any) -> str:
+        if value in allowed:
+            return str(value)
+        raise SettingError(f"{name}={value!r} is not allowed: choose one of {', '.join(allowed)}")
+
+    return parse
+
+
 def _setting(default: Any, parse: Callable[[str, Any], Any], text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "text": text})
 
@@ -133,12 +142,21 @@ class Settings:
     weights_version: str = _setting(
         "", _text, "Change it when weights are swapped in place: old KV is never seen again"
     )
-    eviction_policy: str = _setting("lru", _text, "Order in which chunks are given up")
+    eviction_policy: str = _setting("lru", _one_of("lru"), "Order in which chunks are given up")
     lease_slots: int = _setting(
         1024,
         _count,
         "Most free slots that an engine holds per KV group: what it can store between two "
         "exchanges with the scheduler actor",
+    )
+    kv_handover: str = _setting(
+        "auto",
+        _one_of("auto", "staged"),
+        "How the NodeActor gets at the KV cache: mapped where it can be (auto, on the CPU), or "
+        "copied through staging memory (staged; GPUs always)",
+    )
+    staging_bytes: int = _setting(
+        256 << 20, parse_size, "Host memory for the staged hand-over, per rank"
     )
     load_deadline_s: float = _setting(
         5.0, _seconds, "A load that takes longer is given up and the tokens are computed"

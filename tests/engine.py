@@ -31,20 +31,21 @@ class EngineProcess:
         log: Path,
         raykv: dict[str, Any] | None,
         multiprocess: bool = False,
+        cores: str = "0",
         **config: Any,
     ) -> None:
         self._log = log
-        self._process = self._spawn(multiprocess)
+        self._process = self._spawn(multiprocess, cores)
         self._buffer = b""
         config = {"model": str(model), "max_model_len": 4096, "block_size": 32, **config}
         self._send({**config, "raykv": raykv})
         self._receive(START_DEADLINE_S)
 
-    def _spawn(self, multiprocess: bool) -> subprocess.Popen[bytes]:
+    def _spawn(self, multiprocess: bool, cores: str) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",

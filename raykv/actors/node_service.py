@@ -7,6 +7,7 @@ bytes are copied or a socket is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -45,6 +46,9 @@ logger = logging.getLogger("raykv.node")
 
 SEND_DEADLINE_S = 2.0
 """A worker that does not read its results for so long is stuck; its connection is closed."""
+
+STOP_DEADLINE_S = 2.0
+"""For each thread at the end; a copy that runs is given up before its next run of bytes."""
 
 ATTACH_DEADLINE_S = 10.0
 """From a connection's start to its attach message; guards against strangers that say nothing."""
@@ -97,6 +101,7 @@ class NodeService:
         self._unreported: deque[ChunkName] = deque(maxlen=MAX_UNREPORTED)
         self._workers: set[AttachedWorker] = set()
         self._listener: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
         self._stopping = False
         self._on_stored: Callable[[], None] = lambda: None
 
@@ -115,7 +120,9 @@ class NodeService:
         for name in self.pool.recover():
             self.table.restore(name)
         for target in (self._accept, self._copy_all, self.pool.prefault):
-            threading.Thread(target=target, name=f"raykv-{target.__name__}", daemon=True).start()
+            thread = threading.Thread(target=target, name=f"raykv-{target.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def stop(self) -> None:
         """End the connections and threads, free the pool; workers see their connection close."""
@@ -123,10 +130,15 @@ class NodeService:
             self._stopping = True
             self._lock.notify_all()
         if self._listener is not None:
+            # Without it the thread in `accept` would keep the socket's name taken.
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         for worker in list(self._workers):
             worker.close_connection()
         self.pool.stop()
+        for thread in self._threads:
+            thread.join(STOP_DEADLINE_S)
 
     # Connections
 

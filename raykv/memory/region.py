@@ -98,10 +98,9 @@ class Region:
                 return
 
     def _touch(self, offset: int, size: int) -> None:
-        """For kernels without MADV_POPULATE_WRITE: read and write back one byte of each page.
+        """For kernels without MADV_POPULATE_WRITE: read one byte of each page.
 
-        The write is an atomic no-op only for memory that nobody else uses yet, so it reads only;
-        a read fault of shared memory allocates the page as well.
+        A read fault of shared memory allocates the page as well, and changes nothing in it.
         """
         view = self.array()
         for page in range(offset, offset + size, mmap.PAGESIZE):

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from raykv.actors.link import LinkTarget
 from raykv.actors.runtime import EngineIdentity, EngineRuntime
 from raykv.config import load_settings
-from raykv.errors import RayKVError, SettingError
+from raykv.errors import RayKVError
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.namespace import engine_facts, namespace_of
@@ -81,7 +81,6 @@ class RayKVConnector(OffloadingConnector):
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
-        _check_platform()
         transfer_config = vllm_config.kv_transfer_config
         use_our_spec(transfer_config.kv_connector_extra_config)
         transfer_config.kv_load_failure_policy = "recompute"
@@ -159,11 +158,12 @@ class RayKVConnector(OffloadingConnector):
         """See `KVConnectorBase_V1.get_mem_pool_context`: KV in shared memory on the CPU."""
         from raykv.vllm.export import SharedAllocation
 
-        allocation = SharedAllocation()
         spec = self._worker.spec
         assert isinstance(spec, RayKVOffloadingSpec), spec
-        spec.shared_allocation = allocation
-        return allocation
+        if spec.settings.kv_handover == "staged" or not current_platform.is_cpu():
+            return None
+        spec.shared_allocation = SharedAllocation()
+        return spec.shared_allocation
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See `KVConnectorBase_V1.handle_preemptions`.
@@ -318,16 +318,3 @@ class RayKVConnector(OffloadingConnector):
         super().shutdown()
         if self._runtime is not None:
             self._runtime.stop()
-
-
-def _check_platform() -> None:
-    """The CUDA copy engine is not there yet; say so at the start.
-
-    Raises:
-        SettingError: the engine does not run on vLLM's CPU platform.
-    """
-    if not current_platform.is_cpu():
-        raise SettingError(
-            f"RayKV can't share the KV cache of vLLM's platform "
-            f"{current_platform.device_name!r} yet: only the CPU platform is supported"
-        )

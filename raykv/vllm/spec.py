@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, OffloadingSpec
 
-from raykv.actors.link import LinkSettings
+from raykv.actors.link import LinkSettings, WorkerLink
 from raykv.config import Settings, load_settings
 from raykv.core.geometry import aligned
 from raykv.core.view import EngineView
-from raykv.errors import HandleError, SettingError
+from raykv.errors import SettingError
+from raykv.messages import KVLayout
 from raykv.types import EngineId
 
 if TYPE_CHECKING:
     from raykv.vllm.manager import RayOffloadingManager
     from raykv.vllm.worker import RayOffloadingWorker
+
+logger = logging.getLogger("raykv")
 
 SPEC_NAME = "RayKVOffloadingSpec"
 
@@ -46,7 +51,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         # Conversations need generated tokens too; vLLM's own default is True.
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
         self.group_ids = [group.group_id for group in config.groups]
-        # Set by the connector before vLLM asks for the worker.
+        # Set by the connector before vLLM asks for the worker, where the KV cache can be shared.
         self.shared_allocation: Any = None
         self._manager: RayOffloadingManager | None = None
         _refuse_unsupported(config)
@@ -81,20 +86,42 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
         """See `OffloadingSpec.get_worker`."""
-        from raykv.vllm.export import describe
         from raykv.vllm.worker import RayOffloadingWorker
 
         if self.shared_allocation is None:
-            raise HandleError("vLLM did not allocate its KV cache inside of RayKV's context")
+            link, layout = self._staged_link(kv_caches)
+        else:
+            link, layout = self._direct_link(kv_caches)
+        return RayOffloadingWorker(link, layout)
+
+    def _direct_link(self, kv_caches: CanonicalKVCaches) -> tuple[Any, KVLayout]:
+        """The NodeActor maps the KV cache itself."""
+        from raykv.vllm.export import describe
+
         layout, region = describe(
             self.shared_allocation.regions, kv_caches, self.group_ids, self.blocks_per_chunk
         )
-        return RayOffloadingWorker(
-            rank=self.config.parallel.rank,
-            layout=layout,
-            kv_fds=[region.fd],
-            settings=self.link_settings(),
+        # A page that is touched for the first time costs more than the copy into it.
+        threading.Thread(
+            target=region.prefault, args=(lambda _done: True,), name="raykv-prefault", daemon=True
+        ).start()
+        rank = self.config.parallel.rank
+        return WorkerLink(rank, layout, [region.fd], self.link_settings()), layout
+
+    def _staged_link(self, kv_caches: CanonicalKVCaches) -> tuple[Any, KVLayout]:
+        """The KV cache goes through staging memory, which the NodeActor maps."""
+        from raykv.vllm.staging import StagedLink, StagingMemory
+
+        memory = StagingMemory(
+            kv_caches, self.group_ids, self.blocks_per_chunk, self.settings.staging_bytes
         )
+        logger.warning(
+            "the KV cache is copied through %d MiB of host memory by the engine itself: slower "
+            "than copies by the NodeActor, which can't map it",
+            memory.region.num_bytes >> 20,
+        )
+        rank = self.config.parallel.rank
+        return StagedLink(rank, memory, self.link_settings()), memory.layout
 
     def link_settings(self) -> LinkSettings:
         """Deadlines of the worker's line to its NodeActor."""

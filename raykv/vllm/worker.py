@@ -24,12 +24,13 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.actors.link import JobRequest, LinkTarget, WorkerLink
 from raykv.core.view import FailedLoad
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.spec import PoolSpec
+from raykv.vllm.staging import StagedLink
 
 logger = logging.getLogger("raykv")
 
@@ -96,12 +97,10 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
 class RayOffloadingWorker(OffloadingWorker):
     """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
 
-    def __init__(
-        self, rank: int, layout: KVLayout, kv_fds: list[int], settings: LinkSettings
-    ) -> None:
-        self.rank = rank
+    def __init__(self, link: WorkerLink | StagedLink, layout: KVLayout) -> None:
+        """Send jobs through `link`; `layout` is that of the memory that the NodeActor maps."""
         self._layout = layout
-        self._link = WorkerLink(rank, layout, kv_fds, settings)
+        self._link = link
         self._flying: dict[int, JobRequest] = {}
         # Results of jobs that could not even be made up.
         self._stillborn: list[RayKVTransferResult] = []

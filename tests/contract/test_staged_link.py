@@ -1,0 +1,175 @@
+"""KV that can't be mapped, through staging memory, against a NodeService in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raykv.actors.link import JobRequest, LinkSettings, LinkTarget
+from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
+from raykv.core.geometry import PoolGeometry
+from raykv.errors import SettingError
+from raykv.messages import Handles, JobResult
+from raykv.types import Direction, Refusal
+from tests.waiting import wait_until
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+PAGES = (256, 512)
+NUM_BLOCKS = 64
+BLOCKS_PER_CHUNK = 2
+SLOT_BYTES = 4096
+STAGING_BLOCKS = 6
+
+
+class Device:
+    """KV tensors of two layers in ordinary memory, each block with bytes of its own."""
+
+    def __init__(self) -> None:
+        self.tensors = [
+            torch.randint(-128, 127, (NUM_BLOCKS, page), dtype=torch.int8) for page in PAGES
+        ]
+
+    @property
+    def kv_caches(self) -> Any:
+        return SimpleNamespace(
+            tensors=[SimpleNamespace(tensor=tensor) for tensor in self.tensors],
+            group_data_refs=[[SimpleNamespace(tensor_idx=i) for i in range(len(PAGES))]],
+        )
+
+    def block(self, number: int) -> list[Any]:
+        return [tensor[number].clone() for tensor in self.tensors]
+
+
+@pytest.fixture
+def service() -> Iterator[NodeService]:
+    name = f"raykv-test/{os.getpid()}/staged"
+    running = NodeService(ServiceSettings(name, PoolGeometry(64 * 4096, 16 * 4096)), boot_epoch())
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def link(service: NodeService, device: Device) -> Iterator[Any]:
+    from raykv.vllm.staging import StagedLink, StagingMemory
+
+    memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, STAGING_BLOCKS * sum(PAGES))
+    staged = StagedLink(0, memory, LinkSettings())
+    staged.set_target(LinkTarget(service.settings.socket_name, "e", "ns", 1, {0: SLOT_BYTES}))
+    wait_until(lambda: staged.node_epoch == service.epoch, 10.0, "the link attaches")
+    yield staged
+    staged.close(5.0)
+
+
+def request(
+    service: NodeService, direction: Direction, chunks: list[int], blocks: list[int], job_id: int
+) -> JobRequest:
+    return JobRequest(
+        job_id=job_id,
+        direction=direction,
+        node_epoch=service.epoch,
+        handles=Handles(
+            [bytes([chunk]) * 36 for chunk in chunks], list(chunks), [100 + c for c in chunks]
+        ),
+        groups=[0] * len(chunks),
+        num_blocks=[BLOCKS_PER_CHUNK] * len(chunks),
+        first_block=[0] * len(chunks),
+        block_ids=blocks,
+    )
+
+
+def finish(link: Any, job_id: int) -> JobResult:
+    found: list[JobResult] = []
+
+    def is_there() -> bool:
+        found.extend(link.drain())
+        return any(result.job_id == job_id for result in found)
+
+    wait_until(is_there, 10.0, f"job {job_id} ends")
+    return next(result for result in found if result.job_id == job_id)
+
+
+def test_stored_blocks_come_back_in_other_blocks(
+    service: NodeService, link: Any, device: Device
+) -> None:
+    before = [device.block(number) for number in (4, 9, 2, 3)]
+    link.submit(request(service, Direction.STORE, [0, 1], [4, 9, 2, 3], 1))
+    # The blocks may be reused at once: their bytes have left.
+    for tensor in device.tensors:
+        tensor[torch.tensor([4, 9, 2, 3])] = 0
+    assert finish(link, 1).failed_chunks == []
+    link.submit(request(service, Direction.LOAD, [0, 1], [20, 21, 22, 23], 2))
+    result = finish(link, 2)
+    assert result.failed_chunks == []
+    assert result.num_bytes == 4 * sum(PAGES)
+    for number, expected in zip((20, 21, 22, 23), before, strict=True):
+        for found, wanted in zip(device.block(number), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_load_larger_than_staging_memory_is_made_in_parts(
+    service: NodeService, link: Any, device: Device
+) -> None:
+    for chunk in range(8):
+        link.submit(
+            request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
+        )
+        assert finish(link, 10 + chunk).failed_chunks == []
+    untouched = [device.block(number) for number in range(16)]
+    link.submit(request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30))
+    assert finish(link, 30).failed_chunks == []
+    for number, expected in enumerate(untouched):
+        for found, wanted in zip(device.block(30 + number), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_chunk_that_is_refused_leaves_its_blocks_alone(
+    service: NodeService, link: Any, device: Device
+) -> None:
+    link.submit(request(service, Direction.STORE, [0], [0, 1], 1))
+    finish(link, 1)
+    before = device.block(40)
+    link.submit(request(service, Direction.LOAD, [5, 0], [40, 41, 42, 43], 2))
+    result = finish(link, 2)
+    assert result.failed_chunks == [0]
+    assert result.refusals == [Refusal.STALE]
+    for found, wanted in zip(device.block(40), before, strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(device.block(42), device.block(0), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_store_without_room_fails_beyond_what_fits(service: NodeService, link: Any) -> None:
+    link.submit(request(service, Direction.STORE, list(range(5)), list(range(10)), 1))
+    result = finish(link, 1)
+    assert result.failed_chunks == [3, 4]
+    assert result.refusals == [Refusal.QUEUE_FULL] * 2
+
+
+def test_staging_memory_is_free_again_after_every_job(service: NodeService, link: Any) -> None:
+    for job_id in range(1, 6):
+        link.submit(request(service, Direction.STORE, [job_id], [0, 1], job_id))
+        link.wait([job_id])
+        finish(link, job_id)
+        link.submit(request(service, Direction.LOAD, [job_id, 60], [2, 3, 4, 5], 100 + job_id))
+        link.wait([100 + job_id])
+        finish(link, 100 + job_id)
+    assert link._memory.num_free == STAGING_BLOCKS
+
+
+def test_staging_memory_of_less_than_a_chunk_is_refused(device: Device) -> None:
+    from raykv.vllm.staging import StagingMemory
+
+    with pytest.raises(SettingError, match="staging_bytes=1000 is less than one chunk"):
+        StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, 1000)
