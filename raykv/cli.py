@@ -139,7 +139,9 @@ def _print_status(known: object) -> None:
             human_bytes(node.bytes_loaded),
         )
     console.print(nodes)
-    engines = _table("engine", "node", "namespace", "model", "ranks", "leased", "hits", "failed")
+    engines = _table(
+        "engine", "node", "namespace", "model", "ranks", "leased", "hits", "failed", "versions"
+    )
     for engine in known.engines:
         engines.add_row(
             engine.engine_id[:12],
@@ -150,6 +152,7 @@ def _print_status(known: object) -> None:
             str(engine.leased_slots),
             str(engine.counters.get("hits", 0)),
             str(engine.counters.get("loads_failed", 0)),
+            engine.versions,
         )
     console.print(engines)
     for namespace, chunks in sorted(known.namespaces.items()):

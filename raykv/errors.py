@@ -16,7 +16,14 @@ class ClusterError(RayKVError):
 
 
 class VersionError(RayKVError):
-    """Two parts that must agree on a version do not, or vLLM's version is not supported."""
+    """Two parts that must agree on a version do not, or vLLM's version is not supported.
+
+    `is_mended`: the cause has been removed, the next try may succeed.
+    """
+
+    def __init__(self, what: str, *, is_mended: bool = False) -> None:
+        super().__init__(what)
+        self.is_mended = is_mended
 
 
 class AttachError(RayKVError):

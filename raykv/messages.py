@@ -69,6 +69,7 @@ class AttachEngine(msgspec.Struct, frozen=True):
     num_ranks: int
     slot_bytes: dict[int, int]
     leases: Leases = Leases()
+    versions: str = ""
 
 
 class EngineAttached(msgspec.Struct, frozen=True):
@@ -347,6 +348,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     num_ranks: int
     leased_slots: int
     age_s: float
+    versions: str = ""
     counters: dict[str, int] = {}
 
 

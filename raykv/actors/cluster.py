@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.actors import names
 from raykv.actors.node import NodeActor
 from raykv.actors.scheduler import SchedulerActor
-from raykv.errors import ClusterError
+from raykv.errors import ClusterError, VersionError
 from raykv.messages import PROTOCOL_VERSION, ClusterStatus, NodeDescription, decode
 
 logger = logging.getLogger("raykv.cluster")
@@ -370,20 +370,24 @@ def describe(actor: Any, timeout_s: float) -> NodeDescription:
     """Ask a NodeActor what it is.
 
     Raises:
-        ClusterError: it does not answer in time, has died, or is of another RayKV version.
+        ClusterError: it does not answer in time, or has died.
+        VersionError: it is of another RayKV; if it has no engines it was ended, and the next call
+            to `node_actor` makes one of ours.
     """
     try:
-        raw = ray.get(actor.describe.remote(), timeout=timeout_s)
+        description = decode(ray.get(actor.describe.remote(), timeout=timeout_s), NodeDescription)
     except Exception as error:
         raise ClusterError(f"the NodeActor does not answer: {_first_line(error)}") from error
-    description = decode(raw, NodeDescription)
-    if description.version != PROTOCOL_VERSION:
-        raise ClusterError(
-            f"the NodeActor runs RayKV {description.raykv_version} (protocol "
-            f"{description.version}), this process speaks protocol {PROTOCOL_VERSION}: "
-            "`raykv down`, then start again"
-        )
-    return description
+    if description.version == PROTOCOL_VERSION:
+        return description
+    what = (
+        f"the NodeActor runs RayKV {description.raykv_version} (protocol {description.version}), "
+        f"this process speaks protocol {PROTOCOL_VERSION}"
+    )
+    if description.num_workers:
+        raise VersionError(f"{what}; engines use it, so it stays: this one runs without the cache")
+    ray.kill(actor, no_restart=True)
+    raise VersionError(f"{what}; nobody uses it, so it is replaced", is_mended=True)
 
 
 def status(scheduler: Any, timeout_s: float) -> ClusterStatus:

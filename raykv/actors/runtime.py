@@ -16,17 +16,19 @@ from typing import Any
 
 import ray
 
-import raykv
 from raykv.actors import cluster
 from raykv.actors.session import RayCalls, Session, SessionSettings
 from raykv.config import Settings, check_pool_bytes, default_pool_bytes
 from raykv.core.geometry import PoolGeometry
 from raykv.core.view import EngineView
-from raykv.errors import ClusterError, RayKVError
+from raykv.errors import ClusterError, RayKVError, VersionError
 from raykv.memory.limits import memory_limit
 from raykv.messages import NodeDescription
 
 logger = logging.getLogger("raykv")
+
+REPLACE_PAUSE_S = 0.5
+"""For Ray to forget the name of an actor that was ended."""
 
 STOP_DEADLINE_S = 2.0
 """For the session's thread at shutdown."""
@@ -34,13 +36,17 @@ STOP_DEADLINE_S = 2.0
 
 @dataclass(frozen=True)
 class EngineIdentity:
-    """Who the engine is to the actors; `slot_bytes` by KV group index."""
+    """Who the engine is to the actors; `slot_bytes` by KV group index.
+
+    `versions` is for people: of RayKV, vLLM and Ray.
+    """
 
     engine_id: str
     namespace: str
     model: str
     num_ranks: int
     slot_bytes: dict[int, int]
+    versions: str
 
 
 class EngineRuntime:
@@ -96,6 +102,7 @@ class EngineRuntime:
             model=identity.model,
             num_ranks=identity.num_ranks,
             slot_bytes=identity.slot_bytes,
+            versions=identity.versions,
             heartbeat_s=self._settings.heartbeat_s,
             rpc_deadline_s=self._settings.rpc_deadline_s,
         )
@@ -141,10 +148,20 @@ class EngineRuntime:
             threading.Thread(target=self._keep_describing, name="raykv-find", daemon=True).start()
 
     def _describe_node(self, give_up_at: float) -> NodeDescription:
-        actor = cluster.find_node_actor(self.node_id)
-        if actor is None:
-            raise ClusterError(f"there is no NodeActor on node {self.node_id}")
-        return cluster.describe(actor, max(1.0, give_up_at - time.monotonic()))
+        while True:
+            actor = cluster.find_node_actor(self.node_id)
+            if actor is None:
+                self._find_actors()
+                actor = cluster.find_node_actor(self.node_id)
+            if actor is None:
+                raise ClusterError(f"there is no NodeActor on node {self.node_id}")
+            try:
+                return cluster.describe(actor, max(1.0, give_up_at - time.monotonic()))
+            except VersionError as error:
+                if not error.is_mended or time.monotonic() > give_up_at:
+                    raise
+                logger.warning("%s", error)
+                time.sleep(REPLACE_PAUSE_S)
 
     def _keep_describing(self) -> None:
         """Until the NodeActor has said where it listens; the socket's name never changes then."""
@@ -167,9 +184,9 @@ class EngineRuntime:
 
     def _announce(self, node: NodeDescription) -> None:
         logger.info(
-            "RayKV %s: Ray cluster %s, node %s, pool %s (%.0f %% prefaulted), namespace %s (%s), "
+            "%s: Ray cluster %s, node %s, pool %s (%.0f %% prefaulted), namespace %s (%s), "
             "%d chunks cached",
-            raykv.__version__,
+            self._identity.versions,
             self.address,
             self.node_id[:12],
             human_bytes(node.pool_bytes),

@@ -55,6 +55,7 @@ class SessionSettings:
     model: str
     num_ranks: int
     slot_bytes: dict[int, int]
+    versions: str = ""
     heartbeat_s: float = 1.0
     rpc_deadline_s: float = 5.0
 
@@ -240,6 +241,7 @@ class Session:
             num_ranks=settings.num_ranks,
             slot_bytes=settings.slot_bytes,
             leases=self._view.declared_leases(),
+            versions=settings.versions,
         )
         answer = decode(self._calls.attach(encode(message)), EngineAttached)
         if answer.error:

@@ -223,6 +223,7 @@ class BlockManager:
             namespace=Namespace(message.namespace),
             model=message.model,
             num_ranks=message.num_ranks,
+            versions=message.versions,
             slot_bytes=dict(message.slot_bytes),
             last_seen=now,
             attached_at=now,

@@ -42,6 +42,7 @@ class Engine:
     attached_at: float
     mirror: Mirror
     reply: SyncReply | None = None
+    versions: str = ""
     void: bool = False
     cleared: int = 0
     counters: dict[str, int] = field(default_factory=dict)
@@ -95,5 +96,6 @@ def engine_status(engine: Engine, node: Node | None, now: float) -> EngineStatus
         num_ranks=engine.num_ranks,
         leased_slots=sum(lease.engine_id == engine.engine_id for lease in leases),
         age_s=now - engine.attached_at,
+        versions=engine.versions,
         counters=engine.counters,
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import ray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 
+import raykv
 from raykv.actors.link import LinkTarget
 from raykv.actors.runtime import EngineIdentity, EngineRuntime
 from raykv.config import load_settings
@@ -104,6 +106,7 @@ class RayKVConnector(OffloadingConnector):
             model=spec.config.model.name,
             num_ranks=spec.config.parallel.world_size,
             slot_bytes=spec.slot_bytes_by_group(),
+            versions=f"RayKV {raykv.__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
         )
         self._identity = identity
         self._manager = manager

@@ -28,11 +28,12 @@ STAGING_BLOCKS = 6
 
 
 class Device:
-    """KV tensors of two layers in ordinary memory, each block with bytes of its own."""
+    """KV tensors of two layers that can't be mapped, each block with bytes of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self.tensors = [
-            torch.randint(-128, 127, (NUM_BLOCKS, page), dtype=torch.int8) for page in PAGES
+            torch.randint(-128, 127, (NUM_BLOCKS, page), dtype=torch.int8).to(device)
+            for page in PAGES
         ]
 
     @property
@@ -55,9 +56,11 @@ def service() -> Iterator[NodeService]:
     running.stop()
 
 
-@pytest.fixture
-def device() -> Device:
-    return Device()
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return Device(request.param)
 
 
 @pytest.fixture

@@ -307,8 +307,10 @@ def test_scheduler_actor_killed_costs_no_request_and_no_chunk(
 
 def test_engine_says_at_start_what_it_joined(engine: EngineProcess, cluster: Cluster) -> None:
     (line,) = [line for line in engine.log_text.splitlines() if "Ray cluster" in line]
-    for word in (cluster.address, "node ", "256.0 MiB", "prefaulted", "namespace "):
+    words = ("RayKV", "vLLM 0.3", cluster.address, "node ", "256.0 MiB", "prefaulted", "namespace ")
+    for word in words:
         assert word in line
+    assert cluster.status().engines[0].versions in line
 
 
 def signal_after(pid: int, number: signal.Signals, delay_s: float) -> None:

@@ -15,7 +15,13 @@ from raykv.actors import cluster as clusters
 from raykv.cli import app
 from raykv.client import Cluster
 from raykv.errors import ClusterError
-from raykv.messages import PROTOCOL_VERSION, AttachEngine, EngineAttached, decode, encode
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    EngineAttached,
+    decode,
+    encode,
+)
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration

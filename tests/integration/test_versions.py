@@ -1,0 +1,49 @@
+"""A NodeActor of another RayKV on the node."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from raykv.actors import cluster as clusters
+from raykv.actors import names
+from raykv.client import Cluster
+from raykv.errors import VersionError
+from raykv.messages import PROTOCOL_VERSION, NodeDescription, encode
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+
+class OldNodeActor:
+    """A NodeActor of a RayKV with another protocol."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+
+    def describe(self) -> bytes:
+        node = NodeDescription(
+            PROTOCOL_VERSION + 1, "9.9", "node", 1, "socket", 1, 1, 1, 1, self._num_workers
+        )
+        return encode(node)
+
+
+@pytest.mark.parametrize(("num_workers", "is_replaced"), [(0, True), (1, False)])
+def test_node_actor_of_other_version_is_replaced_unless_in_use(
+    cluster: Cluster, num_workers: int, is_replaced: bool
+) -> None:
+    cluster.down()
+    node_id = clusters.resolve_node_id("")
+    name = names.node_actor(node_id)
+    actor = (
+        ray.remote(OldNodeActor)
+        .options(name=name, namespace=names.RAY_NAMESPACE, num_cpus=0)
+        .remote(num_workers)
+    )
+    with pytest.raises(VersionError, match=r"9\.9") as caught:
+        clusters.describe(actor, 30.0)
+    assert caught.value.is_mended is is_replaced
+    wait_until(
+        lambda: (clusters.find_node_actor(node_id) is None) is is_replaced, 20.0, "it is gone"
+    )
+    cluster.down()
