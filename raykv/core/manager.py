@@ -109,6 +109,9 @@ class BlockManager:
         old = self._nodes.pop(NodeId(report.node_id), None)
         if old is not None:
             self._forget_chunks(old)
+        elif _seen_epoch(report) == self.epoch:
+            # It has heard of an earlier life of this actor that had the same epoch.
+            self._rise_above(self.epoch)
         is_first = report.highest_generation == NO_GENERATION and report.scheduler_epoch == 0
         node = Node(
             node_id=NodeId(report.node_id),
@@ -134,13 +137,16 @@ class BlockManager:
         node.pid = report.pid
         node.hostname = report.hostname
         node.raykv_version = report.raykv_version
-        seen = max(report.scheduler_epoch, epoch_of(Generation(report.highest_generation)))
-        if seen > self.epoch:
-            self.epoch = Epoch(seen + 1)
-            self._counter = 0
+        if _seen_epoch(report) > self.epoch:
+            self._rise_above(_seen_epoch(report))
         for name, generation in report.cleared.items():
             known = self._cleared.get(Namespace(name), NO_GENERATION)
             self._cleared[Namespace(name)] = Generation(max(known, generation))
+
+    def _rise_above(self, epoch: Epoch) -> None:
+        """Begin an epoch that no node has seen; all engines attach again."""
+        self.epoch = Epoch(epoch + 1)
+        self._counter = 0
 
     def _take_inventory(self, node: Node, report: NodeReport) -> None:
         """One page of all READY chunks; slots that an engine has declared stay leased to it,
@@ -235,7 +241,13 @@ class BlockManager:
     def _take_declared(self, engine: Engine, node: Node, leases: Leases) -> None:
         """Believe an engine's leases where the slot is free or holds an older chunk, which was
         evicted for them; drop what it no longer claims.
+
+        None of them is believed when the namespace was cleared since: the engine has missed it.
         """
+        cleared = self._cleared.get(engine.namespace, NO_GENERATION)
+        if any(generation <= cleared for generation in leases.generations):
+            engine.void = True
+            leases = Leases()
         declared = dict(zip(leases.slots, leases.generations, strict=True))
         for slot, lease in list(node.book.leases.items()):
             if lease.engine_id == engine.engine_id and declared.get(slot) != lease.generation:
@@ -446,3 +458,8 @@ class BlockManager:
         """Assert the invariants over the whole state; for tests and idle moments."""
         for node in self._nodes.values():
             node.book.check()
+
+
+def _seen_epoch(report: NodeReport) -> Epoch:
+    """The latest epoch of a scheduler actor that the node has heard of."""
+    return Epoch(max(report.scheduler_epoch, epoch_of(Generation(report.highest_generation))))

@@ -34,7 +34,7 @@ from raykv.errors import RayKVError
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.namespace import engine_facts, namespace_of
-from raykv.vllm.spec import RayKVOffloadingSpec, use_our_spec
+from raykv.vllm.spec import RayKVOffloadingSpec, refuse_several_nodes, use_our_spec
 from raykv.vllm.versions import check_vllm_version, vllm_version
 from raykv.vllm.worker import (
     RayKVConnectorMetadata,
@@ -83,6 +83,7 @@ class RayKVConnector(OffloadingConnector):
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
+        refuse_several_nodes(vllm_config.parallel_config.nnodes_within_dp)
         transfer_config = vllm_config.kv_transfer_config
         use_our_spec(transfer_config.kv_connector_extra_config)
         transfer_config.kv_load_failure_policy = "recompute"

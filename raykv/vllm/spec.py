@@ -54,7 +54,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         # Set by the connector before vLLM asks for the worker, where the KV cache can be shared.
         self.shared_allocation: Any = None
         self._manager: RayOffloadingManager | None = None
-        _refuse_unsupported(config)
+        refuse_unsupported(config)
 
     @property
     def slot_bytes(self) -> int:
@@ -134,7 +134,20 @@ class RayKVOffloadingSpec(OffloadingSpec):
         )
 
 
-def _refuse_unsupported(config: Any) -> None:
+def refuse_several_nodes(num_nodes: int) -> None:
+    """A chunk would exist only where every node of the engine has its part.
+
+    Raises:
+        SettingError: the ranks of the engine are on several nodes.
+    """
+    if num_nodes > 1:
+        raise SettingError(
+            f"the ranks of this engine span {num_nodes} nodes, which RayKV does not support yet: "
+            "only engines on one node are"
+        )
+
+
+def refuse_unsupported(config: Any) -> None:
     """What is not built yet stops the start instead of giving wrong or no hits.
 
     Raises:
@@ -142,6 +155,11 @@ def _refuse_unsupported(config: Any) -> None:
     """
     if config.canonical_layout:
         raise SettingError("canonical_layout=true is not supported by RayKV yet: leave it out")
+    if config.extra_config.get("self_describing_kv_events"):
+        raise SettingError(
+            "self_describing_kv_events=true is not supported by RayKV yet, which publishes no KV "
+            "events: leave it out"
+        )
     if config.parallel.pp_size > 1:
         raise SettingError(
             f"pipeline_parallel_size={config.parallel.pp_size} is not supported by RayKV yet: "

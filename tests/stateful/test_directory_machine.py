@@ -60,7 +60,7 @@ PAGE = 4096
 NUM_PAGES = 16
 SLAB = 4
 NODE = NodeId("node")
-NAMES = "abcdef"
+NAMES = "abcdefghijkl"
 LEASE_SLOTS = 4
 MAX_INBOX = 4
 PAGE_KEYS = 3
@@ -202,9 +202,11 @@ class Node:
                 self._unanswered = self._message(self._unreported)
                 self._unreported = []
             message = self._unanswered
-        if fate is not Fate.REQUEST_LOST:
-            reply = manager.node_report(message, now)
-        if fate is not Fate.ARRIVES:
+        if fate is Fate.REQUEST_LOST:
+            self._pages = []
+            return message
+        reply = manager.node_report(message, now)
+        if fate is Fate.ANSWER_LOST:
             self._pages = []
             return message
         if self._pages:
@@ -428,15 +430,16 @@ class Engine:
             job.is_completed_by_vllm = False
 
 
-names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)
+names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)
+engines = st.integers(0, 1)
 
 
 class DirectoryMachine(RuleBasedStateMachine):
     SECOND_NAMESPACE = "first"
     SECOND_PAGES = 1
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(filled=st.integers(0, len(NAMES)))
+    def begin(self, filled: int) -> None:
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(raykv.core.manager, "MAX_KEYS", PAGE_KEYS)
         self.patches.setattr(raykv.core.mirror, "MAX_KEYS", PAGE_KEYS)
@@ -451,6 +454,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             Engine("engine-1", self.SECOND_NAMESPACE, self.SECOND_PAGES),
         ]
         self.talk_until_quiet()
+        for name in NAMES[:filled]:
+            for which in (0, 1):
+                self.engine_works(which, [name])
 
     def teardown(self) -> None:
         try:
@@ -460,11 +466,18 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     # What the engines do
 
-    @rule(which=st.integers(0, 1), keys=names)
+    @rule(which=engines, keys=names)
+    def engine_works(self, which: int, keys: list[str]) -> None:
+        """It asks for some chunks, stores them if it has to, and everybody hears of it."""
+        if not self.engines[which].load(self.node, list(map(key, keys)), self.now):
+            self.engines[which].store(self.node, list(map(key, keys)))
+        self.talk()
+
+    @rule(which=engines, keys=names)
     def engine_stores(self, which: int, keys: list[str]) -> None:
         self.engines[which].store(self.node, list(map(key, keys)))
 
-    @rule(which=st.integers(0, 1), keys=names)
+    @rule(which=engines, keys=names)
     def engine_loads(self, which: int, keys: list[str]) -> None:
         self.engines[which].load(self.node, list(map(key, keys)), self.now)
 
@@ -475,15 +488,13 @@ class DirectoryMachine(RuleBasedStateMachine):
             while engine.ended:
                 engine.take_result()
 
-    @rule(which=st.integers(0, 1))
+    @rule(which=engines)
     def engine_drains_its_inbox(self, which: int) -> None:
         self.engines[which].drain()
 
-    @rule(which=st.integers(0, 1))
     def engine_resets(self, which: int) -> None:
         self.engines[which].reset(self.highest)
 
-    @rule(which=st.integers(0, 1))
     def engine_dies_and_another_starts(self, which: int) -> None:
         dead = self.engines[which]
         if self.node.jobs and self.node.jobs[0].engine is dead and self.node.jobs[0].admitted:
@@ -510,18 +521,20 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self.node.begin_next()
             self.node.finish_next(ok=True)
 
-    @rule()
     def node_restarts(self) -> None:
         jobs = self.node.jobs
         self.node = Node(self.node.epoch + 1)
         for job in jobs:
             job.refuse_all(Refusal.NODE_LOST)
             job.engine.ended.append(job)
+        # Its memory is new: there is nothing from before a reset, and generations may begin anew.
+        self.highest = NO_GENERATION
         for engine in self.engines:
             engine.is_link_up = False
+            engine.floor = NO_GENERATION
 
     @precondition(lambda self: not all(engine.is_link_up for engine in self.engines))
-    @rule(which=st.integers(0, 1), is_back=st.booleans())
+    @rule(which=engines, is_back=st.booleans())
     def workers_look_for_their_node(self, which: int, is_back: bool) -> None:
         engine = self.engines[which]
         if not engine.is_link_up:
@@ -534,19 +547,19 @@ class DirectoryMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         self.manager.expire(self.now)
 
-    @rule(which=st.integers(0, 1))
+    @rule(which=engines)
     def engine_sends(self, which: int) -> None:
         if self.engines[which].under_way is None:
             self.engines[which].send()
 
-    @rule(which=st.integers(0, 1), fate=fates)
+    @rule(which=engines, fate=fates)
     def manager_answers(self, which: int, fate: Fate) -> None:
         if self.engines[which].under_way is not None:
             self.tick()
             granted = self.engines[which].receive(self.manager, self.now, fate)
             self.highest = max(self.highest, granted)
 
-    @rule(which=st.integers(0, 1), fate=fates)
+    @rule(which=engines, fate=fates)
     def engine_exchanges(self, which: int, fate: Fate) -> None:
         self.engine_sends(which)
         self.manager_answers(which, fate)
@@ -563,7 +576,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.tick()
         self.manager.node_report(data.draw(st.sampled_from(self.late_reports[-5:])), self.now)
 
-    @rule(which=st.integers(0, 1), data=st.data())
+    @rule(which=engines, data=st.data())
     def old_request_comes_again(self, which: int, data: st.DataObject) -> None:
         late = self.engines[which].late
         if late:
@@ -576,27 +589,47 @@ class DirectoryMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.now += seconds
 
-    @precondition(lambda self: self.is_every_clearing_on_the_node())
-    @rule(epoch=st.sampled_from([None, None, 1]))
-    def scheduler_actor_restarts(self, epoch: int | None) -> None:
-        """Under a later epoch, or, where the host's clock has gone back, an earlier one."""
-        self.manager = BlockManager(Epoch(epoch or self.manager.epoch + 1), SETTINGS)
+    @rule(
+        what=st.sampled_from(
+            [
+                "engine resets",
+                "engine dies",
+                "node restarts",
+                "scheduler actor restarts",
+                "scheduler actor restarts",
+                "scheduler actor restarts with a late clock",
+                "operator clears a namespace",
+                "operator clears everything",
+                "operator pauses",
+                "operator resumes",
+            ]
+        ),
+        which=engines,
+    )
+    def something_happens(self, what: str, which: int) -> None:
+        match what.split():
+            case ["engine", "resets"]:
+                self.engine_resets(which)
+            case ["engine", "dies"]:
+                self.engine_dies_and_another_starts(which)
+            case ["node", "restarts"]:
+                self.node_restarts()
+            case ["scheduler", "actor", "restarts", *clock]:
+                if self.is_every_clearing_on_the_node():
+                    epoch = 1 if clock else self.manager.epoch + 1
+                    self.manager = BlockManager(Epoch(epoch), SETTINGS)
+            case ["operator", "clears", extent, *_]:
+                self.manager.clear(None if extent == "everything" else Namespace("first"))
+            case ["operator", verb]:
+                self.manager.set_paused(verb == "pauses")
 
     def is_every_clearing_on_the_node(self) -> bool:
-        """A clearing that no node has heard of dies with the scheduler actor; see the report."""
+        """A clearing that the node has not heard of dies with the scheduler actor."""
         heard = self.node.table.cleared
         return all(
             heard.get(name, NO_GENERATION) >= generation
             for name, generation in self.manager._cleared.items()
         )
-
-    @rule(everything=st.booleans())
-    def operator_clears(self, everything: bool) -> None:
-        self.manager.clear(None if everything else Namespace("first"))
-
-    @rule(paused=st.booleans())
-    def operator_pauses_or_resumes(self, paused: bool) -> None:
-        self.manager.set_paused(paused)
 
     # What always holds
 
@@ -610,21 +643,38 @@ class DirectoryMachine(RuleBasedStateMachine):
     # What holds in the end
 
     def talk_until_quiet(self) -> None:
-        """No more faults: everybody says and hears all there is."""
-        for _ in range(8):
-            self.now += 1
-            for engine in self.engines:
-                while engine.ended:
-                    engine.take_result()
-                if not engine.is_link_up:
-                    engine.find_link(self.node)
-            self.node_copies_everything()
-            for _ in range(2 + NUM_PAGES // PAGE_KEYS):
-                self.node_reports(Fate.ARRIVES)
-                for which, engine in enumerate(self.engines):
-                    self.engine_exchanges(which, Fate.ARRIVES)
-                    engine.drain()
-            self.parts_are_consistent()
+        """No more faults: everybody says and hears all there is, twice the time to settle."""
+        until = self.now + 2 * SETTINGS.settle_s
+        quiet_rounds = 0
+        while self.now < until or quiet_rounds < 2:
+            assert self.now < until + 50, "there is no end of news"
+            self.now += 0.5
+            before = self.picture()
+            self.talk()
+            quiet_rounds = quiet_rounds + 1 if self.picture() == before else 0
+        self.parts_are_consistent()
+
+    def talk(self) -> None:
+        """One round: jobs run and end, and everybody exchanges one message."""
+        self.node_copies_everything()
+        for which, engine in enumerate(self.engines):
+            while engine.ended:
+                engine.take_result()
+            if not engine.is_link_up:
+                engine.find_link(self.node)
+            self.engine_exchanges(which, Fate.ARRIVES)
+            engine.drain()
+        self.node_reports(Fate.ARRIVES)
+
+    def picture(self) -> object:
+        """What changes while there is news."""
+        status = self.manager.status("", "", 0.0)
+        views = [
+            (engine.view.num_ready, engine.view.declared_leases(), engine.view.has_news)
+            for engine in self.engines
+        ]
+        leases = [(engine.engine_id, engine.leased_slots) for engine in status.engines]
+        return views, leases, status.namespaces, status.epoch
 
     def settle(self) -> None:
         self.manager.set_paused(False)
