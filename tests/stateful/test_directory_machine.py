@@ -86,7 +86,10 @@ def key(name: str) -> Key:
 
 @dataclass(eq=False)
 class Job:
-    """A copy job. `admitted` is None until the node has begun it."""
+    """A copy job. `admitted` is None until the node has begun it.
+
+    A load may not read a chunk of the generation `floor` or an older one.
+    """
 
     engine: Engine
     direction: Direction
@@ -94,6 +97,7 @@ class Job:
     keys: list[Key]
     handles: list[Handle]
     node_epoch: Epoch
+    floor: Generation
     admitted: list[int] | None = None
     refusals: dict[int, Refusal] = field(default_factory=dict)
     is_completed_by_vllm: bool = True
@@ -184,7 +188,7 @@ class Node:
     def _read(self, job: Job, name: ChunkName) -> None:
         pages = set(self.memory[name.slot : name.slot + job.engine.pages])
         assert pages == {text_of(name)}, "a load has read other bytes than those of its key"
-        assert name.generation > job.engine.floor, "a load has read what was there before a reset"
+        assert name.generation > job.floor, "a load has read what was there before a reset"
 
     def _write(self, job: Job, name: ChunkName, text: str) -> None:
         for page in range(name.slot, name.slot + job.engine.pages):
@@ -266,7 +270,7 @@ class Engine:
         self.ended: deque[Job] = deque()
         self.flying: list[Job] = []
         self.late: list[SyncRequest] = []
-        # No load of this engine may read a chunk of this generation or an older one.
+        # What was stored up to this generation is from before the last reset.
         self.floor = NO_GENERATION
         self.is_link_up = True
         self._requests = 0
@@ -384,7 +388,7 @@ class Engine:
         keys: list[Key],
         handles: list[Handle],
     ) -> Job:
-        job = Job(self, direction, request_id, keys, handles, self.view.node_epoch)
+        job = Job(self, direction, request_id, keys, handles, self.view.node_epoch, self.floor)
         self.flying.append(job)
         if self.is_link_up:
             node.jobs.append(job)
@@ -688,12 +692,12 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def directory_is_on_the_node(self) -> None:
         there = {
-            (name.namespace, name.key): name.generation for name in self.node.table.inventory()
+            (name.namespace, name.key, name.generation) for name in self.node.table.inventory()
         }
         for namespace in {engine.namespace for engine in self.engines}:
             for name in map(key, NAMES):
                 held = self.manager.holds(NODE, namespace, name)
-                assert held is None or there.get((namespace, name)) == held
+                assert held is None or (namespace, name, held) in there
 
     def views_are_in_the_directory(self) -> None:
         for engine in self.engines:
