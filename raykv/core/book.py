@@ -14,12 +14,12 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from raykv.core.geometry import PoolGeometry
 from raykv.core.policy import POLICIES, EvictionPolicy
-from raykv.types import EngineId, Generation, Key, Namespace, Slot
+from raykv.types import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
 
 Name = tuple[Namespace, Key]
 """What a chunk is called in the whole cluster."""
@@ -157,6 +157,27 @@ class PoolBook:
         for namespace, key in doomed:
             self.drop(namespace, key)
 
+    def drop_overwritten(self, writes: Iterable[Chunk]) -> None:
+        """Forget what can't be there any more, since its place was given to one of `writes`.
+
+        A place is the slot itself, and the whole slab if that has got another slot size.
+        """
+        slots: dict[Slot, Generation] = {}
+        slabs: dict[int, Chunk] = {}
+        for chunk in sorted(writes, key=lambda chunk: chunk.generation):
+            slots[chunk.slot] = chunk.generation
+            slabs[self.geometry.slab_of(chunk.slot)] = chunk
+        if slots:
+            self.drop_where(lambda chunk: self._is_overwritten(chunk, slots, slabs))
+
+    def _is_overwritten(
+        self, chunk: Chunk, slots: dict[Slot, Generation], slabs: dict[int, Chunk]
+    ) -> bool:
+        newest = slabs.get(self.geometry.slab_of(chunk.slot))
+        if newest is not None and newest.slot_bytes != chunk.slot_bytes:
+            return chunk.generation < newest.generation
+        return chunk.generation < slots.get(chunk.slot, NO_GENERATION)
+
     def touch(self, name: Name) -> None:
         """The chunk was used; nothing if it is not held."""
         chunk = self.find(*name)
@@ -175,7 +196,10 @@ class PoolBook:
     # Leases
 
     def claim_place(self, chunk: Chunk) -> bool:
-        """Take a certain slot out of the free ones, with its slab; False if it can't be there."""
+        """Take a certain slot out of the free ones; False if it can't be there.
+
+        Its slab comes along if nothing else is in it.
+        """
         if not self.geometry.is_place(chunk.slot, chunk.slot_bytes):
             return False
         slab = self.geometry.slab_of(chunk.slot)
@@ -183,10 +207,19 @@ class PoolBook:
         if slab in self._free_slabs:
             self._free_slabs.remove(slab)
             self._give_slab(slot_class, slab)
+        for other in self._classes.values():
+            if other is not slot_class and self._is_unused(other, slab):
+                self._empty_slab(other, slab)
+                self._give_slab(slot_class, slab)
         if slab not in slot_class.slabs or chunk.slot not in slot_class.free:
             return False
         del slot_class.free[chunk.slot]
         return True
+
+    def _is_unused(self, slot_class: _SlotClass, slab: int) -> bool:
+        """Whether the class has the slab, and all slots of it are free."""
+        slots = self.geometry.slots_of(slab, slot_class.slot_bytes)
+        return slab in slot_class.slabs and all(slot in slot_class.free for slot in slots)
 
     def end_lease(self, slot: Slot) -> None:
         """The lease is over without a chunk: the slot is free."""

@@ -166,15 +166,21 @@ class BlockManager:
         node.inventory_complete = report.last_page
 
     def _take_stored(self, node: Node, stored: Inventory, now: float) -> None:
+        """Hold what was stored at its lease. The rest is not ours to hold, but it may have come
+        over chunks of an inventory, which was made up before.
+        """
+        strange: list[Chunk] = []
         for (namespace, key), chunk in rows(stored):
             lease = node.book.leases.get(chunk.slot)
             if lease is None or lease.generation != chunk.generation:
+                strange.append(chunk)
                 continue
             del node.book.leases[chunk.slot]
             if chunk.generation <= self._cleared.get(namespace, NO_GENERATION):
                 node.book.release(chunk)
                 continue
             node.book.hold((namespace, key), chunk)
+        node.book.drop_overwritten(strange)
 
     def _forget_chunks(self, node: Node) -> None:
         """A NodeActor is gone with its pool: its engines start from an empty mirror."""
@@ -252,24 +258,21 @@ class BlockManager:
         for slot, lease in list(node.book.leases.items()):
             if lease.engine_id == engine.engine_id and declared.get(slot) != lease.generation:
                 node.book.end_lease(slot)
-        self._drop_older(node, declared)
-        columns = zip(leases.groups, leases.slots, leases.generations, strict=True)
-        for group, place, generation in columns:
-            size = engine.slot_bytes.get(group)
-            is_granted = generation <= make_generation(self.epoch, self._counter)
-            if size is None or not is_granted or Slot(place) in node.book.leases:
-                continue
-            chunk = Chunk(Slot(place), Generation(generation), size)
+        claimed = list(self._plausible(engine, node, leases))
+        node.book.drop_overwritten(chunk for _, chunk in claimed)
+        for group, chunk in claimed:
             if node.book.claim_place(chunk):
-                lease = Lease(engine.engine_id, group, chunk.generation, size)
+                lease = Lease(engine.engine_id, group, chunk.generation, chunk.slot_bytes)
                 node.book.leases[chunk.slot] = lease
 
-    def _drop_older(self, node: Node, declared: dict[int, int]) -> None:
-        """Forget chunks whose slots were granted again, by this actor's last life."""
-        granted = make_generation(self.epoch, self._counter)
-        node.book.drop_where(
-            lambda chunk: chunk.generation < declared.get(chunk.slot, NO_GENERATION) <= granted
-        )
+    def _plausible(self, engine: Engine, node: Node, leases: Leases) -> Iterator[tuple[int, Chunk]]:
+        """KV group and place of declared leases that may have been granted and are nobody's."""
+        columns = zip(leases.groups, leases.slots, leases.generations, strict=True)
+        for group, slot, generation in columns:
+            size = engine.slot_bytes.get(group)
+            is_granted = generation <= make_generation(self.epoch, self._counter)
+            if size is not None and is_granted and Slot(slot) not in node.book.leases:
+                yield group, Chunk(Slot(slot), Generation(generation), size)
 
     def _start_snapshot(self, engine: Engine) -> None:
         """Have the engine's mirror rebuilt from scratch with its next exchanges."""

@@ -687,6 +687,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.directory_is_on_the_node()
         self.views_are_in_the_directory()
         self.leases_are_known_on_both_sides()
+        # The lookups have pinned all chunks.
+        self.now += SETTINGS.pin_s
+        self.talk_until_quiet()
         for engine in self.engines:
             self.new_chunk_is_stored_and_found(engine)
 
