@@ -75,12 +75,14 @@ class AttachEngine(msgspec.Struct, frozen=True):
 class EngineAttached(msgspec.Struct, frozen=True):
     """Answer to `AttachEngine`. With `error` set nothing was attached.
 
-    `capacity` has the number of slots that the node's pool can hold for each KV group.
+    `capacity` has the number of slots that the node's pool can hold for each KV group; `rejected`
+    the slots of declared leases that the engine does not hold.
     """
 
     epoch: int
     node_epoch: int = 0
     capacity: dict[int, int] = {}
+    rejected: list[int] = []
     paused: bool = False
     error: str = ""
     retry: bool = False

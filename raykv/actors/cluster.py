@@ -260,7 +260,7 @@ def join(address: str) -> None:
     if ray.is_initialized():
         return
     _use_token()
-    _check_reachable(address)
+    check_reachable(address)
     try:
         ray.init(
             address=address,
@@ -277,7 +277,7 @@ def join(address: str) -> None:
         ) from error
 
 
-def _check_reachable(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Ray itself tries for minutes to reach a cluster that is not there.
 
     Raises:

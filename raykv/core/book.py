@@ -221,6 +221,11 @@ class PoolBook:
         slots = self.geometry.slots_of(slab, slot_class.slot_bytes)
         return slab in slot_class.slabs and all(slot in slot_class.free for slot in slots)
 
+    def is_leased_to(self, engine_id: EngineId, slot: Slot) -> bool:
+        """Whether the engine has a lease of the slot."""
+        lease = self.leases.get(slot)
+        return lease is not None and lease.engine_id == engine_id
+
     def end_lease(self, slot: Slot) -> None:
         """The lease is over without a chunk: the slot is free."""
         lease = self.leases.pop(slot)

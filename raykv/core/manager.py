@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raykv.core.book import Change, Chunk, Lease, PoolBook
@@ -209,8 +210,14 @@ class BlockManager:
                     "smaller blocks_per_chunk",
                 )
         self._admit(message, node, now)
+        engine_id = EngineId(message.engine_id)
         return EngineAttached(
             epoch=self.epoch,
+            rejected=[
+                slot
+                for slot in message.leases.slots
+                if not node.book.is_leased_to(engine_id, Slot(slot))
+            ],
             node_epoch=node.epoch,
             capacity={g: geometry.capacity(size) for g, size in message.slot_bytes.items()},
             paused=self.paused,

@@ -327,11 +327,12 @@ class EngineView:
         self.epoch = Epoch(message.epoch)
         self.paused = message.paused
         self._capacity.update(message.capacity)
+        self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
         self._forget_undeclared()
         self.node_restarted(Epoch(message.node_epoch))
 
     def _forget_undeclared(self) -> None:
-        """Leases that came in while the engine attached: others may have them by now."""
+        """Leases that came in while the engine attached, or were not believed: others have them."""
         for group, leases in self._leases.items():
             self._leases[group] = deque(handle for handle in leases if handle in self._declared)
         for key, handle in self._pending.items():

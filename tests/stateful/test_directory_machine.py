@@ -727,7 +727,11 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert {other.pages for other in self.engines} == {1, 2}
             return
         self.talk_until_quiet()
-        assert self.manager.holds(NODE, engine.namespace, name) == job.handles[0].generation
+        held = self.manager.holds(NODE, engine.namespace, name)
+        if held is None and len({other.pages for other in self.engines}) > 1:
+            # The other slot size was below its fair share and got the slab with the new chunk.
+            return
+        assert held == job.handles[0].generation
         for other in self.engines:
             if other.namespace == engine.namespace:
                 load = other.load(self.node, [name], self.now)

@@ -48,10 +48,10 @@ def test_unreachable_cluster_is_refused_at_once() -> None:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(ClusterError, match=f"no Ray cluster can be reached at '{address}'"):
-        cluster.join(address)
+        cluster.check_reachable(address)
 
 
 @pytest.mark.parametrize("address", ["somewhere", "ray://host:10001", "host:port"])
 def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ClusterError, match="no Ray cluster can be reached"):
-        cluster.join(address)
+        cluster.check_reachable(address)

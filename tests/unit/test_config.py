@@ -117,6 +117,8 @@ BAD = [
     ("node_id", 1),
     ("weights_version", 2.0),
     ("eviction_policy", 1),
+    ("kv_handover", "teleported"),
+    ("staging_bytes", "-1"),
     ("lease_slots", 0),
     ("lease_slots", -3),
     ("lease_slots", "1.5"),
