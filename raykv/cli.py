@@ -53,7 +53,7 @@ def version() -> None:
 def demo(
     *,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="A seeded random model; well under a minute.")
+        bool, typer.Option("--tiny", help="A seeded random model; under a minute.")
     ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file too.")
