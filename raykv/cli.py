@@ -58,7 +58,9 @@ def demo(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file too.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds of questions.", min=2)] = 3,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of questions. Default: 3, tiny 2.", min=2)
+    ] = None,
     pool_bytes: Annotated[
         str | None, typer.Option("--pool-bytes", help='Size of the pool, like "2GiB".')
     ] = None,
@@ -73,7 +75,7 @@ def demo(
     code = run_demo(
         tiny=tiny,
         json_path=json_path,
-        rounds=rounds,
+        rounds=rounds or (2 if tiny else 3),
         ray_address=ray_address,
         pool_bytes=pool_bytes,
         console=None,

