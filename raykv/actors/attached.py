@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from raykv.copy.plan import Planner
 from raykv.core.slots import ChunkName
 from raykv.memory.handles import OpenedKV
 from raykv.memory.words import CancelWords
-from raykv.messages import AttachWorker, CopyJob
+from raykv.messages import AttachWorker, CopyJob, WorkerMessage
 from raykv.types import Direction, Generation, Key, Namespace, Refusal, Slot
 
 
@@ -86,3 +87,26 @@ class QueuedJob:
     def refuse_rest(self, refusal: Refusal) -> None:
         for chunk in range(len(self.job.handles.keys)):
             self.refusals.setdefault(chunk, refusal)
+
+
+def receive_hello(sock: socket.socket, reader: wire.FrameReader) -> tuple[WorkerMessage, list[int]]:
+    """The first message of a connection, and the descriptors that came with it."""
+    fds: list[int] = []
+    try:
+        frames: list[bytes] = []
+        while not frames:
+            data, more = wire.receive_with_fds(sock, 8)
+            fds += more
+            if not data[0]:
+                raise ValueError("it closed before it had attached")
+            frames = reader.feed(data[0])
+        return msgspec.msgpack.decode(frames[0], type=WorkerMessage), fds
+    except BaseException:
+        close_all(fds)
+        raise
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors that nobody has taken over."""
+    for fd in fds:
+        os.close(fd)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from raykv.actors import wire
-from raykv.actors.attached import AttachedWorker, QueuedJob
+from raykv.actors.attached import AttachedWorker, QueuedJob, close_all, receive_hello
 from raykv.copy.engine import CopyBackend, JobQueue
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.core.geometry import PoolGeometry
@@ -172,15 +172,7 @@ class NodeService:
     def _attach(self, sock: socket.socket) -> tuple[AttachedWorker, wire.FrameReader]:
         """Read the attach message and map what came with it."""
         reader = wire.FrameReader()
-        frames: list[bytes] = []
-        fds: list[int] = []
-        while not frames:
-            data, more = wire.receive_with_fds(sock, 8)
-            fds += more
-            if not data[0]:
-                raise ValueError("it closed before it had attached")
-            frames = reader.feed(data[0])
-        hello = msgspec.msgpack.decode(frames[0], type=WorkerMessage)
+        hello, fds = receive_hello(sock, reader)
         try:
             worker = self._admit(sock, hello, fds)
         except RayKVError as error:
@@ -194,10 +186,13 @@ class NodeService:
 
     def _admit(self, sock: socket.socket, hello: WorkerMessage, fds: list[int]) -> AttachedWorker:
         if not isinstance(hello, AttachWorker) or len(fds) < 2:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             raise AttachError("the first message must attach, with memory and cancel words")
-        words = CancelWords.received(fds[0])
+        try:
+            words = CancelWords.received(fds[0])
+        except RayKVError:
+            close_all(fds[1:])
+            raise
         try:
             kv = open_kv(hello.layout, fds[1:])
         except RayKVError:
@@ -206,9 +201,9 @@ class NodeService:
         worker = AttachedWorker(sock, hello, kv, words)
         try:
             self._check(worker)
-        except RayKVError:
+        except (RayKVError, PlanError) as error:
             worker.unmap()
-            raise
+            raise AttachError(str(error)) from error
         return worker
 
     def _check(self, worker: AttachedWorker) -> None:
