@@ -212,7 +212,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         pages=st.sampled_from([1, 1, 2]),
         newer=st.integers(-1, 2),
         num_ranks=st.sampled_from(RANKS),
-        lasts=st.integers(1, 5),
+        lasts=st.integers(0, 4),
         rank=st.integers(0, 1),
     )
     def store_somewhere(
@@ -243,19 +243,37 @@ class SlotTableMachine(RuleBasedStateMachine):
         generation = max(1, self.highest + newer)
         self.ask_to_store(Store("x", b"a", slot, generation, pages, 1, self.now + 1, era=-1), 0)
 
+    @precondition(lambda self: any(self.eras))
+    @rule(data=st.data(), number=st.integers(0, SLAB - 1))
+    def store_late_into_a_slab_that_has_another_slot_size_by_now(
+        self, data: st.DataObject, number: int
+    ) -> None:
+        slab = data.draw(st.sampled_from([i for i, era in enumerate(self.eras) if era]))
+        pages = self.size_of_slab(slab) or 1
+        earlier = [store for store in self.of_slab(slab) if store.era != self.eras[slab]]
+        generation = data.draw(st.sampled_from(earlier)).generation
+        slot = slab * SLAB + number - number % pages
+        self.ask_to_store(Store("x", b"a", slot, generation, pages, 1, self.now + 1, era=-1), 0)
+
     @precondition(lambda self: self.stores)
     @rule(
         data=st.data(),
         rank=st.integers(0, 1),
-        key=st.sampled_from([None, None, None, b"a"]),
+        key=st.sampled_from([None, None, None, None, b"a"]),
+        namespace=st.sampled_from([None, None, None, None, "x"]),
         newer=st.sampled_from([0, 0, 0, 1]),
     )
     def store_by_another_rank(
-        self, data: st.DataObject, rank: int, key: bytes | None, newer: int
+        self,
+        data: st.DataObject,
+        rank: int,
+        key: bytes | None,
+        namespace: str | None,
+        newer: int,
     ) -> None:
         old = data.draw(st.sampled_from(self.stores[-4:]))
         new = Store(
-            old.namespace,
+            namespace or old.namespace,
             key or old.key,
             old.slot,
             old.generation + newer,

@@ -103,6 +103,16 @@ def test_plan_puts_layer_behind_layer_in_a_slot() -> None:
     ]
 
 
+def test_plan_joins_nothing_when_layers_are_neighbours_in_the_kv_cache_only() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, PAGE, PAGE), blocks_per_chunk=4)
+    assert plan(of, job((0, [0, 9]))) == [
+        (0, 0, PAGE),
+        (9 * PAGE, PAGE, PAGE),
+        (640, 4 * PAGE, PAGE),
+        (640 + 9 * PAGE, 5 * PAGE, PAGE),
+    ]
+
+
 def test_plan_handles_layers_that_are_woven_into_each_other() -> None:
     of = layout((0, 4, 160, PAGE), (PAGE, 4, 160, 96))
     assert plan(of, job((0, [1]))) == [(160, 0, 160)]
@@ -181,6 +191,7 @@ WHOLE = job((0, [1, 2]), (1, [3, 4]))
         {"num_blocks": [4]},
         {"num_blocks": [4, 0]},
         {"num_blocks": [5, -1]},
+        {"num_blocks": [2, 0], "block_ids": [1, 2]},
         {"num_blocks": [3, 1]},
         {"first_block": [0]},
         {"first_block": [0, 1]},
@@ -203,6 +214,13 @@ def test_plan_refuses_a_block_that_one_layer_of_the_group_does_not_have() -> Non
     plan(of, job((0, [4])))
     with pytest.raises(PlanError, match=r"0\.\.4"):
         plan(of, job((0, [5])))
+
+
+def test_plan_refuses_a_block_that_one_group_of_the_job_does_not_have() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 5, PAGE, PAGE), groups={0: [0], 1: [1]})
+    plan(of, job((0, [4]), (1, [4]), groups=[0, 1]))
+    with pytest.raises(PlanError):
+        plan(of, job((0, [4]), (1, [7]), groups=[0, 1]))
 
 
 def test_part_bytes_names_the_groups_that_there_are() -> None:

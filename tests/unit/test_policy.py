@@ -79,7 +79,7 @@ def test_policy_ignores_names_that_it_does_not_hold(
 ) -> None:
     policy.add(A)
     policy.touch(B)
-    policy.remove(B)
+    policy.remove(C)
     assert list(policy.candidates()) == [A]
     assert len(policy) == 1
 

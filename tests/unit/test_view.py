@@ -664,6 +664,20 @@ def test_store_that_outlived_its_node_does_not_make_a_later_one_ready(view: Engi
     assert look(view, "a") == [HIT]
 
 
+def test_stores_that_outlived_two_lives_of_their_node_are_not_ready(view: EngineView) -> None:
+    view.prepare_store("r", keys("a"))
+    for life in (1, 2):
+        view.node_restarted(Epoch(NODE_EPOCH + life))
+        leases = grant((0, 30 + life))
+        view.apply(reply(granted=leases, node_epoch=NODE_EPOCH + life))
+        view.prepare_store("r", keys("a"))
+    for _ in range(2):
+        view.complete_store(keys("a"))
+        assert look(view, "a") == [HIT_PENDING]
+    view.complete_store(keys("a"))
+    assert look(view, "a") == [HIT]
+
+
 def test_store_that_outlived_a_clear_does_not_make_a_later_one_ready(view: EngineView) -> None:
     view.prepare_store("r", keys("a"))
     view.apply(reply(granted=grant((0, 30)), void=True, reset=True))
@@ -696,6 +710,19 @@ def test_reset_empties_the_view_at_once(view: EngineView) -> None:
     assert request.clear == 1
     assert (request.pinned, request.touched, request.released) == ([], [], Leases())
     assert view.has_news
+
+
+def test_reset_forgets_failures_that_were_not_told_yet(view: EngineView) -> None:
+    view.apply(reply(handles((key("b"), 9, 7))))
+    view.prepare_store("r", keys("a"))
+    view.fail_store(key("a"), Generation(10))
+    fail_load(view, "b", 7)
+    view.reset()
+    request = take(view)
+    assert (request.released, request.dropped) == (Leases(), Handles())
+    view.apply(reply(cleared=1, void=True, reset=True, granted=grant((5, 30))))
+    store(view, "a")
+    assert look(view, "a") == [HIT]
 
 
 def test_reset_holds_until_it_is_confirmed(view: EngineView) -> None:
@@ -752,6 +779,7 @@ def test_confirmed_reset_stays_confirmed_in_the_next_life_of_the_scheduler_actor
     attach(view, EPOCH + 1)
     view.apply(reply(handles((key("a"), 5, 30)), epoch=EPOCH + 1, reset=True))
     assert look(view, "a") == [HIT]
+    assert take(view).clear == 0
 
 
 def test_void_empties_the_view_and_its_leases(view: EngineView) -> None:
