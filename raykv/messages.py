@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
 
 MAX_KEYS = 2048
@@ -49,6 +49,31 @@ class Leases(msgspec.Struct, frozen=True, array_like=True):
 
     groups: list[int] = []
     slots: list[int] = []
+    generations: list[int] = []
+
+
+class Replicas(msgspec.Struct, frozen=True, array_like=True):
+    """Where the keys of a question are: one row per replica, the best source of a key first.
+
+    `key_index` points into the list of keys that was asked, `node_index` into `nodes`, whose
+    NodeActors have the epochs `node_epochs`. `pending` lists the keys that an engine is storing
+    now. A key that is in neither is nowhere.
+    """
+
+    nodes: list[str] = []
+    node_epochs: list[int] = []
+    key_index: list[int] = []
+    node_index: list[int] = []
+    slots: list[int] = []
+    generations: list[int] = []
+    pending: list[int] = []
+
+
+class LostReplicas(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of chunks that a source said it does not have (any more)."""
+
+    nodes: list[str] = []
+    keys: list[bytes] = []
     generations: list[int] = []
 
 
@@ -94,9 +119,11 @@ class SyncRequest(msgspec.Struct, frozen=True):
     `seq` rises by one for each new message; the same `seq` again is a repetition and gets the same
     answer. `wanted` has the number of slots asked for by KV group. `touched` lists keys, least
     recently used first. `pinned` keys are about to be loaded. `dropped` names chunks that the
-    NodeActor refused. `clear` is the number of the engine's latest reset that is not confirmed yet
-    (0: none): the namespace is emptied everywhere. With `idle` set the answer carries no changes
-    and no grants: the engine has not taken in the earlier ones.
+    NodeActor refused, `lost` those that another node's refused. `asked` keys are not on this node:
+    who has them? `announced` chunks are being stored at the leases that are named. `clear` is the
+    number of the engine's latest reset that is not confirmed yet (0: none): the namespace is
+    emptied everywhere. With `idle` set the answer carries no changes and no grants: the engine has
+    not taken in the earlier ones.
     """
 
     engine_id: str
@@ -107,6 +134,9 @@ class SyncRequest(msgspec.Struct, frozen=True):
     pinned: list[bytes] = []
     released: Leases = Leases()
     dropped: Handles = Handles()
+    lost: LostReplicas = LostReplicas()
+    asked: list[bytes] = []
+    announced: Handles = Handles()
     clear: int = 0
     idle: bool = False
     counters: dict[str, int] = {}
@@ -118,7 +148,8 @@ class SyncReply(msgspec.Struct, frozen=True):
     With `attach` set the actor does not know the engine (it restarted, or the engine's session
     expired): attach again. `reset` comes before a snapshot: forget the mirror first. `void`: the
     namespace was cleared, earlier leases and stores are worth nothing. `cleared` is the highest
-    `clear` that was carried out. `more` says that further changes are waiting.
+    `clear` that was carried out. `more` says that further changes are waiting. `replicas` answers
+    the request's `asked`. `has_peers`: another node or engine may have chunks of this namespace.
     """
 
     epoch: int
@@ -133,6 +164,65 @@ class SyncReply(msgspec.Struct, frozen=True):
     stored: Handles = Handles()
     removed: Handles = Handles()
     granted: Leases = Leases()
+    replicas: Replicas = Replicas()
+    has_peers: bool = False
+
+
+# Engine scheduler -> its NodeActor, and NodeActor -> NodeActor
+
+
+class FetchRequest(msgspec.Struct, frozen=True):
+    """Have chunks of other nodes copied into leased slots of this one.
+
+    `handles` are the chunks and their leases here, `slot_bytes` their sizes. The source rows are
+    columns like those of `Replicas`; the first row of a chunk is tried first.
+    """
+
+    version: int
+    namespace: str
+    node_epoch: int
+    handles: Handles
+    slot_bytes: list[int]
+    sources: Replicas
+    deadline_s: float
+
+
+class FetchResult(msgspec.Struct, frozen=True):
+    """How a fetch ended: a `Refusal` per chunk, and where it is now if it is `NONE`.
+
+    That is another slot than the one asked for when someone else had begun to fetch it there.
+    `lost` names what sources said they do not have.
+    """
+
+    node_epoch: int
+    refusals: list[int]
+    slots: list[int]
+    generations: list[int]
+    num_bytes: int = 0
+    seconds: float = 0.0
+    lost: LostReplicas = LostReplicas()
+
+
+class ReadRequest(msgspec.Struct, frozen=True):
+    """Read chunks out of a NodeActor's pool, for another NodeActor."""
+
+    version: int
+    namespace: str
+    node_epoch: int
+    handles: Handles
+    slot_bytes: list[int]
+    with_checksums: bool = True
+
+
+class ReadReply(msgspec.Struct, frozen=True):
+    """A `Refusal` per chunk, and the checksums (XXH3, 64 bit) of those that follow as bytes.
+
+    The bytes of all chunks that were not refused come with it, back to back, in order.
+    """
+
+    node_epoch: int
+    refusals: list[int]
+    checksums: list[int] = []
 
 
 # NodeActor <-> scheduler actor
@@ -166,6 +256,11 @@ class NodeStats(msgspec.Struct, frozen=True):
     jobs_cancelled: int = 0
     num_workers: int = 0
     queued_jobs: int = 0
+    bytes_fetched: int = 0
+    chunks_fetched: int = 0
+    fetches_failed: int = 0
+    bytes_sent: int = 0
+    reading: int = 0
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -338,6 +433,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
     num_workers: int
     age_s: float
     raykv_version: str = ""
+    bytes_fetched: int = 0
+    bytes_sent: int = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

@@ -67,6 +67,17 @@ class Direction(IntEnum):
     LOAD = 1
 
 
+class EventKind(IntEnum):
+    """What happened to the directory; see `raykv.core.events`."""
+
+    EPOCH_BEGAN = 0
+    BLOCK_STORED = 1
+    BLOCK_REMOVED = 2
+    NODE_JOINED = 3
+    NODE_LOST = 4
+    CACHE_CLEARED = 5
+
+
 class Refusal(IntEnum):
     """Why one chunk of a copy job did not happen. `NONE` means that it did."""
 
@@ -89,6 +100,10 @@ class Refusal(IntEnum):
     """The back end reported an error while it copied."""
     POISONED = 9
     """Another rank of the same store failed."""
+    CORRUPT = 10
+    """The bytes that came over the network are not those that were sent."""
+    TOO_LATE = 11
+    """There was no time left, or no answer in time."""
 
     @property
     def is_final(self) -> bool:

@@ -37,7 +37,7 @@ def row(*modules: str, packages: str | None, except_for: tuple[str, ...] = ()) -
 
 TABLE = (
     row("types", "errors", "config", packages=""),
-    row("messages", packages="msgspec", except_for=("raykv.config",)),
+    row("messages", "events", packages="msgspec", except_for=("raykv.config",)),
     row("core", packages="numpy", except_for=("raykv.config",)),
     row("memory", packages="msgspec numpy torch"),
     row("copy", packages="msgspec numpy torch"),

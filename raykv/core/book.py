@@ -5,17 +5,20 @@
      ▲                   │ end_lease            │
      └───────────────────┴──────────────────────┘ drop, eviction
 
+Chunks that another node has too (`set_spare`) are given up first, the others by the policy.
+
 Invariants:
 1. Per slot size: free + leased + held slots are all slots of the slabs of that size.
 2. A slot is leased to one engine at most, and a leased slot holds no chunk.
-3. The eviction policies hold exactly the chunks that the book holds.
+3. The eviction policies hold exactly the chunks that the book holds, each in one of the two.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from raykv.core.geometry import PoolGeometry
 from raykv.core.policy import POLICIES, EvictionPolicy
@@ -56,16 +59,28 @@ class Change:
 
 @dataclass(slots=True)
 class _SlotClass:
-    """All slabs of one slot size; `free` has the longest free slot first."""
+    """All slabs of one slot size; `free` has the longest free slot first.
+
+    `spares` orders the chunks that another node has too, `policy` all others.
+    """
 
     slot_bytes: int
     policy: EvictionPolicy[tuple[str, bytes]]
+    spares: EvictionPolicy[tuple[str, bytes]]
     slabs: set[int] = field(default_factory=set)
     free: OrderedDict[Slot, None] = field(default_factory=OrderedDict)
 
     def release(self, slot: Slot) -> None:
         assert slot not in self.free, slot
         self.free[slot] = None
+
+    def forget(self, name: Name) -> None:
+        self.policy.remove(name)
+        self.spares.remove(name)
+
+    def candidates(self) -> Iterator[tuple[str, bytes]]:
+        """The first to give up first; not valid after a change."""
+        return chain(self.spares.candidates(), self.policy.candidates())
 
 
 class PoolBook:
@@ -103,6 +118,14 @@ class PoolBook:
         """All keys of a namespace."""
         return list(self._chunks.get(namespace, {}))
 
+    def names(self) -> list[Name]:
+        """All chunks."""
+        return [(name, key) for name, chunks in self._chunks.items() for key in chunks]
+
+    def holds_any(self, namespace: Namespace) -> bool:
+        """Whether there is a chunk of the namespace."""
+        return bool(self._chunks.get(namespace))
+
     def sizes(self) -> dict[Namespace, int]:
         """Chunks by namespace."""
         return {name: len(chunks) for name, chunks in self._chunks.items()}
@@ -132,7 +155,7 @@ class PoolBook:
         chunk = self._chunks.get(namespace, {}).pop(key, None)
         if chunk is None:
             return
-        self._class_of(chunk.slot_bytes).policy.remove((namespace, key))
+        self._class_of(chunk.slot_bytes).forget((namespace, key))
         self.release(chunk)
         self._on_change(namespace, Change(False, key, chunk.slot, chunk.generation))
 
@@ -140,11 +163,20 @@ class PoolBook:
         """A slot that is neither leased nor held any more is free."""
         self._class_of(chunk.slot_bytes).release(chunk.slot)
 
+    def set_spare(self, name: Name, is_spare: bool) -> None:
+        """Whether another node has the chunk too; nothing if it is not held here."""
+        chunk = self.find(*name)
+        if chunk is None:
+            return
+        slot_class = self._class_of(chunk.slot_bytes)
+        slot_class.forget(name)
+        (slot_class.spares if is_spare else slot_class.policy).add(name)
+
     def clear(self, namespace: Namespace) -> None:
-        """Forget all chunks of a namespace."""
-        for key in self.keys(namespace):
-            self.drop(namespace, key)
-        self._chunks.pop(namespace, None)
+        """Forget all chunks of a namespace; nobody is told of each."""
+        for key, chunk in self._chunks.pop(namespace, {}).items():
+            self._class_of(chunk.slot_bytes).forget((namespace, key))
+            self.release(chunk)
 
     def drop_where(self, condition: Callable[[Chunk], bool]) -> None:
         """Forget all chunks that meet a condition."""
@@ -182,7 +214,9 @@ class PoolBook:
         """The chunk was used; nothing if it is not held."""
         chunk = self.find(*name)
         if chunk is not None:
-            self._class_of(chunk.slot_bytes).policy.touch(name)
+            slot_class = self._class_of(chunk.slot_bytes)
+            slot_class.policy.touch(name)
+            slot_class.spares.touch(name)
 
     def pin(self, name: Name, until: float) -> None:
         """Do not evict the chunk before `until`; nothing if it is not held."""
@@ -226,6 +260,11 @@ class PoolBook:
         lease = self.leases.get(slot)
         return lease is not None and lease.engine_id == engine_id
 
+    def lease_at(self, slot: Slot, generation: int) -> Lease | None:
+        """The lease of a slot, if it is still at that generation."""
+        lease = self.leases.get(slot)
+        return lease if lease is not None and lease.generation == generation else None
+
     def end_lease(self, slot: Slot) -> None:
         """The lease is over without a chunk: the slot is free."""
         lease = self.leases.pop(slot)
@@ -254,7 +293,7 @@ class PoolBook:
     def _evict(self, slot_class: _SlotClass, count: int, now: float) -> None:
         """Give up chunks in the policy's order; those that are about to be loaded stay."""
         victims: list[Name] = []
-        for namespace, key in slot_class.policy.candidates():
+        for namespace, key in slot_class.candidates():
             if len(victims) == count:
                 break
             name = (Namespace(namespace), Key(key))
@@ -292,8 +331,8 @@ class PoolBook:
     def _class_of(self, slot_bytes: int) -> _SlotClass:
         found = self._classes.get(slot_bytes)
         if found is None:
-            policy = POLICIES[self._eviction_policy]()
-            found = self._classes[slot_bytes] = _SlotClass(slot_bytes, policy)
+            policy = POLICIES[self._eviction_policy]
+            found = self._classes[slot_bytes] = _SlotClass(slot_bytes, policy(), policy())
         return found
 
     def _give_slab(self, slot_class: _SlotClass, slab: int) -> None:
@@ -319,5 +358,6 @@ class PoolBook:
         total = len(slot_class.slabs) * self.geometry.slots_per_slab(size)
         assert len(slots) == total, (size, len(slots), total)
         assert len(set(slots)) == total, (size, slots)
-        names = set(slot_class.policy.candidates())
-        assert names == {name for _, name in held}, (size, len(names), len(held))
+        names = list(slot_class.candidates())
+        assert len(names) == len(held), (size, len(names), len(held))
+        assert set(names) == {name for _, name in held}, size

@@ -7,7 +7,8 @@
 
 It is a directory: it never touches KV bytes, and every entry may be late or wrong. What makes that
 safe is that a NodeActor refuses a handle whose generation is not the slot's. `core/book.py` keeps
-what is known of one node's pool; here is who asks, who is told, and whom to believe.
+what is known of one node's pool; here is who asks, who is told, and whom to believe. Every change
+of the directory is an event of the log (`core/events.py`).
 
 Invariants:
 1. Every grant has a generation above all earlier ones, over restarts of the scheduler actor too.
@@ -15,26 +16,30 @@ Invariants:
 3. Nothing is granted on a node before its inventory is in and its engines had time to declare
    their leases.
 4. An engine's mirror is a snapshot followed by every change since, in order.
+5. The events of the log, replayed, give the directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raykv.core.book import Change, Chunk, Lease, PoolBook
+from raykv.core.book import Change, Name, PoolBook
+from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
-from raykv.core.members import Engine, Node, engine_status, node_status, rows
+from raykv.core.inventory import take_inventory, take_stored
+from raykv.core.leases import Generations, grant, take_declared
+from raykv.core.members import Engine, Node, engine_status, node_status
 from raykv.core.mirror import Mirror
 from raykv.core.policy import POLICIES
+from raykv.core.questions import Questions
+from raykv.core.replicas import ReplicaIndex
+from raykv.core.snapshots import Snapshots
+from raykv.events import EventPage, SnapshotPage
 from raykv.messages import (
-    MAX_KEYS,
     PROTOCOL_VERSION,
     AttachEngine,
     ClusterStatus,
     EngineAttached,
-    Inventory,
-    Leases,
     NodeReport,
     NodeReportReply,
     SyncReply,
@@ -50,7 +55,6 @@ from raykv.types import (
     NodeId,
     Slot,
     epoch_of,
-    make_generation,
 )
 
 
@@ -60,9 +64,10 @@ class ManagerSettings:
 
     eviction_policy: str = "lru"
     engine_expiry_s: float = 10.0
-    node_expiry_s: float = 10.0
+    node_expiry_s: float = 5.0
     settle_s: float = 2.0
     pin_s: float = 10.0
+    max_events: int = MAX_EVENTS
 
 
 class BlockManager:
@@ -71,15 +76,23 @@ class BlockManager:
     def __init__(self, epoch: Epoch, settings: ManagerSettings | None = None) -> None:
         self.settings = settings or ManagerSettings()
         assert self.settings.eviction_policy in POLICIES, self.settings.eviction_policy
-        self.epoch = epoch
+        self._generations = Generations(epoch)
         self.paused = False
         # Whether an operator has spoken in this life; before, a node's memory of it counts.
         self._pause_decided = False
-        self._counter = 0
         self._nodes: dict[NodeId, Node] = {}
         self._engines: dict[EngineId, Engine] = {}
         # Generation up to which each namespace was cleared; later `stored` reports are void.
         self._cleared: dict[Namespace, Generation] = {}
+        self._index = ReplicaIndex()
+        self._questions = Questions(self._nodes, self._index)
+        self._log = EventLog(epoch, self.settings.max_events)
+        self._snapshots = Snapshots()
+
+    @property
+    def epoch(self) -> Epoch:
+        """That of this life; it rises when a node has heard of a higher one."""
+        return self._generations.epoch
 
     # Nodes
 
@@ -92,10 +105,10 @@ class BlockManager:
             return NodeReportReply(self.epoch)
         self._refresh(node, report, now)
         if report.page:
-            self._take_inventory(node, report)
+            take_inventory(node, report, self._cleared)
         elif report.seq > node.last_seq:
             node.last_seq = report.seq
-            self._take_stored(node, report.stored, now)
+            take_stored(node, report.stored, self._cleared)
         return NodeReportReply(
             epoch=self.epoch,
             inventory=not node.inventory_complete and not report.page,
@@ -107,9 +120,11 @@ class BlockManager:
         """A node that is new, or whose NodeActor has a new life."""
         if not self._pause_decided:
             self.paused = self.paused or report.paused
-        old = self._nodes.pop(NodeId(report.node_id), None)
+        old = self._nodes.get(NodeId(report.node_id))
         if old is not None:
-            self._forget_chunks(old)
+            self._lose(old)
+            for engine in self._engines_on(old.node_id):
+                self._start_snapshot(engine)
         elif _seen_epoch(report) == self.epoch:
             # It has heard of an earlier life of this actor that had the same epoch.
             self._rise_above(self.epoch)
@@ -123,13 +138,21 @@ class BlockManager:
             inventory_complete=report.highest_generation == NO_GENERATION,
         )
         self._nodes[node.node_id] = node
+        self._log.node_joined(node.node_id, node.epoch)
         return node
+
+    def _lose(self, node: Node) -> None:
+        """A NodeActor is gone with its pool."""
+        del self._nodes[node.node_id]
+        self._log.node_lost(node.node_id, node.epoch)
+        for name in node.book.names():
+            self._mark_spares(name, self._index.remove(name, node.node_id), came_last=0)
 
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
         return PoolBook(
             PoolGeometry(report.pool_bytes, report.slab_bytes),
             self.settings.eviction_policy,
-            lambda namespace, change: self._tell(node_id, namespace, change),
+            lambda namespace, change: self._changed(node_id, namespace, change),
         )
 
     def _refresh(self, node: Node, report: NodeReport, now: float) -> None:
@@ -146,47 +169,8 @@ class BlockManager:
 
     def _rise_above(self, epoch: Epoch) -> None:
         """Begin an epoch that no node has seen; all engines attach again."""
-        self.epoch = Epoch(epoch + 1)
-        self._counter = 0
-
-    def _take_inventory(self, node: Node, report: NodeReport) -> None:
-        """One page of all READY chunks; slots that an engine has declared stay leased to it,
-        unless the page has the very chunk that was stored there.
-        """
-        if node.inventory_complete:
-            return
-        for (namespace, key), chunk in rows(report.stored):
-            if chunk.generation <= self._cleared.get(namespace, NO_GENERATION):
-                continue
-            lease = node.book.leases.get(chunk.slot)
-            if lease is not None and lease.generation == chunk.generation:
-                del node.book.leases[chunk.slot]
-            elif lease is not None or not node.book.claim_place(chunk):
-                continue
-            node.book.hold((namespace, key), chunk)
-        node.inventory_complete = report.last_page
-
-    def _take_stored(self, node: Node, stored: Inventory, now: float) -> None:
-        """Hold what was stored at its lease. The rest is not ours to hold, but it may have come
-        over chunks of an inventory, which was made up before.
-        """
-        strange: list[Chunk] = []
-        for (namespace, key), chunk in rows(stored):
-            lease = node.book.leases.get(chunk.slot)
-            if lease is None or lease.generation != chunk.generation:
-                strange.append(chunk)
-                continue
-            del node.book.leases[chunk.slot]
-            if chunk.generation <= self._cleared.get(namespace, NO_GENERATION):
-                node.book.release(chunk)
-                continue
-            node.book.hold((namespace, key), chunk)
-        node.book.drop_overwritten(strange)
-
-    def _forget_chunks(self, node: Node) -> None:
-        """A NodeActor is gone with its pool: its engines start from an empty mirror."""
-        for engine in self._engines_on(node.node_id):
-            self._start_snapshot(engine)
+        self._generations = Generations(Epoch(epoch + 1))
+        self._log.rise_to(self.epoch)
 
     # Engines
 
@@ -249,37 +233,8 @@ class BlockManager:
             mirror=self._new_mirror(node.node_id, Namespace(message.namespace)),
         )
         self._engines[engine_id] = engine
-        self._take_declared(engine, node, message.leases)
-
-    def _take_declared(self, engine: Engine, node: Node, leases: Leases) -> None:
-        """Believe an engine's leases where the slot is free or holds an older chunk, which was
-        evicted for them; drop what it no longer claims.
-
-        None of them is believed when the namespace was cleared since: the engine has missed it.
-        """
         cleared = self._cleared.get(engine.namespace, NO_GENERATION)
-        if any(generation <= cleared for generation in leases.generations):
-            engine.void = True
-            leases = Leases()
-        declared = dict(zip(leases.slots, leases.generations, strict=True))
-        for slot, lease in list(node.book.leases.items()):
-            if lease.engine_id == engine.engine_id and declared.get(slot) != lease.generation:
-                node.book.end_lease(slot)
-        claimed = list(self._plausible(engine, node, leases))
-        node.book.drop_overwritten(chunk for _, chunk in claimed)
-        for group, chunk in claimed:
-            if node.book.claim_place(chunk):
-                lease = Lease(engine.engine_id, group, chunk.generation, chunk.slot_bytes)
-                node.book.leases[chunk.slot] = lease
-
-    def _plausible(self, engine: Engine, node: Node, leases: Leases) -> Iterator[tuple[int, Chunk]]:
-        """KV group and place of declared leases that may have been granted and are nobody's."""
-        columns = zip(leases.groups, leases.slots, leases.generations, strict=True)
-        for group, slot, generation in columns:
-            size = engine.slot_bytes.get(group)
-            is_granted = generation <= make_generation(self.epoch, self._counter)
-            if size is not None and is_granted and Slot(slot) not in node.book.leases:
-                yield group, Chunk(Slot(slot), Generation(generation), size)
+        take_declared(engine, node, message.leases, cleared, self._generations.last)
 
     def _start_snapshot(self, engine: Engine) -> None:
         """Have the engine's mirror rebuilt from scratch with its next exchanges."""
@@ -335,16 +290,30 @@ class BlockManager:
             chunk = node.book.find(engine.namespace, Key(key))
             if chunk is not None and chunk.generation == generation:
                 node.book.drop(engine.namespace, Key(key))
+        lost = zip(request.lost.nodes, request.lost.keys, request.lost.generations, strict=True)
+        for source, key, generation in lost:
+            self._drop_lost(NodeId(source), engine.namespace, Key(key), Generation(generation))
+        self._questions.announce(engine, request.announced)
         for key in request.pinned:
             node.book.pin((engine.namespace, Key(key)), now + self.settings.pin_s)
         for key in request.touched:
             node.book.touch((engine.namespace, Key(key)))
 
+    def _drop_lost(
+        self, node_id: NodeId, namespace: Namespace, key: Key, generation: Generation
+    ) -> None:
+        """A source said that it does not have a chunk."""
+        node = self._nodes.get(node_id)
+        if node is not None and self.holds(node_id, namespace, key) == generation:
+            node.book.drop(namespace, key)
+
     def _answer(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> SyncReply:
         if request.idle:
             return self._quiet_reply(engine, node, request)
         # Before the changes are taken: what it evicts is part of this answer.
-        granted = self._grant(engine, node, request.wanted, now)
+        may_grant = not self.paused and node.inventory_complete and now >= node.settled_at
+        wanted = request.wanted if may_grant else {}
+        granted = grant(engine, node, wanted, self._generations, now)
         void, engine.void = engine.void, False
         reset = engine.mirror.is_reset
         stored, removed = engine.mirror.next_page(lambda key: node.book.find(engine.namespace, key))
@@ -360,28 +329,42 @@ class BlockManager:
             stored=stored,
             removed=removed,
             granted=granted,
+            replicas=self._questions.answer(engine, request.asked, now + self.settings.pin_s),
+            has_peers=self._has_peers(engine),
         )
 
-    # Grants and eviction
+    def _has_peers(self, engine: Engine) -> bool:
+        """Whether anybody else may have, or come to have, chunks of the engine's namespace."""
+        return any(
+            node.node_id != engine.node_id and node.book.holds_any(engine.namespace)
+            for node in self._nodes.values()
+        ) or any(
+            other is not engine and other.namespace == engine.namespace
+            for other in self._engines.values()
+        )
 
-    def _grant(self, engine: Engine, node: Node, wanted: dict[int, int], now: float) -> Leases:
-        granted = Leases([], [], [])
-        if self.paused or not node.inventory_complete or now < node.settled_at:
-            return granted
-        budget = MAX_KEYS
-        for group, count in wanted.items():
-            size = engine.slot_bytes.get(group)
-            if size is None:
-                continue
-            for free in node.book.take_slots(size, min(count, budget), now):
-                self._counter += 1
-                generation = make_generation(self.epoch, self._counter)
-                node.book.leases[free] = Lease(engine.engine_id, group, generation, size)
-                granted.groups.append(group)
-                granted.slots.append(free)
-                granted.generations.append(generation)
-                budget -= 1
-        return granted
+    # Changes
+
+    def _changed(self, node_id: NodeId, namespace: Namespace, change: Change) -> None:
+        """A chunk came to a node, or went: index, log and mirrors follow."""
+        name = (namespace, change.key)
+        place = (node_id, namespace, change.key, change.slot, change.generation)
+        if change.stored:
+            self._mark_spares(name, self._index.add(name, node_id), came_last=1)
+            self._log.stored(*place)
+        else:
+            self._mark_spares(name, self._index.remove(name, node_id), came_last=0)
+            self._log.removed(*place)
+        self._tell(node_id, namespace, change)
+
+    def _mark_spares(self, name: Name, holders: tuple[NodeId, ...], came_last: int) -> None:
+        """Keep the books informed of which chunks have a replica elsewhere.
+
+        Of three and more only the newest did not know it yet.
+        """
+        affected = holders[len(holders) - came_last :] if len(holders) > 2 else holders
+        for node_id in affected:
+            self._nodes[node_id].book.set_spare(name, len(holders) > 1)
 
     def _tell(self, node_id: NodeId, namespace: Namespace, change: Change) -> None:
         for engine in self._engines_on(node_id):
@@ -401,9 +384,12 @@ class BlockManager:
         Reports of stores that were granted before are void; engines get an empty mirror.
         """
         names = self._known_namespaces() if namespace is None else {namespace}
-        now_generation = make_generation(self.epoch, self._counter)
+        now_generation = self._generations.last
         for name in names:
             self._cleared[name] = now_generation
+            self._index.forget_namespace(name)
+            self._questions.forget_namespace(name)
+            self._log.cleared(name, now_generation)
             for node in self._nodes.values():
                 self._clear_on(node, name)
 
@@ -434,10 +420,29 @@ class BlockManager:
                 self.detach_engine(engine.engine_id)
         for node in list(self._nodes.values()):
             if now - node.last_report > self.settings.node_expiry_s:
-                del self._nodes[node.node_id]
+                self._lose(node)
                 for engine in self._engines_on(node.node_id):
                     del self._engines[engine.engine_id]
             node.book.forget_pins(now)
+
+    # Readers
+
+    def events(self, epoch: Epoch, after: int) -> EventPage:
+        """What happened after a place of the event log; see `EventLog.page`."""
+        return self._log.page(epoch, after)
+
+    @property
+    def last_event(self) -> int:
+        """Number of the newest event."""
+        return self._log.last_seq
+
+    def snapshot(self, cursor: int = 0) -> SnapshotPage:
+        """A page of the directory; 0 begins a new snapshot. Changes nothing else."""
+        if not cursor:
+            cursor = self._snapshots.begin(
+                self._log.epoch, self._log.last_seq, list(self._nodes.values())
+            )
+        return self._snapshots.page(cursor, self._nodes)
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""
@@ -468,6 +473,11 @@ class BlockManager:
         """Assert the invariants over the whole state; for tests and idle moments."""
         for node in self._nodes.values():
             node.book.check()
+        indexed = {
+            (name, node_id) for name in self._index.names() for node_id in self._index.nodes(name)
+        }
+        held = {(name, node.node_id) for node in self._nodes.values() for name in node.book.names()}
+        assert indexed == held, indexed ^ held
 
 
 def _seen_epoch(report: NodeReport) -> Epoch:

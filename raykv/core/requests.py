@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raykv.types import Key
+from raykv.types import Epoch, Generation, Key, NodeId, Slot
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Where a chunk is: a slot at a generation."""
+
+    slot: Slot
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A chunk on another node, in that life of its NodeActor."""
+
+    node_id: NodeId
+    node_epoch: Epoch
+    handle: Handle
 
 
 @dataclass(frozen=True)
@@ -20,15 +37,74 @@ class RequestState:
     """A request from its first sight to its end.
 
     `barred` are keys whose load failed for it; they stay a MISS. `waiting_since` is when a lookup
-    first found a chunk that was not READY yet.
+    first found a chunk that was not READY yet. Of the keys that were `asked` for elsewhere some are
+    `unanswered`, some `pending` (being stored elsewhere), some `found`; the others are a MISS.
+    `asking_since` is when a lookup first found a key without an answer. `fetches`: whether the
+    found ones are worth a fetch, once that is decided.
     """
 
     options: RequestOptions
     barred: set[Key] = field(default_factory=set)
     waiting_since: float | None = None
+    asked: set[Key] = field(default_factory=set)
+    unanswered: set[Key] = field(default_factory=set)
+    pending: set[Key] = field(default_factory=set)
+    found: dict[Key, tuple[Replica, ...]] = field(default_factory=dict)
+    asking_since: float | None = None
+    fetches: bool | None = None
 
     def may_wait(self, now: float, deadline_s: float) -> bool:
         """Whether the request may still wait for chunks; the clock starts with the first call."""
         if self.waiting_since is None:
             self.waiting_since = now
         return now - self.waiting_since < deadline_s
+
+    def may_ask(self, now: float, deadline_s: float) -> bool:
+        """Whether it may still wait for answers; the clock starts with the first call."""
+        if self.asking_since is None:
+            self.asking_since = now
+        return now - self.asking_since < deadline_s
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """One chunk that a request did not get.
+
+    `is_gone`: the NodeActor says that it no longer exists there. `node_epoch` is that of the
+    NodeActor from which it should have come.
+    """
+
+    request_id: str
+    key: Key
+    generation: Generation
+    node_epoch: Epoch
+    is_gone: bool
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Chunks to store, in the order in which they were offered."""
+
+    keys: list[Key]
+    handles: list[Handle]
+
+
+@dataclass(slots=True)
+class ViewCounters:
+    """Since the engine's start."""
+
+    hits: int = 0
+    misses: int = 0
+    chunks_offered: int = 0
+    chunks_stored: int = 0
+    chunks_loaded: int = 0
+    loads_failed: int = 0
+    stores_failed: int = 0
+    stores_without_lease: int = 0
+    lookups_timed_out: int = 0
+    chunks_asked: int = 0
+    chunks_fetched: int = 0
+    bytes_fetched: int = 0
+    fetches_failed: int = 0
+    fetches_declined: int = 0
+    waits_timed_out: int = 0

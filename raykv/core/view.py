@@ -26,73 +26,46 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from itertools import islice
 
-from raykv.core.requests import RequestOptions, RequestState
+from raykv.core.cost import FetchCost
+from raykv.core.outbox import columns, lease_columns, rows, take
+from raykv.core.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
+from raykv.core.requests import (
+    FailedLoad,
+    Handle,
+    RequestOptions,
+    RequestState,
+    StorePlan,
+    ViewCounters,
+)
+from raykv.core.stock import LeaseStock
 from raykv.messages import (
     MAX_KEYS,
     EngineAttached,
-    Handles,
+    FetchResult,
     Leases,
+    Replicas,
     SyncReply,
     SyncRequest,
 )
-from raykv.types import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot, group_of
-
-T = TypeVar("T")
+from raykv.types import (
+    NO_GENERATION,
+    EngineId,
+    Epoch,
+    Generation,
+    Key,
+    Lookup,
+    NodeId,
+    Slot,
+    group_of,
+)
 
 MAX_TOMBSTONES = 65_536
 """Failed keys that are remembered; the oldest are forgotten first (it costs one refused load)."""
 
 MAX_TOUCHES = 65_536
 """Touches waiting for an exchange; beyond it the oldest are lost, which only ages them."""
-
-
-@dataclass(frozen=True)
-class Handle:
-    """Where a chunk is: a slot at a generation."""
-
-    slot: Slot
-    generation: Generation
-
-
-@dataclass(frozen=True)
-class FailedLoad:
-    """One chunk that a request did not get.
-
-    `is_gone`: the NodeActor says that it no longer exists there. `node_epoch` is that of the
-    NodeActor from which it should have come.
-    """
-
-    request_id: str
-    key: Key
-    generation: Generation
-    node_epoch: Epoch
-    is_gone: bool
-
-
-@dataclass(frozen=True)
-class StorePlan:
-    """Chunks to store, in the order in which they were offered."""
-
-    keys: list[Key]
-    handles: list[Handle]
-
-
-@dataclass(slots=True)
-class ViewCounters:
-    """Since the engine's start."""
-
-    hits: int = 0
-    misses: int = 0
-    chunks_offered: int = 0
-    chunks_stored: int = 0
-    chunks_loaded: int = 0
-    loads_failed: int = 0
-    stores_failed: int = 0
-    stores_without_lease: int = 0
-    lookups_timed_out: int = 0
 
 
 class EngineView:
@@ -103,6 +76,9 @@ class EngineView:
         groups: the KV group indices that are offloaded.
         lookup_deadline_s: how long a request may wait for chunks that are not READY yet.
         lease_slots: most free slots to hold per group.
+        remote: for chunks of other nodes.
+        cost: decides whether to fetch those.
+        node_id: the engine's own node.
     """
 
     def __init__(
@@ -111,16 +87,19 @@ class EngineView:
         groups: Iterable[int],
         lookup_deadline_s: float,
         lease_slots: int,
+        remote: RemoteSettings | None = None,
+        cost: FetchCost | None = None,
+        node_id: NodeId | None = None,
     ) -> None:
+        self.remote = RemoteChunks(remote or RemoteSettings(), cost or FetchCost())
+        self.node_id = node_id
         self.engine_id = engine_id
         self.counters = ViewCounters()
         self.paused = False
         self.epoch = Epoch(0)
         self.node_epoch = Epoch(0)
         self._lookup_deadline_s = lookup_deadline_s
-        self._lease_slots = lease_slots
-        self._capacity: dict[int, int] = dict.fromkeys(groups, 0)
-        self._leases: dict[int, deque[Handle]] = {group: deque() for group in groups}
+        self._stock = LeaseStock(groups, lease_slots)
         self._ready: dict[Key, Handle] = {}
         self._pending: dict[Key, Handle] = {}
         self._tombstones: OrderedDict[Key, Generation] = OrderedDict()
@@ -149,7 +128,17 @@ class EngineView:
 
     def finish_request(self, request_id: str) -> None:
         """No more lookups, loads or stores will be asked for this request."""
-        self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.remote.finish_request(request)
+
+    def ask(self, request_id: str, keys: Iterable[Key]) -> None:
+        """Find out early who has what this node does not have; nothing for an unknown request."""
+        request = self._requests.get(request_id)
+        if request is None or self.paused or not request.options.load:
+            return
+        absent = (key for key in keys if key not in self._ready and key not in self._pending)
+        self.remote.ask(request, islice(absent, MAX_ASKED))
 
     def _request(self, request_id: str) -> RequestState:
         found = self._requests.get(request_id)
@@ -167,8 +156,31 @@ class EngineView:
             if request.may_wait(now, self._lookup_deadline_s):
                 return Lookup.HIT_PENDING
             self.counters.lookups_timed_out += 1
-        self.counters.misses += 1
-        return Lookup.MISS
+            self.counters.misses += 1
+            return Lookup.MISS
+        found = self.remote.lookup(request, key, now, self._stock)
+        self.counters.misses += found is Lookup.MISS
+        return found
+
+    # Fetches
+
+    def finish_fetch(self, orders: Iterable[FetchOrder], result: FetchResult | None) -> None:
+        """A fetch has ended; None: there was no answer. What arrived is READY.
+
+        What did not is a MISS for the requests that know of it; a later one asks anew.
+        """
+        self.counters.bytes_fetched += 0 if result is None else result.num_bytes
+        for order, place in self.remote.finish(orders, result):
+            if place != order.handle:
+                self._released.append((group_of(order.key), order.handle))
+            if place is None:
+                self.counters.fetches_failed += 1
+                self.remote.forget_found(self._requests.values(), order.key)
+                continue
+            self.counters.chunks_fetched += 1
+            is_current = result is not None and result.node_epoch == self.node_epoch
+            if is_current and not self._is_clearing:
+                self._add(order.key, place)
 
     # Loads
 
@@ -226,21 +238,23 @@ class EngineView:
         present: list[Key] = []
         for key in keys:
             group = group_of(key)
-            if key in self._ready or key in self._pending:
+            if key in self._ready or key in self._pending or self.remote.is_fetching(key):
                 present.append(key)
             elif group not in exhausted:
-                leases = self._leases[group]
-                if leases:
-                    plan.keys.append(key)
-                    plan.handles.append(leases.popleft())
-                else:
+                lease = self._stock.take(group)
+                if lease is None:
                     exhausted.add(group)
+                else:
+                    plan.keys.append(key)
+                    plan.handles.append(lease)
         if exhausted:
             self.counters.stores_without_lease += 1
             if not plan.keys:
                 return None
         self._touched.extend(reversed(present))
-        self._pending.update(zip(plan.keys, plan.handles, strict=True))
+        for key, handle in zip(plan.keys, plan.handles, strict=True):
+            self._pending[key] = handle
+            self.remote.announce(key, handle)
         self.counters.chunks_offered += len(plan.keys)
         return plan
 
@@ -303,8 +317,9 @@ class EngineView:
         self._dropped.clear()
         self._pinned.clear()
         self._touched.clear()
-        for leases in self._leases.values():
-            leases.clear()
+        self.remote.forget_all()
+        self.remote.forget_found(self._requests.values(), None)
+        self._stock.clear()
 
     def set_link(self, up: bool) -> None:
         """Whether the workers reach their NodeActor; while they don't, everything is a MISS."""
@@ -326,42 +341,52 @@ class EngineView:
         """The scheduler actor has taken the engine in; a snapshot of the mirror will follow."""
         self.epoch = Epoch(message.epoch)
         self.paused = message.paused
-        self._capacity.update(message.capacity)
+        self._stock.capacity.update(message.capacity)
         self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
         self._forget_undeclared()
         self.node_restarted(Epoch(message.node_epoch))
+        self.remote.ask_again()
 
     def _forget_undeclared(self) -> None:
         """Leases that came in while the engine attached, or were not believed: others have them."""
-        for group, leases in self._leases.items():
-            self._leases[group] = deque(handle for handle in leases if handle in self._declared)
+        self._stock.keep(self._declared)
         for key, handle in self._pending.items():
             if handle not in self._declared:
                 self._failed_stores.add(key)
+        self.remote.abandon(lambda order: order.handle not in self._declared)
 
-    def apply(self, reply: SyncReply) -> None:
-        """Take in an answer of the scheduler actor. Only between engine steps."""
+    def apply(self, reply: SyncReply, request: SyncRequest | None = None) -> None:
+        """Take in an answer of the scheduler actor to `request`. Only between engine steps."""
         if reply.epoch != self.epoch:
             return
         self.paused = reply.paused
+        self.remote.has_peers = reply.has_peers
         self.node_restarted(Epoch(reply.node_epoch))
         if reply.node_epoch < self.node_epoch:
             return
         if self._is_clearing and reply.cleared < self._resets:
+            # Its answers are from before the clearing.
+            self._take_answer(Replicas(), request)
             return
         self._resets_confirmed = self._resets
         if reply.void:
             self._forget_all()
         if reply.reset:
             self._ready.clear()
-        for key, handle in _chunks(reply.removed):
+        for key, handle in rows(reply.removed):
             self._remove(key, handle)
-        for key, handle in _chunks(reply.stored):
+        for key, handle in rows(reply.stored):
             self._add(key, handle)
-        granted = reply.granted
-        columns = zip(granted.groups, granted.slots, granted.generations, strict=True)
-        for group, slot, generation in columns:
-            self._leases[group].append(Handle(Slot(slot), Generation(generation)))
+        self._stock.add(reply.granted, {} if request is None else request.wanted)
+        if request is not None and request.wanted:
+            self.remote.unleased.clear()
+        self._take_answer(reply.replicas, request)
+
+    def _take_answer(self, replicas: Replicas, request: SyncRequest | None) -> None:
+        asked = [] if request is None else request.asked
+        local = self.remote.take_answer(asked, replicas, self.node_epoch, self.node_id)
+        for key, handle in local:
+            self._add(key, handle)
 
     def _add(self, key: Key, handle: Handle) -> None:
         if key in self._pending:
@@ -375,6 +400,7 @@ class EngineView:
     def _remove(self, key: Key, handle: Handle) -> None:
         if self._pending.get(key) == handle:
             self._failed_stores.add(key)
+        self.remote.abandon_at(key, handle)
         known = self._ready.get(key)
         if known is not None and known.generation <= handle.generation:
             del self._ready[key]
@@ -383,70 +409,73 @@ class EngineView:
 
     def declared_leases(self) -> Leases:
         """All leases, free and in flight: what an engine claims when it attaches again."""
-        rows = self._lease_rows()
-        self._declared = frozenset(handle for _, handle in rows)
-        return _leases(rows)
+        leases = self._lease_rows()
+        self._declared = frozenset(handle for _, handle in leases)
+        return lease_columns(leases)
 
     def _lease_rows(self) -> list[tuple[int, Handle]]:
-        free = [(group, handle) for group, some in self._leases.items() for handle in list(some)]
         flying = [
             (group_of(key), handle)
             for key, handle in list(self._pending.items())
             if key not in self._failed_stores
         ]
-        return [*free, *flying]
+        return [*self._stock.rows(), *flying, *self.remote.leases()]
 
-    def take_request(self, epoch: Epoch, may_grow: bool, may_want: bool) -> SyncRequest:
+    def take_request(
+        self, epoch: Epoch, may_grow: bool, may_want: bool, *, may_repeat: bool = True
+    ) -> SyncRequest:
         """Build the next message of an exchange out of the outbox, for the actor's `epoch`.
 
         `may_grow` is False while earlier answers have not been applied: then nothing is asked
-        for, and the outbox stays as it is. `may_want` is False while leases may be among them.
+        for, and the outbox stays as it is. `may_want` is False while leases may be among them,
+        `may_repeat` for some time after keys were asked for again.
         """
         self._seq += 1
         clear = self._resets if self._is_clearing else 0
         if not may_grow:
             return SyncRequest(self.engine_id, epoch, self._seq, clear=clear, idle=True)
-        dropped = _take(self._dropped, MAX_KEYS // 4)
         return SyncRequest(
             engine_id=self.engine_id,
             epoch=epoch,
             seq=self._seq,
             wanted=self._wanted() if may_want else {},
-            touched=[*_take(self._touched, MAX_KEYS // 2)],
-            pinned=[*_take(self._pinned, MAX_KEYS // 2)],
-            released=_leases(_take(self._released, MAX_KEYS // 2)),
-            dropped=Handles(
-                [key for key, _ in dropped],
-                [handle.slot for _, handle in dropped],
-                [handle.generation for _, handle in dropped],
-            ),
+            touched=[*take(self._touched, MAX_KEYS // 2)],
+            pinned=[*take(self._pinned, MAX_KEYS // 2)],
+            released=lease_columns(take(self._released, MAX_KEYS // 2)),
+            dropped=columns(take(self._dropped, MAX_KEYS // 4)),
+            lost=self.remote.take_lost(MAX_KEYS // 4),
+            asked=self.remote.take_questions(MAX_KEYS, may_repeat),
+            announced=self.remote.take_announced(MAX_KEYS // 2),
             clear=clear,
             counters=self.counter_values(),
         )
 
     def counter_values(self) -> dict[str, int]:
         """All counters by name."""
+        self.counters.chunks_asked = self.remote.num_asked
+        self.counters.fetches_declined = self.remote.num_declined
+        self.counters.waits_timed_out = self.remote.num_timed_out
         return {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
 
     def _wanted(self) -> dict[int, int]:
-        """Refill each group's leases to their target once they are below half of it."""
-        wanted: dict[int, int] = {}
+        """Leases to ask for: what the stock lacks, and what was found elsewhere and has none."""
         if self.paused:
-            return wanted
-        for group, leases in self._leases.items():
-            target = self.lease_target(group)
-            if 2 * len(leases) <= target:
-                wanted[group] = target - len(leases)
-        return wanted
+            return {}
+        return self._stock.wanted(Counter(map(group_of, list(self.remote.unleased))))
 
     def lease_target(self, group: int) -> int:
-        """Free slots to hold: a quarter of what the pool can hold at most, at least one."""
-        return max(1, min(self._lease_slots, self._capacity[group] // 4))
+        """Free slots to hold; see `LeaseStock.target`."""
+        return self._stock.target(group)
 
     @property
     def has_news(self) -> bool:
         """Whether the outbox has something that should not wait for the next heartbeat."""
-        return self._is_clearing or bool(self._pinned or self._released or self._dropped)
+        remote = self.remote
+        return (
+            self._is_clearing
+            or bool(self._pinned or self._released or self._dropped)
+            or remote.has_news
+        )
 
     @property
     def wants_leases(self) -> bool:
@@ -461,31 +490,9 @@ class EngineView:
     def check(self) -> None:
         """Assert the invariants; for tests and idle moments."""
         assert not self._ready.keys() & self._pending.keys(), self._ready.keys()
-        free = [handle for some in self._leases.values() for handle in some]
-        flying = list(self._pending.values())
+        free = [handle for _, handle in self._stock.rows()]
+        flying = [*self._pending.values(), *(handle for _, handle in self.remote.leases())]
         slots = [handle.slot for handle in [*free, *flying]]
         assert len(set(slots)) == len(slots), slots
         for key, handle in self._ready.items():
             assert handle.generation > self._tombstones.get(key, NO_GENERATION), key
-
-
-def _chunks(handles: Handles) -> Iterable[tuple[Key, Handle]]:
-    columns = zip(handles.keys, handles.slots, handles.generations, strict=True)
-    for key, slot, generation in columns:
-        yield Key(key), Handle(Slot(slot), Generation(generation))
-
-
-def _leases(rows: Iterable[tuple[int, Handle]]) -> Leases:
-    rows = list(rows)
-    return Leases(
-        [group for group, _ in rows],
-        [handle.slot for _, handle in rows],
-        [handle.generation for _, handle in rows],
-    )
-
-
-def _take(queue: deque[T], most: int) -> list[T]:
-    taken: list[T] = []
-    while queue and len(taken) < most:
-        taken.append(queue.popleft())
-    return taken

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from raykv.actors.link import JobRequest, LinkTarget, WorkerLink
-from raykv.core.view import FailedLoad
+from raykv.core.requests import FailedLoad
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
 from raykv.vllm.guard import guarded, nothing, report

@@ -27,13 +27,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-import raykv.core.manager
+import raykv.core.leases
 import raykv.core.mirror
 from raykv.core.geometry import PoolGeometry
 from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.requests import RequestOptions
+from raykv.core.requests import FailedLoad, Handle, RequestOptions
 from raykv.core.slots import Admission, ChunkName, SlotTable
-from raykv.core.view import EngineView, FailedLoad, Handle
+from raykv.core.view import EngineView
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
@@ -445,7 +445,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @initialize(filled=st.integers(0, len(NAMES)))
     def begin(self, filled: int) -> None:
         self.patches = pytest.MonkeyPatch()
-        self.patches.setattr(raykv.core.manager, "MAX_KEYS", PAGE_KEYS)
+        self.patches.setattr(raykv.core.leases, "MAX_KEYS", PAGE_KEYS)
         self.patches.setattr(raykv.core.mirror, "MAX_KEYS", PAGE_KEYS)
         self.now = 1000.0
         self.manager = BlockManager(Epoch(1), SETTINGS)

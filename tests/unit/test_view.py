@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raykv.core.requests import RequestOptions
-from raykv.core.view import EngineView, FailedLoad, Handle
+from raykv.core.requests import FailedLoad, Handle, RequestOptions
+from raykv.core.view import EngineView
 from raykv.messages import MAX_KEYS, EngineAttached, Handles, Leases, SyncReply, SyncRequest
 from raykv.types import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot
 
@@ -90,7 +90,9 @@ def changes(view: EngineView, call: Callable[[], Any]) -> bool:
     """Whether the call changed what the view knows; counters don't count."""
 
     def picture() -> dict[str, Any]:
-        return copy.deepcopy({k: v for k, v in vars(view).items() if k != "counters"})
+        parts = {**vars(view), **vars(view.remote), **vars(view._stock)}
+        left_out = ("counters", "remote", "settings", "cost", "_stock", "num_timed_out")
+        return copy.deepcopy({k: v for k, v in parts.items() if k not in left_out})
 
     before = picture()
     call()

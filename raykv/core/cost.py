@@ -1,0 +1,73 @@
+"""Fetch or compute? Chunks of another node are fetched if that is expected to be the faster way.
+
+Both rates are measured: bytes per second of the fetches that ended, tokens per second of the
+prefill steps that the engine ran. As long as one of them is unknown, a fetch is tried. Since a rate
+that is not measured again never changes, every `EXPLORE_EVERY`-th refusal is a fetch all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT = 0.2
+"""Of the newest measurement in the running mean."""
+
+MIN_PREFILL_TOKENS = 64
+"""Smaller steps say nothing about prefill."""
+
+MIN_FETCH_BYTES = 1 << 20
+"""Smaller fetches are all latency."""
+
+EXPLORE_EVERY = 32
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What an operator sets instead of what is measured; None: measured."""
+
+    fetch_bytes_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+
+
+class FetchCost:
+    """See the module's docstring."""
+
+    def __init__(self, given: Rates | None = None) -> None:
+        self._given = given or Rates()
+        self._measured_fetch: float | None = None
+        self._measured_prefill: float | None = None
+        self._refusals = 0
+
+    @property
+    def fetch_bytes_per_s(self) -> float | None:
+        """The rate that is counted with; None while it is unknown."""
+        return self._given.fetch_bytes_per_s or self._measured_fetch
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The rate that is counted with; None while it is unknown."""
+        return self._given.prefill_tokens_per_s or self._measured_prefill
+
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        """A fetch has ended."""
+        if num_bytes >= MIN_FETCH_BYTES and seconds > 0:
+            self._measured_fetch = _mean(self._measured_fetch, num_bytes / seconds)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """An engine step has ended that computed so many tokens."""
+        if num_tokens >= MIN_PREFILL_TOKENS and seconds > 0:
+            self._measured_prefill = _mean(self._measured_prefill, num_tokens / seconds)
+
+    def prefers_fetch(self, num_bytes: int, num_tokens: int, queued_bytes: int) -> bool:
+        """Whether to fetch `num_bytes`, behind `queued_bytes`, or to compute `num_tokens`."""
+        fetch, prefill = self.fetch_bytes_per_s, self.prefill_tokens_per_s
+        if fetch is None or prefill is None:
+            return True
+        if (queued_bytes + num_bytes) / fetch <= num_tokens / prefill:
+            return True
+        self._refusals += 1
+        return self._refusals % EXPLORE_EVERY == 0
+
+
+def _mean(known: float | None, latest: float) -> float:
+    return latest if known is None else (1 - WEIGHT) * known + WEIGHT * latest

@@ -1,0 +1,113 @@
+"""Who has which chunk: an engine's questions about other nodes, answered out of their books.
+
+A chunk that an engine is storing is announced before it is there, with the lease that it is stored
+at: who asks for it is told to wait. An announcement ends with its lease.
+
+Invariant: a replica that is told is pinned, so that it is not evicted before it can be fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from raykv.core.book import Name
+from raykv.core.members import Engine, Node
+from raykv.core.replicas import ReplicaIndex
+from raykv.messages import Handles, Replicas
+from raykv.types import Generation, Key, Namespace, NodeId, Slot
+
+MAX_TOLD = 2
+"""Replicas told per key: one to fetch from, and one for when that fails."""
+
+MAX_ANNOUNCED = 262_144
+"""Beyond it the oldest announcements are forgotten: who asks for them is told that they miss."""
+
+
+class Questions:
+    """Args:
+    nodes: all nodes, kept up to date by the block manager.
+    index: of all their chunks.
+    """
+
+    def __init__(self, nodes: dict[NodeId, Node], index: ReplicaIndex) -> None:
+        self._nodes = nodes
+        self._index = index
+        self._announced: dict[Name, tuple[NodeId, Slot, Generation]] = {}
+
+    def announce(self, engine: Engine, handles: Handles) -> None:
+        """An engine is storing chunks at its leases."""
+        columns = zip(handles.keys, handles.slots, handles.generations, strict=True)
+        for key, slot, generation in columns:
+            name = (engine.namespace, Key(key))
+            self._announced.pop(name, None)
+            self._announced[name] = (engine.node_id, Slot(slot), Generation(generation))
+        if len(self._announced) > MAX_ANNOUNCED:
+            self.forget_stale()
+
+    def forget_stale(self) -> None:
+        """Drop announcements whose leases have ended, and the oldest above the bound."""
+        alive = [name for name in self._announced if self._is_announced(name)]
+        self._announced = {name: self._announced[name] for name in alive[-MAX_ANNOUNCED:]}
+
+    def forget_namespace(self, namespace: Namespace) -> None:
+        """All its leases have ended."""
+        for name in [name for name in self._announced if name[0] == namespace]:
+            del self._announced[name]
+
+    def _is_announced(self, name: Name) -> bool:
+        announced = self._announced.get(name)
+        if announced is None:
+            return False
+        node_id, slot, generation = announced
+        node = self._nodes.get(node_id)
+        return node is not None and node.book.lease_at(slot, generation) is not None
+
+    def answer(self, engine: Engine, asked: Iterable[bytes], pinned_until: float) -> Replicas:
+        """Where the keys are; those on the engine's own node too."""
+        order = self._preference(engine)
+        answer = Replicas([], [], [], [], [], [], [])
+        numbers: dict[NodeId, int] = {}
+        for position, key in enumerate(asked):
+            name = (engine.namespace, Key(key))
+            holders = sorted(self._index.nodes(name), key=lambda node_id: order[node_id])
+            for node_id in holders[:MAX_TOLD]:
+                self._tell(answer, position, name, node_id, numbers, pinned_until)
+            if not holders and self._is_announced(name):
+                answer.pending.append(position)
+        return answer
+
+    def _preference(self, engine: Engine) -> dict[NodeId, tuple[bool, bool, int, NodeId]]:
+        """Sort keys of nodes as sources: the own one, then the same host, then least loaded."""
+        own = self._nodes.get(engine.node_id)
+        hostname = "" if own is None else own.hostname
+        return {
+            node.node_id: (
+                node.node_id != engine.node_id,
+                node.hostname != hostname,
+                node.stats.queued_jobs + node.stats.reading,
+                node.node_id,
+            )
+            for node in self._nodes.values()
+        }
+
+    def _tell(
+        self,
+        answer: Replicas,
+        position: int,
+        name: Name,
+        node_id: NodeId,
+        numbers: dict[NodeId, int],
+        pinned_until: float,
+    ) -> None:
+        node = self._nodes[node_id]
+        chunk = node.book.find(*name)
+        assert chunk is not None, (name, node_id)
+        if node_id not in numbers:
+            numbers[node_id] = len(numbers)
+            answer.nodes.append(str(node_id))
+            answer.node_epochs.append(int(node.epoch))
+        node.book.pin(name, pinned_until)
+        answer.key_index.append(position)
+        answer.node_index.append(numbers[node_id])
+        answer.slots.append(chunk.slot)
+        answer.generations.append(chunk.generation)

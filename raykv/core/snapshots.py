@@ -1,0 +1,94 @@
+"""Pictures of the directory for readers of the event stream, page by page.
+
+A snapshot is the list of what was held when it began; each page tells what is held of it now, and
+the events since its beginning do the rest. A page can be asked for again. Only a few snapshots are
+kept, and the oldest goes first: a reader that dawdles begins anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from raykv.core.book import Chunk, Name
+from raykv.core.members import Node
+from raykv.events import SnapshotPage
+from raykv.messages import Inventory
+from raykv.types import NodeId
+
+MAX_OPEN = 4
+"""Each keeps eight bytes a chunk."""
+
+MAX_PAGE = 1024
+"""Chunks in one page."""
+
+_POSITION_BITS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    epoch: int
+    seq: int
+    parts: list[tuple[NodeId, int, list[Name]]]
+
+
+class Snapshots:
+    """The open ones."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[int, _Snapshot] = OrderedDict()
+        self._counter = 0
+
+    def begin(self, epoch: int, seq: int, nodes: list[Node]) -> int:
+        """Start a snapshot at a place of the event log; returns the cursor of its first page."""
+        self._counter += 1
+        parts = [(node.node_id, int(node.epoch), node.book.names()) for node in nodes]
+        self._open[self._counter] = _Snapshot(epoch, seq, parts)
+        if len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)
+        return self._counter << _POSITION_BITS
+
+    def page(self, cursor: int, nodes: dict[NodeId, Node]) -> SnapshotPage:
+        """The page at a cursor; with an error if its snapshot is not kept any more."""
+        number, position = cursor >> _POSITION_BITS, cursor & ((1 << _POSITION_BITS) - 1)
+        snapshot = self._open.get(number)
+        if snapshot is None:
+            return SnapshotPage(0, 0, 0, error="the snapshot is not kept any more: begin anew")
+        skipped = 0
+        for node_id, node_epoch, names in snapshot.parts:
+            # A node without chunks has one page too.
+            room = max(1, len(names))
+            if position < skipped + room:
+                first = position - skipped
+                page = names[first : first + MAX_PAGE]
+                return SnapshotPage(
+                    snapshot.epoch,
+                    snapshot.seq,
+                    cursor + max(1, len(page)),
+                    str(node_id),
+                    node_epoch,
+                    _held(page, nodes.get(node_id), node_epoch),
+                )
+            skipped += room
+        return SnapshotPage(snapshot.epoch, snapshot.seq, cursor, is_last=True)
+
+
+def _held(names: list[Name], node: Node | None, node_epoch: int) -> Inventory:
+    """What the node, in that life, still holds of `names`."""
+    if node is None or node.epoch != node_epoch:
+        return Inventory()
+    found: list[tuple[Name, Chunk]] = []
+    for name in names:
+        chunk = node.book.find(*name)
+        if chunk is not None:
+            found.append((name, chunk))
+    namespaces = dict.fromkeys(name[0] for name, _ in found)
+    index = {namespace: number for number, namespace in enumerate(namespaces)}
+    return Inventory(
+        namespaces=[str(namespace) for namespace in index],
+        namespace_index=[index[name[0]] for name, _ in found],
+        keys=[name[1] for name, _ in found],
+        slots=[chunk.slot for _, chunk in found],
+        generations=[chunk.generation for _, chunk in found],
+        slot_bytes=[chunk.slot_bytes for _, chunk in found],
+    )
