@@ -3,10 +3,13 @@
 import raykv
 cluster = raykv.connect()
 print(cluster.status())
+for event in cluster.events(since=0):
+    print(event)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +17,10 @@ import msgspec
 import ray
 
 from raykv.actors import cluster
+from raykv.actors.readers import read_events, take_snapshot
+from raykv.core.replay import Replay
 from raykv.errors import ClusterError
+from raykv.event_types import Event
 from raykv.messages import ClusterStatus, NodeStatus
 
 DEADLINE_S = 10.0
@@ -46,8 +52,61 @@ class Cluster:
         ray.get(self._scheduler().set_paused.remote(False), timeout=DEADLINE_S)
 
     def clear(self, namespace: str | None = None) -> None:
-        """Empty the cache, of one model's namespace or of all."""
-        ray.get(self._scheduler().clear.remote(namespace), timeout=DEADLINE_S)
+        """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
+
+        Engines see misses with their next exchange, and store anew; nothing that was stored or
+        begun before is ever loaded after that.
+
+        Raises:
+            ClusterError: RayKV does not run here, or there is no such namespace.
+        """
+        scheduler = self._scheduler()
+        if namespace is not None:
+            namespace = self._full_namespace(namespace)
+        ray.get(scheduler.clear.remote(namespace), timeout=DEADLINE_S)
+
+    def _full_namespace(self, beginning: str) -> str:
+        """The one namespace that begins so; `status` shows the first digits only."""
+        status = cluster.status(self._scheduler(), DEADLINE_S)
+        known = {*status.namespaces, *(engine.namespace for engine in status.engines)}
+        found = sorted(name for name in known if name.startswith(beginning))
+        if len(found) != 1:
+            what = "no namespace" if not found else f"{len(found)} namespaces"
+            raise ClusterError(
+                f"{what} of the cache begins with {beginning!r}; there are "
+                f"{', '.join(sorted(known)) or 'none'}"
+            )
+        return found[0]
+
+    # Events
+
+    def events(
+        self, since: int | tuple[int, int] | None = None, *, follow: bool = True
+    ) -> Iterator[Event]:
+        """All that happens to the directory, in order and without gaps.
+
+        When events before the next one are not kept any more, an `EventsMissed` comes first: what
+        is known from earlier may be wrong then, and `snapshot` gives it anew. After a restart of
+        the scheduler actor its new life is told from its beginning, `EpochBegan`.
+
+        Args:
+            since: the number of the last event that is known (0: from the epoch's beginning), or
+                its epoch and number. None: only what happens from now on.
+            follow: wait for more at the end; else stop there.
+
+        Raises:
+            ClusterError: RayKV does not run here, or its scheduler actor does not answer for
+                half a minute.
+        """
+        return read_events(self._scheduler, since, follow=follow)
+
+    def snapshot(self) -> Replay:
+        """What is where now; go on with `events(since=snapshot.place)` and `snapshot.apply`.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return take_snapshot(self._scheduler)
 
     def down(self) -> int:
         """End all of RayKV's actors and free their pools; returns how many there were.
@@ -97,6 +156,23 @@ def connect(ray_address: str | None = None) -> Cluster:
     return Cluster(cluster.current_address(), joined_here=True)
 
 
+def events(
+    since: int | tuple[int, int] | None = None,
+    *,
+    follow: bool = True,
+    ray_address: str | None = None,
+) -> Iterator[Event]:
+    """`Cluster.events` of the cluster that `connect` finds; it is left at the end."""
+    with connect(ray_address) as connected:
+        yield from connected.events(since, follow=follow)
+
+
+def clear(namespace: str | None = None, *, ray_address: str | None = None) -> None:
+    """`Cluster.clear` of the cluster that `connect` finds."""
+    with connect(ray_address) as connected:
+        connected.clear(namespace)
+
+
 def _fresh(node: NodeStatus) -> NodeStatus:
     """`node` with counters from its NodeActor, where it answers."""
     actor = cluster.find_node_actor(node.node_id)
@@ -112,6 +188,8 @@ def _fresh(node: NodeStatus) -> NodeStatus:
         used_bytes=stats.used_bytes,
         bytes_stored=stats.bytes_stored,
         bytes_loaded=stats.bytes_loaded,
+        bytes_fetched=stats.bytes_fetched,
+        bytes_sent=stats.bytes_sent,
         chunks_refused=stats.chunks_refused,
         num_workers=stats.num_workers,
     )

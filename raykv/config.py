@@ -96,6 +96,16 @@ def _seconds(name: str, value: Any) -> float:
     return seconds
 
 
+def _rate(name: str, value: Any) -> float:
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        rate = -1.0
+    if isinstance(value, bool) or not 0 < rate < float("inf"):
+        raise SettingError(f"{name}={value!r} must be a number above 0")
+    return rate
+
+
 def _count(name: str, value: Any) -> int:
     try:
         count = int(str(value))
@@ -169,6 +179,21 @@ class Settings:
     )
     lookup_deadline_s: float = _setting(
         2.0, _seconds, "Longest wait of a request for chunks that are still being stored"
+    )
+    query_deadline_s: float = _setting(
+        1.0, _seconds, "Longest wait of a request to hear what other nodes have"
+    )
+    fetch_deadline_s: float = _setting(
+        10.0, _seconds, "Longest wait of a request for chunks on their way from another node"
+    )
+    fetch_checksums: bool = _setting(
+        True, _flag, "Check every chunk that comes from another node (XXH3)"
+    )
+    fetch_bytes_per_s: float | None = _setting(
+        None, _rate, "Speed of a fetch when it is compared with computing. Default: measured"
+    )
+    prefill_tokens_per_s: float | None = _setting(
+        None, _rate, "Speed of computing when it is compared with a fetch. Default: measured"
     )
     cancel_grace_s: float = _setting(
         2.0,

@@ -185,6 +185,7 @@ class FetchRequest(msgspec.Struct, frozen=True):
     slot_bytes: list[int]
     sources: Replicas
     deadline_s: float
+    with_checksums: bool = True
 
 
 class FetchResult(msgspec.Struct, frozen=True):

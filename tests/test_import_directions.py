@@ -37,11 +37,11 @@ def row(*modules: str, packages: str | None, except_for: tuple[str, ...] = ()) -
 
 TABLE = (
     row("types", "errors", "config", packages=""),
-    row("messages", "events", packages="msgspec", except_for=("raykv.config",)),
+    row("messages", "event_types", packages="msgspec", except_for=("raykv.config",)),
     row("core", packages="numpy", except_for=("raykv.config",)),
     row("memory", packages="msgspec numpy torch"),
     row("copy", packages="msgspec numpy torch"),
-    row("actors", packages="msgspec numpy torch ray psutil prometheus_client"),
+    row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash"),
     row("vllm", packages=None),
     row(
         "client",

@@ -27,7 +27,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import names
-from raykv.actors.node import NodeActor
+from raykv.actors.node import CONCURRENCY, NodeActor
 from raykv.actors.scheduler import SchedulerActor
 from raykv.errors import ClusterError, VersionError
 from raykv.messages import PROTOCOL_VERSION, ClusterStatus, NodeDescription, decode
@@ -137,7 +137,7 @@ def _start_local() -> str:
         try:
             code = starter.wait(START_DEADLINE_S)
         except subprocess.TimeoutExpired as error:
-            _stop_group(starter.pid)
+            stop_group(starter.pid)
             raise ClusterError(f"`ray start` did not end in {START_DEADLINE_S:.0f} s") from error
         address = _address_of_group(starter.pid)
         if code or address is None:
@@ -182,10 +182,10 @@ def stop_started(address: str) -> None:
         if _is_raylet(arguments) and _argument(arguments, "gcs-address") == address
     ]
     for raylet in raylets:
-        _stop_group(_group_of(raylet))
+        stop_group(_group_of(raylet))
 
 
-def _stop_group(group: int) -> None:
+def stop_group(group: int) -> None:
     """End Ray's processes in a process group, and what they have started.
 
     Ray's helpers carry its package in their command line; whatever else shares the group stays.
@@ -352,7 +352,7 @@ def node_actor(address: str, node_id: str, pool_bytes: int, slab_bytes: int, poo
     }
     socket_name = names.node_socket(address, node_id)
     return (
-        ray.remote(NodeActor)
+        ray.remote(concurrency_groups=CONCURRENCY)(NodeActor)
         .options(**options)
         .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path)
     )

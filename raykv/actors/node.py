@@ -1,8 +1,9 @@
 """NodeActor: owns one node's pool; a thin shell around `NodeService` that reports to the directory.
 
-Guarantees of its calls: each is idempotent and answers at once. A second thread here reports to
-the scheduler actor: new READY chunks soon, a heartbeat every second, the whole inventory when it is
-asked for. Chunks stay reported-to-be until the scheduler actor has answered.
+Guarantees of its calls: each is idempotent. `describe` answers at once; `fetch` and `read` move
+bytes in threads of their own and end by the deadline that they are given. One more thread reports
+to the scheduler actor: new READY chunks soon, a heartbeat every second, the whole inventory when it
+is asked for. Chunks stay reported-to-be until the scheduler actor has answered.
 """
 
 from __future__ import annotations
@@ -13,25 +14,32 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import ray
 
 import raykv
 from raykv.actors import names
+from raykv.actors.fetching import FetchService
+from raykv.actors.keeper import inventory_of
 from raykv.actors.node_service import (
     NodeService,
     ServiceSettings,
     boot_epoch,
-    inventory_of,
     process_id,
 )
+from raykv.actors.peers import Bytes, ObjectRefTransport
+from raykv.actors.reading import ReadService
 from raykv.core.geometry import PoolGeometry
 from raykv.messages import (
     MAX_KEYS,
     PROTOCOL_VERSION,
+    FetchRequest,
     Inventory,
     NodeDescription,
     NodeReport,
     NodeReportReply,
+    NodeStats,
+    ReadRequest,
     decode,
     encode,
 )
@@ -54,6 +62,10 @@ BIND_DEADLINE_S = 10.0
 """How long a new life waits for the last one to let go of the socket's name."""
 
 
+CONCURRENCY = {"fetch": 4, "read": 4}
+"""Threads of the actor for each; further calls wait their turn."""
+
+
 class NodeActor:
     """Runs as the detached Ray actor `node:<node id>`, pinned to that node."""
 
@@ -66,6 +78,9 @@ class NodeActor:
         settings = ServiceSettings(socket_name, PoolGeometry(pool_bytes, slab_bytes), pool_path)
         self._service = NodeService(settings, boot_epoch())
         self._news = threading.Event()
+        keeper, epoch = self._service.keeper, self._service.epoch
+        self._reading = ReadService(keeper, epoch)
+        self._fetching = FetchService(keeper, epoch, ObjectRefTransport(), self._news.set)
         self._seq = 0
         self._scheduler_epoch = 0
         self._paused = False
@@ -90,7 +105,7 @@ class NodeActor:
 
     def describe(self) -> bytes:
         """→ `NodeDescription`."""
-        stats = self._service.stats()
+        stats = self._stats()
         geometry = self._service.settings.geometry
         return encode(
             NodeDescription(
@@ -109,9 +124,31 @@ class NodeActor:
             )
         )
 
+    @ray.method(concurrency_group="fetch")
+    def fetch(self, raw: bytes) -> bytes:
+        """`FetchRequest` → `FetchResult`: chunks of other nodes into slots of this one."""
+        return encode(self._fetching.fetch(decode(raw, FetchRequest)))
+
+    @ray.method(concurrency_group="read")
+    def read(self, raw: bytes) -> tuple[bytes, Bytes]:
+        """`ReadRequest` → `ReadReply` and the bytes: chunks of this node, for another one."""
+        reply, data = self._reading.read(decode(raw, ReadRequest))
+        return encode(reply), data
+
+    def _stats(self) -> NodeStats:
+        fetched = self._fetching.counters
+        return msgspec.structs.replace(
+            self._service.stats(),
+            bytes_fetched=fetched.bytes_fetched,
+            chunks_fetched=fetched.chunks_fetched,
+            fetches_failed=fetched.fetches_failed,
+            bytes_sent=self._reading.bytes_sent,
+            reading=self._reading.reading,
+        )
+
     def check(self) -> bool:
         """Assert the slot table's invariants; for tests."""
-        self._service.table.check()
+        self._service.keeper.table.check()
         return True
 
     # Reports
@@ -135,7 +172,7 @@ class NodeActor:
         while True:
             if self._unanswered is None:
                 self._seq += 1
-                stored = self._service.take_unreported(MAX_PAGE)
+                stored = self._service.keeper.take_unreported(MAX_PAGE)
                 self._unanswered = self._make_report(stored, self._seq)
             reply = self._call(self._unanswered)
             was_full = len(self._unanswered.stored) == MAX_PAGE
@@ -157,14 +194,14 @@ class NodeActor:
             seq=seq,
             pool_bytes=geometry.pool_bytes,
             slab_bytes=geometry.slab_bytes,
-            highest_generation=self._service.highest_generation,
+            highest_generation=self._service.keeper.highest_generation,
             scheduler_epoch=self._scheduler_epoch,
             stored=stored,
             page=page,
             last_page=page == num_pages > 0,
-            cleared=self._service.cleared(),
+            cleared=self._service.keeper.cleared(),
             paused=self._paused,
-            stats=self._service.stats(),
+            stats=self._stats(),
             pid=process_id(),
             hostname=socket.gethostname(),
             raykv_version=raykv.__version__,
@@ -179,11 +216,11 @@ class NodeActor:
     def _take_reply(self, reply: NodeReportReply) -> None:
         self._scheduler_epoch = max(self._scheduler_epoch, reply.epoch)
         self._paused = reply.paused
-        self._service.clear(reply.cleared)
+        self._service.keeper.clear(reply.cleared)
 
     def _send_inventory(self) -> None:
         """All READY chunks, for a scheduler actor that has just begun to know this node."""
-        chunks = self._service.all_ready()
+        chunks = self._service.keeper.all_ready()
         pages = [chunks[i : i + MAX_PAGE] for i in range(0, len(chunks), MAX_PAGE)] or [[]]
         for number, page in enumerate(pages, start=1):
             report = self._make_report(inventory_of(page), self._seq, number, len(pages))

@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,18 +20,17 @@ import msgspec
 
 from raykv.actors import wire
 from raykv.actors.attached import AttachedWorker, QueuedJob, close_all, receive_hello
+from raykv.actors.keeper import PoolKeeper
 from raykv.copy.engine import CopyBackend, JobQueue
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
+from raykv.core.slots import SlotState
 from raykv.errors import AttachError, RayKVError
 from raykv.memory.handles import open_kv
-from raykv.memory.pool import Pool
 from raykv.memory.words import CancelWords
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachWorker,
-    Inventory,
     JobBatch,
     JobResult,
     JobResults,
@@ -40,7 +38,7 @@ from raykv.messages import (
     WorkerAttached,
     WorkerMessage,
 )
-from raykv.types import Direction, Epoch, Generation, Namespace, Refusal
+from raykv.types import Direction, Epoch, Refusal
 
 logger = logging.getLogger("raykv.node")
 
@@ -52,10 +50,6 @@ STOP_DEADLINE_S = 2.0
 
 ATTACH_DEADLINE_S = 10.0
 """From a connection's start to its attach message; guards against strangers that say nothing."""
-
-MAX_UNREPORTED = 100_000
-"""READY chunks that wait for the scheduler actor; beyond it the oldest are not reported. They
-come back with the next inventory."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +86,11 @@ class NodeService:
     def __init__(self, settings: ServiceSettings, epoch: Epoch) -> None:
         self.settings = settings
         self.epoch = epoch
-        self.table = SlotTable(settings.geometry)
-        self.pool = Pool(settings.geometry, settings.pool_path)
+        self.keeper = PoolKeeper(settings.geometry, settings.pool_path)
         self._counters = _Counters()
         self._queue: JobQueue[QueuedJob] = JobQueue()
-        # Guards the table, the queue, the counters and the list of unreported chunks.
-        self._lock = threading.Condition()
-        self._unreported: deque[ChunkName] = deque(maxlen=MAX_UNREPORTED)
+        # Guards the queue and the counters too.
+        self._lock = self.keeper.lock
         self._workers: set[AttachedWorker] = set()
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
@@ -117,9 +109,8 @@ class NodeService:
         """
         self._on_stored = on_stored
         self._listener = wire.listen(self.settings.socket_name)
-        for name in self.pool.recover():
-            self.table.restore(name)
-        for target in (self._accept, self._copy_all, self.pool.prefault):
+        self.keeper.recover()
+        for target in (self._accept, self._copy_all, self.keeper.pool.prefault):
             thread = threading.Thread(target=target, name=f"raykv-{target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -136,7 +127,7 @@ class NodeService:
             self._listener.close()
         for worker in list(self._workers):
             worker.close_connection()
-        self.pool.stop()
+        self.keeper.pool.stop()
         for thread in self._threads:
             thread.join(STOP_DEADLINE_S)
 
@@ -272,7 +263,7 @@ class NodeService:
             with self._lock:
                 while not self._stopping and not len(self._queue):
                     self._lock.wait(1.0)
-                    self.table.expire(time.monotonic())
+                    self.keeper.table.expire(time.monotonic())
                 if self._stopping:
                     return
                 queued = self._queue.pop()
@@ -307,7 +298,7 @@ class NodeService:
             return 0
         runs = queued.worker.planner.plan(queued.job)
         admitted = self._begin(queued)
-        backend = queued.worker.backend(self.pool.address)
+        backend = queued.worker.backend(self.keeper.pool.address)
         num_bytes = 0
         for position, chunk in enumerate(admitted):
             try:
@@ -331,22 +322,17 @@ class NodeService:
 
     def _begin_chunk(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
         name = queued.name(chunk)
+        if queued.direction is Direction.LOAD:
+            return self.keeper.begin_load(name)
         hello = queued.worker.hello
-        with self._lock:
-            if queued.direction is Direction.LOAD:
-                return self.table.begin_load(name)
-            expires_at = time.monotonic() + self.settings.store_expiry_s
-            while True:
-                answer = self.table.begin_store(name, hello.rank, hello.num_ranks, expires_at)
-                if answer.admission is Admission.GO:
-                    # The journal must not know a chunk whose bytes are about to be overwritten.
-                    self.pool.forget(name.slot, name.slot_bytes)
-                    return Refusal.NONE
-                if answer.admission is Admission.REFUSED:
-                    return answer.refusal
-                if queued.is_cancelled or time.monotonic() > give_up_at:
-                    return Refusal.WRITING
-                self._lock.wait(0.05)
+        return self.keeper.begin_store(
+            name,
+            hello.rank,
+            hello.num_ranks,
+            give_up_at - time.monotonic(),
+            self.settings.store_expiry_s,
+            lambda: queued.is_cancelled,
+        )
 
     def _copy_chunk(
         self, queued: QueuedJob, backend: CopyBackend, runs: CopyRuns, chunk: int
@@ -367,19 +353,12 @@ class NodeService:
 
     def _finish(self, queued: QueuedJob, chunk: int, ok: bool) -> None:
         name = queued.name(chunk)
-        with self._lock:
-            if queued.direction is Direction.LOAD:
-                self.table.finish_load(name.slot, name.generation)
-                self._lock.notify_all()
-                return
-            rank = queued.worker.hello.rank
-            state = self.table.finish_store(name.slot, name.generation, rank, ok)
-            if ok and state is SlotState.EMPTY:
-                queued.refusals[chunk] = Refusal.POISONED
-            if state is SlotState.READY:
-                self.pool.remember(name)
-                self._unreported.append(name)
-            self._lock.notify_all()
+        if queued.direction is Direction.LOAD:
+            self.keeper.end_load(name)
+            return
+        state = self.keeper.end_store(name, queued.worker.hello.rank, ok)
+        if ok and state is SlotState.EMPTY:
+            queued.refusals[chunk] = Refusal.POISONED
 
     def _abandon(self, queued: QueuedJob, chunks: list[int]) -> None:
         for chunk in chunks:
@@ -411,44 +390,15 @@ class NodeService:
             self._counters.chunks_refused += len(queued.refusals)
             self._counters.jobs_cancelled += Refusal.CANCELLED in queued.refusals.values()
 
-    # Reports
-
-    def take_unreported(self, most: int) -> Inventory:
-        """Chunks that became READY and were not reported yet; they count as reported now."""
-        with self._lock:
-            names = [self._unreported.popleft() for _ in range(min(most, len(self._unreported)))]
-        return inventory_of(names)
-
-    def all_ready(self) -> list[ChunkName]:
-        """Every READY chunk; those that wait for a report are in it and need none any more."""
-        with self._lock:
-            self._unreported.clear()
-            return list(self.table.inventory())
-
-    def clear(self, cleared: dict[str, int]) -> None:
-        """Discard namespaces up to the given generations."""
-        with self._lock:
-            for namespace, generation in cleared.items():
-                if self.table.discard_namespace(Namespace(namespace), Generation(generation)):
-                    self.pool.forget_namespace(Namespace(namespace), Generation(generation))
-
-    def cleared(self) -> dict[str, int]:
-        """By namespace, the generation up to which chunks were discarded."""
-        with self._lock:
-            return {str(name): int(gen) for name, gen in self.table.cleared.items()}
-
-    @property
-    def highest_generation(self) -> Generation:
-        """The highest generation that a store was ever begun with."""
-        return self.table.highest_generation
+    # Looking
 
     def stats(self) -> NodeStats:
         """Counters and gauges."""
         with self._lock:
             return NodeStats(
                 pool_bytes=self.settings.geometry.pool_bytes,
-                prefaulted_bytes=self.pool.prefaulted_bytes,
-                used_bytes=self.table.used_bytes,
+                prefaulted_bytes=self.keeper.pool.prefaulted_bytes,
+                used_bytes=self.keeper.table.used_bytes,
                 bytes_stored=self._counters.bytes_stored,
                 bytes_loaded=self._counters.bytes_loaded,
                 chunks_stored=self._counters.chunks_stored,
@@ -458,20 +408,6 @@ class NodeService:
                 num_workers=len(self._workers),
                 queued_jobs=len(self._queue),
             )
-
-
-def inventory_of(names: list[ChunkName]) -> Inventory:
-    """`names` as columns."""
-    namespaces = sorted({str(name.namespace) for name in names})
-    index = {name: i for i, name in enumerate(namespaces)}
-    return Inventory(
-        namespaces=namespaces,
-        namespace_index=[index[name.namespace] for name in names],
-        keys=[name.key for name in names],
-        slots=[name.slot for name in names],
-        generations=[name.generation for name in names],
-        slot_bytes=[name.slot_bytes for name in names],
-    )
 
 
 def boot_epoch() -> Epoch:

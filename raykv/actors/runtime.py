@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from raykv.actors import cluster
+from raykv.actors.fetch_client import FetchClient
 from raykv.actors.session import RayCalls, Session, SessionSettings
 from raykv.config import Settings, check_pool_bytes, default_pool_bytes
 from raykv.core.geometry import PoolGeometry
@@ -24,6 +25,7 @@ from raykv.core.view import EngineView
 from raykv.errors import ClusterError, RayKVError, VersionError
 from raykv.memory.limits import memory_limit
 from raykv.messages import NodeDescription
+from raykv.types import NodeId
 
 logger = logging.getLogger("raykv")
 
@@ -75,7 +77,14 @@ class EngineRuntime:
             raise
         self.node: NodeDescription | None = None
         calls = RayCalls(self._find_actors, settings.rpc_deadline_s)
-        self.session = Session(view, calls, self._session_settings())
+        fetches = FetchClient(
+            identity.namespace,
+            lambda: cluster.find_node_actor(self.node_id),
+            settings.fetch_deadline_s,
+            with_checksums=settings.fetch_checksums,
+        )
+        self.session = Session(view, calls, self._session_settings(), fetches)
+        view.node_id = NodeId(self.node_id)
         self._view = view
 
     def _check_sizes(self) -> None:

@@ -42,6 +42,16 @@ class SchedulerActor:
         now = self._tick()
         return encode(self._manager.node_report(decode(raw, NodeReport), now))
 
+    def events(self, epoch: int, after: int) -> bytes:
+        """→ `EventPage`: what follows a place of the event log."""
+        self._tick()
+        return encode(self._manager.events(Epoch(epoch), after))
+
+    def snapshot(self, cursor: int) -> bytes:
+        """→ `SnapshotPage`; 0 begins a new snapshot, a page's cursor asks for the next one."""
+        self._tick()
+        return encode(self._manager.snapshot(cursor))
+
     def detach(self, engine_id: str) -> None:
         """End an engine's session; its chunks stay."""
         self._manager.detach_engine(EngineId(engine_id))

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import ray
 
+from raykv.actors.fetch_client import FetchClient, FetchEnded
 from raykv.core.view import EngineView
 from raykv.errors import ClusterError
 from raykv.messages import (
@@ -34,6 +35,9 @@ logger = logging.getLogger("raykv.session")
 
 MAX_INBOX = 4
 """Answers that the engine has not taken in; while there are so many, exchanges are heartbeats."""
+
+REPEAT_PAUSE_S = 0.02
+"""Between two questions about chunks that are being stored elsewhere."""
 
 MIN_PAUSE_S = 0.002
 """Between two exchanges under load: news of some steps travel together."""
@@ -107,6 +111,14 @@ class RayCalls:
         return answer
 
 
+@dataclass(frozen=True)
+class Exchanged:
+    """A message and its answer."""
+
+    request: SyncRequest
+    reply: SyncReply
+
+
 class Session:
     """See the module's docstring.
 
@@ -114,11 +126,19 @@ class Session:
     what `EngineView` allows the exchange thread to call.
     """
 
-    def __init__(self, view: EngineView, calls: SchedulerCalls, settings: SessionSettings) -> None:
+    def __init__(
+        self,
+        view: EngineView,
+        calls: SchedulerCalls,
+        settings: SessionSettings,
+        fetches: FetchClient | None = None,
+    ) -> None:
         self._view = view
         self._calls = calls
         self._settings = settings
-        self._inbox: deque[EngineAttached | SyncReply] = deque()
+        self._inbox: deque[EngineAttached | Exchanged | FetchEnded] = deque()
+        self._fetches = fetches
+        self._repeat_at = 0.0
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._epoch = Epoch(0)
@@ -157,6 +177,8 @@ class Session:
 
     def start(self) -> None:
         """Begin the background exchange."""
+        if self._fetches is not None:
+            self._fetches.start(self._inbox.append)
         self._thread = threading.Thread(target=self._run, name="raykv-session", daemon=True)
         self._thread.start()
 
@@ -164,20 +186,27 @@ class Session:
         """Apply the answers that have come. Only between engine steps."""
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, EngineAttached):
-                self._view.attached(message)
-            else:
-                self._view.apply(message)
+            match message:
+                case EngineAttached():
+                    self._view.attached(message)
+                case Exchanged():
+                    self._view.apply(message.reply, message.request)
+                case FetchEnded():
+                    self._view.finish_fetch(message.orders, message.result)
 
     def nudge(self) -> None:
         """Something is in the outbox, or was taken out of the inbox."""
         if self._view.has_news or self._view.wants_leases:
             self._wake.set()
+        if self._fetches is not None:
+            self._fetches.submit(self._view.remote.take_orders(), self._view.node_epoch)
 
     def stop(self, timeout_s: float) -> None:
         """End the thread and the session; the leases return to the pool."""
         self._stopped.set()
         self._wake.set()
+        if self._fetches is not None:
+            self._fetches.stop()
         if self._thread is not None:
             self._thread.join(timeout_s)
         try:
@@ -208,9 +237,17 @@ class Session:
             return 0.0
         if self._unanswered is not None:
             return 0.0
-        if self._view.wants_leases and not self._inbox:
-            return max(0.0, self._refused_until - time.monotonic())
-        return self._settings.heartbeat_s
+        pause = self._settings.heartbeat_s
+        if self._view.wants_leases and not self._num_unread:
+            pause = self._refused_until - time.monotonic()
+        if self._view.remote.has_repeats:
+            pause = min(pause, self._repeat_at - time.monotonic())
+        return max(0.0, pause)
+
+    @property
+    def _num_unread(self) -> int:
+        """Answers that the engine has not taken in."""
+        return len(self._inbox)
 
     def _exchange_quietly(self) -> bool:
         """One exchange; a failure opens the breaker and is logged once. True: nothing is left."""
@@ -255,9 +292,7 @@ class Session:
         while True:
             request = self._unanswered
             if request is None:
-                may_grow = len(self._inbox) < MAX_INBOX
-                may_want = not self._inbox
-                request = self._view.take_request(self._epoch, may_grow, may_want)
+                request = self._next_request()
             self._unanswered = request
             reply = decode(self._calls.sync(encode(request)), SyncReply)
             self._unanswered = None
@@ -266,11 +301,24 @@ class Session:
                 self._attach()
                 continue
             if not request.idle or reply.cleared:
-                self._inbox.append(reply)
+                self._inbox.append(Exchanged(request, reply))
             if request.wanted and not reply.granted.slots:
                 self._refused_until = time.monotonic() + IDLE_WANT_PAUSE_S
-            if not reply.more or len(self._inbox) >= MAX_INBOX or self._stopped.is_set():
+            has_more = reply.more or self._view.remote.has_questions
+            if not has_more or self._num_unread >= MAX_INBOX or self._stopped.is_set():
                 return not reply.more
+
+    def _next_request(self) -> SyncRequest:
+        now = time.monotonic()
+        may_repeat = now >= self._repeat_at
+        if may_repeat:
+            self._repeat_at = now + REPEAT_PAUSE_S
+        return self._view.take_request(
+            self._epoch,
+            may_grow=self._num_unread < MAX_INBOX,
+            may_want=not self._num_unread,
+            may_repeat=may_repeat,
+        )
 
     def _say(self, what: str) -> None:
         if what != self._said:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from raykv.events import EventPage
+from raykv.event_types import EventPage
 from raykv.types import Epoch, EventKind, Generation, Key, Namespace, NodeId, Slot
 
 N = TypeVar("N", bound=str)

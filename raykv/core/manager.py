@@ -34,7 +34,7 @@ from raykv.core.policy import POLICIES
 from raykv.core.questions import Questions
 from raykv.core.replicas import ReplicaIndex
 from raykv.core.snapshots import Snapshots
-from raykv.events import EventPage, SnapshotPage
+from raykv.event_types import EventPage, SnapshotPage
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,

@@ -79,6 +79,8 @@ def node_status(node: Node, now: float) -> NodeStatus:
         bytes_stored=node.stats.bytes_stored,
         bytes_loaded=node.stats.bytes_loaded,
         chunks_refused=node.stats.chunks_refused,
+        bytes_fetched=node.stats.bytes_fetched,
+        bytes_sent=node.stats.bytes_sent,
         num_workers=node.stats.num_workers,
         age_s=now - node.last_report,
         raykv_version=node.raykv_version,

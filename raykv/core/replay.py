@@ -6,12 +6,13 @@ events that happened while it was taken go together in any case.
 
 from __future__ import annotations
 
-from raykv.events import (
+from raykv.event_types import (
     BlockRemoved,
     BlockStored,
     CacheCleared,
     EpochBegan,
     Event,
+    EventsMissed,
     NodeJoined,
     NodeLost,
     SnapshotPage,
@@ -26,6 +27,8 @@ class Replay:
 
     def __init__(self) -> None:
         self.nodes: dict[NodeId, int] = {}
+        # Epoch and number of the last event that is in here.
+        self.place = (0, 0)
         self._chunks: dict[NodeId, dict[tuple[Namespace, Key], tuple[Slot, Generation]]] = {}
 
     @property
@@ -43,6 +46,8 @@ class Replay:
 
     def apply(self, event: Event) -> None:
         """Take in the next event. `EventsMissed` changes nothing: take a snapshot then."""
+        if not isinstance(event, EventsMissed):
+            self.place = (event.epoch, event.seq)
         match event:
             case BlockRemoved():
                 self._remove(event)
@@ -77,6 +82,7 @@ class Replay:
 
     def load(self, page: SnapshotPage) -> None:
         """Take in a page of a snapshot; the first one after `EpochBegan` or on a new object."""
+        self.place = (page.epoch, page.seq)
         if not page.node_id:
             return
         self.nodes[NodeId(page.node_id)] = page.node_epoch

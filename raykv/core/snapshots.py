@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from raykv.core.book import Chunk, Name
 from raykv.core.members import Node
-from raykv.events import SnapshotPage
+from raykv.event_types import SnapshotPage
 from raykv.messages import Inventory
 from raykv.types import NodeId
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -72,6 +73,8 @@ class RayKVConnector(OffloadingConnector):
         self._runtime: EngineRuntime | None = None
         self._manager: RayOffloadingManager | None = None
         self._node_epochs: dict[int, int] = {}
+        # Tokens of the step under way, and when it began.
+        self._step = (0, 0.0)
         # Requests that vLLM waits for without there being a load job.
         self._stranded: list[str] = []
         try:
@@ -211,8 +214,14 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(nothing)
     def on_new_request(self, request: Any) -> None:
-        """See `KVConnectorBase_V1.on_new_request`."""
+        """See `KVConnectorBase_V1.on_new_request`; asks at once who has the prompt's chunks."""
         super().on_new_request(request)
+        if self._manager is None or request.skip_reading_prefix_cache:
+            return
+        status = self.scheduler._req_status[request.request_id]
+        status.update_offload_keys()
+        for group in status.group_states:
+            self._manager.ask(request.request_id, group.offload_keys)
 
     @guarded(lambda *_: (0, False))
     def get_num_new_matched_tokens(
@@ -250,6 +259,7 @@ class RayKVConnector(OffloadingConnector):
             report("RayKVConnector.build_connector_meta")
             base = OffloadingConnectorMetadata({}, {}, None)
         stranded, self._stranded = self._stranded, []
+        self._step_began(scheduler_output)
         return RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
             store_jobs=base.store_jobs,
@@ -257,6 +267,16 @@ class RayKVConnector(OffloadingConnector):
             target=self._target(),
             stranded=stranded,
         )
+
+    def _step_began(self, scheduler_output: Any) -> None:
+        self._step = (scheduler_output.total_num_scheduled_tokens, time.monotonic())
+
+    def _step_ended(self) -> None:
+        """Only steps of many tokens, which are prefill, tell how fast the engine computes."""
+        num_tokens, began_at = self._step
+        self._step = (0, 0.0)
+        if num_tokens and self._manager is not None:
+            self._manager.took_step(num_tokens, time.monotonic() - began_at)
 
     def _target(self) -> LinkTarget | None:
         """Where the workers find their NodeActor."""
@@ -274,6 +294,7 @@ class RayKVConnector(OffloadingConnector):
     @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         """See `KVConnectorBase_V1.update_connector_output`."""
+        self._step_ended()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, RayKVWorkerMetadata) and self._manager is not None:
             self._manager.take_failures(meta.failed_loads, meta.failed_stores)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -81,7 +81,7 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(lambda *_: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Chunks are loaded from this node's RAM."""
+        """Chunks are loaded from this node's RAM, those of other nodes after they were fetched."""
         return CacheHitSource.HOST
 
     @guarded(_refused_load)
@@ -150,6 +150,18 @@ class RayOffloadingManager(OffloadingManager):
         self._drain()
         self.view.start_request(req_context.req_id, request_options(req_context.kv_transfer_params))
         return RequestOffloadingContext()
+
+    @guarded(nothing)
+    def ask(self, request_id: str, keys: Iterable[OffloadKey]) -> None:
+        """Find out who has what this node lacks, before the request is scheduled first."""
+        self.view.ask(request_id, map(Key, keys))
+        if self.session is not None:
+            self.session.nudge()
+
+    @guarded(nothing)
+    def took_step(self, num_tokens: int, seconds: float) -> None:
+        """An engine step computed so many prompt tokens."""
+        self.view.remote.cost.computed(num_tokens, seconds)
 
     @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -11,7 +11,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, Offloading
 
 from raykv.actors.link import LinkSettings, WorkerLink
 from raykv.config import Settings, load_settings
+from raykv.core.cost import FetchCost, Rates
 from raykv.core.geometry import aligned
+from raykv.core.remote import ChunkSize, RemoteSettings
 from raykv.core.view import EngineView
 from raykv.errors import SettingError
 from raykv.messages import KVLayout
@@ -75,14 +77,32 @@ class RayKVOffloadingSpec(OffloadingSpec):
         from raykv.vllm.manager import RayOffloadingManager
 
         if self._manager is None:
+            settings = self.settings
+            rates = Rates(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
             view = EngineView(
                 EngineId(self.config.engine_id),
                 self.group_ids,
-                self.settings.lookup_deadline_s,
-                self.settings.lease_slots,
+                settings.lookup_deadline_s,
+                settings.lease_slots,
+                self._remote_settings(),
+                FetchCost(rates),
             )
             self._manager = RayOffloadingManager(view)
         return self._manager
+
+    def _remote_settings(self) -> RemoteSettings:
+        sizes = {
+            group.group_id: ChunkSize(
+                self.slot_bytes, group.tokens_per_block * self.blocks_per_chunk
+            )
+            for group in self.config.groups
+        }
+        return RemoteSettings(
+            query_deadline_s=self.settings.query_deadline_s,
+            fetch_deadline_s=self.settings.fetch_deadline_s,
+            pending_deadline_s=self.settings.lookup_deadline_s,
+            sizes=sizes,
+        )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
         """See `OffloadingSpec.get_worker`."""

@@ -17,7 +17,7 @@ from raykv.config import (
 )
 from raykv.errors import SettingError
 
-SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s")]
+SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s") and "_per_s" not in f.name]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,12 @@ BAD = [
     ("lease_slots", "1.5"),
     ("lease_slots", "many"),
     ("lease_slots", True),
+    ("fetch_checksums", "perhaps"),
+    ("fetch_bytes_per_s", 0),
+    ("fetch_bytes_per_s", "fast"),
+    ("fetch_bytes_per_s", "nan"),
+    ("prefill_tokens_per_s", float("inf")),
+    ("prefill_tokens_per_s", True),
     *[(name, bad) for name in SECONDS for bad in (0, -1, "soon", 3600.1, "nan", "inf", None, True)],
 ]
 

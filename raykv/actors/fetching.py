@@ -1,0 +1,396 @@
+"""The destination's side of a fetch: chunks of other nodes, read in pieces, into leased slots.
+
+    claim ──► begin_store ──► read a piece ──► check, copy in ──► READY
+      │                          │ refused, no answer, corrupt
+      │                          └──► the next replica, else failed
+      └──► follow: another fetch of the same chunk is under way, its outcome is ours
+
+Several pieces are under way at a time, so that the source reads, the network carries and we copy in
+at once. A slot that a fetch writes is WRITING like any other: nobody reads it before all is there
+and checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from raykv.actors.keeper import PoolKeeper
+from raykv.actors.peers import Bytes, PeerError, PeerTransport, PendingRead
+from raykv.core.slots import ChunkName, SlotState
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    FetchRequest,
+    FetchResult,
+    Handles,
+    LostReplicas,
+    ReadReply,
+    ReadRequest,
+)
+from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, Refusal, Slot
+
+logger = logging.getLogger("raykv.node")
+
+PIECE_BYTES = 16 << 20
+"""Of one read. Ray moves 2 MiB objects at a third of the speed of large ones."""
+
+WINDOW = 3
+"""Pieces of one fetch that are under way at a time."""
+
+MAX_WAIT_FOR_SLOT_S = 1.0
+"""A leased slot has no readers, save those of what it held before."""
+
+BREAKER_S = (2.0, 30.0)
+"""A source that did not answer is not asked for so long; each further failure doubles it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Landing:
+    """A chunk on its way, for all fetches that want it."""
+
+    name: ChunkName
+    done: threading.Event = field(default_factory=threading.Event)
+    refusal: Refusal = Refusal.NODE_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    node_id: str
+    node_epoch: int
+    slot: int
+    generation: int
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """One chunk of a request, and the sources that were not tried yet."""
+
+    landing: _Landing
+    sources: deque[_Source]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Chunks that are read from one source with one call."""
+
+    node_id: str
+    node_epoch: int
+    chunks: list[_Chunk]
+    sources: list[_Source]
+    pending: PendingRead | None = None
+
+    @property
+    def source(self) -> tuple[str, int]:
+        return self.node_id, self.node_epoch
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """Since the start."""
+
+    bytes_fetched: int = 0
+    chunks_fetched: int = 0
+    fetches_failed: int = 0
+
+
+class FetchService:
+    """Any thread may fetch.
+
+    Args:
+        keeper: of this node's pool.
+        epoch: of this NodeActor.
+        transport: reads from other nodes.
+        on_stored: called when there is something to report.
+    """
+
+    def __init__(
+        self,
+        keeper: PoolKeeper,
+        epoch: Epoch,
+        transport: PeerTransport,
+        on_stored: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._keeper = keeper
+        self._epoch = epoch
+        self._transport = transport
+        self._on_stored = on_stored
+        self._lock = threading.Lock()
+        self._flying: dict[tuple[Namespace, Key], _Landing] = {}
+        # By node: failures in a row, and until when it is not asked.
+        self._breakers: dict[str, tuple[int, float]] = {}
+        self.counters = FetchCounters()
+
+    def fetch(self, request: FetchRequest) -> FetchResult:
+        """Fetch all chunks of a request, at most until its deadline; whatever goes wrong is a
+        refusal, never an exception.
+        """
+        started = time.monotonic()
+        fetch = _Fetch(request, started + request.deadline_s)
+        if request.version != PROTOCOL_VERSION or request.node_epoch != self._epoch:
+            return _refused(self._epoch, len(request.handles), Refusal.BAD_HANDLE)
+        landings = self._claim(fetch)
+        try:
+            self._begin(fetch)
+            self._transfer(fetch)
+        except Exception:
+            logger.exception("a fetch failed")
+        finally:
+            self._end(fetch)
+        for landing in landings:
+            landing.done.wait(max(0.0, fetch.give_up_at - time.monotonic()))
+        with self._lock:
+            self.counters.bytes_fetched += fetch.num_bytes
+        refusals = [
+            landing.refusal if landing.done.is_set() else Refusal.TOO_LATE for landing in landings
+        ]
+        return FetchResult(
+            node_epoch=self._epoch,
+            refusals=[int(refusal) for refusal in refusals],
+            slots=[landing.name.slot for landing in landings],
+            generations=[landing.name.generation for landing in landings],
+            num_bytes=fetch.num_bytes,
+            seconds=time.monotonic() - started,
+            lost=fetch.lost,
+        )
+
+    def _claim(self, fetch: _Fetch) -> list[_Landing]:
+        """One landing per chunk of the request: of others where one is under way already."""
+        landings = []
+        with self._lock:
+            for chunk in fetch.waiting:
+                name = chunk.landing.name
+                known = self._flying.get((name.namespace, name.key))
+                if known is None:
+                    self._flying[name.namespace, name.key] = chunk.landing
+                    fetch.own.append(chunk)
+                landings.append(known or chunk.landing)
+        fetch.waiting = deque(fetch.own)
+        return landings
+
+    def _begin(self, fetch: _Fetch) -> None:
+        """Have the slots for writing; what can't be written is not fetched."""
+        for chunk in fetch.own:
+            wait_s = min(MAX_WAIT_FOR_SLOT_S, max(0.0, fetch.give_up_at - time.monotonic()))
+            expiry_s = max(0.0, fetch.give_up_at - time.monotonic()) + MAX_WAIT_FOR_SLOT_S
+            refusal = self._keeper.begin_store(chunk.landing.name, 0, 1, wait_s, expiry_s)
+            if refusal is Refusal.NONE:
+                fetch.writing.add(chunk)
+            else:
+                chunk.landing.refusal = refusal
+        fetch.waiting = deque(chunk for chunk in fetch.waiting if chunk in fetch.writing)
+
+    def _transfer(self, fetch: _Fetch) -> None:
+        flying: deque[_Piece] = deque()
+        while time.monotonic() < fetch.give_up_at:
+            while len(flying) < WINDOW and fetch.waiting:
+                piece = self._next_piece(fetch)
+                if piece is not None and self._start(fetch, piece):
+                    flying.append(piece)
+            if not flying:
+                return
+            self._receive(fetch, flying.popleft())
+
+    def _next_piece(self, fetch: _Fetch) -> _Piece | None:
+        """Chunks in order, as long as they come from the same source and fit into a piece."""
+        piece: _Piece | None = None
+        num_bytes = 0
+        while fetch.waiting:
+            chunk = fetch.waiting[0]
+            source = self._source_of(chunk)
+            if source is None:
+                fetch.waiting.popleft()
+                continue
+            num_bytes += chunk.landing.name.slot_bytes
+            if piece is None:
+                piece = _Piece(source.node_id, source.node_epoch, [], [])
+            elif piece.source != (source.node_id, source.node_epoch) or num_bytes > PIECE_BYTES:
+                break
+            fetch.waiting.popleft()
+            chunk.sources.popleft()
+            piece.chunks.append(chunk)
+            piece.sources.append(source)
+        return piece
+
+    def _source_of(self, chunk: _Chunk) -> _Source | None:
+        """The next source that is worth asking; it stays in the chunk's list."""
+        while chunk.sources:
+            _, bad_until = self._breakers.get(chunk.sources[0].node_id, (0, 0.0))
+            if time.monotonic() >= bad_until:
+                return chunk.sources[0]
+            chunk.sources.popleft()
+        return None
+
+    def _start(self, fetch: _Fetch, piece: _Piece) -> bool:
+        request = ReadRequest(
+            version=PROTOCOL_VERSION,
+            namespace=fetch.namespace,
+            node_epoch=piece.node_epoch,
+            handles=Handles(
+                [chunk.landing.name.key for chunk in piece.chunks],
+                [source.slot for source in piece.sources],
+                [source.generation for source in piece.sources],
+            ),
+            slot_bytes=[chunk.landing.name.slot_bytes for chunk in piece.chunks],
+            with_checksums=fetch.with_checksums,
+        )
+        try:
+            piece.pending = self._transport.start_read(piece.node_id, request)
+        except PeerError as error:
+            self._failed(fetch, piece, error)
+            return False
+        return True
+
+    def _receive(self, fetch: _Fetch, piece: _Piece) -> None:
+        """Wait for a piece and copy it in; what did not come is tried at the next source."""
+        assert piece.pending is not None
+        left = fetch.give_up_at - time.monotonic()
+        # Where there is another source, leave it half of the time.
+        has_others = any(chunk.sources for chunk in piece.chunks)
+        try:
+            reply, data = piece.pending.wait(left / 2 if has_others else left)
+            _check(piece, reply, data, fetch.with_checksums)
+        except PeerError as error:
+            self._failed(fetch, piece, error)
+            return
+        self._breakers.pop(piece.node_id, None)
+        self._land(fetch, piece, reply, data)
+
+    def _land(self, fetch: _Fetch, piece: _Piece, reply: ReadReply, data: Bytes) -> None:
+        checksums = iter(reply.checksums)
+        end = 0
+        columns = zip(piece.chunks, piece.sources, reply.refusals, strict=True)
+        for chunk, source, refused in columns:
+            name = chunk.landing.name
+            refusal = Refusal(refused)
+            if refusal is Refusal.NONE:
+                part = data[end : end + name.slot_bytes]
+                end += name.slot_bytes
+                refusal = self._take(name, part, next(checksums, None))
+            if refusal is Refusal.NONE:
+                self._finish(fetch, chunk, Refusal.NONE)
+                fetch.num_bytes += name.slot_bytes
+                continue
+            if refusal.is_final and reply.node_epoch == source.node_epoch:
+                fetch.report_lost(source, name)
+            chunk.landing.refusal = refusal
+            fetch.waiting.append(chunk)
+        self._on_stored()
+
+    def _take(self, name: ChunkName, part: Bytes, checksum: int | None) -> Refusal:
+        """Copy a chunk into its slot, if it is what was sent."""
+        if checksum is not None and xxhash.xxh3_64_intdigest(part.data) != checksum:
+            logger.warning("a chunk arrived corrupt; it is not used")
+            return Refusal.CORRUPT
+        place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
+        ctypes.memmove(place, part.ctypes.data, name.slot_bytes)
+        return Refusal.NONE
+
+    def _failed(self, fetch: _Fetch, piece: _Piece, error: PeerError) -> None:
+        """A source did not answer: leave it alone for a while, try the next one."""
+        first, longest = BREAKER_S
+        with self._lock:
+            failures, _ = self._breakers.get(piece.node_id, (0, 0.0))
+            pause = min(longest, first * 2 ** min(failures, 10))
+            self._breakers[piece.node_id] = (failures + 1, time.monotonic() + pause)
+        logger.warning("a fetch got no answer, trying others for %.0f s: %s", pause, error)
+        for chunk in piece.chunks:
+            if not chunk.landing.done.is_set():
+                chunk.landing.refusal = Refusal.NODE_LOST
+                fetch.waiting.append(chunk)
+
+    def _finish(self, fetch: _Fetch, chunk: _Chunk, refusal: Refusal) -> None:
+        """The chunk is there, or won't be: end its store, and tell who waits for it."""
+        name = chunk.landing.name
+        state = self._keeper.end_store(name, 0, ok=refusal is Refusal.NONE)
+        fetch.writing.remove(chunk)
+        if refusal is Refusal.NONE and state is not SlotState.READY:
+            refusal = Refusal.CLEARED
+        chunk.landing.refusal = refusal
+        with self._lock:
+            self.counters.chunks_fetched += refusal is Refusal.NONE
+            self._flying.pop((name.namespace, name.key), None)
+        chunk.landing.done.set()
+
+    def _end(self, fetch: _Fetch) -> None:
+        """Whatever happened: no slot stays WRITING, nobody waits for a chunk that won't come."""
+        for chunk in list(fetch.writing):
+            refusal = chunk.landing.refusal
+            if time.monotonic() >= fetch.give_up_at:
+                refusal = Refusal.TOO_LATE
+            self._finish(fetch, chunk, refusal)
+        with self._lock:
+            for chunk in fetch.own:
+                name = chunk.landing.name
+                if self._flying.get((name.namespace, name.key)) is chunk.landing:
+                    del self._flying[name.namespace, name.key]
+                chunk.landing.done.set()
+                self.counters.fetches_failed += chunk.landing.refusal is not Refusal.NONE
+
+
+def _check(piece: _Piece, reply: ReadReply, data: Bytes, with_checksums: bool) -> None:
+    """Refuse an answer that does not fit what was asked for.
+
+    Raises:
+        PeerError: it does not.
+    """
+    if len(reply.refusals) == len(piece.chunks):
+        sent = [
+            chunk.landing.name.slot_bytes
+            for chunk, refusal in zip(piece.chunks, reply.refusals, strict=True)
+            if refusal == Refusal.NONE
+        ]
+        num_checksums = len(sent) if with_checksums else 0
+        if len(data) == sum(sent) and len(reply.checksums) == num_checksums:
+            return
+    raise PeerError(f"node {piece.node_id}: the answer does not fit the question")
+
+
+class _Fetch:
+    """One request on its way: what waits for a source, and what is being written."""
+
+    def __init__(self, request: FetchRequest, give_up_at: float) -> None:
+        self.namespace = request.namespace
+        self.with_checksums = request.with_checksums
+        self.give_up_at = give_up_at
+        self.num_bytes = 0
+        self.lost = LostReplicas([], [], [])
+        self.own: list[_Chunk] = []
+        self.writing: set[_Chunk] = set()
+        self.waiting = deque(_chunks(request))
+
+    def report_lost(self, source: _Source, name: ChunkName) -> None:
+        """A source says that it does not have the chunk."""
+        self.lost.nodes.append(source.node_id)
+        self.lost.keys.append(name.key)
+        self.lost.generations.append(source.generation)
+
+
+def _chunks(request: FetchRequest) -> list[_Chunk]:
+    handles = request.handles
+    columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
+    namespace = Namespace(request.namespace)
+    chunks = [
+        _Chunk(
+            _Landing(ChunkName(namespace, Key(key), Slot(slot), Generation(generation), size)),
+            deque(),
+        )
+        for key, slot, generation, size in columns
+    ]
+    told = request.sources
+    rows = zip(told.key_index, told.node_index, told.slots, told.generations, strict=True)
+    for index, node, slot, generation in rows:
+        source = _Source(told.nodes[node], told.node_epochs[node], slot, generation)
+        chunks[index].sources.append(source)
+    return chunks
+
+
+def _refused(epoch: Epoch, num_chunks: int, refusal: Refusal) -> FetchResult:
+    none = [0] * num_chunks
+    return FetchResult(epoch, [int(refusal)] * num_chunks, none, none)

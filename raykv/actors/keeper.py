@@ -1,0 +1,142 @@
+"""The pool of one node and its slot table behind one lock: who may touch which bytes now.
+
+Whoever copies (the copy thread, readers for other nodes, fetches from them) asks here before and
+tells here after; nobody holds the lock while bytes move.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from raykv.core.geometry import PoolGeometry
+from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
+from raykv.memory.pool import Pool
+from raykv.messages import Inventory
+from raykv.types import Generation, Namespace, Refusal
+
+MAX_UNREPORTED = 100_000
+"""READY chunks that wait for the scheduler actor; beyond it the oldest are not reported. They
+come back with the next inventory."""
+
+POLL_S = 0.05
+"""While a store waits for a slot's readers."""
+
+
+class PoolKeeper:
+    """Owns the bytes of a node's pool. `lock` is notified whenever a slot may have become free."""
+
+    def __init__(self, geometry: PoolGeometry, pool_path: str) -> None:
+        self.lock = threading.Condition()
+        self.table = SlotTable(geometry)
+        self.pool = Pool(geometry, pool_path)
+        self._unreported: deque[ChunkName] = deque(maxlen=MAX_UNREPORTED)
+
+    def recover(self) -> None:
+        """Take back what a pool file holds."""
+        for name in self.pool.recover():
+            self.table.restore(name)
+
+    # Copies
+
+    def begin_load(self, name: ChunkName) -> Refusal:
+        """Register a reader of a chunk."""
+        with self.lock:
+            return self.table.begin_load(name)
+
+    def end_load(self, name: ChunkName) -> None:
+        """A reader is done."""
+        with self.lock:
+            self.table.finish_load(name.slot, name.generation)
+            self.lock.notify_all()
+
+    def begin_store(
+        self,
+        name: ChunkName,
+        rank: int,
+        num_ranks: int,
+        wait_s: float,
+        expiry_s: float,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Refusal:
+        """Let a rank write its part of a chunk, once the slot's readers have finished.
+
+        Args:
+            name: the chunk, and the lease that it is stored at.
+            rank: whose part.
+            num_ranks: how many parts make the chunk READY.
+            wait_s: longest wait for readers and writers of the slot.
+            expiry_s: the other ranks have so long to come.
+            is_cancelled: asked while waiting.
+        """
+        give_up_at = time.monotonic() + wait_s
+        with self.lock:
+            expires_at = time.monotonic() + expiry_s
+            while True:
+                answer = self.table.begin_store(name, rank, num_ranks, expires_at)
+                if answer.admission is Admission.GO:
+                    # The journal must not know a chunk whose bytes are about to be overwritten.
+                    self.pool.forget(name.slot, name.slot_bytes)
+                    return Refusal.NONE
+                if answer.admission is Admission.REFUSED:
+                    return answer.refusal
+                if is_cancelled() or time.monotonic() > give_up_at:
+                    return Refusal.WRITING
+                self.lock.wait(POLL_S)
+
+    def end_store(self, name: ChunkName, rank: int, ok: bool) -> SlotState:
+        """A rank has stopped writing; READY when its part was the last one."""
+        with self.lock:
+            state = self.table.finish_store(name.slot, name.generation, rank, ok)
+            if state is SlotState.READY:
+                self.pool.remember(name)
+                self._unreported.append(name)
+            self.lock.notify_all()
+            return state
+
+    # Reports
+
+    def take_unreported(self, most: int) -> Inventory:
+        """Chunks that became READY and were not reported yet; they count as reported now."""
+        with self.lock:
+            names = [self._unreported.popleft() for _ in range(min(most, len(self._unreported)))]
+        return inventory_of(names)
+
+    def all_ready(self) -> list[ChunkName]:
+        """Every READY chunk; those that wait for a report are in it and need none any more."""
+        with self.lock:
+            self._unreported.clear()
+            return list(self.table.inventory())
+
+    def clear(self, cleared: dict[str, int]) -> None:
+        """Discard namespaces up to the given generations."""
+        with self.lock:
+            for namespace, generation in cleared.items():
+                if self.table.discard_namespace(Namespace(namespace), Generation(generation)):
+                    self.pool.forget_namespace(Namespace(namespace), Generation(generation))
+
+    def cleared(self) -> dict[str, int]:
+        """By namespace, the generation up to which chunks were discarded."""
+        with self.lock:
+            return {str(name): int(gen) for name, gen in self.table.cleared.items()}
+
+    @property
+    def highest_generation(self) -> Generation:
+        """The highest generation that a store was ever begun with."""
+        return self.table.highest_generation
+
+
+def inventory_of(names: list[ChunkName]) -> Inventory:
+    """`names` as columns."""
+    namespaces = sorted({str(name.namespace) for name in names})
+    index = {name: i for i, name in enumerate(namespaces)}
+    return Inventory(
+        namespaces=namespaces,
+        namespace_index=[index[name.namespace] for name in names],
+        keys=[name.key for name in names],
+        slots=[name.slot for name in names],
+        generations=[name.generation for name in names],
+        slot_bytes=[name.slot_bytes for name in names],
+    )

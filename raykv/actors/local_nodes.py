@@ -1,0 +1,68 @@
+"""Further Ray nodes on this host: for trying out on one machine what belongs on several."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+import ray
+
+from raykv.actors.cluster import START_DEADLINE_S, join, stop_group
+from raykv.errors import ClusterError
+
+OBJECT_STORE_BYTES = 512 << 20
+"""Enough for the pieces of fetches that are under way."""
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """A raylet that `add_local_node` started."""
+
+    node_id: str
+    process_group: int
+
+    def stop(self) -> None:
+        """End the node with all that runs on it."""
+        stop_group(self.process_group)
+
+
+def add_local_node(address: str) -> LocalNode:
+    """Start one more Ray node on this host, in a process group of its own; joins the cluster.
+
+    Raises:
+        ClusterError: it did not start.
+    """
+    join(address)
+    before = _alive()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
+    command += ["--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    environment.setdefault("RAY_AUTH_MODE", "token")
+    with tempfile.TemporaryFile("w+") as output:
+        starter = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+        give_up_at = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < give_up_at and starter.poll() in (None, 0):
+            new = _alive() - before
+            if new and starter.poll() == 0:
+                return LocalNode(new.pop(), starter.pid)
+            time.sleep(POLL_S)
+        stop_group(starter.pid)
+        output.seek(0)
+        raise ClusterError(f"no further Ray node started: {output.read().strip()[-2000:]}")
+
+
+def _alive() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -1,0 +1,77 @@
+"""The source's side of a fetch: chunks are copied out of the pool, for another node."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+import xxhash
+
+from raykv.actors.keeper import PoolKeeper
+from raykv.actors.peers import Bytes
+from raykv.core.slots import ChunkName
+from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest
+from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, Refusal, Slot
+
+MAX_READ_BYTES = 256 << 20
+"""In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
+
+
+class ReadService:
+    """Any thread may read; the slot table keeps writers away from what is being read."""
+
+    def __init__(self, keeper: PoolKeeper, epoch: Epoch) -> None:
+        self._keeper = keeper
+        self._epoch = epoch
+        self._lock = threading.Lock()
+        self.reading = 0
+        self.bytes_sent = 0
+
+    def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
+        """Copy out what is asked for, as far as it is still there at its generation."""
+        num_chunks = len(request.handles)
+        total = sum(request.slot_bytes)
+        is_ours = request.version == PROTOCOL_VERSION and request.node_epoch == self._epoch
+        if not is_ours or (total > MAX_READ_BYTES and num_chunks > 1):
+            refused = [int(Refusal.BAD_HANDLE)] * num_chunks
+            return ReadReply(self._epoch, refused), np.empty(0, np.uint8)
+        with self._lock:
+            self.reading += 1
+        try:
+            return self._read(request, total)
+        finally:
+            with self._lock:
+                self.reading -= 1
+
+    def _read(self, request: ReadRequest, total: int) -> tuple[ReadReply, Bytes]:
+        data: Bytes = np.empty(total, np.uint8)
+        refusals: list[int] = []
+        checksums: list[int] = []
+        end = 0
+        for name in _names(request):
+            refusal = self._keeper.begin_load(name)
+            refusals.append(int(refusal))
+            if refusal is not Refusal.NONE:
+                continue
+            try:
+                place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
+                ctypes.memmove(data.ctypes.data + end, place, name.slot_bytes)
+            finally:
+                self._keeper.end_load(name)
+            if request.with_checksums:
+                chunk = data[end : end + name.slot_bytes]
+                checksums.append(xxhash.xxh3_64_intdigest(chunk.data))
+            end += name.slot_bytes
+        with self._lock:
+            self.bytes_sent += end
+        return ReadReply(self._epoch, refusals, checksums), data[:end]
+
+
+def _names(request: ReadRequest) -> list[ChunkName]:
+    handles = request.handles
+    columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
+    return [
+        ChunkName(Namespace(request.namespace), Key(key), Slot(slot), Generation(generation), size)
+        for key, slot, generation, size in columns
+    ]
