@@ -61,8 +61,14 @@ def demo(
     rounds: Annotated[
         int | None, typer.Option(help="Rounds of questions. Default: 3, tiny 2.", min=2)
     ] = None,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            help="2: another Ray node on this host loads what the first has.", min=1, max=2
+        ),
+    ] = 1,
     pool_bytes: Annotated[
-        str | None, typer.Option("--pool-bytes", help='Size of the pool, like "2GiB".')
+        str | None, typer.Option("--pool-bytes", help='Size of a pool, like "2GiB".')
     ] = None,
     ray_address: Address = None,
 ) -> None:
@@ -76,6 +82,7 @@ def demo(
         tiny=tiny,
         json_path=json_path,
         rounds=rounds or (2 if tiny else 3),
+        nodes=nodes,
         ray_address=ray_address,
         pool_bytes=pool_bytes,
         console=None,
@@ -127,7 +134,18 @@ def _print_status(known: object) -> None:
     console = Console()
     state = "PAUSED" if known.paused else "running"
     console.print(f"RayKV {known.raykv_version} at {known.address}: {state}", highlight=False)
-    nodes = _table("node", "host", "pool", "prefaulted", "used", "chunks", "stored", "loaded")
+    nodes = _table(
+        "node",
+        "host",
+        "pool",
+        "prefaulted",
+        "used",
+        "chunks",
+        "stored",
+        "loaded",
+        "fetched",
+        "sent",
+    )
     for node in known.nodes:
         share = 100 * node.prefaulted_bytes / max(1, node.pool_bytes)
         nodes.add_row(
@@ -139,10 +157,22 @@ def _print_status(known: object) -> None:
             str(node.chunks),
             human_bytes(node.bytes_stored),
             human_bytes(node.bytes_loaded),
+            human_bytes(node.bytes_fetched),
+            human_bytes(node.bytes_sent),
         )
     console.print(nodes)
     engines = _table(
-        "engine", "node", "namespace", "model", "ranks", "leased", "hits", "failed", "versions"
+        "engine",
+        "node",
+        "namespace",
+        "model",
+        "ranks",
+        "leased",
+        "hits",
+        "failed",
+        "fetch",
+        "prefill",
+        "versions",
     )
     for engine in known.engines:
         engines.add_row(
@@ -154,11 +184,22 @@ def _print_status(known: object) -> None:
             str(engine.leased_slots),
             str(engine.counters.get("hits", 0)),
             str(engine.counters.get("loads_failed", 0)),
+            _rate(engine.counters.get("fetch_bytes_per_s", 0), "B/s"),
+            _rate(engine.counters.get("prefill_tokens_per_s", 0), "tokens/s"),
             engine.versions,
         )
     console.print(engines)
     for namespace, chunks in sorted(known.namespaces.items()):
         console.print(f"namespace {namespace}: {chunks} chunks", highlight=False)
+
+
+def _rate(measured: int, unit: str) -> str:
+    """A rate for people; nothing while it is unknown."""
+    from raykv.actors.runtime import human_bytes
+
+    if not measured:
+        return "-"
+    return f"{human_bytes(measured)}/s" if unit == "B/s" else f"{measured:,} {unit}"
 
 
 def _table(*columns: str) -> Table:

@@ -12,7 +12,14 @@ import pytest
 from rich.console import Console
 
 from raykv.demo import run_demo
-from raykv.demo.prompts import Prompt, documents, plain_text, random_prompts, schedule
+from raykv.demo.prompts import (
+    Prompt,
+    documents,
+    other_node_steps,
+    plain_text,
+    random_prompts,
+    schedule,
+)
 from raykv.demo.report import Ask, Phase, Report, TokenSources, same_tokens, show, ttft_s
 from raykv.errors import SettingError
 from raykv.models import tiny_llama
@@ -25,6 +32,7 @@ _SERVED = {
     Phase.PREFIX_HIT: TokenSources(computed=128, prefix_cache=1920, raykv=0),
     Phase.RAYKV: TokenSources(computed=1, prefix_cache=0, raykv=2047),
     Phase.NEW_QUESTION: TokenSources(computed=128, prefix_cache=0, raykv=1920),
+    Phase.REMOTE: TokenSources(computed=1, prefix_cache=0, raykv=2047),
 }
 
 
@@ -39,6 +47,7 @@ def make_ask(phase: Phase, seconds: float, **changes: object) -> Ask:
         ttft_s=seconds,
         token_ids=(5, 6, 7),
         answer="because",
+        bytes_fetched=5 << 20 if phase is Phase.REMOTE else 0,
     )
     return replace(ask, **changes)  # type: ignore[arg-type]
 
@@ -61,6 +70,14 @@ def good_asks() -> list[Ask]:
         make_ask(Phase.PREFIX_HIT, 0.3),
         make_ask(Phase.RAYKV, 0.1, round=2),
         make_ask(Phase.RAYKV, 0.3, round=3),
+    ]
+
+
+def asks_on_two_nodes() -> list[Ask]:
+    return [
+        *good_asks(),
+        make_ask(Phase.REMOTE, 0.5, round=4),
+        make_ask(Phase.REMOTE, 0.7, round=4, document="other"),
     ]
 
 
@@ -88,6 +105,12 @@ def test_ttft_leaves_out_asks_that_another_source_served(phase: Phase) -> None:
     assert report.num_unintended == 1
 
 
+def test_ttft_leaves_out_asks_on_the_other_node_that_fetched_nothing() -> None:
+    """Loaded from its own node, then: that is another measurement."""
+    asks = [make_ask(Phase.REMOTE, 0.5), make_ask(Phase.REMOTE, 0.1, bytes_fetched=0)]
+    assert ttft_s(asks, Phase.REMOTE) == 0.5
+
+
 def test_exit_code_is_zero_when_all_rounds_of_a_prompt_agree() -> None:
     other = [replace(ask, question="who?", token_ids=(8,)) for ask in good_asks()]
     report = make_report(*good_asks(), *other)
@@ -101,6 +124,15 @@ def test_exit_code_is_one_when_a_single_token_differs() -> None:
     report = make_report(*asks)
     assert not same_tokens(asks)
     assert report.exit_code == 1
+
+
+@pytest.mark.parametrize(("token_ids", "exit_code"), [((5, 6, 7), 0), ((5, 6, 8), 1)])
+def test_exit_code_is_one_only_when_the_other_node_answers_differently(
+    token_ids: tuple[int, ...], exit_code: int
+) -> None:
+    asks = asks_on_two_nodes()
+    asks[-2] = replace(asks[-2], token_ids=token_ids)
+    assert make_report(*asks).exit_code == exit_code
 
 
 def test_prompts_are_compared_with_themselves_only() -> None:
@@ -131,6 +163,37 @@ def test_json_has_the_promised_keys_and_survives_a_round_trip() -> None:
         "raykv",
         "raykv",
     ]
+
+
+def test_json_has_no_time_of_another_node_when_there_was_none() -> None:
+    data = make_report(*good_asks()).as_json()
+    assert data["ttft_remote_s"] is None
+    assert data["bytes_fetched"] == 0
+    assert [question["ttft_remote_s"] for question in data["questions"]] == [None]
+
+
+def test_json_has_asks_time_and_bytes_of_the_other_node() -> None:
+    data = json.loads(json.dumps(make_report(*asks_on_two_nodes()).as_json()))
+    assert data["ttft_remote_s"] == pytest.approx(0.6)
+    assert data["bytes_fetched"] == 10 << 20
+    assert [question["ttft_remote_s"] for question in data["questions"]] == [0.5, 0.7]
+    asks = [ask for ask in data["asks"] if ask["phase"] == "remote"]
+    assert [ask["bytes_fetched"] for ask in asks] == [5 << 20] * 2
+    assert data["num_unintended"] == 0
+
+
+def test_show_has_a_row_and_a_count_for_the_other_node() -> None:
+    text = rendered(make_report(*asks_on_two_nodes()), width=80)
+    row = next(line for line in text.splitlines() if line.startswith("RayKV, other node"))
+    assert row.split()[3:] == ["2", "4,096", "2", "0", "4,094", "0.600"]
+    assert "loaded 6 MiB, fetched 10 MiB from node to node and served" in " ".join(text.split())
+    assert "…" not in text
+
+
+def test_show_says_nothing_of_another_node_when_there_was_none() -> None:
+    text = rendered(make_report(*good_asks()))
+    assert "other node" not in text
+    assert "RayKV stored 3 MiB, loaded 6 MiB and served 4,094 prompt tokens." in text
 
 
 def test_show_names_speed_up_answer_and_verdict() -> None:
@@ -195,6 +258,15 @@ def test_schedule_computes_in_round_one_and_loads_in_later_rounds() -> None:
     ]
 
 
+def test_other_node_is_asked_one_question_about_each_document() -> None:
+    first, second, other = Prompt("d", "1", (1,)), Prompt("d", "2", (1,)), Prompt("e", "1", (2,))
+    steps = other_node_steps([first, second, other], round_=4)
+    assert [(step.phase, step.round, step.prompt) for step in steps] == [
+        (Phase.REMOTE, 4, first),
+        (Phase.REMOTE, 4, other),
+    ]
+
+
 def test_random_prompts_share_the_document_and_repeat_with_the_seed() -> None:
     prompts = random_prompts(512, seed=1)
     assert prompts == random_prompts(512, seed=1)
@@ -229,6 +301,19 @@ def test_run_demo_refuses_a_single_round() -> None:
     with pytest.raises(SettingError, match="rounds=1"):
         run_demo(
             tiny=True, json_path=None, rounds=1, ray_address=None, pool_bytes=None, console=None
+        )
+
+
+@pytest.mark.parametrize("nodes", [0, 3])
+def test_run_demo_refuses_other_numbers_of_nodes_than_one_and_two(nodes: int) -> None:
+    with pytest.raises(SettingError, match=f"nodes={nodes}"):
+        run_demo(
+            tiny=True,
+            json_path=None,
+            nodes=nodes,
+            ray_address=None,
+            pool_bytes=None,
+            console=None,
         )
 
 

@@ -85,6 +85,7 @@ class _Piece:
     chunks: list[_Chunk]
     sources: list[_Source]
     pending: PendingRead | None = None
+    started_at: float = 0.0
 
     @property
     def source(self) -> tuple[str, int]:
@@ -132,8 +133,12 @@ class FetchService:
         refusal, never an exception.
         """
         started = time.monotonic()
-        fetch = _Fetch(request, started + request.deadline_s)
         if request.version != PROTOCOL_VERSION or request.node_epoch != self._epoch:
+            return _refused(self._epoch, len(request.handles), Refusal.BAD_HANDLE)
+        try:
+            fetch = _Fetch(request, started + request.deadline_s)
+        except (IndexError, ValueError) as error:
+            logger.warning("refused a malformed fetch: %s", error)
             return _refused(self._epoch, len(request.handles), Refusal.BAD_HANDLE)
         landings = self._claim(fetch)
         try:
@@ -183,7 +188,7 @@ class FetchService:
             if refusal is Refusal.NONE:
                 fetch.writing.add(chunk)
             else:
-                chunk.landing.refusal = refusal
+                self._settle(chunk, Refusal.NONE if self._is_there(chunk) else refusal)
         fetch.waiting = deque(chunk for chunk in fetch.waiting if chunk in fetch.writing)
 
     def _transfer(self, fetch: _Fetch) -> None:
@@ -221,11 +226,15 @@ class FetchService:
     def _source_of(self, chunk: _Chunk) -> _Source | None:
         """The next source that is worth asking; it stays in the chunk's list."""
         while chunk.sources:
-            _, bad_until = self._breakers.get(chunk.sources[0].node_id, (0, 0.0))
-            if time.monotonic() >= bad_until:
+            if not self._is_bad(chunk.sources[0].node_id):
                 return chunk.sources[0]
             chunk.sources.popleft()
         return None
+
+    def _is_bad(self, node_id: str) -> bool:
+        """Whether a source did not answer a short while ago."""
+        _, bad_until = self._breakers.get(node_id, (0, 0.0))
+        return time.monotonic() < bad_until
 
     def _start(self, fetch: _Fetch, piece: _Piece) -> bool:
         request = ReadRequest(
@@ -240,6 +249,7 @@ class FetchService:
             slot_bytes=[chunk.landing.name.slot_bytes for chunk in piece.chunks],
             with_checksums=fetch.with_checksums,
         )
+        piece.started_at = time.monotonic()
         try:
             piece.pending = self._transport.start_read(piece.node_id, request)
         except PeerError as error:
@@ -252,7 +262,10 @@ class FetchService:
         assert piece.pending is not None
         left = fetch.give_up_at - time.monotonic()
         # Where there is another source, leave it half of the time.
-        has_others = any(chunk.sources for chunk in piece.chunks)
+        has_others = any(self._source_of(chunk) for chunk in piece.chunks)
+        if fetch.silent.get(piece.node_id, 0.0) >= piece.started_at:
+            # Another piece has waited for this source already.
+            left = 0.0
         try:
             reply, data = piece.pending.wait(left / 2 if has_others else left)
             _check(piece, reply, data, fetch.with_checksums)
@@ -260,6 +273,7 @@ class FetchService:
             self._failed(fetch, piece, error)
             return
         self._breakers.pop(piece.node_id, None)
+        fetch.heard[piece.node_id] = time.monotonic()
         self._land(fetch, piece, reply, data)
 
     def _land(self, fetch: _Fetch, piece: _Piece, reply: ReadReply, data: Bytes) -> None:
@@ -295,11 +309,15 @@ class FetchService:
     def _failed(self, fetch: _Fetch, piece: _Piece, error: PeerError) -> None:
         """A source did not answer: leave it alone for a while, try the next one."""
         first, longest = BREAKER_S
+        fetch.silent[piece.node_id] = time.monotonic()
+        # A source that has answered meanwhile is slow at most: the fetch's time is up.
+        is_alive = fetch.heard.get(piece.node_id, 0.0) >= piece.started_at > 0.0
         with self._lock:
-            failures, _ = self._breakers.get(piece.node_id, (0, 0.0))
-            pause = min(longest, first * 2 ** min(failures, 10))
-            self._breakers[piece.node_id] = (failures + 1, time.monotonic() + pause)
-        logger.warning("a fetch got no answer, trying others for %.0f s: %s", pause, error)
+            failures, bad_until = self._breakers.get(piece.node_id, (0, 0.0))
+            if time.monotonic() >= bad_until and not is_alive:
+                pause = min(longest, first * 2 ** min(failures, 10))
+                self._breakers[piece.node_id] = (failures + 1, time.monotonic() + pause)
+                logger.warning("no answer, asking others for %.0f s: %s", pause, error)
         for chunk in piece.chunks:
             if not chunk.landing.done.is_set():
                 chunk.landing.refusal = Refusal.NODE_LOST
@@ -312,10 +330,25 @@ class FetchService:
         fetch.writing.remove(chunk)
         if refusal is Refusal.NONE and state is not SlotState.READY:
             refusal = Refusal.CLEARED
-        chunk.landing.refusal = refusal
         with self._lock:
             self.counters.chunks_fetched += refusal is Refusal.NONE
-            self._flying.pop((name.namespace, name.key), None)
+        self._settle(chunk, refusal)
+
+    def _is_there(self, chunk: _Chunk) -> bool:
+        """Whether the slot has the chunk already: the request came twice."""
+        is_there = self._keeper.begin_load(chunk.landing.name) is Refusal.NONE
+        if is_there:
+            self._keeper.end_load(chunk.landing.name)
+        return is_there
+
+    def _settle(self, chunk: _Chunk, refusal: Refusal) -> None:
+        """Nobody has to wait for the chunk any more."""
+        name = chunk.landing.name
+        chunk.landing.refusal = refusal
+        with self._lock:
+            if self._flying.get((name.namespace, name.key)) is chunk.landing:
+                del self._flying[name.namespace, name.key]
+            self.counters.fetches_failed += refusal is not Refusal.NONE
         chunk.landing.done.set()
 
     def _end(self, fetch: _Fetch) -> None:
@@ -325,13 +358,9 @@ class FetchService:
             if time.monotonic() >= fetch.give_up_at:
                 refusal = Refusal.TOO_LATE
             self._finish(fetch, chunk, refusal)
-        with self._lock:
-            for chunk in fetch.own:
-                name = chunk.landing.name
-                if self._flying.get((name.namespace, name.key)) is chunk.landing:
-                    del self._flying[name.namespace, name.key]
-                chunk.landing.done.set()
-                self.counters.fetches_failed += chunk.landing.refusal is not Refusal.NONE
+        for chunk in fetch.own:
+            if not chunk.landing.done.is_set():
+                self._settle(chunk, chunk.landing.refusal)
 
 
 def _check(piece: _Piece, reply: ReadReply, data: Bytes, with_checksums: bool) -> None:
@@ -340,7 +369,8 @@ def _check(piece: _Piece, reply: ReadReply, data: Bytes, with_checksums: bool) -
     Raises:
         PeerError: it does not.
     """
-    if len(reply.refusals) == len(piece.chunks):
+    known = {int(refusal) for refusal in Refusal}
+    if len(reply.refusals) == len(piece.chunks) and known.issuperset(reply.refusals):
         sent = [
             chunk.landing.name.slot_bytes
             for chunk, refusal in zip(piece.chunks, reply.refusals, strict=True)
@@ -362,6 +392,9 @@ class _Fetch:
         self.num_bytes = 0
         self.lost = LostReplicas([], [], [])
         self.own: list[_Chunk] = []
+        # When sources failed last, and when they answered.
+        self.silent: dict[str, float] = {}
+        self.heard: dict[str, float] = {}
         self.writing: set[_Chunk] = set()
         self.waiting = deque(_chunks(request))
 

@@ -110,6 +110,11 @@ class PoolKeeper:
             self._unreported.clear()
             return list(self.table.inventory())
 
+    def all_held(self) -> list[ChunkName]:
+        """Every READY chunk; changes nothing."""
+        with self.lock:
+            return list(self.table.inventory())
+
     def clear(self, cleared: dict[str, int]) -> None:
         """Discard namespaces up to the given generations."""
         with self.lock:

@@ -49,8 +49,9 @@ logger = logging.getLogger("raykv.node")
 HEARTBEAT_S = 1.0
 """The scheduler actor forgets a node after ten missed ones."""
 
-RPC_DEADLINE_S = 5.0
-"""For one report. Longer than a restart of the scheduler actor usually takes to be noticed."""
+RPC_DEADLINE_S = 2.0
+"""For one report, which is answered in milliseconds. A report to a scheduler actor that has just
+died may wait in vain; the next one finds its successor."""
 
 BATCH_PAUSE_S = 0.002
 """New chunks are collected for so long before they are reported."""
@@ -145,6 +146,10 @@ class NodeActor:
             bytes_sent=self._reading.bytes_sent,
             reading=self._reading.reading,
         )
+
+    def inventory(self) -> bytes:
+        """→ `Inventory`: every READY chunk."""
+        return encode(inventory_of(self._service.keeper.all_held()))
 
     def check(self) -> bool:
         """Assert the slot table's invariants; for tests."""

@@ -5,7 +5,8 @@
      ▲                   │ end_lease            │
      └───────────────────┴──────────────────────┘ drop, eviction
 
-Chunks that another node has too (`set_spare`) are given up first, the others by the policy.
+Chunks that another node has too (`set_spare`) are given up first, the others by the policy. A slot
+size gets slabs from others up to its fair share, and all there are from one that lies idle.
 
 Invariants:
 1. Per slot size: free + leased + held slots are all slots of the slabs of that size.
@@ -26,6 +27,10 @@ from raykv.types import NO_GENERATION, EngineId, Generation, Key, Namespace, Slo
 
 Name = tuple[Namespace, Key]
 """What a chunk is called in the whole cluster."""
+
+
+IDLE_S = 60.0
+"""Chunks of a slot size that nobody has stored or loaded for so long must make room for others."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Change:
 
 @dataclass(slots=True)
 class _SlotClass:
-    """All slabs of one slot size; `free` has the longest free slot first.
+    """All slabs of one slot size; `free` has the longest free slot first, each with the last
+    generation that is known of it.
 
     `spares` orders the chunks that another node has too, `policy` all others.
     """
@@ -68,11 +74,13 @@ class _SlotClass:
     policy: EvictionPolicy[tuple[str, bytes]]
     spares: EvictionPolicy[tuple[str, bytes]]
     slabs: set[int] = field(default_factory=set)
-    free: OrderedDict[Slot, None] = field(default_factory=OrderedDict)
+    free: OrderedDict[Slot, Generation] = field(default_factory=OrderedDict)
+    # When slots were last asked for, or chunks pinned for a load.
+    used_at: float = 0.0
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: Slot, generation: Generation) -> None:
         assert slot not in self.free, slot
-        self.free[slot] = None
+        self.free[slot] = generation
 
     def forget(self, name: Name) -> None:
         self.policy.remove(name)
@@ -105,6 +113,8 @@ class PoolBook:
         self._free_slabs = list(range(geometry.num_slabs - 1, -1, -1))
         self._classes: dict[int, _SlotClass] = {}
         self._chunks: dict[Namespace, dict[Key, Chunk]] = {}
+        # The last generation of a slab under other slot sizes.
+        self._floors: dict[int, Generation] = {}
         # Chunks that are about to be loaded, and until when they are not evicted.
         self._pinned: dict[Name, float] = {}
 
@@ -161,7 +171,7 @@ class PoolBook:
 
     def release(self, chunk: Chunk) -> None:
         """A slot that is neither leased nor held any more is free."""
-        self._class_of(chunk.slot_bytes).release(chunk.slot)
+        self._class_of(chunk.slot_bytes).release(chunk.slot, chunk.generation)
 
     def set_spare(self, name: Name, is_spare: bool) -> None:
         """Whether another node has the chunk too; nothing if it is not held here."""
@@ -220,8 +230,11 @@ class PoolBook:
 
     def pin(self, name: Name, until: float) -> None:
         """Do not evict the chunk before `until`; nothing if it is not held."""
-        if self.find(*name) is not None:
+        chunk = self.find(*name)
+        if chunk is not None:
             self._pinned[name] = until
+            slot_class = self._class_of(chunk.slot_bytes)
+            slot_class.used_at = max(slot_class.used_at, until)
 
     def forget_pins(self, now: float) -> None:
         """Drop pins that have run out."""
@@ -255,6 +268,14 @@ class PoolBook:
         slots = self.geometry.slots_of(slab, slot_class.slot_bytes)
         return slab in slot_class.slabs and all(slot in slot_class.free for slot in slots)
 
+    def adopt(self, name: Name, chunk: Chunk) -> None:
+        """Hold a chunk that was stored without a lease that we know of, if its slot is free and
+        nothing newer was ever there.
+        """
+        free = self._class_of(chunk.slot_bytes).free
+        if free.get(chunk.slot, chunk.generation) <= chunk.generation and self.claim_place(chunk):
+            self.hold(name, chunk)
+
     def is_leased_to(self, engine_id: EngineId, slot: Slot) -> bool:
         """Whether the engine has a lease of the slot."""
         lease = self.leases.get(slot)
@@ -268,7 +289,7 @@ class PoolBook:
     def end_lease(self, slot: Slot) -> None:
         """The lease is over without a chunk: the slot is free."""
         lease = self.leases.pop(slot)
-        self._class_of(lease.slot_bytes).release(slot)
+        self._class_of(lease.slot_bytes).release(slot, lease.generation)
 
     def end_leases(self, engine_id: EngineId) -> None:
         """All leases of an engine are over."""
@@ -281,6 +302,7 @@ class PoolBook:
     def take_slots(self, slot_bytes: int, count: int, now: float) -> list[Slot]:
         """Up to `count` slots, no longer free: free ones, of unused slabs, then by eviction."""
         slot_class = self._class_of(slot_bytes)
+        slot_class.used_at = max(slot_class.used_at, now)
         while len(slot_class.free) < count and self._free_slabs:
             self._give_slab(slot_class, self._free_slabs.pop())
         if len(slot_class.free) < count:
@@ -303,19 +325,42 @@ class PoolBook:
             self.drop(*name)
 
     def _reclaim_slab(self, slot_class: _SlotClass, now: float) -> bool:
-        """Move one slab here from a class that has more than its fair share; False if none."""
+        """Move one slab here: from a class that lies idle, else from one that has more than its
+        fair share while this one has less; False if there is none.
+        """
         others = [c for c in self._classes.values() if c is not slot_class and c.slabs]
         share = self.geometry.num_slabs // (len(others) + 1)
-        if not others or len(slot_class.slabs) >= share:
+        idle = [c for c in others if now - c.used_at > IDLE_S]
+        if not idle and (not others or len(slot_class.slabs) >= share):
             return False
-        donor = max(others, key=lambda c: len(c.slabs))
+        donor = max(idle or others, key=lambda c: len(c.slabs))
         leased = {self.geometry.slab_of(slot) for slot in self.leases}
-        movable = sorted(donor.slabs - leased - self._pinned_slabs(now))
+        movable = donor.slabs - leased - self._pinned_slabs(now)
         if not movable:
             return False
-        self._empty_slab(donor, movable[0])
-        self._give_slab(slot_class, movable[0])
+        slab = self._oldest_slab(donor, movable)
+        self._empty_slab(donor, slab)
+        self._give_slab(slot_class, slab)
         return True
+
+    def _oldest_slab(self, donor: _SlotClass, movable: set[int]) -> int:
+        """One without chunks, else that of the chunk which is the first to be given up."""
+        held: set[int] = set()
+        first: int | None = None
+        for namespace, key in donor.candidates():
+            chunk = self.find(Namespace(namespace), Key(key))
+            assert chunk is not None, (namespace, key)
+            slab = self.geometry.slab_of(chunk.slot)
+            held.add(slab)
+            if first is None and slab in movable:
+                first = slab
+            if first is not None and movable <= held:
+                break
+        empty = movable - held
+        if empty:
+            return min(empty)
+        assert first is not None, movable
+        return first
 
     def _pinned_slabs(self, now: float) -> set[int]:
         chunks = [self.find(*name) for name, until in self._pinned.items() if until > now]
@@ -325,8 +370,10 @@ class PoolBook:
         """Evict all that a slab holds and take it out of its class."""
         self.drop_where(lambda chunk: self.geometry.slab_of(chunk.slot) == slab)
         donor.slabs.remove(slab)
-        for slot in self.geometry.slots_of(slab, donor.slot_bytes):
-            del donor.free[slot]
+        generations = [
+            donor.free.pop(slot) for slot in self.geometry.slots_of(slab, donor.slot_bytes)
+        ]
+        self._floors[slab] = max([self._floors.get(slab, NO_GENERATION), *generations])
 
     def _class_of(self, slot_bytes: int) -> _SlotClass:
         found = self._classes.get(slot_bytes)
@@ -338,7 +385,7 @@ class PoolBook:
     def _give_slab(self, slot_class: _SlotClass, slab: int) -> None:
         slot_class.slabs.add(slab)
         for slot in self.geometry.slots_of(slab, slot_class.slot_bytes):
-            slot_class.release(slot)
+            slot_class.release(slot, self._floors.get(slab, NO_GENERATION))
 
     def check(self) -> None:
         """Assert the invariants; for tests and idle moments."""

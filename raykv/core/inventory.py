@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raykv.core.book import Chunk
+from raykv.core.book import Chunk, Name
 from raykv.core.members import Node, rows
 from raykv.messages import Inventory, NodeReport
 from raykv.types import NO_GENERATION, Generation, Namespace
@@ -26,20 +26,30 @@ def take_inventory(node: Node, report: NodeReport, cleared: Mapping[Namespace, G
             continue
         node.book.hold((namespace, key), chunk)
     node.inventory_complete = report.last_page
+    # What was reported before is in it.
+    node.last_seq = max(node.last_seq, report.seq)
 
 
 def take_stored(node: Node, stored: Inventory, cleared: Mapping[Namespace, Generation]) -> None:
-    """Hold what was stored at its lease. The rest is not ours to hold, but it may have come over
-    chunks of an inventory, which was made up before.
+    """Hold what was stored: at its lease, or in a slot that is free.
+
+    The lease may be unknown here: its engine has not declared it since this actor began, or was
+    given up. What was stored may have come over chunks that are still believed in.
     """
-    strange: list[Chunk] = []
-    for (namespace, key), chunk in rows(stored):
+    strange: list[tuple[Name, Chunk]] = []
+    for name, chunk in rows(stored):
+        is_void = chunk.generation <= cleared.get(name[0], NO_GENERATION)
         if node.book.lease_at(chunk.slot, chunk.generation) is None:
-            strange.append(chunk)
+            if not is_void:
+                strange.append((name, chunk))
             continue
         del node.book.leases[chunk.slot]
-        if chunk.generation <= cleared.get(namespace, NO_GENERATION):
+        if is_void:
             node.book.release(chunk)
             continue
-        node.book.hold((namespace, key), chunk)
-    node.book.drop_overwritten(strange)
+        node.book.hold(name, chunk)
+    node.book.drop_overwritten(chunk for _, chunk in strange)
+    for name, chunk in strange:
+        held = node.book.find(*name)
+        if held is None or held.generation < chunk.generation:
+            node.book.adopt(name, chunk)

@@ -12,7 +12,8 @@ of the directory is an event of the log (`core/events.py`).
 
 Invariants:
 1. Every grant has a generation above all earlier ones, over restarts of the scheduler actor too.
-2. A `stored` report counts only while its slot is leased at exactly the reported generation.
+2. A `stored` report counts only if its slot is leased at exactly the reported generation, or is
+   free and has had no later one.
 3. Nothing is granted on a node before its inventory is in and its engines had time to declare
    their leases.
 4. An engine's mirror is a snapshot followed by every change since, in order.
@@ -146,7 +147,7 @@ class BlockManager:
         del self._nodes[node.node_id]
         self._log.node_lost(node.node_id, node.epoch)
         for name in node.book.names():
-            self._mark_spares(name, self._index.remove(name, node.node_id), came_last=0)
+            self._mark_spares(name, self._index.remove(name, node.node_id), came=False)
 
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
         return PoolBook(
@@ -273,7 +274,12 @@ class BlockManager:
     def _quiet_reply(self, engine: Engine, node: Node, request: SyncRequest) -> SyncReply:
         """An answer without changes and grants."""
         return SyncReply(
-            self.epoch, request.seq, node.epoch, cleared=engine.cleared, paused=self.paused
+            self.epoch,
+            request.seq,
+            node.epoch,
+            cleared=engine.cleared,
+            paused=self.paused,
+            has_peers=self._has_peers(engine),
         )
 
     def _take_request(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> None:
@@ -350,19 +356,19 @@ class BlockManager:
         name = (namespace, change.key)
         place = (node_id, namespace, change.key, change.slot, change.generation)
         if change.stored:
-            self._mark_spares(name, self._index.add(name, node_id), came_last=1)
+            self._mark_spares(name, self._index.add(name, node_id), came=True)
             self._log.stored(*place)
         else:
-            self._mark_spares(name, self._index.remove(name, node_id), came_last=0)
+            self._mark_spares(name, self._index.remove(name, node_id), came=False)
             self._log.removed(*place)
         self._tell(node_id, namespace, change)
 
-    def _mark_spares(self, name: Name, holders: tuple[NodeId, ...], came_last: int) -> None:
-        """Keep the books informed of which chunks have a replica elsewhere.
-
-        Of three and more only the newest did not know it yet.
-        """
-        affected = holders[len(holders) - came_last :] if len(holders) > 2 else holders
+    def _mark_spares(self, name: Name, holders: tuple[NodeId, ...], *, came: bool) -> None:
+        """Tell the books whether a chunk has a replica elsewhere, those that did not know it."""
+        if came:
+            affected = holders if len(holders) == 2 else holders[-1:]
+        else:
+            affected = holders if len(holders) == 1 else ()
         for node_id in affected:
             self._nodes[node_id].book.set_spare(name, len(holders) > 1)
 

@@ -94,7 +94,7 @@ class RemoteChunks:
 
     def ask(self, request: RequestState, keys: Iterable[Key]) -> None:
         """Have the scheduler actor asked who has `keys`, unless this request has asked before."""
-        if not self.has_peers:
+        if not self.has_peers or not request.is_known:
             return
         for key in keys:
             if key in request.asked:
@@ -250,7 +250,7 @@ class RemoteChunks:
     ) -> Lookup:
         if request.fetches is None:
             request.fetches = self._is_worth_it(request)
-        if not request.fetches:
+        if not request.fetches or request.has_waited(now, self.settings.fetch_deadline_s):
             return Lookup.MISS
         handle = stock.take(group_of(key))
         if handle is None:

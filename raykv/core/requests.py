@@ -52,12 +52,17 @@ class RequestState:
     found: dict[Key, tuple[Replica, ...]] = field(default_factory=dict)
     asking_since: float | None = None
     fetches: bool | None = None
+    is_known: bool = True
 
     def may_wait(self, now: float, deadline_s: float) -> bool:
         """Whether the request may still wait for chunks; the clock starts with the first call."""
         if self.waiting_since is None:
             self.waiting_since = now
         return now - self.waiting_since < deadline_s
+
+    def has_waited(self, now: float, deadline_s: float) -> bool:
+        """Whether it has waited for chunks as long as it may."""
+        return self.waiting_since is not None and now - self.waiting_since >= deadline_s
 
     def may_ask(self, now: float, deadline_s: float) -> bool:
         """Whether it may still wait for answers; the clock starts with the first call."""
@@ -91,7 +96,7 @@ class StorePlan:
 
 @dataclass(slots=True)
 class ViewCounters:
-    """Since the engine's start."""
+    """Since the engine's start; the rates are what `core/cost.py` counts with, 0 if unknown."""
 
     hits: int = 0
     misses: int = 0
@@ -108,3 +113,5 @@ class ViewCounters:
     fetches_failed: int = 0
     fetches_declined: int = 0
     waits_timed_out: int = 0
+    fetch_bytes_per_s: int = 0
+    prefill_tokens_per_s: int = 0

@@ -240,6 +240,8 @@ class SlotTable:
         record = self._record(name.slot)
         if record is None or record.generation != name.generation:
             return Refusal.STALE
+        if self._slabs[self.geometry.slab_of(name.slot)].slot_bytes != name.slot_bytes:
+            return Refusal.STALE
         if record.namespace != name.namespace or record.key != name.key:
             return Refusal.STALE
         if record.state is not SlotState.READY:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable
 
 from raykv.core.requests import Handle
-from raykv.messages import Leases
+from raykv.messages import MAX_KEYS, Leases
 from raykv.types import Generation, Slot
 
 
@@ -35,7 +35,8 @@ class LeaseStock:
             self._leases[group].append(Handle(Slot(slot), Generation(generation)))
         if wanted:
             counts = Counter(granted.groups)
-            self._dry = {group for group, count in wanted.items() if counts[group] < count}
+            is_full = len(granted.slots) >= MAX_KEYS
+            self._dry = {g for g, count in wanted.items() if counts[g] < count and not is_full}
 
     def is_dry(self, group: int) -> bool:
         """Whether the scheduler actor had nothing more to give."""

@@ -63,7 +63,6 @@ from raykv.types import (
 
 MAX_TOMBSTONES = 65_536
 """Failed keys that are remembered; the oldest are forgotten first (it costs one refused load)."""
-
 MAX_TOUCHES = 65_536
 """Touches waiting for an exchange; beyond it the oldest are lost, which only ages them."""
 
@@ -142,7 +141,7 @@ class EngineView:
 
     def _request(self, request_id: str) -> RequestState:
         found = self._requests.get(request_id)
-        return RequestState(RequestOptions()) if found is None else found
+        return RequestState(RequestOptions(), is_known=False) if found is None else found
 
     def lookup(self, request_id: str, key: Key, now: float) -> Lookup:
         """HIT if the chunk can be loaded now, HIT_PENDING while this engine stores it."""
@@ -163,6 +162,10 @@ class EngineView:
         return found
 
     # Fetches
+
+    def was_fetched(self, request_id: str, key: Key) -> bool:
+        """Whether the request has a chunk because another node had it."""
+        return key in self._request(request_id).found
 
     def finish_fetch(self, orders: Iterable[FetchOrder], result: FetchResult | None) -> None:
         """A fetch has ended; None: there was no answer. What arrived is READY.
@@ -363,6 +366,7 @@ class EngineView:
         self.remote.has_peers = reply.has_peers
         self.node_restarted(Epoch(reply.node_epoch))
         if reply.node_epoch < self.node_epoch:
+            self._take_answer(Replicas(), request)
             return
         if self._is_clearing and reply.cleared < self._resets:
             # Its answers are from before the clearing.
@@ -455,6 +459,8 @@ class EngineView:
         self.counters.chunks_asked = self.remote.num_asked
         self.counters.fetches_declined = self.remote.num_declined
         self.counters.waits_timed_out = self.remote.num_timed_out
+        self.counters.fetch_bytes_per_s = int(self.remote.cost.fetch_bytes_per_s or 0)
+        self.counters.prefill_tokens_per_s = int(self.remote.cost.prefill_tokens_per_s or 0)
         return {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
 
     def _wanted(self) -> dict[int, int]:
@@ -462,10 +468,6 @@ class EngineView:
         if self.paused:
             return {}
         return self._stock.wanted(Counter(map(group_of, list(self.remote.unleased))))
-
-    def lease_target(self, group: int) -> int:
-        """Free slots to hold; see `LeaseStock.target`."""
-        return self._stock.target(group)
 
     @property
     def has_news(self) -> bool:

@@ -3,7 +3,8 @@
 Every question is asked in rounds. Round 1: computed from nothing, then asked again at once, so
 that vLLM's own prefix cache answers. Then vLLM's cache is dropped, and in every later round the
 prompt comes out of RayKV. The first question about a document stores it; a second one is first
-asked when only RayKV knows the document.
+asked when only RayKV knows the document. At the end an engine on another node may be asked, which
+knows no document itself.
 """
 
 from __future__ import annotations
@@ -180,6 +181,17 @@ def schedule(prompts: Sequence[Prompt], rounds: int) -> list[Step]:
     for round_ in range(2, rounds + 1):
         steps += [Step(Phase.RAYKV, round_, prompt) for prompt in prompts]
     return steps
+
+
+def other_node_steps(prompts: Sequence[Prompt], round_: int) -> list[Step]:
+    """The asks on another node that has no document yet: the first question about each.
+
+    A second question would find most of its prompt there, since the first one has fetched it.
+    """
+    firsts: dict[str, Prompt] = {}
+    for prompt in prompts:
+        firsts.setdefault(prompt.document, prompt)
+    return [Step(Phase.REMOTE, round_, prompt) for prompt in firsts.values()]
 
 
 def random_prompts(vocab_size: int, seed: int) -> list[Prompt]:

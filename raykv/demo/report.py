@@ -29,6 +29,8 @@ class Phase(StrEnum):
     """vLLM's own cache was dropped: RayKV has the whole prompt."""
     NEW_QUESTION = "new_question"
     """vLLM's own cache was dropped: RayKV has the document, but not the question."""
+    REMOTE = "remote"
+    """Asked on a node that has nothing of the document: RayKV has the prompt on another one."""
 
 
 PHASE_TITLES = {
@@ -36,6 +38,7 @@ PHASE_TITLES = {
     Phase.PREFIX_HIT: "vLLM's own cache",
     Phase.RAYKV: "RayKV",
     Phase.NEW_QUESTION: "RayKV, new question",
+    Phase.REMOTE: "RayKV, other node",
 }
 
 
@@ -57,7 +60,10 @@ class TokenSources:
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt sent once. `token_ids` and `answer` are what came back."""
+    """One prompt sent once. `token_ids` and `answer` are what came back.
+
+    `bytes_fetched`: what RayKV copied from node to node meanwhile.
+    """
 
     document: str
     question: str
@@ -68,6 +74,7 @@ class Ask:
     ttft_s: float
     token_ids: tuple[int, ...]
     answer: str
+    bytes_fetched: int = 0
 
     @property
     def as_intended(self) -> bool:
@@ -79,11 +86,16 @@ class Ask:
                 return self.sources.prefix_cache > 0
             case Phase.RAYKV | Phase.NEW_QUESTION:
                 return self.sources.raykv > 0
+            case Phase.REMOTE:
+                return self.sources.raykv > 0 and self.bytes_fetched > 0
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a run measured, and the verdict on it. `caveat`: what the answers are worth."""
+    """All that a run measured, and the verdict on it.
+
+    `caveat`: what the answers are worth. `bytes_stored`, `bytes_loaded`: with those of warming up.
+    """
 
     model: str
     caveat: str
@@ -110,9 +122,19 @@ class Report:
         return sum(ask.sources.raykv for ask in self.asks)
 
     @property
+    def bytes_fetched(self) -> int:
+        """What RayKV copied from node to node, over all asks."""
+        return sum(ask.bytes_fetched for ask in self.asks)
+
+    @property
     def num_unintended(self) -> int:
         """Asks that another source than the wanted one served; the medians leave them out."""
         return sum(not ask.as_intended for ask in self.asks)
+
+    @property
+    def has_other_node(self) -> bool:
+        """Whether an engine on another node was asked too."""
+        return any(ask.phase is Phase.REMOTE for ask in self.asks)
 
     @property
     def exit_code(self) -> int:
@@ -126,6 +148,7 @@ class Report:
             "tokens_equal": self.tokens_equal,
             "bytes_stored": self.bytes_stored,
             "bytes_loaded": self.bytes_loaded,
+            "bytes_fetched": self.bytes_fetched,
             "pool_bytes": self.pool_bytes,
             "hit_tokens": self.hit_tokens,
             "num_unintended": self.num_unintended,
@@ -245,10 +268,14 @@ def _answers(asks: Sequence[Ask]) -> Text:
 
 
 def _verdict(report: Report) -> Iterator[Text]:
-    yield Text(
-        f"RayKV stored {_mebibytes(report.bytes_stored)}, loaded {_mebibytes(report.bytes_loaded)} "
-        f"and served {report.hit_tokens:,} prompt tokens."
-    )
+    counts = [
+        f"stored {_mebibytes(report.bytes_stored)}",
+        f"loaded {_mebibytes(report.bytes_loaded)}",
+    ]
+    if report.has_other_node:
+        counts.append(f"fetched {_mebibytes(report.bytes_fetched)} from node to node")
+    served = f"served {report.hit_tokens:,} prompt tokens"
+    yield Text(f"RayKV {', '.join(counts)} and {served}.")
     if report.num_unintended:
         yield Text(
             f"{report.num_unintended} of {len(report.asks)} asks were not served from where they "

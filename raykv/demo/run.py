@@ -11,63 +11,25 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections import Counter
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
-from raykv.demo.prompts import Prompt, Step, document_prompts, random_prompts, schedule
-from raykv.demo.report import PHASE_TITLES, Ask, Phase, Report, TokenSources, show, show_ask
-from raykv.errors import RayKVError, SettingError
-from raykv.models import SMOLLM2_NAME, cache_root, smollm2, tiny_llama
+from raykv.demo.engine import Engine, Setup, log_path
+from raykv.demo.prompts import document_prompts, random_prompts
+from raykv.demo.report import show
+from raykv.demo.session import Session
+from raykv.errors import SettingError
+from raykv.models import SMOLLM2_NAME, smollm2, tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-    from raykv.messages import ClusterStatus
-
-_POLL_S = 0.05
-_SETTLE_S = 0.4  # stores are over when the counts have stood still for so long
-_HEARTBEAT_S = 1.2  # loads alone reach the counts with a NodeActor's next heartbeat
-_STORE_TIMEOUT_S = 20.0
-_RESET_TIMEOUT_S = 20.0
-_SHUTDOWN_TIMEOUT_S = 15.0  # vLLM's own 5 s kill EngineCore while it waits 5 s for its workers
-
-
-class EngineBusyError(RayKVError):
-    """vLLM did not drop its prefix cache in time."""
-
-
-class EngineStartError(RayKVError):
-    """vLLM did not start; what it said is in the log file."""
-
-
-class _Cluster(Protocol):
-    def status(self) -> ClusterStatus: ...
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What differs between the real model and the tiny one."""
-
-    model: Path
-    name: str
-    caveat: str
-    engine_options: dict[str, Any]
-    sampling_options: dict[str, Any]
-    make_prompts: Callable[[Any], list[Prompt]]
+MAX_NODES = 2
+_ALWAYS_FETCH = {"fetch_bytes_per_s": 1e12}  # shown is a fetch, even if computing were faster
 
 
 def run_demo(
@@ -75,6 +37,7 @@ def run_demo(
     tiny: bool,
     json_path: Path | None,
     rounds: int = 3,
+    nodes: int = 1,
     ray_address: str | None,
     pool_bytes: str | None,
     console: Console | None,
@@ -82,35 +45,40 @@ def run_demo(
     """Serve a model with RayKV, ask it questions in rounds, and print what that took.
 
     Starts a local Ray if there is none, and stops only what it started: a RayKV that ran in the
-    cluster before keeps its actors, its pool and what the demo stored there. What the engine and
+    cluster before keeps its actors, its pool and what the demo stored there. What the engines and
     Ray print goes to a log file that is named on the console.
 
     Args:
         tiny: A seeded random model and random prompts instead of the real ones; under a minute.
         json_path: Where the report is also written as JSON; its folder must exist.
         rounds: One that computes, and `rounds - 1` that load from RayKV.
+        nodes: With 2, another Ray node is started on this host after the rounds, and an engine
+            there answers from what the first node has.
         ray_address: The cluster to join; None finds or starts one.
         pool_bytes: RayKV's setting of that name; None is its default.
         console: Where to print; standard output when None.
 
     Returns:
-        0, or 1 if any answer differed between the rounds.
+        0, or 1 if any answer differed between the rounds or the nodes.
 
     Raises:
         RayKVError: The settings, the model, the cluster or the engine are not fit for the demo.
     """
     if rounds < 2:
         raise SettingError(f"rounds={rounds}: RayKV loads from the second round on, so at least 2")
+    if not 1 <= nodes <= MAX_NODES:
+        raise SettingError(f"nodes={nodes}: the demo runs on 1 Ray node or on {MAX_NODES}")
     if json_path and not json_path.parent.is_dir():
         raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
     console = console or Console()
     _set_engine_environment()
-    log = _log_path()
+    log = log_path()
     with _child_output_in(log, console), ExitStack() as stack:
         console.print(f"The engine's and Ray's output is in {log}", style="dim", soft_wrap=True)
         with console.status("starting") as status:
             setup = (_tiny_setup if tiny else _real_setup)(stack, status.update)
-            session = _start(stack, setup, ray_address, pool_bytes, status.update)
+            raykv = {} if pool_bytes is None else {"pool_bytes": pool_bytes}
+            session = _start(stack, setup, ray_address, raykv, nodes, status.update)
         report = session.run(rounds, console)
     console.print(show(report))
     if json_path:
@@ -118,9 +86,9 @@ def run_demo(
     return report.exit_code
 
 
-def _real_setup(stack: ExitStack, say: Callable[[str], None]) -> _Setup:
+def _real_setup(stack: ExitStack, say: Callable[[str], None]) -> Setup:
     del stack
-    return _Setup(
+    return Setup(
         model=smollm2(progress=say),
         name=SMOLLM2_NAME,
         caveat="A model of 135 million parameters is often wrong about what it has read.",
@@ -130,10 +98,10 @@ def _real_setup(stack: ExitStack, say: Callable[[str], None]) -> _Setup:
     )
 
 
-def _tiny_setup(stack: ExitStack, say: Callable[[str], None]) -> _Setup:
+def _tiny_setup(stack: ExitStack, say: Callable[[str], None]) -> Setup:
     del say
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-tiny-"))
-    return _Setup(
+    return Setup(
         model=tiny_llama(Path(folder), vocab_size=512),
         name="random Llama, 4 layers",
         caveat="The weights are random: the answers are token ids and mean nothing.",
@@ -145,11 +113,12 @@ def _tiny_setup(stack: ExitStack, say: Callable[[str], None]) -> _Setup:
 
 def _start(
     stack: ExitStack,
-    setup: _Setup,
+    setup: Setup,
     ray_address: str | None,
-    pool_bytes: str | None,
+    raykv: Mapping[str, Any],
+    nodes: int,
     say: Callable[[str], None],
-) -> _Session:
+) -> Session:
     """Start cluster and engine; `stack` takes down in reverse order what was not there before."""
     from raykv.actors.cluster import ensure_cluster, find_scheduler_actor, stop_started
     from raykv.client import connect
@@ -163,169 +132,34 @@ def _start(
     if find_scheduler_actor() is None:  # then the actors that the engine starts are the demo's
         stack.callback(cluster.down)
     say(f"starting vLLM with {setup.name}")
-    try:
-        llm = _engine(setup, joined.address, pool_bytes)
-    except (RuntimeError, ValueError) as error:
-        raise EngineStartError(f"vLLM did not start ({error}); see {_log_path()}") from error
-    stack.callback(llm.llm_engine.engine_core.shutdown, timeout=_SHUTDOWN_TIMEOUT_S)
-    return _Session(setup, llm, cluster)
+    raykv = {"ray_address": joined.address, **raykv}
+    engine = Engine(setup, raykv)
+    stack.callback(engine.shut_down)
+    start_other = partial(_start_other, stack, setup, raykv) if nodes > 1 else None
+    return Session(setup, engine, start_other, cluster)
 
 
-def _engine(setup: _Setup, ray_address: str, pool_bytes: str | None) -> Any:
-    from vllm import LLM
+def _start_other(stack: ExitStack, setup: Setup, raykv: Mapping[str, Any]) -> Engine:
+    """Start one more Ray node on this host and an engine on it; `stack` ends both."""
+    from raykv.actors.local_nodes import add_local_node
 
-    return LLM(
-        model=str(setup.model),
-        dtype="float32",  # in bf16 another split of the prefill may change a token
-        enforce_eager=True,
-        disable_log_stats=False,  # or there is no time to first token and no counter
-        seed=0,
-        **_connector_options(ray_address, pool_bytes),
-        **setup.engine_options,
-    )
+    node = add_local_node(raykv["ray_address"])
+    stack.callback(node.stop)
+    stack.callback(_end_node_actor, node.node_id)
+    engine = Engine(setup, {**raykv, **_ALWAYS_FETCH, "node_id": node.node_id})
+    stack.callback(engine.shut_down)
+    return engine
 
 
-def _connector_options(ray_address: str, pool_bytes: str | None) -> dict[str, Any]:
-    from vllm.config import KVTransferConfig
+def _end_node_actor(node_id: str) -> None:
+    """Else it would outlive its node, and wait for it to come back."""
+    import ray
 
-    extra = {"ray_address": ray_address}
-    if pool_bytes is not None:
-        extra["pool_bytes"] = pool_bytes
-    return {
-        "kv_transfer_config": KVTransferConfig(
-            kv_connector="RayKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
-        )
-    }
+    from raykv.actors.cluster import find_node_actor
 
-
-class _Session:
-    """A running engine and its cluster, and the asks made so far."""
-
-    def __init__(self, setup: _Setup, llm: Any, cluster: _Cluster) -> None:
-        self._setup = setup
-        self._llm = llm
-        self._cluster = cluster
-        self._asks: list[Ask] = []
-
-    def run(self, rounds: int, console: Console) -> Report:
-        """Ask everything in all rounds."""
-        prompts = self._setup.make_prompts(self._llm)
-        before = self._bytes()
-        self._warm_up(prompts[0])
-        steps = schedule(prompts, rounds)
-        with _progress(console) as progress:
-            task = progress.add_task("", total=len(steps))
-            for step in steps:
-                title = f"round {step.round}, {PHASE_TITLES[step.phase]}: {step.prompt.document}"
-                progress.update(task, description=title)
-                if step.phase in (Phase.NEW_QUESTION, Phase.RAYKV):
-                    self._forget_prefixes()
-                progress.console.print(show_ask(self._ask(step)))
-                progress.advance(task)
-        after = self._settled_bytes(_HEARTBEAT_S)
-        return Report(
-            model=self._setup.name,
-            caveat=self._setup.caveat,
-            rounds=rounds,
-            asks=tuple(self._asks),
-            bytes_stored=after["bytes_stored"] - before["bytes_stored"],
-            bytes_loaded=after["bytes_loaded"] - before["bytes_loaded"],
-            pool_bytes=after["pool_bytes"],
-        )
-
-    def _warm_up(self, prompt: Prompt) -> None:
-        """Pay for what the engine does once, with a prompt too short to be cached."""
-        self._generate(prompt.token_ids[-8:])
-
-    def _ask(self, step: Step) -> Ask:
-        prompt = step.prompt
-        before = self._sources()
-        output = self._generate(
-            prompt.token_ids, skip_reading_prefix_cache=step.phase is Phase.RECOMPUTE
-        )
-        sources = self._sources().since(before)
-        completion = output.outputs[0]
-        token_ids = tuple(completion.token_ids)
-        ask = Ask(
-            document=prompt.document,
-            question=prompt.question,
-            phase=step.phase,
-            round=step.round,
-            prompt_tokens=len(prompt.token_ids),
-            sources=sources,
-            ttft_s=output.metrics.first_token_latency,
-            token_ids=token_ids,
-            answer=completion.text.strip() or " ".join(map(str, token_ids)),
-        )
-        self._asks.append(ask)
-        return ask
-
-    def _generate(self, token_ids: Sequence[int], **options: Any) -> Any:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0.0, **self._setup.sampling_options, **options)
-        prompt = {"prompt_token_ids": list(token_ids)}
-        return self._llm.generate(prompt, sampling, use_tqdm=False)[0]
-
-    def _forget_prefixes(self) -> None:
-        """Drop vLLM's own prefix cache, once RayKV has stored what it was given."""
-        self._settled_bytes(_SETTLE_S)
-        deadline = time.monotonic() + _RESET_TIMEOUT_S
-        while not self._llm.reset_prefix_cache():
-            if time.monotonic() > deadline:
-                raise EngineBusyError(
-                    f"vLLM kept its prefix cache for {_RESET_TIMEOUT_S:.0f} s: blocks are in use"
-                )
-            time.sleep(_POLL_S)
-
-    def _settled_bytes(self, settle_s: float) -> dict[str, int]:
-        """RayKV's counts once they have stood still for `settle_s`, or after a time-out."""
-        now = time.monotonic()
-        give_up_at, counts, since = now + _STORE_TIMEOUT_S, self._bytes(), now
-        while now - since < settle_s and now < give_up_at:
-            time.sleep(_POLL_S)
-            now, latest = time.monotonic(), self._bytes()
-            if latest != counts:
-                counts, since = latest, now
-        return counts
-
-    def _sources(self) -> TokenSources:
-        """VLLM's counters since the engine started."""
-        counts: Counter[str] = Counter()
-        for metric in self._llm.get_metrics():
-            if metric.name == "vllm:prompt_tokens_by_source":
-                counts[metric.labels["source"]] += metric.value
-        return TokenSources(
-            computed=counts["local_compute"],
-            prefix_cache=counts["local_cache_hit"],
-            raykv=counts["external_kv_transfer"],
-        )
-
-    def _bytes(self) -> dict[str, int]:
-        nodes = self._cluster.status().nodes
-        return {
-            "bytes_stored": sum(node.bytes_stored for node in nodes),
-            "bytes_loaded": sum(node.bytes_loaded for node in nodes),
-            "pool_bytes": sum(node.pool_bytes for node in nodes),
-        }
-
-
-def _log_path() -> Path:
-    return cache_root() / "demo.log"
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        redirect_stdout=False,  # what others print belongs into the log file
-        redirect_stderr=False,
-    )
+    actor = find_node_actor(node_id)
+    if actor is not None:
+        ray.kill(actor, no_restart=True)
 
 
 def _set_engine_environment() -> None:

@@ -81,7 +81,9 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(lambda *_: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Chunks are loaded from this node's RAM, those of other nodes after they were fetched."""
+        """Chunks are loaded from this node's RAM; P2P if they had to be fetched to it."""
+        if self.view.was_fetched(req_context.req_id, Key(key)):
+            return CacheHitSource.P2P
         return CacheHitSource.HOST
 
     @guarded(_refused_load)

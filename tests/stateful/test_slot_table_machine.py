@@ -325,6 +325,7 @@ class SlotTableMachine(RuleBasedStateMachine):
             and not there.is_dead
             and (there.namespace, there.key) == (name.namespace, name.key)
             and there.generation == name.generation
+            and there.pages * PAGE == name.slot_bytes
         )
         refusal = self.table.begin_load(name)
         if there is None or not is_there:

@@ -420,17 +420,30 @@ def test_chunk_is_not_held_when_its_slot_is_not_leased_at_that_generation(
     assert desk.held("a") == ""
 
 
-def test_chunk_is_not_held_when_its_lease_was_released(desk: Desk) -> None:
+def test_chunk_is_held_when_its_lease_was_released_but_the_node_has_it(desk: Desk) -> None:
     (row,) = desk.lease(1)
     desk.sync(released=leases([row]))
     desk.report([Row(b"a", row.slot, row.generation)])
-    assert desk.held("a") == ""
+    assert desk.held("a") == "a"
 
 
-def test_chunk_is_not_held_when_its_engine_detached_before_the_report(desk: Desk) -> None:
+def test_chunk_is_held_when_its_engine_detached_before_the_report(desk: Desk) -> None:
     (row,) = desk.lease(1)
     desk.manager.detach_engine(EngineId("engine"))
     desk.report([Row(b"a", row.slot, row.generation)])
+    assert desk.held("a") == "a"
+
+
+def test_chunk_is_not_held_when_its_slot_has_been_leased_again_or_had_a_later_lease(
+    desk: Desk,
+) -> None:
+    rows = desk.lease(8)
+    desk.sync(released=leases(rows))
+    later = desk.lease(8)
+    desk.report([Row(b"a", rows[0].slot, rows[0].generation)])
+    assert desk.held("a") == ""
+    desk.sync(released=leases(later))
+    desk.report([Row(b"a", rows[0].slot, rows[0].generation)])
     assert desk.held("a") == ""
 
 
@@ -790,9 +803,9 @@ def test_node_with_a_new_epoch_is_empty(desk: Desk) -> None:
     assert answer.node_epoch == 8
     assert answer.reset
     assert names(answer) == ([], [])
+    assert len(desk.lease(8)) == 8
     desk.report([Row(b"b", rows[0].slot, rows[0].generation)], epoch=8)
     assert desk.held("b") == ""
-    assert len(desk.lease(8)) == 8
 
 
 def test_report_of_a_former_life_is_ignored(desk: Desk) -> None:

@@ -498,7 +498,7 @@ def test_requests_carry_one_page_of_the_outbox_each(view: EngineView) -> None:
 
 
 def test_request_asks_for_leases_once_half_of_them_are_used(view: EngineView) -> None:
-    target = view.lease_target(0)
+    target = view._stock.target(0)
     assert target == LEASE_SLOTS
     view.apply(reply(granted=grant((4, 14), group=0)))
     view.apply(reply(granted=grant(*((20 + i, 20 + i) for i in range(8)), group=1)))
@@ -519,7 +519,7 @@ def test_lease_target_is_a_quarter_of_the_pool_within_bounds(
     view: EngineView, capacity: int, target: int
 ) -> None:
     view.attached(EngineAttached(EPOCH, NODE_EPOCH, {0: capacity}))
-    assert view.lease_target(0) == target
+    assert view._stock.target(0) == target
 
 
 # Attaching, pausing, the line

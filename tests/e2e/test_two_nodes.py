@@ -1,0 +1,289 @@
+"""Two Ray nodes on one machine, an engine on each: what one computes, the other one loads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+import raykv
+from raykv.actors import cluster as actors
+from raykv.actors.local_nodes import LocalNode, add_local_node
+from raykv.client import Cluster
+from raykv.errors import ClusterError
+from raykv.event_types import NodeLost
+from raykv.messages import NodeStatus
+from tests.engine import EngineProcess
+from tests.prompts import prompt
+from tests.truth import directory_of, inventories
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 32
+FETCH_DEADLINE_S = 2.0
+RECOVERY_DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def second(cluster: Cluster) -> Iterator[LocalNode]:
+    node = add_local_node(cluster.address)
+    yield node
+    node.stop()
+
+
+@pytest.fixture(scope="module")
+def engines(
+    cluster: Cluster,
+    second: LocalNode,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[list[EngineProcess]]:
+    """One on the head node, one on the second."""
+    cluster.down()
+    logs = tmp_path_factory.mktemp("engines")
+    started: list[EngineProcess] = []
+    for number, node_id in enumerate((actors.resolve_node_id(""), second.node_id)):
+        settings = {
+            "ray_address": cluster.address,
+            "node_id": node_id,
+            "pool_bytes": "128MiB",
+            "fetch_deadline_s": FETCH_DEADLINE_S,
+        }
+        log = logs / f"{number}.log"
+        started.append(EngineProcess(tiny_model, log, settings, cores=str(number)))
+    yield started
+    for engine in started:
+        engine.stop()
+
+
+def node_of(cluster: Cluster, node_id: str) -> NodeStatus:
+    return next(node for node in cluster.status().nodes if node.node_id == node_id)
+
+
+def counter(cluster: Cluster, node_id: str, name: str) -> int:
+    """Of the engine on a node, once its next heartbeat has brought it."""
+    (engine,) = [engine for engine in cluster.status().engines if engine.node_id == node_id]
+    return engine.counters[name]
+
+
+def settle(engine: EngineProcess, cluster: Cluster) -> None:
+    """Wait until all that is stored is in the directory, then drop vLLM's own prefix cache."""
+    seen: list[object] = [None]
+
+    def unchanged() -> bool:
+        before, seen[0] = seen[0], inventories(cluster)
+        return before == seen[0] == directory_of(cluster)
+
+    wait_until(unchanged, 20.0, "stores come to an end")
+    engine.reset()
+
+
+def computed(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> list[int]:
+    """Have a prompt computed and stored; returns the tokens of vLLM's own prefix hit."""
+    engine.tokens([tokens])
+    (reference,) = engine.tokens([tokens])
+    settle(engine, cluster)
+    return reference
+
+
+@pytest.mark.parametrize("length", [BLOCK * 8 - 1, BLOCK * 8, BLOCK * 8 + 1, BLOCK * 40])
+def test_prompt_of_one_node_is_loaded_on_the_other_with_equal_tokens(
+    engines: list[EngineProcess], cluster: Cluster, second: LocalNode, length: int
+) -> None:
+    tokens = prompt(100 + length, length)
+    reference = computed(engines[0], cluster, tokens)
+    fetched = node_of(cluster, second.node_id).bytes_fetched
+    (output,) = engines[1].call("generate", prompts=[tokens])
+    assert output["tokens"] == reference
+    assert output["cached"] == length // BLOCK * BLOCK
+    assert node_of(cluster, second.node_id).bytes_fetched > fetched
+    engines[1].reset()
+
+
+def test_fetched_chunks_are_loaded_again_without_asking_anybody(
+    engines: list[EngineProcess], cluster: Cluster, second: LocalNode
+) -> None:
+    tokens = prompt(7, BLOCK * 12)
+    reference = computed(engines[0], cluster, tokens)
+    assert engines[1].tokens([tokens]) == [reference]
+    settle(engines[1], cluster)
+    time.sleep(1.2)
+    asked = counter(cluster, second.node_id, "chunks_asked")
+    fetched = node_of(cluster, second.node_id).bytes_fetched
+    (output,) = engines[1].call("generate", prompts=[tokens])
+    assert output["tokens"] == reference
+    assert output["cached"] == len(tokens)
+    time.sleep(1.2)
+    assert counter(cluster, second.node_id, "chunks_asked") == asked
+    assert node_of(cluster, second.node_id).bytes_fetched == fetched
+
+
+def test_prefix_that_lies_on_both_nodes_is_put_together(
+    engines: list[EngineProcess], cluster: Cluster
+) -> None:
+    tokens = prompt(8, BLOCK * 16)
+    computed(engines[1], cluster, tokens[: BLOCK * 8])
+    reference = computed(engines[0], cluster, tokens)
+    (output,) = engines[1].call("generate", prompts=[tokens])
+    assert output["tokens"] == reference
+    assert output["cached"] == len(tokens)
+    engines[1].reset()
+
+
+def test_several_requests_for_one_prompt_share_the_fetch(
+    engines: list[EngineProcess], cluster: Cluster, second: LocalNode
+) -> None:
+    tokens = prompt(9, BLOCK * 16)
+    reference = computed(engines[0], cluster, tokens)
+    time.sleep(1.2)
+    before = counter(cluster, second.node_id, "chunks_fetched")
+    assert engines[1].tokens([tokens] * 3) == [reference] * 3
+    time.sleep(1.2)
+    assert counter(cluster, second.node_id, "chunks_fetched") == before + 16
+    engines[1].reset()
+
+
+def test_cleared_cache_is_empty_on_all_nodes(
+    engines: list[EngineProcess], cluster: Cluster
+) -> None:
+    tokens = prompt(10, BLOCK * 8)
+    reference = computed(engines[0], cluster, tokens)
+    raykv.clear()
+    assert directory_of(cluster) == set()
+    wait_until(lambda: inventories(cluster) == set(), 10.0, "the nodes have heard of it")
+    time.sleep(1.2)
+    (output,) = engines[1].call("generate", prompts=[tokens])
+    assert output["cached"] == 0
+    assert output["tokens"] == reference
+    settle(engines[1], cluster)
+
+
+def test_source_that_is_frozen_or_killed_during_a_fetch_costs_a_recomputation(
+    engines: list[EngineProcess], cluster: Cluster
+) -> None:
+    head = actors.resolve_node_id("")
+    frozen, killed = prompt(11, BLOCK * 16), prompt(12, BLOCK * 16)
+    references = [computed(engines[0], cluster, tokens) for tokens in (frozen, killed)]
+    pid = node_of(cluster, head).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert engines[1].tokens([frozen]) == [references[0]]
+        assert time.monotonic() - began < FETCH_DEADLINE_S + 5.0
+        time.sleep(2.5)
+        engines[1].begin("generate", prompts=[killed])
+        time.sleep(0.3)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    (output,) = engines[1].finish()
+    assert output["tokens"] == references[1]
+    assert output["reason"] == "length"
+    wait_until(lambda: node_is_back(cluster, head, pid), RECOVERY_DEADLINE_S, "the NodeActor")
+    tokens = prompt(13, BLOCK * 8)
+    wait_until(
+        lambda: goes_from_node_to_node(engines, cluster, tokens),
+        RECOVERY_DEADLINE_S,
+        "chunks are fetched again",
+    )
+
+
+def node_is_back(cluster: Cluster, node_id: str, old_pid: int) -> bool:
+    return any(
+        node.node_id == node_id and node.pid != old_pid and node.num_workers
+        for node in cluster.status().nodes
+    )
+
+
+def goes_from_node_to_node(
+    engines: list[EngineProcess], cluster: Cluster, tokens: list[int]
+) -> bool:
+    """One try; the tokens are right in any case."""
+    reference = computed(engines[0], cluster, tokens)
+    (output,) = engines[1].call("generate", prompts=[tokens])
+    engines[1].reset()
+    assert output["tokens"] == reference
+    return bool(output["cached"] == len(tokens))
+
+
+def test_scheduler_actor_killed_under_load_fails_no_request_and_comes_back_to_the_truth(
+    engines: list[EngineProcess], cluster: Cluster
+) -> None:
+    prompts = [prompt(200 + number, BLOCK * 12) for number in range(6)]
+    references = [computed(engines[0], cluster, tokens) for tokens in prompts]
+    outputs: list[list[list[int]]] = [[], []]
+
+    def work(which: int) -> None:
+        for _ in range(3):
+            outputs[which] += engines[which].tokens(prompts)
+            engines[which].reset()
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
+    epoch = cluster.status().epoch
+    for thread in threads:
+        thread.start()
+    ray.kill(actors.find_scheduler_actor(), no_restart=False)
+    wait_until(lambda: epoch_of(cluster) > epoch, RECOVERY_DEADLINE_S, "a new scheduler actor")
+    wait_until(lambda: is_the_truth(cluster), 5.0, "the directory is what the nodes have")
+    for thread in threads:
+        thread.join(120.0)
+    assert outputs == [references * 3, references * 3]
+    assert is_the_truth(cluster)
+
+
+def epoch_of(cluster: Cluster) -> int:
+    """Of the scheduler actor; 0 while there is none."""
+    try:
+        return cluster.status().epoch
+    except ClusterError:
+        return 0
+
+
+def is_the_truth(cluster: Cluster) -> bool:
+    there = inventories(cluster)
+    return bool(there) and directory_of(cluster) == there
+
+
+def test_lost_node_leaves_the_directory_and_a_new_one_joins_the_cache(
+    engines: list[EngineProcess], cluster: Cluster, second: LocalNode, tiny_model: Path
+) -> None:
+    head = actors.resolve_node_id("")
+    on_lost, on_head = prompt(300, BLOCK * 16), prompt(301, BLOCK * 16)
+    reference = computed(engines[1], cluster, on_lost)
+    kept = computed(engines[0], cluster, on_head)
+    place = cluster.snapshot().place
+    engines[0].begin("generate", prompts=[on_lost])
+    engines[1].kill()
+    engines[1].stop()
+    os.killpg(second.process_group, signal.SIGKILL)
+    (output,) = engines[0].finish()
+    assert output["tokens"] == reference
+    wait_until(
+        lambda: [node.node_id for node in cluster.status().nodes] == [head],
+        10.0,
+        "the node leaves the directory",
+    )
+    events = list(cluster.events(place, follow=False))
+    assert second.node_id in [event.node_id for event in events if isinstance(event, NodeLost)]
+    assert {node_id for node_id, _, _, _ in directory_of(cluster)} == {head}
+    third = add_local_node(cluster.address)
+    try:
+        settings = {
+            "ray_address": cluster.address,
+            "node_id": third.node_id,
+            "pool_bytes": "64MiB",
+        }
+        log = tiny_model.parent / "third.log"
+        engines[1] = EngineProcess(tiny_model, log, settings, cores="1")
+        (output,) = engines[1].call("generate", prompts=[on_head])
+        assert output["tokens"] == kept
+        assert output["cached"] == len(on_head)
+    finally:
+        engines[1].stop()
+        third.stop()

@@ -1,0 +1,258 @@
+"""Fetch or compute: what is measured, and which of the two it speaks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from raykv.core.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost, Rates
+from raykv.core.remote import ChunkSize, RemoteChunks, RemoteSettings
+from raykv.core.requests import Handle, Replica, RequestOptions, RequestState
+from raykv.core.stock import LeaseStock
+from raykv.messages import FetchResult, Leases
+from raykv.types import Epoch, Generation, Key, Lookup, NodeId, Slot
+
+MB = 1 << 20
+TOKENS = 100
+
+
+def measured(bytes_per_s: float, tokens_per_s: float) -> FetchCost:
+    """One measurement of each rate."""
+    cost = FetchCost()
+    cost.fetched(16 * MB, 16 * MB / bytes_per_s)
+    cost.computed(1000, 1000 / tokens_per_s)
+    return cost
+
+
+def rates(cost: FetchCost) -> tuple[float | None, float | None]:
+    return cost.fetch_bytes_per_s, cost.prefill_tokens_per_s
+
+
+def test_rates_are_unknown_at_first() -> None:
+    assert rates(FetchCost()) == (None, None)
+
+
+# What is preferred
+
+
+def test_fetch_is_tried_while_a_rate_is_unknown() -> None:
+    huge, tiny = 1 << 50, 1
+    cost = FetchCost()
+    assert cost.prefers_fetch(huge, tiny, queued_bytes=huge)
+    cost.fetched(MB, 1.0)
+    assert cost.prefers_fetch(huge, tiny, queued_bytes=huge)
+    cost = FetchCost()
+    cost.computed(1000, 1.0)
+    assert cost.prefers_fetch(huge, tiny, queued_bytes=huge)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_tokens", "is_fetched"),
+    [
+        (10 * MB, 101, True),
+        (10 * MB, 100, True),
+        (10 * MB, 99, False),
+        (10 * MB + 1, 100, False),
+        (20 * MB, 200, True),
+    ],
+)
+def test_faster_way_is_preferred_and_of_equal_ones_the_fetch(
+    num_bytes: int, num_tokens: int, is_fetched: bool
+) -> None:
+    cost = measured(bytes_per_s=MB, tokens_per_s=10)
+    assert cost.prefers_fetch(num_bytes, num_tokens, queued_bytes=0) == is_fetched
+
+
+def test_fetches_that_are_under_way_count_against_another_one() -> None:
+    cost = measured(bytes_per_s=MB, tokens_per_s=10)
+    assert cost.prefers_fetch(6 * MB, TOKENS, queued_bytes=4 * MB)
+    assert not cost.prefers_fetch(6 * MB, TOKENS, queued_bytes=5 * MB)
+
+
+def test_every_so_many_refusals_one_fetch_is_tried_all_the_same() -> None:
+    cost = measured(bytes_per_s=MB, tokens_per_s=10)
+    answers = [cost.prefers_fetch(100 * MB, 1, queued_bytes=0) for _ in range(3 * EXPLORE_EVERY)]
+    assert [number for number, fetches in enumerate(answers, start=1) if fetches] == [32, 64, 96]
+
+
+def test_only_refusals_are_counted() -> None:
+    cost = measured(bytes_per_s=MB, tokens_per_s=10)
+    for _ in range(EXPLORE_EVERY):
+        assert cost.prefers_fetch(MB, TOKENS, queued_bytes=0)
+    refused = [cost.prefers_fetch(100 * MB, 1, queued_bytes=0) for _ in range(EXPLORE_EVERY - 1)]
+    assert not any(refused)
+    assert cost.prefers_fetch(100 * MB, 1, queued_bytes=0)
+
+
+# What is measured
+
+
+def test_first_measurement_is_the_rate() -> None:
+    cost = FetchCost()
+    cost.fetched(8 * MB, 2.0)
+    cost.computed(1000, 0.5)
+    assert cost.fetch_bytes_per_s == 4 * MB
+    assert cost.prefill_tokens_per_s == 2000
+
+
+def test_later_measurements_move_the_rate_by_a_fifth() -> None:
+    cost = measured(bytes_per_s=10 * MB, tokens_per_s=1000)
+    cost.fetched(20 * MB, 1.0)
+    cost.computed(2000, 1.0)
+    assert cost.fetch_bytes_per_s == pytest.approx(12 * MB)
+    assert cost.prefill_tokens_per_s == pytest.approx(1200)
+    cost.fetched(2 * MB, 1.0)
+    assert cost.fetch_bytes_per_s == pytest.approx(10 * MB)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"), [(MIN_FETCH_BYTES - 1, 1.0), (8 * MB, 0.0), (8 * MB, -1.0), (0, 1.0)]
+)
+def test_fetch_that_is_small_or_took_no_time_is_not_measured(
+    num_bytes: int, seconds: float
+) -> None:
+    cost = FetchCost()
+    cost.fetched(num_bytes, seconds)
+    assert cost.fetch_bytes_per_s is None
+    cost.fetched(MIN_FETCH_BYTES, 1.0)
+    assert cost.fetch_bytes_per_s == MIN_FETCH_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seconds"),
+    [(MIN_PREFILL_TOKENS - 1, 1.0), (1000, 0.0), (1000, -1.0), (1, 0.01)],
+)
+def test_step_that_is_small_or_took_no_time_is_not_measured(
+    num_tokens: int, seconds: float
+) -> None:
+    cost = FetchCost()
+    cost.computed(num_tokens, seconds)
+    assert cost.prefill_tokens_per_s is None
+    cost.computed(MIN_PREFILL_TOKENS, 1.0)
+    assert cost.prefill_tokens_per_s == MIN_PREFILL_TOKENS
+
+
+# What is given
+
+
+def test_given_rates_are_counted_with_whatever_is_measured() -> None:
+    cost = FetchCost(Rates(fetch_bytes_per_s=MB, prefill_tokens_per_s=10))
+    cost.fetched(1000 * MB, 1.0)
+    cost.computed(1_000_000, 1.0)
+    assert rates(cost) == (MB, 10)
+    assert cost.prefers_fetch(10 * MB, TOKENS, queued_bytes=0)
+    assert not cost.prefers_fetch(11 * MB, TOKENS, queued_bytes=0)
+
+
+def test_rate_that_is_not_given_is_measured() -> None:
+    cost = FetchCost(Rates(prefill_tokens_per_s=10))
+    assert rates(cost) == (None, 10)
+    cost.fetched(MB, 1.0)
+    assert rates(cost) == (MB, 10)
+    cost = FetchCost(Rates(fetch_bytes_per_s=MB))
+    assert rates(cost) == (MB, None)
+    cost.computed(1000, 1.0)
+    assert rates(cost) == (MB, 1000)
+
+
+# Who is asked: the chunks that a request has found
+
+
+class Fetcher:
+    """Chunks of other nodes, and leases to fetch them into.
+
+    A chunk of group 0 has 1000 bytes, one of group 1 has 50, each the KV of 16 tokens.
+    """
+
+    def __init__(self, prefill_tokens_per_s: float, fetch_bytes_per_s: float | None = 1000) -> None:
+        sizes = {0: ChunkSize(1000, 16), 1: ChunkSize(50, 16)}
+        cost = FetchCost(Rates(fetch_bytes_per_s, prefill_tokens_per_s))
+        self.remote = RemoteChunks(RemoteSettings(sizes=sizes), cost)
+        self.stock = LeaseStock([0, 1], 8)
+        self.stock.add(Leases([0] * 8, list(range(8)), list(range(1, 9))), {})
+
+    def found(self, *keys: Key) -> RequestState:
+        """A request that has asked for chunks and was told of a replica of each."""
+        replica = Replica(NodeId("one"), Epoch(80), Handle(Slot(5), Generation(6)))
+        request = RequestState(RequestOptions(), asked=set(keys))
+        request.found.update((key, (replica,)) for key in keys)
+        return request
+
+    def look(self, request: RequestState, *keys: Key) -> list[Lookup]:
+        return [self.remote.lookup(request, key, 0.0, self.stock) for key in keys]
+
+    def finish_all(self, num_bytes: int = 0, seconds: float = 0.0) -> None:
+        orders = self.remote.take_orders()
+        places = [order.handle for order in orders]
+        result = FetchResult(70, [0] * len(places), [], [], num_bytes, seconds)
+        result.slots.extend(place.slot for place in places)
+        result.generations.extend(place.generation for place in places)
+        ended = self.remote.finish(orders, result)
+        assert [place for _, place in ended] == places
+
+
+def key(name: str, group: int = 0) -> Key:
+    return Key(name.encode() + group.to_bytes(4, "big"))
+
+
+A, B, C, OTHER_GROUP = key("a"), key("b"), key("c"), key("d", 1)
+HIT_PENDING, MISS = Lookup.HIT_PENDING, Lookup.MISS
+
+
+def test_found_chunks_are_a_miss_for_a_request_when_computing_them_is_faster() -> None:
+    fetcher = Fetcher(prefill_tokens_per_s=17)
+    request = fetcher.found(A, B, C)
+    assert fetcher.look(request, A, B, C) == [MISS] * 3
+    assert fetcher.remote.take_orders() == []
+    assert len(fetcher.stock.rows()) == 8
+    assert fetcher.remote.num_declined == 3
+
+
+def test_found_chunks_are_fetched_when_that_is_not_slower() -> None:
+    fetcher = Fetcher(prefill_tokens_per_s=16)
+    assert fetcher.look(fetcher.found(A, B, C), A, B, C) == [HIT_PENDING] * 3
+    assert [order.num_bytes for order in fetcher.remote.take_orders()] == [1000] * 3
+    assert fetcher.remote.fetching_bytes == 3000
+    assert fetcher.remote.num_declined == 0
+
+
+def test_chunks_of_several_groups_are_bytes_of_each_and_tokens_of_one() -> None:
+    fetcher = Fetcher(prefill_tokens_per_s=16)
+    assert fetcher.look(fetcher.found(A, OTHER_GROUP), A) == [MISS]
+    fetcher = Fetcher(prefill_tokens_per_s=15)
+    assert fetcher.look(fetcher.found(OTHER_GROUP, A), A) == [HIT_PENDING]
+
+
+def test_decision_holds_for_what_the_request_finds_later() -> None:
+    fetcher = Fetcher(prefill_tokens_per_s=16)
+    first, second = fetcher.found(A, B), fetcher.found(C)
+    assert fetcher.look(first, A) == [HIT_PENDING]
+    assert fetcher.look(second, C) == [MISS], "behind the other one it is too slow"
+    assert fetcher.look(first, B) == [HIT_PENDING]
+    fetcher.finish_all()
+    assert fetcher.look(second, C) == [MISS]
+
+
+def test_request_that_would_not_begin_a_fetch_joins_one() -> None:
+    fetcher = Fetcher(prefill_tokens_per_s=16)
+    request = fetcher.found(A, B)
+    fetcher.look(fetcher.found(A), A)
+    assert fetcher.look(request, B, A) == [MISS, HIT_PENDING]
+
+
+def test_fetches_that_have_ended_or_were_given_up_are_not_in_the_way_of_another_one() -> None:
+    fetcher = Fetcher(prefill_tokens_per_s=16)
+    fetcher.look(fetcher.found(A), A)
+    fetcher.finish_all()
+    assert fetcher.look(fetcher.found(B), B) == [HIT_PENDING]
+    fetcher.remote.forget_all()
+    assert fetcher.look(fetcher.found(C), C) == [HIT_PENDING]
+    assert fetcher.remote.fetching_bytes == 1000
+
+
+def test_fetches_are_measured() -> None:
+    fetcher = Fetcher(prefill_tokens_per_s=16, fetch_bytes_per_s=None)
+    fetcher.look(fetcher.found(A), A)
+    fetcher.finish_all(num_bytes=MB, seconds=0.5)
+    assert fetcher.remote.cost.fetch_bytes_per_s == 2 * MB
+    list(fetcher.remote.finish([], None))
+    assert fetcher.remote.cost.fetch_bytes_per_s == 2 * MB

@@ -1,0 +1,602 @@
+"""Chunks of other nodes in the engine's view: asked for, waited for, fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import raykv.core.view
+from raykv.core.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.core.requests import Handle, Replica, RequestOptions
+from raykv.core.view import EngineView
+from raykv.messages import (
+    MAX_KEYS,
+    EngineAttached,
+    FetchResult,
+    Handles,
+    Leases,
+    LostReplicas,
+    Replicas,
+    SyncReply,
+    SyncRequest,
+)
+from raykv.types import EngineId, Epoch, Generation, Key, Lookup, NodeId, Refusal, Slot
+
+HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
+EPOCH, NODE_EPOCH = 5, 70
+QUERY_S, PENDING_S, STORE_S, FETCH_S = 1.0, 2.0, 4.0, 10.0
+CAPACITY = {0: 40}
+SIZE = ChunkSize(num_bytes=1000, num_tokens=16)
+LEASES = ((0, 10), (1, 11), (2, 12), (3, 13))
+
+
+def key(name: str, group: int = 0) -> Key:
+    return Key(name.encode() + group.to_bytes(4, "big"))
+
+
+def keys(names: str) -> list[Key]:
+    """One key for each letter."""
+    return [key(name) for name in names]
+
+
+def handles(names: str, slots: list[int], generations: list[int]) -> Handles:
+    return Handles([*keys(names)], slots, generations)
+
+
+def handle(slot: int, generation: int) -> Handle:
+    return Handle(Slot(slot), Generation(generation))
+
+
+def grant(*rows: tuple[int, int]) -> Leases:
+    return Leases([0] * len(rows), [slot for slot, _ in rows], [gen for _, gen in rows])
+
+
+def told(request: SyncRequest, where: str = "", pending: str = "") -> Replicas:
+    """An answer, `where` "a:one,two b:own": the key a is on two nodes, b on one.
+
+    The other nodes are in their life 80; slot and generation follow from the letter.
+    """
+    sources = dict(word.split(":") for word in where.split())
+    answer = Replicas([], [], [], [], [], [], [])
+    for position, raw in enumerate(request.asked):
+        letter = raw[:-4].decode()
+        if letter in pending:
+            answer.pending.append(position)
+        for node in filter(None, sources.get(letter, "").split(",")):
+            answer.nodes.append(node)
+            answer.node_epochs.append(NODE_EPOCH if node == "own" else 80)
+            answer.key_index.append(position)
+            answer.node_index.append(len(answer.nodes) - 1)
+            answer.slots.append(ord(letter))
+            answer.generations.append(ord(letter) + 1000)
+    return answer
+
+
+def replica(letter: str, node: str = "one") -> Replica:
+    return Replica(NodeId(node), Epoch(80), handle(ord(letter), ord(letter) + 1000))
+
+
+@pytest.fixture
+def view() -> Iterator[EngineView]:
+    """Attached, with peers, leases and the request "r"."""
+    settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, {0: SIZE})
+    made = EngineView(EngineId("engine"), [0], STORE_S, 4, settings, node_id=NodeId("own"))
+    made.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY))
+    apply(made, granted=grant(*LEASES))
+    start(made, "r")
+    yield made
+    made.check()
+
+
+def apply(view: EngineView, request: SyncRequest | None = None, **fields: Any) -> None:
+    values = {"epoch": EPOCH, "seq": 1, "node_epoch": NODE_EPOCH, "has_peers": True, **fields}
+    view.apply(SyncReply(**values), request)
+    view.check()
+
+
+def take(view: EngineView, **options: bool) -> SyncRequest:
+    return view.take_request(Epoch(EPOCH), may_grow=True, may_want=True, **options)
+
+
+def asked(request: SyncRequest) -> str:
+    return "".join(raw[:-4].decode() for raw in request.asked)
+
+
+def look(view: EngineView, names: str, now: float = 0.0, request: str = "r") -> list[Lookup]:
+    found = [view.lookup(request, name, now) for name in keys(names)]
+    view.check()
+    return found
+
+
+def start(view: EngineView, *requests: str) -> None:
+    for request in requests:
+        view.start_request(request, RequestOptions())
+
+
+def learn(view: EngineView, names: str, request: str = "r", **fields: Any) -> None:
+    """A request asks for what is on the node "one", and is told so."""
+    view.ask(request, keys(names))
+    question = view.take_request(Epoch(EPOCH), may_grow=True, may_want=False)
+    where = " ".join(f"{name}:one" for name in names)
+    apply(view, question, replicas=told(question, where), **fields)
+
+
+def order_all(view: EngineView, names: str, now: float = 0.0) -> list[FetchOrder]:
+    """Fetches that are under way, of what is on the node "one"."""
+    learn(view, names)
+    assert look(view, names, now) == [HIT_PENDING] * len(names)
+    return view.remote.take_orders()
+
+
+def result(orders: Sequence[FetchOrder], refused: str = "") -> FetchResult:
+    """All chunks arrived where they should, except for the letters `refused`."""
+    letters = [order.key[:-4].decode() for order in orders]
+    return FetchResult(
+        node_epoch=NODE_EPOCH,
+        refusals=[int(Refusal.STALE if x in refused else Refusal.NONE) for x in letters],
+        slots=[order.handle.slot for order in orders],
+        generations=[order.handle.generation for order in orders],
+        num_bytes=sum(order.num_bytes for order in orders),
+        seconds=0.5,
+    )
+
+
+def finish(view: EngineView, orders: Sequence[FetchOrder], refused: str = "") -> None:
+    view.finish_fetch(orders, result(orders, refused))
+    view.check()
+
+
+def released(view: EngineView) -> list[tuple[int, int]]:
+    leases = take(view).released
+    return list(zip(leases.slots, leases.generations, strict=True))
+
+
+# The life of a fetched chunk
+
+
+def test_chunk_of_another_node_is_asked_for_fetched_and_hit(view: EngineView) -> None:
+    view.ask("r", keys("a"))
+    assert view.has_news
+    question = take(view)
+    assert asked(question) == "a"
+    assert look(view, "a") == [RETRY]
+    apply(view, question, replicas=told(question, "a:one,two"))
+    assert view.remote.take_orders() == [], "nothing is fetched before somebody wants it"
+    assert look(view, "a") == [HIT_PENDING]
+    (order,) = view.remote.take_orders()
+    assert order == FetchOrder(
+        key("a"), handle(0, 10), SIZE.num_bytes, (replica("a", "one"), replica("a", "two"))
+    )
+    assert look(view, "a") == [HIT_PENDING]
+    assert view.remote.take_orders() == []
+    finish(view, [order])
+    assert look(view, "a") == [HIT]
+    assert view.prepare_load(keys("a")) == [handle(0, 10)]
+    assert released(view) == []
+    counters = view.counter_values()
+    assert (counters["chunks_asked"], counters["chunks_fetched"]) == (1, 1)
+    assert (counters["bytes_fetched"], counters["fetches_failed"]) == (SIZE.num_bytes, 0)
+
+
+def test_lookup_asks_what_was_not_asked_before(view: EngineView) -> None:
+    assert look(view, "a") == [RETRY]
+    assert asked(take(view)) == "a"
+    assert look(view, "a") == [RETRY]
+    assert asked(take(view)) == ""
+
+
+def test_key_that_nobody_has_is_a_miss_for_the_request_and_is_not_asked_again(
+    view: EngineView,
+) -> None:
+    look(view, "a")
+    question = take(view)
+    apply(view, question, replicas=told(question))
+    assert look(view, "a") == [MISS]
+    assert asked(take(view)) == ""
+    start(view, "later")
+    assert look(view, "a", request="later") == [RETRY]
+    assert asked(take(view)) == "a"
+
+
+# Asking
+
+
+def test_nobody_is_asked_and_nothing_is_announced_without_peers(view: EngineView) -> None:
+    apply(view, has_peers=False)
+    view.ask("r", keys("ab"))
+    assert look(view, "a") == [MISS]
+    view.prepare_store("r", keys("c"))
+    request = take(view)
+    assert (request.asked, request.announced) == ([], Handles())
+    assert view.counter_values()["chunks_asked"] == 0
+    apply(view)
+    assert look(view, "a") == [RETRY], "somebody has come"
+
+
+def test_only_what_the_own_node_lacks_is_asked_for(view: EngineView) -> None:
+    apply(view, stored=handles("ac", [5, 6], [7, 8]))
+    view.prepare_store("r", keys("d"))
+    view.ask("r", keys("abcde"))
+    assert asked(take(view)) == "be"
+
+
+def test_prefix_that_is_all_here_asks_nobody(view: EngineView) -> None:
+    apply(view, stored=handles("abc", [5, 6, 7], [7, 8, 9]))
+    view.ask("r", keys("abc"))
+    assert look(view, "abc") == [HIT] * 3
+    assert not view.remote.has_questions
+    assert asked(take(view)) == ""
+
+
+def test_request_that_does_not_load_or_is_unknown_or_a_paused_view_asks_nobody(
+    view: EngineView,
+) -> None:
+    view.start_request("no", RequestOptions(load=False))
+    view.ask("no", keys("a"))
+    view.ask("unheard of", keys("a"))
+    apply(view, paused=True)
+    view.ask("r", keys("a"))
+    assert look(view, "a") == [MISS]
+    assert asked(take(view)) == ""
+
+
+def test_key_is_asked_for_once_by_a_request_before_and_after_the_answer(view: EngineView) -> None:
+    view.ask("r", keys("ab"))
+    view.ask("r", keys("bc"))
+    question = take(view)
+    assert asked(question) == "abc"
+    apply(view, question, replicas=told(question, "a:one"))
+    view.ask("r", keys("abc"))
+    assert asked(take(view)) == ""
+    assert view.counter_values()["chunks_asked"] == 3
+
+
+def test_requests_ask_together_and_all_get_the_answer(view: EngineView) -> None:
+    start(view, "other", "late")
+    view.ask("r", keys("ab"))
+    view.ask("other", keys("bc"))
+    question = take(view)
+    assert asked(question) == "abc"
+    view.ask("late", keys("a"))
+    assert asked(take(view)) == ""
+    apply(view, question, replicas=told(question))
+    assert look(view, "ab") == [MISS, MISS]
+    assert look(view, "bc", request="other") == [MISS, MISS]
+    assert look(view, "a", request="late") == [MISS]
+    assert view.counter_values()["chunks_asked"] == 3
+
+
+def test_questions_go_out_page_by_page_and_no_request_begins_with_too_many(
+    view: EngineView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [Key(b"%08d" % number + bytes(4)) for number in range(MAX_KEYS + 3)]
+    monkeypatch.setattr(raykv.core.view, "MAX_ASKED", MAX_KEYS + 2)
+    view.ask("r", names)
+    first, second = take(view), take(view)
+    assert [*first.asked, *second.asked] == names[:-1]
+    assert len(first.asked) == MAX_KEYS
+
+
+def test_answer_deadline_counts_from_the_first_lookup_and_is_one_for_all_keys(
+    view: EngineView,
+) -> None:
+    view.ask("r", keys("ab"))
+    assert look(view, "a", now=100.0) == [RETRY]
+    assert look(view, "ab", now=100.0 + QUERY_S - 0.01) == [RETRY, RETRY]
+    assert look(view, "b", now=100.0 + QUERY_S) == [MISS]
+    assert look(view, "c", now=100.0 + QUERY_S) == [MISS]
+    start(view, "other")
+    assert look(view, "a", now=100.0 + QUERY_S, request="other") == [RETRY]
+    assert view.counter_values()["waits_timed_out"] == 2
+
+
+def test_lost_answers_are_asked_for_again_once_the_engine_has_attached_anew(
+    view: EngineView,
+) -> None:
+    look(view, "ab")
+    question = take(view)
+    view.declared_leases()
+    view.attached(EngineAttached(EPOCH + 1, NODE_EPOCH, CAPACITY))
+    apply(view, question, replicas=told(question, "a:one"))
+    assert look(view, "ab") == [RETRY, RETRY], "that was an answer of the old epoch"
+    assert asked(take(view)) == "ab"
+    view.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY))
+    question = take(view)
+    apply(view, question, replicas=told(question))
+    view.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY))
+    assert asked(take(view)) == "", "these were answered"
+
+
+def test_request_that_finishes_while_it_asks_leaves_nothing_behind(view: EngineView) -> None:
+    start(view, "other")
+    view.ask("r", keys("ab"))
+    view.ask("other", keys("b"))
+    question = take(view)
+    view.finish_request("r")
+    view.declared_leases()
+    view.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY))
+    assert asked(take(view)) == "b"
+    apply(view, question, replicas=told(question, "b:one", pending="a"))
+    assert not view.remote.has_repeats
+    assert look(view, "b", request="other") == [HIT_PENDING]
+    start(view, "r")
+    assert look(view, "a") == [RETRY]
+    assert asked(take(view)) == "a"
+
+
+def test_lookup_of_a_request_that_was_never_started_does_not_wait_for_ever(
+    view: EngineView,
+) -> None:
+    look(view, "a", now=100.0, request="unheard of")
+    assert look(view, "a", now=100.0 + 2 * QUERY_S, request="unheard of") == [MISS]
+
+
+def test_answer_that_comes_with_an_earlier_life_of_the_node_ends_the_question(
+    view: EngineView,
+) -> None:
+    look(view, "a")
+    question = take(view)
+    view.node_restarted(Epoch(NODE_EPOCH + 1))
+    apply(view, question, replicas=told(question, "a:one"))
+    start(view, "later")
+    assert look(view, "a", request="later") == [RETRY]
+    assert asked(take(view)) == "a"
+
+
+# Chunks that are being stored elsewhere
+
+
+def test_chunk_that_is_being_stored_elsewhere_is_waited_for_and_asked_for_again(
+    view: EngineView,
+) -> None:
+    look(view, "ab")
+    question = take(view)
+    apply(view, question, replicas=told(question, pending="a"))
+    assert look(view, "ab") == [HIT_PENDING, MISS]
+    assert view.remote.has_repeats
+    assert not view.has_news
+    assert asked(take(view, may_repeat=False)) == ""
+    again = take(view)
+    assert asked(again) == "a"
+    apply(view, again, replicas=told(again, pending="a"))
+    last = take(view)
+    assert asked(last) == "a"
+    apply(view, last, replicas=told(last, "a:one"))
+    assert not view.remote.has_repeats
+    assert look(view, "a") == [HIT_PENDING]
+    assert [order.key for order in view.remote.take_orders()] == keys("a")
+
+
+def test_store_elsewhere_that_came_to_nothing_is_a_miss(view: EngineView) -> None:
+    look(view, "a")
+    for pending in ("a", ""):
+        question = take(view)
+        apply(view, question, replicas=told(question, pending=pending))
+    assert look(view, "a") == [MISS]
+    assert asked(take(view)) == ""
+
+
+def test_request_waits_for_a_store_elsewhere_until_its_deadline(view: EngineView) -> None:
+    look(view, "a", now=50.0)
+    question = take(view)
+    apply(view, question, replicas=told(question, pending="a"))
+    assert look(view, "a", now=100.0) == [HIT_PENDING]
+    assert look(view, "a", now=100.0 + PENDING_S - 0.01) == [HIT_PENDING]
+    assert look(view, "a", now=100.0 + PENDING_S) == [MISS]
+
+
+def test_chunk_is_no_longer_asked_for_when_nobody_waits_for_its_store(view: EngineView) -> None:
+    start(view, "other")
+    look(view, "a")
+    look(view, "a", request="other")
+    question = take(view)
+    apply(view, question, replicas=told(question, pending="a"))
+    view.finish_request("r")
+    assert asked(take(view)) == "a"
+    view.finish_request("other")
+    assert asked(take(view)) == ""
+    assert not view.remote.has_repeats
+
+
+def test_repeated_questions_come_after_new_ones_and_fit_into_the_page(
+    view: EngineView,
+) -> None:
+    look(view, "ab")
+    question = take(view)
+    apply(view, question, replicas=told(question, pending="ab"))
+    look(view, "c")
+    assert [raw[:-4] for raw in view.remote.take_questions(2, may_repeat=True)] == [b"c", b"a"]
+
+
+def test_own_stores_are_announced_once(view: EngineView) -> None:
+    view.prepare_store("r", keys("ab"))
+    assert view.has_news
+    assert take(view).announced == handles("ab", [0, 1], [10, 11])
+    assert take(view).announced == Handles()
+    view.prepare_store("r", keys("c"))
+    view.reset()
+    assert take(view).announced == Handles(), "its lease has ended"
+
+
+# The own node
+
+
+def test_chunk_that_is_on_the_own_node_after_all_is_hit(view: EngineView) -> None:
+    look(view, "ab")
+    question = take(view)
+    apply(view, question, replicas=told(question, "a:own,one b:own"))
+    assert look(view, "ab") == [HIT, HIT]
+    assert view.prepare_load(keys("a")) == [handle(ord("a"), ord("a") + 1000)]
+    assert view.remote.take_orders() == []
+
+
+def test_own_node_is_no_source(view: EngineView) -> None:
+    look(view, "a")
+    question = take(view)
+    apply(view, question, replicas=told(question, "a:own,one"))
+    apply(view, removed=handles("a", [ord("a")], [ord("a") + 1000]))
+    assert look(view, "a") == [HIT_PENDING]
+    assert view.remote.take_orders()[0].replicas == (replica("a"),)
+
+
+def test_other_node_is_not_taken_for_the_own_one_because_its_life_has_the_same_number(
+    view: EngineView,
+) -> None:
+    look(view, "a")
+    question = take(view)
+    answer = told(question, "a:one")
+    answer.node_epochs[0] = NODE_EPOCH
+    apply(view, question, replicas=answer)
+    assert look(view, "a") == [HIT_PENDING]
+
+
+def test_another_life_of_the_own_node_is_neither_here_nor_a_source(view: EngineView) -> None:
+    look(view, "a")
+    question = take(view)
+    answer = told(question, "a:own")
+    answer.node_epochs[0] = NODE_EPOCH - 1
+    apply(view, question, replicas=answer)
+    assert look(view, "a") == [MISS]
+
+
+# Fetches
+
+
+def test_request_joins_a_fetch_of_another_one(view: EngineView) -> None:
+    orders = order_all(view, "a")
+    start(view, "other")
+    assert look(view, "a", request="other") == [HIT_PENDING]
+    assert asked(take(view)) == ""
+    assert view.remote.take_orders() == []
+    finish(view, orders)
+    assert look(view, "a", request="other") == [HIT]
+
+
+def test_fetch_is_waited_for_until_the_requests_deadline(view: EngineView) -> None:
+    orders = order_all(view, "a", now=100.0)
+    assert look(view, "a", now=100.0 + FETCH_S - 0.01) == [HIT_PENDING]
+    assert look(view, "a", now=100.0 + FETCH_S) == [MISS]
+    start(view, "other")
+    assert look(view, "a", now=100.0 + FETCH_S, request="other") == [HIT_PENDING]
+    finish(view, orders)
+    assert look(view, "a", now=200.0) == [HIT]
+
+
+def test_fetch_does_not_begin_after_the_requests_deadline(view: EngineView) -> None:
+    order_all(view, "a", now=100.0)
+    learn(view, "b")
+    assert look(view, "b", now=100.0 + FETCH_S) == [MISS]
+    assert view.remote.take_orders() == []
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_failed_fetch_is_a_miss_for_those_that_knew_and_a_later_request_asks_anew(
+    view: EngineView, is_answered: bool
+) -> None:
+    start(view, "other", "later")
+    learn(view, "ab", request="other")
+    orders = order_all(view, "ab")
+    view.finish_fetch(orders, result(orders, refused="a") if is_answered else None)
+    expected = [MISS, HIT] if is_answered else [MISS, MISS]
+    assert look(view, "ab") == expected
+    assert look(view, "ab", request="other") == expected
+    assert look(view, "a", request="later") == [RETRY]
+    assert asked(take(view)) == "a"
+    assert view.counters.fetches_failed == expected.count(MISS)
+
+
+def test_chunk_that_is_being_fetched_is_not_stored_as_well(view: EngineView) -> None:
+    order_all(view, "a")
+    plan = view.prepare_store("r", keys("ab"))
+    assert plan is not None
+    assert plan.keys == keys("b")
+    assert take(view).touched == keys("a")
+
+
+def test_other_chunks_that_a_request_knows_of_can_be_fetched_after_one_has_failed(
+    view: EngineView,
+) -> None:
+    learn(view, "b")
+    finish(view, order_all(view, "a"), refused="a")
+    assert look(view, "ab") == [MISS, HIT_PENDING]
+
+
+def test_chunk_that_arrived_in_a_later_life_of_the_node_is_not_loaded_before_it_is_known(
+    view: EngineView,
+) -> None:
+    orders = order_all(view, "a")
+    view.finish_fetch(orders, replace(result(orders), node_epoch=NODE_EPOCH + 1))
+    assert view.num_ready == 0
+
+
+def test_sources_that_have_lost_chunks_are_reported_once(view: EngineView) -> None:
+    orders = order_all(view, "a")
+    lost = LostReplicas(["one"], [key("a")], [1097])
+    view.finish_fetch(orders, replace(result(orders), lost=lost))
+    assert view.has_news
+    assert take(view).lost == lost
+    assert take(view).lost == LostReplicas()
+    assert not view.has_news
+
+
+def test_announcements_and_lost_replicas_go_out_page_by_page(view: EngineView) -> None:
+    names = [Key(b"%08d" % number + bytes(4)) for number in range(MAX_KEYS)]
+    for number, name in enumerate(names):
+        view.remote.announce(name, handle(number, number))
+    count = len(names)
+    lost = LostReplicas(["one"] * count, [*names], list(range(count)))
+    view.finish_fetch([], replace(result([]), lost=lost))
+    pages = [take(view) for _ in range(4)]
+    assert [len(page.announced) for page in pages] == [count // 2, count // 2, 0, 0]
+    assert [len(page.lost.keys) for page in pages] == [count // 4] * 4
+    assert [raw for page in pages for raw in page.announced.keys] == names
+    assert [raw for page in pages for raw in page.lost.keys] == names
+
+
+# After a reset
+
+
+def test_answers_from_before_a_reset_find_nothing(view: EngineView) -> None:
+    look(view, "a")
+    question = take(view)
+    view.reset()
+    apply(view, question, replicas=told(question, "a:one,own"))
+    assert look(view, "a") == [MISS]
+    apply(view, cleared=1)
+    assert look(view, "a") == [MISS]
+    start(view, "later")
+    assert look(view, "a", request="later") == [RETRY]
+
+
+def test_chunks_that_were_found_before_a_reset_are_a_miss(view: EngineView) -> None:
+    learn(view, "a")
+    view.reset()
+    apply(view, cleared=1, granted=grant((5, 30)))
+    assert look(view, "a") == [MISS]
+
+
+def test_answer_with_an_earlier_life_of_the_node_finds_nothing_from_before_a_reset(
+    view: EngineView,
+) -> None:
+    look(view, "a")
+    question = take(view)
+    view.node_restarted(Epoch(NODE_EPOCH + 1))
+    view.reset()
+    apply(view, question, replicas=told(question, "a:one"))
+    apply(view, cleared=1, node_epoch=NODE_EPOCH + 1, granted=grant((5, 30)))
+    assert look(view, "a") == [MISS]
+
+
+def test_answer_with_an_earlier_life_of_the_node_holds_until_somebody_clears_the_namespace(
+    view: EngineView,
+) -> None:
+    look(view, "a")
+    question = take(view)
+    view.node_restarted(Epoch(NODE_EPOCH + 1))
+    apply(view, question, replicas=told(question, "a:one"))
+    apply(view, void=True)
+    apply(view, node_epoch=NODE_EPOCH + 1, granted=grant((5, 30)))
+    assert look(view, "a") == [MISS]
