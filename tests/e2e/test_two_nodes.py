@@ -17,7 +17,6 @@ from raykv.actors import cluster as actors
 from raykv.actors.local_nodes import LocalNode, add_local_node
 from raykv.client import Cluster
 from raykv.errors import ClusterError
-from raykv.event_types import NodeLost
 from raykv.messages import NodeStatus
 from tests.engine import EngineProcess
 from tests.prompts import prompt
@@ -248,42 +247,3 @@ def epoch_of(cluster: Cluster) -> int:
 def is_the_truth(cluster: Cluster) -> bool:
     there = inventories(cluster)
     return bool(there) and directory_of(cluster) == there
-
-
-def test_lost_node_leaves_the_directory_and_a_new_one_joins_the_cache(
-    engines: list[EngineProcess], cluster: Cluster, second: LocalNode, tiny_model: Path
-) -> None:
-    head = actors.resolve_node_id("")
-    on_lost, on_head = prompt(300, BLOCK * 16), prompt(301, BLOCK * 16)
-    reference = computed(engines[1], cluster, on_lost)
-    kept = computed(engines[0], cluster, on_head)
-    place = cluster.snapshot().place
-    engines[0].begin("generate", prompts=[on_lost])
-    engines[1].kill()
-    engines[1].stop()
-    os.killpg(second.process_group, signal.SIGKILL)
-    (output,) = engines[0].finish()
-    assert output["tokens"] == reference
-    wait_until(
-        lambda: [node.node_id for node in cluster.status().nodes] == [head],
-        10.0,
-        "the node leaves the directory",
-    )
-    events = list(cluster.events(place, follow=False))
-    assert second.node_id in [event.node_id for event in events if isinstance(event, NodeLost)]
-    assert {node_id for node_id, _, _, _ in directory_of(cluster)} == {head}
-    third = add_local_node(cluster.address)
-    try:
-        settings = {
-            "ray_address": cluster.address,
-            "node_id": third.node_id,
-            "pool_bytes": "64MiB",
-        }
-        log = tiny_model.parent / "third.log"
-        engines[1] = EngineProcess(tiny_model, log, settings, cores="1")
-        (output,) = engines[1].call("generate", prompts=[on_head])
-        assert output["tokens"] == kept
-        assert output["cached"] == len(on_head)
-    finally:
-        engines[1].stop()
-        third.stop()
