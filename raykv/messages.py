@@ -243,6 +243,14 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
         return len(self.keys)
 
 
+class FailedStores(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of stores that have overwritten what was there and have not become chunks."""
+
+    slots: list[int] = []
+    generations: list[int] = []
+    slot_bytes: list[int] = []
+
+
 class NodeStats(msgspec.Struct, frozen=True):
     """Counters and gauges of one NodeActor since its start; sizes in bytes."""
 
@@ -265,7 +273,7 @@ class NodeStats(msgspec.Struct, frozen=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """A NodeActor's heartbeat and the chunks that became READY since the last one.
+    """A NodeActor's heartbeat, and the chunks that became READY or failed since the last one.
 
     `page` counts the pages of an inventory that the scheduler actor asked for, from 1; 0 is a
     plain report. `last_page` ends the inventory. `cleared` has, by namespace, the generation up
@@ -281,6 +289,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     highest_generation: int
     scheduler_epoch: int
     stored: Inventory = Inventory()
+    failed: FailedStores = FailedStores()
     page: int = 0
     last_page: bool = False
     cleared: dict[str, int] = {}

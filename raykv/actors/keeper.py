@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
+from raykv.core.slots import Admission, ChunkName, FailedStore, SlotState, SlotTable
 from raykv.memory.pool import Pool
-from raykv.messages import Inventory
+from raykv.messages import FailedStores, Inventory
 from raykv.types import Generation, Namespace, Refusal
 
 MAX_UNREPORTED = 100_000
@@ -110,6 +110,17 @@ class PoolKeeper:
             self._unreported.clear()
             return list(self.table.inventory())
 
+    def take_failed(self, most: int) -> FailedStores:
+        """Stores that have failed and were not reported yet; they count as reported now."""
+        with self.lock:
+            failed = self.table.take_failed(most)
+        return failed_columns(failed)
+
+    def only_ready(self, names: list[ChunkName]) -> list[ChunkName]:
+        """Those of the chunks that are still there."""
+        with self.lock:
+            return [name for name in names if self.table.is_ready(name)]
+
     def all_held(self) -> list[ChunkName]:
         """Every READY chunk; changes nothing."""
         with self.lock:
@@ -144,4 +155,13 @@ def inventory_of(names: list[ChunkName]) -> Inventory:
         slots=[name.slot for name in names],
         generations=[name.generation for name in names],
         slot_bytes=[name.slot_bytes for name in names],
+    )
+
+
+def failed_columns(failed: list[FailedStore]) -> FailedStores:
+    """`failed` as columns."""
+    return FailedStores(
+        slots=[store.slot for store in failed],
+        generations=[store.generation for store in failed],
+        slot_bytes=[store.slot_bytes for store in failed],
     )

@@ -33,6 +33,7 @@ from raykv.core.geometry import PoolGeometry
 from raykv.messages import (
     MAX_KEYS,
     PROTOCOL_VERSION,
+    FailedStores,
     FetchRequest,
     Inventory,
     NodeDescription,
@@ -177,8 +178,9 @@ class NodeActor:
         while True:
             if self._unanswered is None:
                 self._seq += 1
-                stored = self._service.keeper.take_unreported(MAX_PAGE)
-                self._unanswered = self._make_report(stored, self._seq)
+                keeper = self._service.keeper
+                stored, failed = keeper.take_unreported(MAX_PAGE), keeper.take_failed(MAX_PAGE)
+                self._unanswered = self._make_report(stored, failed, self._seq)
             reply = self._call(self._unanswered)
             was_full = len(self._unanswered.stored) == MAX_PAGE
             self._unanswered = None
@@ -189,7 +191,12 @@ class NodeActor:
                 return
 
     def _make_report(
-        self, stored: Inventory, seq: int, page: int = 0, num_pages: int = 0
+        self,
+        stored: Inventory,
+        failed: FailedStores,
+        seq: int,
+        page: int = 0,
+        num_pages: int = 0,
     ) -> NodeReport:
         geometry = self._service.settings.geometry
         return NodeReport(
@@ -202,6 +209,7 @@ class NodeActor:
             highest_generation=self._service.keeper.highest_generation,
             scheduler_epoch=self._scheduler_epoch,
             stored=stored,
+            failed=failed,
             page=page,
             last_page=page == num_pages > 0,
             cleared=self._service.keeper.cleared(),
@@ -228,7 +236,9 @@ class NodeActor:
         chunks = self._service.keeper.all_ready()
         pages = [chunks[i : i + MAX_PAGE] for i in range(0, len(chunks), MAX_PAGE)] or [[]]
         for number, page in enumerate(pages, start=1):
-            report = self._make_report(inventory_of(page), self._seq, number, len(pages))
+            # What was overwritten meanwhile may have been reported already.
+            rest = inventory_of(self._service.keeper.only_ready(page))
+            report = self._make_report(rest, FailedStores(), self._seq, number, len(pages))
             self._take_reply(self._call(report))
 
 

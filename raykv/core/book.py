@@ -64,8 +64,8 @@ class Change:
 
 @dataclass(slots=True)
 class _SlotClass:
-    """All slabs of one slot size; `free` has the longest free slot first, each with the last
-    generation that is known of it.
+    """All slabs of one slot size; `free` has the longest free slot first, each with the lowest
+    generation that may still be stored there.
 
     `spares` orders the chunks that another node has too, `policy` all others.
     """
@@ -78,9 +78,9 @@ class _SlotClass:
     # When slots were last asked for, or chunks pinned for a load.
     used_at: float = 0.0
 
-    def release(self, slot: Slot, generation: Generation) -> None:
+    def release(self, slot: Slot, lowest: Generation) -> None:
         assert slot not in self.free, slot
-        self.free[slot] = generation
+        self.free[slot] = lowest
 
     def forget(self, name: Name) -> None:
         self.policy.remove(name)
@@ -113,7 +113,7 @@ class PoolBook:
         self._free_slabs = list(range(geometry.num_slabs - 1, -1, -1))
         self._classes: dict[int, _SlotClass] = {}
         self._chunks: dict[Namespace, dict[Key, Chunk]] = {}
-        # The last generation of a slab under other slot sizes.
+        # The lowest generation that may be stored in a slab after it had other slot sizes.
         self._floors: dict[int, Generation] = {}
         # Chunks that are about to be loaded, and until when they are not evicted.
         self._pinned: dict[Name, float] = {}
@@ -170,8 +170,8 @@ class PoolBook:
         self._on_change(namespace, Change(False, key, chunk.slot, chunk.generation))
 
     def release(self, chunk: Chunk) -> None:
-        """A slot that is neither leased nor held any more is free."""
-        self._class_of(chunk.slot_bytes).release(chunk.slot, chunk.generation)
+        """A slot that has had a chunk, and is neither leased nor holds it any more, is free."""
+        self._class_of(chunk.slot_bytes).release(chunk.slot, Generation(chunk.generation + 1))
 
     def set_spare(self, name: Name, is_spare: bool) -> None:
         """Whether another node has the chunk too; nothing if it is not held here."""
@@ -272,9 +272,24 @@ class PoolBook:
         """Hold a chunk that was stored without a lease that we know of, if its slot is free and
         nothing newer was ever there.
         """
-        free = self._class_of(chunk.slot_bytes).free
-        if free.get(chunk.slot, chunk.generation) <= chunk.generation and self.claim_place(chunk):
+        if self.may_come(chunk) and self.claim_place(chunk):
             self.hold(name, chunk)
+
+    def outlive(self, chunk: Chunk) -> None:
+        """A free slot has had a chunk that nobody needs: no lease from before it is good."""
+        if self.may_come(chunk) and self.claim_place(chunk):
+            self.release(chunk)
+
+    def may_come(self, chunk: Chunk) -> bool:
+        """Whether nothing newer was in a chunk's place, nor this chunk itself."""
+        free = self._class_of(chunk.slot_bytes).free
+        return free.get(chunk.slot, chunk.generation) <= chunk.generation
+
+    def is_settled(self, chunk: Chunk) -> bool:
+        """Whether it is known that a chunk's place holds nothing older: it is leased, or free."""
+        if chunk.slot in self._class_of(chunk.slot_bytes).free:
+            return True
+        return self.lease_at(chunk.slot, chunk.generation) is not None
 
     def is_leased_to(self, engine_id: EngineId, slot: Slot) -> bool:
         """Whether the engine has a lease of the slot."""
@@ -290,6 +305,12 @@ class PoolBook:
         """The lease is over without a chunk: the slot is free."""
         lease = self.leases.pop(slot)
         self._class_of(lease.slot_bytes).release(slot, lease.generation)
+
+    def end_older_lease(self, chunk: Chunk) -> None:
+        """A lease that is older than what was stored in its slot is no good to anybody."""
+        lease = self.leases.get(chunk.slot)
+        if lease is not None and lease.generation < chunk.generation:
+            self.end_lease(chunk.slot)
 
     def end_leases(self, engine_id: EngineId) -> None:
         """All leases of an engine are over."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from raykv.core.book import Chunk, Name
 from raykv.core.members import Node, rows
-from raykv.messages import Inventory, NodeReport
-from raykv.types import NO_GENERATION, Generation, Namespace
+from raykv.messages import FailedStores, Inventory, NodeReport
+from raykv.types import NO_GENERATION, Generation, Namespace, Slot
 
 
 def take_inventory(node: Node, report: NodeReport, cleared: Mapping[Namespace, Generation]) -> None:
@@ -19,6 +19,7 @@ def take_inventory(node: Node, report: NodeReport, cleared: Mapping[Namespace, G
     for (namespace, key), chunk in rows(report.stored):
         if chunk.generation <= cleared.get(namespace, NO_GENERATION):
             continue
+        node.book.end_older_lease(chunk)
         lease = node.book.leases.get(chunk.slot)
         if lease is not None and lease.generation == chunk.generation:
             del node.book.leases[chunk.slot]
@@ -50,6 +51,21 @@ def take_stored(node: Node, stored: Inventory, cleared: Mapping[Namespace, Gener
         node.book.hold(name, chunk)
     node.book.drop_overwritten(chunk for _, chunk in strange)
     for name, chunk in strange:
+        node.book.end_older_lease(chunk)
         held = node.book.find(*name)
         if held is None or held.generation < chunk.generation:
             node.book.adopt(name, chunk)
+        else:
+            node.book.outlive(chunk)
+
+
+def take_failed(node: Node, failed: FailedStores) -> None:
+    """Forget what was overwritten by a store that has failed.
+
+    Only what was stored into a lease from before this actor began can be still believed in.
+    """
+    columns = zip(failed.slots, failed.generations, failed.slot_bytes, strict=True)
+    writes = [Chunk(Slot(slot), Generation(gen), size) for slot, gen, size in columns]
+    node.book.drop_overwritten(chunk for chunk in writes if not node.book.is_settled(chunk))
+    for chunk in writes:
+        node.book.end_older_lease(chunk)

@@ -95,5 +95,8 @@ def _plausible(
     columns = zip(leases.groups, leases.slots, leases.generations, strict=True)
     for group, slot, generation in columns:
         size = engine.slot_bytes.get(group)
-        if size is not None and generation <= highest and Slot(slot) not in node.book.leases:
-            yield group, Chunk(Slot(slot), Generation(generation), size)
+        if size is None or generation > highest or Slot(slot) in node.book.leases:
+            continue
+        chunk = Chunk(Slot(slot), Generation(generation), size)
+        if node.book.may_come(chunk):
+            yield group, chunk

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from raykv.core.book import Change, Name, PoolBook
 from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
-from raykv.core.inventory import take_inventory, take_stored
+from raykv.core.inventory import take_failed, take_inventory, take_stored
 from raykv.core.leases import Generations, grant, take_declared
 from raykv.core.members import Engine, Node, engine_status, node_status
 from raykv.core.mirror import Mirror
@@ -109,7 +109,10 @@ class BlockManager:
             take_inventory(node, report, self._cleared)
         elif report.seq > node.last_seq:
             node.last_seq = report.seq
-            take_stored(node, report.stored, self._cleared)
+            # Before the inventory is in, such news may be older than it; and it has them all.
+            if node.inventory_complete:
+                take_stored(node, report.stored, self._cleared)
+                take_failed(node, report.failed)
         return NodeReportReply(
             epoch=self.epoch,
             inventory=not node.inventory_complete and not report.page,

@@ -16,12 +16,16 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from raykv.core.geometry import PoolGeometry
 from raykv.types import NO_GENERATION, Generation, Key, Namespace, Refusal, Slot
+
+MAX_FAILED = 10_000
+"""Failed stores that are remembered until `take_failed`; the oldest go first."""
 
 
 class SlotState(Enum):
@@ -54,6 +58,15 @@ class ChunkName:
 
     namespace: Namespace
     key: Key
+    slot: Slot
+    generation: Generation
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class FailedStore:
+    """A store that has overwritten what was there and has not become a chunk."""
+
     slot: Slot
     generation: Generation
     slot_bytes: int
@@ -99,6 +112,7 @@ class SlotTable:
         self._cleared: dict[Namespace, Generation] = {}
         # Slots in WRITING, so that `expire` need not look at the others.
         self._writing: set[Slot] = set()
+        self._failed: deque[FailedStore] = deque(maxlen=MAX_FAILED)
         self.highest_generation = NO_GENERATION
         self.num_ready = 0
         self.used_bytes = 0
@@ -203,7 +217,9 @@ class SlotTable:
 
     def _drop_if_idle(self, slot: Slot, record: _Record) -> SlotState:
         if not record.writers:
-            self._empty(slot, self._slabs[self.geometry.slab_of(slot)])
+            slab = self._slabs[self.geometry.slab_of(slot)]
+            self._empty(slot, slab)
+            self._failed.append(FailedStore(slot, record.generation, slab.slot_bytes))
         return record.state
 
     def _make_ready(self, slot: Slot, record: _Record) -> None:
@@ -325,6 +341,19 @@ class SlotTable:
                     yield ChunkName(
                         record.namespace, record.key, slot, record.generation, slab.slot_bytes
                     )
+
+    def is_ready(self, name: ChunkName) -> bool:
+        """Whether a chunk is where its name says."""
+        record = self._record(name.slot)
+        return (
+            record is not None
+            and record.state is SlotState.READY
+            and record.generation == name.generation
+        )
+
+    def take_failed(self, most: int) -> list[FailedStore]:
+        """Stores that have failed since the last call, `most` at a time."""
+        return [self._failed.popleft() for _ in range(min(most, len(self._failed)))]
 
     def restore(self, name: ChunkName) -> None:
         """Take back a chunk that outlived the NodeActor's last life (a file-backed pool)."""

@@ -25,7 +25,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from raykv.core.cost import FetchCost
@@ -183,6 +183,7 @@ class EngineView:
             self.counters.chunks_fetched += 1
             is_current = result is not None and result.node_epoch == self.node_epoch
             if is_current and not self._is_clearing:
+                self._tombstones.pop(order.key, None)
                 self._add(order.key, place)
 
     # Loads
@@ -215,15 +216,12 @@ class EngineView:
         if handle is None or not is_same or failed.node_epoch != self.node_epoch:
             return
         del self._ready[failed.key]
-        self._bury(failed.key, failed.generation)
-        if failed.is_gone:
-            self._dropped.append((failed.key, handle))
-
-    def _bury(self, key: Key, generation: Generation) -> None:
-        self._tombstones[key] = max(generation, self._tombstones.get(key, NO_GENERATION))
-        self._tombstones.move_to_end(key)
+        self._tombstones[failed.key] = failed.generation
+        self._tombstones.move_to_end(failed.key)
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
+        if failed.is_gone:
+            self._dropped.append((failed.key, handle))
 
     # Stores
 
@@ -287,6 +285,7 @@ class EngineView:
                 continue
             self.counters.chunks_stored += 1
             if not self._is_clearing:
+                self._tombstones.pop(key, None)
                 self._ready[key] = handle
 
     def _is_orphaned(self, key: Key) -> bool:
@@ -353,10 +352,12 @@ class EngineView:
     def _forget_undeclared(self) -> None:
         """Leases that came in while the engine attached, or were not believed: others have them."""
         self._stock.keep(self._declared)
-        for key, handle in self._pending.items():
-            if handle not in self._declared:
-                self._failed_stores.add(key)
-        self.remote.abandon(lambda order: order.handle not in self._declared)
+        self._give_up(lambda handle: handle not in self._declared)
+
+    def _give_up(self, is_lost: Callable[[Handle], bool]) -> None:
+        """What is on its way to such places won't be READY."""
+        self._failed_stores.update(key for key, held in self._pending.items() if is_lost(held))
+        self.remote.abandon(lambda order: is_lost(order.handle))
 
     def apply(self, reply: SyncReply, request: SyncRequest | None = None) -> None:
         """Take in an answer of the scheduler actor to `request`. Only between engine steps."""
@@ -365,11 +366,9 @@ class EngineView:
         self.paused = reply.paused
         self.remote.has_peers = reply.has_peers
         self.node_restarted(Epoch(reply.node_epoch))
-        if reply.node_epoch < self.node_epoch:
-            self._take_answer(Replicas(), request)
-            return
-        if self._is_clearing and reply.cleared < self._resets:
-            # Its answers are from before the clearing.
+        is_uncleared = self._is_clearing and reply.cleared < self._resets
+        if is_uncleared or reply.node_epoch < self.node_epoch:
+            # What it says is from before the clearing, or of the pool's last life.
             self._take_answer(Replicas(), request)
             return
         self._resets_confirmed = self._resets
@@ -381,6 +380,9 @@ class EngineView:
             self._remove(key, handle)
         for key, handle in rows(reply.stored):
             self._add(key, handle)
+        # A slot that is granted again while something flies there: that came, and was evicted.
+        regranted = set(reply.granted.slots)
+        self._give_up(lambda handle: handle.slot in regranted)
         self._stock.add(reply.granted, {} if request is None else request.wanted)
         if request is not None and request.wanted:
             self.remote.unleased.clear()
@@ -492,9 +494,7 @@ class EngineView:
     def check(self) -> None:
         """Assert the invariants; for tests and idle moments."""
         assert not self._ready.keys() & self._pending.keys(), self._ready.keys()
-        free = [handle for _, handle in self._stock.rows()]
-        flying = [*self._pending.values(), *(handle for _, handle in self.remote.leases())]
-        slots = [handle.slot for handle in [*free, *flying]]
+        slots = [handle.slot for _, handle in self._lease_rows()]
         assert len(set(slots)) == len(slots), slots
         for key, handle in self._ready.items():
             assert handle.generation > self._tombstones.get(key, NO_GENERATION), key

@@ -21,6 +21,7 @@ from raykv.core.geometry import aligned
 from raykv.memory.region import Region
 from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
 from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
+from tests.processes import freeze
 from tests.waiting import wait_until
 
 NUM_SLOTS = 32
@@ -254,7 +255,7 @@ def test_frozen_node_is_dead_before_its_load_is_reported_failed(
     workers.append(worker)
     worker.run(worker.job(Direction.STORE, [0], [0]))
     before = worker.block(3)
-    node.process.send_signal(signal.SIGSTOP)
+    freeze(node.process.pid)
     result = worker.run(worker.job(Direction.LOAD, [0], [3]))
     assert failures(result) == [Refusal.NODE_LOST]
     # Were it alive, it could still write into block 3.
@@ -265,19 +266,19 @@ def test_frozen_node_is_dead_before_its_load_is_reported_failed(
 def test_wait_for_store_ends_although_node_is_frozen(node: Node, workers: list[Worker]) -> None:
     worker = Worker(node, [256], 1)
     workers.append(worker)
-    node.process.send_signal(signal.SIGSTOP)
+    freeze(node.process.pid)
     job = worker.job(Direction.STORE, [0], [0])
     worker.link.submit(job)
     worker.link.wait({job.job_id, 987_654})
-    assert node.process.wait(0) == -signal.SIGKILL
     assert failures(worker.finish(job.job_id)) == [Refusal.NODE_LOST]
+    assert node.process.wait(0) == -signal.SIGKILL
 
 
 def test_node_frozen_for_a_moment_lives_and_does_its_job(node: Node, workers: list[Worker]) -> None:
     worker = Worker(node, [256], 1)
     workers.append(worker)
     worker.run(worker.job(Direction.STORE, [0], [0]))
-    node.process.send_signal(signal.SIGSTOP)
+    freeze(node.process.pid)
     job = worker.job(Direction.LOAD, [0], [3])
     worker.link.submit(job)
     node.process.send_signal(signal.SIGCONT)

@@ -13,6 +13,7 @@ from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.messages import NodeStatus
 from tests.engine import EngineProcess
+from tests.processes import freeze
 from tests.prompts import prompt
 from tests.waiting import wait_until
 
@@ -191,7 +192,7 @@ def test_request_aborted_during_load_leaves_engine_in_order(
     tokens = [prompt(600, 640)]
     reference = store(engine, cluster, tokens)
     pid = node(cluster).pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         engine.begin("abort_after", prompt=tokens[0], seconds=0.3)
         assert engine.finish()
@@ -243,7 +244,7 @@ def test_node_actor_frozen_beyond_deadline_costs_no_request(
     tokens = [prompt(900, 640)]
     reference = store(engine, cluster, tokens)
     pid = node(cluster).pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     assert engine.tokens(tokens) == reference
     # The load was reported failed, so its NodeActor must be gone: it could write into the blocks.
     assert not Path(f"/proc/{pid}/stat").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
@@ -260,7 +261,7 @@ def test_node_actor_frozen_for_a_moment_delays_load(
     prompts = [prompt(950 + i, 1600) for i in range(4)]
     reference = store(engine, cluster, prompts)
     pid = node(cluster).pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     engine.begin("generate", prompts=prompts)
     signal_after(pid, signal.SIGCONT, LOAD_DEADLINE_S / 4)
     outputs = engine.finish()

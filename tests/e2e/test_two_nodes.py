@@ -19,6 +19,7 @@ from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.messages import NodeStatus
 from tests.engine import EngineProcess
+from tests.processes import freeze
 from tests.prompts import prompt
 from tests.truth import directory_of, inventories
 from tests.waiting import wait_until
@@ -171,7 +172,7 @@ def test_source_that_is_frozen_or_killed_during_a_fetch_costs_a_recomputation(
     frozen, killed = prompt(11, BLOCK * 16), prompt(12, BLOCK * 16)
     references = [computed(engines[0], cluster, tokens) for tokens in (frozen, killed)]
     pid = node_of(cluster, head).pid
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         began = time.monotonic()
         assert engines[1].tokens([frozen]) == [references[0]]

@@ -15,7 +15,7 @@ import raykv.actors.keeper
 from raykv.actors.keeper import PoolKeeper, inventory_of
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import ChunkName, SlotState
-from raykv.messages import Inventory
+from raykv.messages import FailedStores, Inventory
 from raykv.types import NO_GENERATION, SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
 
 PAGE = SLOT_ALIGNMENT
@@ -412,3 +412,16 @@ def test_chunks_of_an_earlier_life_are_in_the_inventory_and_need_no_report(
     assert again.highest_generation == 1
     for each in (first, again):
         each.pool._region.close()
+
+
+def test_pages_of_an_inventory_leave_out_what_was_overwritten_meanwhile(tmp_path: Path) -> None:
+    keeper = PoolKeeper(GEOMETRY, str(tmp_path / "pool"))
+    keeper.recover()
+    store(keeper, chunk(1), chunk(2, slot=1))
+    names = keeper.all_ready()
+    assert begin(keeper, chunk(3)) is NONE
+    assert keeper.only_ready(names) == [chunk(2, slot=1)]
+    assert keeper.end_store(chunk(3), 0, ok=False) is SlotState.EMPTY
+    assert keeper.take_failed(10) == FailedStores([0], [3], [chunk(3).slot_bytes])
+    assert keeper.take_failed(10) == FailedStores()
+    keeper.pool._region.close()

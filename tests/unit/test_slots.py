@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable, StoreAnswer
+from raykv.core.slots import Admission, ChunkName, FailedStore, SlotState, SlotTable, StoreAnswer
 from raykv.types import NO_GENERATION, SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
 
 EMPTY, WRITING, READY = SlotState.EMPTY, SlotState.WRITING, SlotState.READY
@@ -545,3 +545,27 @@ def test_generation_of_a_slot_never_falls_whatever_happens_to_it(table: SlotTabl
     begin(table, chunk(8, pages=2))
     look()
     assert seen == [0, 5, 5, 6, 6, 7, 7, 8]
+
+
+def test_failed_stores_are_told_once_with_what_they_have_overwritten(table: SlotTable) -> None:
+    store(table, chunk(1))
+    begin(table, chunk(2))
+    finish(table, chunk(2), ok=False)
+    begin(table, chunk(3), rank=0, num_ranks=2)
+    finish(table, chunk(3), rank=0)
+    table.expire(LATER)
+    size = chunk(1).slot_bytes
+    assert table.take_failed(1) == [FailedStore(Slot(0), Generation(2), size)]
+    assert table.take_failed(10) == [FailedStore(Slot(0), Generation(3), size)]
+    assert table.take_failed(10) == []
+
+
+def test_chunk_is_ready_where_its_name_says_until_it_is_overwritten(table: SlotTable) -> None:
+    assert not table.is_ready(chunk(1))
+    begin(table, chunk(1))
+    assert not table.is_ready(chunk(1))
+    finish(table, chunk(1))
+    assert table.is_ready(chunk(1))
+    assert not table.is_ready(chunk(2))
+    begin(table, chunk(2))
+    assert not table.is_ready(chunk(1))

@@ -808,3 +808,23 @@ def test_counters_are_named_as_they_travel(view: EngineView) -> None:
     wanted: Sequence[str] = ("hits", "misses", "chunks_offered", "chunks_stored", "chunks_loaded")
     assert [values[name] for name in wanted] == [1, 1, 1, 1, 1]
     assert take(view).counters == values
+
+
+def test_store_into_an_older_lease_is_found_after_a_failed_load_of_its_key(
+    view: EngineView,
+) -> None:
+    view.apply(reply(handles((key("a"), 5, 20))))
+    fail_load(view, "a", 20)
+    store(view, "a")
+    assert look(view, "a", request="other") == [HIT]
+
+
+def test_store_into_a_slot_that_is_granted_again_is_not_ready(view: EngineView) -> None:
+    plan = view.prepare_store("r", keys("ab"))
+    assert plan is not None
+    slot = plan.handles[0].slot
+    view.apply(reply(granted=grant((slot, 30))))
+    view.check()
+    assert sorted(free_slots(view)) == [0, 1, 2, 3]
+    view.complete_store(plan.keys)
+    assert look(view, "ab") == [MISS, HIT]

@@ -1,0 +1,95 @@
+"""Bugs that the simulation must find. Each takes out one thing that the design depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from raykv.core import manager, slots
+from raykv.core.book import Lease, PoolBook
+from raykv.core.events import EventLog
+from raykv.core.remote import RemoteChunks
+from raykv.core.slots import ChunkName, SlotState, SlotTable
+from raykv.core.view import EngineView
+from raykv.types import Epoch, Generation, Refusal, Slot
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def source_serves_what_is_in_the_slot(patches: pytest.MonkeyPatch) -> None:
+    """A reader names a slot and gets it, whatever its generation and key."""
+
+    def begin_load(table: SlotTable, name: ChunkName) -> Refusal:
+        record = table._record(name.slot)
+        if record is None or record.state is not SlotState.READY:
+            return Refusal.STALE
+        record.readers += 1
+        return Refusal.NONE
+
+    def finish_load(table: SlotTable, slot: Slot, _generation: Generation) -> None:
+        record = table._record(slot)
+        assert record is not None
+        record.readers -= 1
+
+    patches.setattr(SlotTable, "begin_load", begin_load)
+    patches.setattr(SlotTable, "finish_load", finish_load)
+
+
+def slot_is_written_under_its_readers(patches: pytest.MonkeyPatch) -> None:
+    """A store does not wait for the loads that read its slot."""
+
+    def is_busy(record: slots._Record) -> bool:
+        return bool(record.writers)
+
+    patches.setattr(slots._Record, "is_busy", property(is_busy))
+
+
+def late_clock_is_believed(patches: pytest.MonkeyPatch) -> None:
+    """A scheduler actor whose clock went back grants generations that were granted before."""
+    patches.setattr(manager, "_seen_epoch", lambda _report: Epoch(0))
+
+
+def stored_report_counts_at_any_generation(patches: pytest.MonkeyPatch) -> None:
+    """A report about a slot that is leased is believed, even one from before the lease."""
+
+    def lease_at(book: PoolBook, slot: Slot, _generation: int) -> Lease | None:
+        return book.leases.get(slot)
+
+    patches.setattr(PoolBook, "lease_at", lease_at)
+
+
+def eviction_is_no_event(patches: pytest.MonkeyPatch) -> None:
+    """Who reads the events never hears that a chunk went."""
+    patches.setattr(EventLog, "removed", lambda *_: None)
+
+
+def dead_engine_keeps_its_leases(patches: pytest.MonkeyPatch) -> None:
+    """The slots of an engine that is gone are never free again."""
+    patches.setattr(PoolBook, "end_leases", lambda *_: None)
+
+
+def fetch_outlives_its_lease(patches: pytest.MonkeyPatch) -> None:
+    """What was ordered into a lease that is lost is taken in all the same."""
+    patches.setattr(RemoteChunks, "abandon", lambda *_: None)
+    patches.setattr(RemoteChunks, "abandon_at", lambda *_: None)
+
+
+def answer_from_before_a_reset_counts(patches: pytest.MonkeyPatch) -> None:
+    """An engine that has emptied its view takes in what was said before."""
+    patches.setattr(EngineView, "_is_clearing", property(lambda _: False))
+
+
+BUGS: dict[str, Plant] = {
+    plant.__name__: plant
+    for plant in (
+        source_serves_what_is_in_the_slot,
+        slot_is_written_under_its_readers,
+        late_clock_is_believed,
+        stored_report_counts_at_any_generation,
+        eviction_is_no_event,
+        dead_engine_keeps_its_leases,
+        fetch_outlives_its_lease,
+        answer_from_before_a_reset_counts,
+    )
+}

@@ -1,0 +1,36 @@
+"""Seeds that the simulated cluster must survive, and bugs that it must find."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.bugs import BUGS
+from tests.simulation.world import SimulationError, run
+
+NUM_SEEDS = 64
+NUM_STEPS = 3000
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_cluster_comes_to_the_truth_after_faults(seed: int) -> None:
+    world = run(seed, NUM_STEPS)
+
+    # Otherwise there was nothing to find.
+    assert world.cluster.directory()
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_found(bug: str) -> None:
+    for seed in range(NUM_SEEDS):
+        try:
+            run(seed, NUM_STEPS, bug)
+        except SimulationError:
+            return
+    pytest.fail(f"{NUM_SEEDS} seeds survive {bug}")
+
+
+def test_seed_plays_the_same_again() -> None:
+    first, second = run(7, 500), run(7, 500)
+
+    assert first.actions == second.actions
+    assert first.cluster.directory() == second.cluster.directory()
