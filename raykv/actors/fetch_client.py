@@ -1,8 +1,8 @@
 """An engine has its NodeActor fetch chunks of other nodes: orders out, results into its inbox.
 
-One background thread makes the calls; the engine's thread only appends to a queue. Every order
-ends with a `FetchEnded`, whatever happens to the NodeActor: at the latest when its deadline and a
-grace have passed.
+One background thread makes the calls, another one looks for what is overdue; the engine's thread
+only appends to a queue. Every order ends with a `FetchEnded`, whatever happens to the NodeActor and
+to the calls: at the latest when its deadline and a grace have passed since `submit`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FetchClient:
         self._namespace = namespace
         self._find = find
         self._deadline_s = deadline_s
-        self._queue: queue.Queue[tuple[list[FetchOrder], int] | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[tuple[int, int]] = queue.Queue(MAX_QUEUED)
         self._flying: dict[int, _Flying] = {}
         self._lock = threading.Lock()
         self._counter = 0
@@ -88,40 +88,46 @@ class FetchClient:
     def start(self, deliver: Callable[[FetchEnded], None]) -> None:
         """Begin; `deliver` is called from other threads."""
         self._deliver = deliver
-        threading.Thread(target=self._run, name="raykv-fetch", daemon=True).start()
+        for target, name in ((self._run, "raykv-fetch"), (self._watch, "raykv-fetch-watch")):
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread; nobody waits for what is under way."""
+        """End the threads; nobody waits for what is under way."""
         self._stopped.set()
 
     def submit(self, orders: list[FetchOrder], node_epoch: int) -> None:
         """Have chunks fetched; on the engine's thread, returns at once."""
+        overdue_at = time.monotonic() + self._deadline_s + GRACE_S
         for part in split(orders):
+            self._counter += 1
+            number = self._counter
+            with self._lock:
+                self._flying[number] = _Flying(part, overdue_at)
             try:
-                self._queue.put_nowait((part, node_epoch))
+                self._queue.put_nowait((number, node_epoch))
             except queue.Full:
-                self._deliver(FetchEnded(part, None))
+                self._answer(number, None)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                item = self._queue.get(timeout=POLL_S)
+                number, node_epoch = self._queue.get(timeout=POLL_S)
             except queue.Empty:
-                item = None
-            if item is not None:
-                self._begin(*item)
+                continue
+            with self._lock:
+                flying = self._flying.get(number)
+            if flying is not None:
+                self._begin(number, flying.orders, node_epoch)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(POLL_S):
             self._give_up_overdue()
 
-    def _begin(self, orders: list[FetchOrder], node_epoch: int) -> None:
+    def _begin(self, number: int, orders: list[FetchOrder], node_epoch: int) -> None:
         request = msgspec.structs.replace(
             fetch_request(self._namespace, orders, node_epoch, self._deadline_s),
             with_checksums=self._with_checksums,
         )
-        self._counter += 1
-        number = self._counter
-        with self._lock:
-            overdue_at = time.monotonic() + self._deadline_s + GRACE_S
-            self._flying[number] = _Flying(orders, overdue_at)
         try:
             if self._actor is None:
                 self._actor = self._find()

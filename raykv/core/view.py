@@ -450,7 +450,7 @@ class EngineView:
             released=lease_columns(take(self._released, MAX_KEYS // 2)),
             dropped=columns(take(self._dropped, MAX_KEYS // 4)),
             lost=self.remote.take_lost(MAX_KEYS // 4),
-            asked=self.remote.take_questions(MAX_KEYS, may_repeat),
+            asked=self.remote.take_questions(MAX_ASKED, may_repeat),
             announced=self.remote.take_announced(MAX_KEYS // 2),
             clear=clear,
             counters=self.counter_values(),

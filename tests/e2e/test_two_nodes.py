@@ -17,6 +17,7 @@ from raykv.actors import cluster as actors
 from raykv.actors.local_nodes import LocalNode, add_local_node
 from raykv.client import Cluster
 from raykv.errors import ClusterError
+from raykv.event_types import NodeLost
 from raykv.messages import NodeStatus
 from tests.engine import EngineProcess
 from tests.processes import freeze
@@ -248,3 +249,65 @@ def epoch_of(cluster: Cluster) -> int:
 def is_the_truth(cluster: Cluster) -> bool:
     there = inventories(cluster)
     return bool(there) and directory_of(cluster) == there
+
+
+def test_lost_node_leaves_the_directory_and_a_new_one_takes_part(
+    engines: list[EngineProcess],
+    cluster: Cluster,
+    second: LocalNode,
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    """The third node comes while the second is there, and loads from both others."""
+    third = add_local_node(cluster.address)
+    newcomer: EngineProcess | None = None
+    try:
+        settings = {
+            "ray_address": cluster.address,
+            "node_id": third.node_id,
+            "pool_bytes": "128MiB",
+            "fetch_deadline_s": FETCH_DEADLINE_S,
+        }
+        newcomer = EngineProcess(tiny_model, tmp_path / "third.log", settings)
+        check_three_nodes([*engines, newcomer], cluster)
+        check_loss([*engines, newcomer], cluster, second)
+    finally:
+        if newcomer is not None:
+            newcomer.stop()
+        third.stop()
+
+
+def check_three_nodes(engines: list[EngineProcess], cluster: Cluster) -> None:
+    """A prompt of which one node has the beginning and another one the rest."""
+    tokens = prompt(14, BLOCK * 16)
+    computed(engines[0], cluster, tokens[: BLOCK * 8])
+    reference = computed(engines[1], cluster, tokens)
+    (output,) = engines[2].call("generate", prompts=[tokens])
+    assert output["tokens"] == reference
+    assert output["cached"] == len(tokens)
+
+
+def check_loss(engines: list[EngineProcess], cluster: Cluster, lost: LocalNode) -> None:
+    """A node dies with all that runs on it while others fetch from it."""
+    prompts = [prompt(300 + number, BLOCK * 16) for number in range(4)]
+    references = [computed(engines[1], cluster, tokens) for tokens in prompts]
+    place = cluster.snapshot().place
+    engines[0].begin("generate", prompts=prompts)
+    engines[1].kill()
+    os.killpg(lost.process_group, signal.SIGKILL)
+    outputs = engines[0].finish()
+    assert [output["tokens"] for output in outputs] == references
+    assert all(output["reason"] == "length" for output in outputs)
+    wait_until(lambda: has_left(cluster, place, lost.node_id), 10.0, "the node is forgotten")
+    assert all(node_id != lost.node_id for node_id, *_ in directory_of(cluster))
+    settle(engines[0], cluster)
+    (output,) = engines[2].call("generate", prompts=prompts[:1])
+    assert output["tokens"] == references[0]
+    assert output["cached"] == len(prompts[0])
+
+
+def has_left(cluster: Cluster, place: tuple[int, int], node_id: str) -> bool:
+    return any(
+        isinstance(event, NodeLost) and event.node_id == node_id
+        for event in cluster.events(since=place, follow=False)
+    )
