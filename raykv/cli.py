@@ -90,6 +90,43 @@ def demo(
     raise typer.Exit(code)
 
 
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Benchmarks to run. Default: all.")
+    ] = None,
+    *,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Say in a line each what there is, and end.")
+    ] = False,
+    json_path: Annotated[
+        str | None,
+        typer.Option(
+            "--json", help='Write the results to this file too; "-": only them, to standard output.'
+        ),
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Repeats of each measurement.", min=1)] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: whether it runs, not how fast.")
+    ] = False,
+    trace: Annotated[
+        str | None, typer.Option(help="For `policy`: requests as JSON lines with hash_ids.")
+    ] = None,
+) -> None:
+    """Measure RayKV beside what you would use instead, and beside what the machine can do.
+
+    Example: raykv bench lookup copy --json results.json
+    """
+    from raykv.bench.command import list_benchmarks, run_benchmarks
+    from raykv.bench.report import Options
+
+    if list_only:
+        list_benchmarks()
+        return
+    options = Options(repeats=repeats, quick=quick, trace=trace)
+    run_benchmarks(names or [], options, json_path)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,

@@ -54,7 +54,8 @@ TABLE = (
         packages="rich",
         except_for=("raykv.actors", "raykv.client", "raykv.vllm"),
     ),
-    row("cli", "demo", "models", "serve", "vllm_command", packages=None),
+    row("bench.report", packages="rich", except_for=("raykv.actors", "raykv.client", "raykv.vllm")),
+    row("cli", "bench", "demo", "models", "serve", "vllm_command", packages=None),
 )
 VERSION = "raykv.__version__"
 """In `raykv/__init__.py`, and all that any other module may want from there."""

@@ -1,0 +1,51 @@
+"""The benchmarks by name; a benchmark's module is loaded when it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from raykv.bench.report import Options, Result
+from raykv.errors import SettingError
+
+
+class Run(Protocol):
+    """What each benchmark module has."""
+
+    def __call__(self, options: Options) -> Result:
+        """Measure."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark's name and its line in `raykv bench --list`."""
+
+    name: str
+    summary: str
+
+    def run(self, options: Options) -> Result:
+        """Measure."""
+        run = cast(Run, import_module(f"raykv.bench.{self.name}").run)
+        return run(options)
+
+
+BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
+    )
+}
+
+
+def chosen(names: list[str]) -> list[Benchmark]:
+    """Benchmarks by name; all if none is named.
+
+    Raises:
+        SettingError: there is no benchmark of such a name.
+    """
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        known = ", ".join(BENCHMARKS)
+        raise SettingError(f"no benchmark {', '.join(unknown)}; there are {known}")
+    return [BENCHMARKS[name] for name in names] or list(BENCHMARKS.values())

@@ -1,0 +1,112 @@
+"""The benchmarks' report and registry; that each benchmark runs is tested beside what it needs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from raykv.bench.registry import BENCHMARKS, chosen
+from raykv.bench.report import Options, Result, Row, Verdict, alternate, document, short
+from raykv.cli import app
+from raykv.errors import SettingError
+
+
+def result() -> Result:
+    made = Result("copy", "how fast")
+    made.rows = [
+        Row("4 KiB", "ours", "GB/s", (1.0, 3.0, 2.0)),
+        Row("4 KiB", "memcpy", "GB/s", (2.0, 4.0, 8.0)),
+    ]
+    made.verdicts = [Verdict("at least 0.6 of memcpy", 0.5, 0.6, is_most=False)]
+    made.notes = ["The rest is page faults."]
+    return made
+
+
+def shown(made: Result) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(made.to_table())
+    return capture.get()
+
+
+def test_ratio_is_the_median_of_the_ratios_within_each_repeat() -> None:
+    made = result()
+    assert made.row("4 KiB", "ours").ratio_to(made.row("4 KiB", "memcpy")) == 0.5
+    assert made.row("4 KiB", "ours").median == 2.0
+    with pytest.raises(KeyError):
+        made.row("4 KiB", "nobody")
+
+
+@pytest.mark.parametrize(
+    ("measured", "is_most", "is_met"),
+    [(1.0, True, True), (1.1, True, False), (1.0, False, True), (0.9, False, False)],
+)
+def test_budget_is_a_highest_or_a_lowest_value(
+    measured: float, is_most: bool, is_met: bool
+) -> None:
+    assert Verdict("budget", measured, 1.0, is_most).is_met is is_met
+
+
+def test_table_shows_rows_verdicts_and_notes() -> None:
+    text = shown(result())
+    assert "memcpy" in text
+    assert "NOT MET: at least 0.6 of memcpy (measured 0.5)" in text
+    assert "The rest is page faults." in text
+
+
+def test_json_has_every_repeat_and_the_machine() -> None:
+    data = json.loads(json.dumps(document([result()], "1.0")))
+    assert data["raykv"] == "1.0"
+    assert data["machine"]["cpus"] >= 1
+    (told,) = data["results"]
+    assert told["rows"][0]["values"] == [1.0, 3.0, 2.0]
+    assert told["budgets"] == [
+        {"budget": "at least 0.6 of memcpy", "measured": 0.5, "limit": 0.6, "met": False}
+    ]
+
+
+def test_subjects_take_turns_and_the_warm_up_does_not_count() -> None:
+    order: list[str] = []
+
+    def measure(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    rows = alternate("case", "s", {n: lambda n=n: measure(n) for n in "ab"}, repeats=2)  # type: ignore[misc]
+    assert order == ["a", "b"] * 3
+    assert [row.values for row in rows] == [(3.0, 5.0), (4.0, 6.0)]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (0.01234, "0.0123"), (123.4, "123"), (1234567, "1,234,567")]
+)
+def test_numbers_are_shown_with_the_digits_that_matter(number: float, text: str) -> None:
+    assert short(number) == text
+
+
+def test_unknown_benchmark_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(SettingError, match="no benchmark wrong; there are lookup"):
+        chosen(["wrong"])
+    assert [each.name for each in chosen(["lookup"])] == ["lookup"]
+    assert [each.name for each in chosen([])] == list(BENCHMARKS)
+
+
+def test_list_names_each_benchmark_in_one_line() -> None:
+    lines = CliRunner().invoke(app, ["bench", "--list"]).output.strip().splitlines()
+    assert [line.split()[0] for line in lines] == list(BENCHMARKS)
+
+
+def test_json_alone_goes_to_standard_output() -> None:
+    output = CliRunner().invoke(app, ["bench", "lookup", "--quick", "--json", "-"]).stdout
+    (told,) = json.loads(output)["results"]
+    assert told["benchmark"] == "lookup"
+    assert {row["subject"] for row in told["rows"]} >= {"RayKV", "bare dict"}
+
+
+def test_repeats_are_the_users_else_few_when_quick() -> None:
+    assert Options(repeats=4).repeats_or(9) == 4
+    assert Options(quick=True).repeats_or(9) == 2
+    assert Options().repeats_or(9) == 9
