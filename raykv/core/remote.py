@@ -90,6 +90,16 @@ class RemoteChunks:
         self._announced: deque[tuple[Key, Handle]] = deque(maxlen=MAX_QUESTIONS)
         self._lost: deque[tuple[str, bytes, int]] = deque(maxlen=MAX_QUESTIONS)
 
+    def counter_values(self) -> dict[str, int]:
+        """Counters by name; the rates are what `core/cost.py` counts with, 0 if unknown."""
+        return {
+            "chunks_asked": self.num_asked,
+            "fetches_declined": self.num_declined,
+            "waits_timed_out": self.num_timed_out,
+            "fetch_bytes_per_s": int(self.cost.fetch_bytes_per_s or 0),
+            "prefill_tokens_per_s": int(self.cost.prefill_tokens_per_s or 0),
+        }
+
     # Questions
 
     def ask(self, request: RequestState, keys: Iterable[Key]) -> None:

@@ -96,7 +96,7 @@ class StorePlan:
 
 @dataclass(slots=True)
 class ViewCounters:
-    """Since the engine's start; the rates are what `core/cost.py` counts with, 0 if unknown."""
+    """Since the engine's start."""
 
     hits: int = 0
     misses: int = 0
@@ -107,11 +107,6 @@ class ViewCounters:
     stores_failed: int = 0
     stores_without_lease: int = 0
     lookups_timed_out: int = 0
-    chunks_asked: int = 0
     chunks_fetched: int = 0
     bytes_fetched: int = 0
     fetches_failed: int = 0
-    fetches_declined: int = 0
-    waits_timed_out: int = 0
-    fetch_bytes_per_s: int = 0
-    prefill_tokens_per_s: int = 0

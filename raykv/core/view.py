@@ -24,11 +24,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 
 from raykv.core.cost import FetchCost
+from raykv.core.orphans import Orphans
 from raykv.core.outbox import columns, lease_columns, rows, take
 from raykv.core.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.core.requests import (
@@ -40,6 +41,7 @@ from raykv.core.requests import (
     ViewCounters,
 )
 from raykv.core.stock import LeaseStock
+from raykv.core.tombstones import Tombstones
 from raykv.messages import (
     MAX_KEYS,
     EngineAttached,
@@ -61,8 +63,6 @@ from raykv.types import (
     group_of,
 )
 
-MAX_TOMBSTONES = 65_536
-"""Failed keys that are remembered; the oldest are forgotten first (it costs one refused load)."""
 MAX_TOUCHES = 65_536
 """Touches waiting for an exchange; beyond it the oldest are lost, which only ages them."""
 
@@ -101,12 +101,16 @@ class EngineView:
         self._stock = LeaseStock(groups, lease_slots)
         self._ready: dict[Key, Handle] = {}
         self._pending: dict[Key, Handle] = {}
-        self._tombstones: OrderedDict[Key, Generation] = OrderedDict()
+        self._tombstones = Tombstones()
         self._requests: dict[str, RequestState] = {}
+        # Requests of which every chunk that is READY may be loaded, and those chunks (none while
+        # the cache is paused or the link is down): what a caller may look at before `lookup`.
+        self.plain_requests: set[str] = set()
+        self.loadable: Mapping[Key, Handle] = self._ready
+        self.plain_hits = 0
         # PENDING keys that won't be READY when vLLM completes their job; their slots are not ours.
         self._failed_stores: set[Key] = set()
-        # Completions to come of jobs whose keys were forgotten while they were PENDING.
-        self._orphans: Counter[Key] = Counter()
+        self._orphans = Orphans()
         # What the last attach message claimed.
         self._declared: frozenset[Handle] = frozenset()
         # Resets so far, and how many of them the scheduler actor has confirmed.
@@ -123,11 +127,15 @@ class EngineView:
 
     def start_request(self, request_id: str, options: RequestOptions) -> None:
         """A request is new; a second call for the same id changes nothing."""
-        self._requests.setdefault(request_id, RequestState(options))
+        if request_id not in self._requests:
+            self._requests[request_id] = RequestState(options)
+            if options.load:
+                self.plain_requests.add(request_id)
 
     def finish_request(self, request_id: str) -> None:
         """No more lookups, loads or stores will be asked for this request."""
         request = self._requests.pop(request_id, None)
+        self.plain_requests.discard(request_id)
         if request is not None:
             self.remote.finish_request(request)
 
@@ -183,7 +191,7 @@ class EngineView:
             self.counters.chunks_fetched += 1
             is_current = result is not None and result.node_epoch == self.node_epoch
             if is_current and not self._is_clearing:
-                self._tombstones.pop(order.key, None)
+                self._tombstones.lift(order.key)
                 self._add(order.key, place)
 
     # Loads
@@ -211,15 +219,13 @@ class EngineView:
         request = self._requests.get(failed.request_id)
         if request is not None:
             request.barred.add(failed.key)
+            self.plain_requests.discard(failed.request_id)
         handle = self._ready.get(failed.key)
         is_same = handle is not None and handle.generation == failed.generation
         if handle is None or not is_same or failed.node_epoch != self.node_epoch:
             return
         del self._ready[failed.key]
-        self._tombstones[failed.key] = failed.generation
-        self._tombstones.move_to_end(failed.key)
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
+        self._tombstones.bury(failed.key, failed.generation)
         if failed.is_gone:
             self._dropped.append((failed.key, handle))
 
@@ -275,7 +281,7 @@ class EngineView:
     def complete_store(self, keys: Collection[Key]) -> None:
         """A store job has ended on all ranks; what did not fail is READY."""
         for key in keys:
-            if self._is_orphaned(key):
+            if self._orphans.end(key):
                 continue
             handle = self._pending.pop(key, None)
             if handle is None:
@@ -285,15 +291,8 @@ class EngineView:
                 continue
             self.counters.chunks_stored += 1
             if not self._is_clearing:
-                self._tombstones.pop(key, None)
+                self._tombstones.lift(key)
                 self._ready[key] = handle
-
-    def _is_orphaned(self, key: Key) -> bool:
-        """Whether a completion is that of a forgotten store; jobs of one key end in order."""
-        left = self._orphans.pop(key, 0)
-        if left > 1:
-            self._orphans[key] = left - 1
-        return left > 0
 
     # Whole-cache events
 
@@ -311,7 +310,7 @@ class EngineView:
         return self._resets != self._resets_confirmed
 
     def _forget_all(self) -> None:
-        self._orphans.update(self._pending.keys())
+        self._orphans.add(self._pending)
         self._ready.clear()
         self._pending.clear()
         self._failed_stores.clear()
@@ -326,6 +325,11 @@ class EngineView:
     def set_link(self, up: bool) -> None:
         """Whether the workers reach their NodeActor; while they don't, everything is a MISS."""
         self._link_up = up
+        self._set_paused(self.paused)
+
+    def _set_paused(self, paused: bool) -> None:
+        self.paused = paused
+        self.loadable = self._ready if self._link_up and not paused else {}
 
     def node_restarted(self, node_epoch: Epoch) -> None:
         """The node's pool began anew: no chunk and no lease of the old one is any good.
@@ -342,7 +346,7 @@ class EngineView:
     def attached(self, message: EngineAttached) -> None:
         """The scheduler actor has taken the engine in; a snapshot of the mirror will follow."""
         self.epoch = Epoch(message.epoch)
-        self.paused = message.paused
+        self._set_paused(message.paused)
         self._stock.capacity.update(message.capacity)
         self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
         self._forget_undeclared()
@@ -363,7 +367,7 @@ class EngineView:
         """Take in an answer of the scheduler actor to `request`. Only between engine steps."""
         if reply.epoch != self.epoch:
             return
-        self.paused = reply.paused
+        self._set_paused(reply.paused)
         self.remote.has_peers = reply.has_peers
         self.node_restarted(Epoch(reply.node_epoch))
         is_uncleared = self._is_clearing and reply.cleared < self._resets
@@ -397,7 +401,7 @@ class EngineView:
     def _add(self, key: Key, handle: Handle) -> None:
         if key in self._pending:
             return
-        if handle.generation <= self._tombstones.get(key, NO_GENERATION):
+        if self._tombstones.covers(key, handle.generation):
             return
         known = self._ready.get(key)
         if known is None or known.generation < handle.generation:
@@ -458,12 +462,8 @@ class EngineView:
 
     def counter_values(self) -> dict[str, int]:
         """All counters by name."""
-        self.counters.chunks_asked = self.remote.num_asked
-        self.counters.fetches_declined = self.remote.num_declined
-        self.counters.waits_timed_out = self.remote.num_timed_out
-        self.counters.fetch_bytes_per_s = int(self.remote.cost.fetch_bytes_per_s or 0)
-        self.counters.prefill_tokens_per_s = int(self.remote.cost.prefill_tokens_per_s or 0)
-        return {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
+        own = {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
+        return {**own, **self.remote.counter_values(), "hits": own["hits"] + self.plain_hits}
 
     def _wanted(self) -> dict[int, int]:
         """Leases to ask for: what the stock lacks, and what was found elsewhere and has none."""
@@ -497,4 +497,4 @@ class EngineView:
         slots = [handle.slot for _, handle in self._lease_rows()]
         assert len(set(slots)) == len(slots), slots
         for key, handle in self._ready.items():
-            assert handle.generation > self._tombstones.get(key, NO_GENERATION), key
+            assert not self._tombstones.covers(key, handle.generation), key

@@ -73,9 +73,16 @@ class RayOffloadingManager(OffloadingManager):
         self.session: Session | None = None
         self._no_lease_logged_at = float("-inf")
 
-    @guarded(lambda *_: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """See `OffloadingManager.lookup`."""
+        """See `OffloadingManager.lookup`. vLLM calls it for every chunk of every prefix."""
+        view = self.view
+        if key in view.loadable and req_context.req_id in view.plain_requests:
+            view.plain_hits += 1
+            return LookupResult.HIT
+        return self._lookup(key, req_context)
+
+    @guarded(lambda *_: LookupResult.MISS)
+    def _lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         found = self.view.lookup(req_context.req_id, Key(key), time.monotonic())
         return _RESULTS[found]
 

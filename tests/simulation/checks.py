@@ -157,7 +157,8 @@ def check_views(cluster: Cluster) -> None:
         overlooked = [
             name
             for name, _, generation in sorted(_there(cluster, engine))
-            if name not in engine.view._ready and generation > engine.view._tombstones.get(name, 0)
+            if name not in engine.view._ready
+            and not engine.view._tombstones.covers(name, generation)
         ]
         requests = [engine.begin([name]) for name in overlooked]
         if requests:

@@ -272,12 +272,11 @@ def test_requests_ask_together_and_all_get_the_answer(view: EngineView) -> None:
 def test_questions_go_out_page_by_page_and_no_request_begins_with_too_many(
     view: EngineView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [Key(b"%08d" % number + bytes(4)) for number in range(MAX_KEYS + 3)]
-    monkeypatch.setattr(raykv.core.view, "MAX_ASKED", MAX_KEYS + 2)
-    view.ask("r", names)
-    first, second = take(view), take(view)
-    assert [*first.asked, *second.asked] == names[:-1]
-    assert len(first.asked) == MAX_KEYS
+    monkeypatch.setattr(raykv.core.view, "MAX_ASKED", 10)
+    view.ask("r", keys("abcdefghijklm"))
+    start(view, "other")
+    view.ask("other", keys("nopqr"))
+    assert [asked(take(view)) for _ in range(3)] == ["abcdefghij", "nopqr", ""]
 
 
 def test_answer_deadline_counts_from_the_first_lookup_and_is_one_for_all_keys(

@@ -120,7 +120,7 @@ def test_lookup_hits_what_the_scheduler_actor_reported(view: EngineView) -> None
     view.apply(reply(handles((key("a"), 5, 7))))
     assert look(view, "ab") == [HIT, MISS]
     assert view.prepare_load(keys("a")) == [handle(5, 7)]
-    assert view.counters.hits == 1
+    assert view.counter_values()["hits"] == 1
 
 
 def test_lookup_hits_what_this_engine_has_stored(view: EngineView) -> None:
