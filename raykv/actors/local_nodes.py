@@ -32,7 +32,7 @@ class LocalNode:
         stop_group(self.process_group)
 
 
-def add_local_node(address: str) -> LocalNode:
+def add_local_node(address: str, object_store_bytes: int = OBJECT_STORE_BYTES) -> LocalNode:
     """Start one more Ray node on this host, in a process group of its own; joins the cluster.
 
     Raises:
@@ -41,7 +41,7 @@ def add_local_node(address: str) -> LocalNode:
     join(address)
     before = _alive()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
-    command += ["--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    command += ["--disable-usage-stats", f"--object-store-memory={object_store_bytes}"]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment.setdefault("RAY_AUTH_MODE", "token")
     with tempfile.TemporaryFile("w+") as output:

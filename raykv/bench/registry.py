@@ -34,6 +34,11 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
+        Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull and loopback TCP"),
+        Benchmark("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk"),
+        Benchmark("ttft", "time to first token by where a prompt's KV comes from"),
+        Benchmark("throughput", "requests per second with and without RayKV and reuse"),
+        Benchmark("restart", "what a pool adds to an engine's start"),
     )
 }
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from raykv.bench.engine import EngineProcess
 from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.messages import NodeStatus
-from tests.engine import EngineProcess
 from tests.processes import freeze
 from tests.prompts import prompt
 from tests.waiting import wait_until

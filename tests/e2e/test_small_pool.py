@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from raykv.bench.engine import EngineProcess
 from raykv.client import Cluster
 from raykv.core.geometry import aligned
-from tests.engine import EngineProcess
 from tests.prompts import prompt
 
 pytestmark = pytest.mark.e2e

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from raykv.bench.engine import EngineProcess
 from raykv.client import Cluster
-from tests.engine import EngineProcess
 from tests.prompts import prompt
 from tests.waiting import wait_until
 

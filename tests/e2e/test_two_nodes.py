@@ -15,11 +15,11 @@ import ray
 import raykv
 from raykv.actors import cluster as actors
 from raykv.actors.local_nodes import LocalNode, add_local_node
+from raykv.bench.engine import EngineProcess
 from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.event_types import NodeLost
 from raykv.messages import NodeStatus
-from tests.engine import EngineProcess
 from tests.processes import freeze
 from tests.prompts import prompt
 from tests.truth import directory_of, inventories

@@ -1,7 +1,9 @@
-"""Runs a real vLLM engine for the tests and obeys JSON commands, one a line, on standard input.
+"""Runs a real vLLM engine in a process of its own and obeys JSON commands on standard input.
 
-Answers are JSON lines on the descriptor that was standard output at the start; everything that
-vLLM prints goes to standard error.
+`python -m raykv.bench.engine_child`: the first line describes the engine, each further line is a
+command. Answers are JSON lines on the descriptor that was standard output at the start; everything
+that vLLM prints goes to standard error. For benchmarks and tests: `raykv.bench.engine` is the
+parent's side.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -34,19 +37,27 @@ def main() -> None:
     print(json.dumps({"ended": True}), file=answers, flush=True)
 
 
+def transfer_config(raykv: dict[str, Any] | None, connector: dict[str, Any] | None) -> Any:
+    """vLLM's `KVTransferConfig`: RayKV's with its settings, or that of another connector."""
+    from vllm.config import KVTransferConfig
+
+    if raykv is not None:
+        connector = {"kv_connector": "RayKVConnector", "kv_connector_extra_config": raykv}
+    return None if connector is None else KVTransferConfig(kv_role="kv_both", **connector)
+
+
 class Engine:
     """The commands."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         from vllm import LLM
-        from vllm.config import KVTransferConfig
 
-        extra = config.pop("raykv")
-        transfer = None
-        if extra is not None:
-            transfer = KVTransferConfig(
-                kv_connector="RayKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
-            )
+        watches_hooks = config.pop("watch_hooks", False)
+        transfer = transfer_config(config.pop("raykv", None), config.pop("connector", None))
+        if watches_hooks:
+            from raykv.bench import hooks
+
+            hooks.watch()
         self._llm = LLM(
             skip_tokenizer_init=True,
             dtype="float32",
@@ -64,7 +75,25 @@ class Engine:
         params: dict[str, Any] | None = None,
         salt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Greedy tokens of each prompt, and how many of its tokens were cached."""
+        """Greedy tokens of each prompt, how many of its tokens were cached, time to the first."""
+        outputs = self._generate(prompts, max_tokens, params, salt)
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens,
+                "reason": output.outputs[0].finish_reason,
+                "ttft_s": output.metrics.first_token_latency,
+            }
+            for output in outputs
+        ]
+
+    def _generate(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        params: dict[str, Any] | None = None,
+        salt: str | None = None,
+    ) -> list[Any]:
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params else None
@@ -78,15 +107,35 @@ class Engine:
         requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         if salt is not None:
             requests = [{**request, "cache_salt": salt} for request in requests]
-        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
-        return [
-            {
-                "tokens": list(output.outputs[0].token_ids),
-                "cached": output.num_cached_tokens,
-                "reason": output.outputs[0].finish_reason,
-            }
-            for output in outputs
-        ]
+        outputs: list[Any] = self._llm.generate(requests, sampling, use_tqdm=False)
+        return outputs
+
+    def timed(
+        self, batches: list[list[list[int]]], max_tokens: int = 1, pause_s: float = 0.0
+    ) -> dict[str, float]:
+        """Serve batches of prompts one after the other; seconds in all, and per output token.
+
+        The pauses between them, in which stores may come to an end, do not count.
+        """
+        took_s = 0.0
+        decode_s: list[float] = []
+        for prompts in batches:
+            began = time.perf_counter()
+            outputs = self._generate(prompts, max_tokens)
+            took_s += time.perf_counter() - began
+            for output in outputs:
+                times = output.metrics
+                if max_tokens > 1:
+                    decode_s.append((times.last_token_ts - times.first_token_ts) / (max_tokens - 1))
+            time.sleep(pause_s)
+        mean_decode_s = sum(decode_s) / len(decode_s) if decode_s else 0.0
+        return {"seconds": took_s, "seconds_per_token": mean_decode_s}
+
+    def hook_times(self) -> dict[str, Any]:
+        """What was measured since the last call, if hooks are watched; see `raykv.bench.hooks`."""
+        from raykv.bench import hooks
+
+        return hooks.take()
 
     def abort_after(self, prompt: list[int], seconds: float) -> bool:
         """Add a request, let the engine work on it, and take it back."""
@@ -101,7 +150,7 @@ class Engine:
             engine.step()
         return True
 
-    def reset(self, connector: bool = False) -> bool:
+    def reset(self, *, connector: bool = False) -> bool:
         """Drop vLLM's prefix cache, and with `connector` RayKV's chunks of this model too."""
         for _ in range(200):
             if self._llm.reset_prefix_cache(reset_connector=connector):

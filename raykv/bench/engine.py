@@ -1,4 +1,4 @@
-"""The parent's side of `engine_child`: a real vLLM engine in a process of its own."""
+"""The parent's side of `raykv.bench.engine_child`: a real vLLM engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,39 +12,63 @@ import time
 from pathlib import Path
 from typing import Any
 
+from raykv.errors import RayKVError
+
 START_DEADLINE_S = 180.0
 """An engine starts in 10 to 20 s on a quiet machine, and in 80 s on a busy one."""
 
 ANSWER_DEADLINE_S = 120.0
 
 
-class EngineError(Exception):
+class EngineError(RayKVError):
     """The engine did not start, or a command failed in it."""
 
 
 class EngineProcess:
-    """A vLLM engine with RayKV; `raykv=None` leaves the connector out."""
+    """A vLLM engine with RayKV.
+
+    Args:
+        model: a folder.
+        log: the file that its output is appended to.
+        raykv: settings of RayKV; None leaves it out.
+        multiprocess: EngineCore is a process of its own.
+        cores: the CPU that vLLM's threads are bound to.
+        kv_bytes: vLLM's own KV cache.
+        config: arguments of `vllm.LLM`; `connector` names another KV connector, `watch_hooks`
+            has its hooks measured.
+
+    Raises:
+        EngineError: it did not start.
+    """
 
     def __init__(
         self,
         model: Path,
         log: Path,
         raykv: dict[str, Any] | None,
+        *,
         multiprocess: bool = False,
         cores: str = "0",
+        kv_bytes: int = 1 << 30,
         **config: Any,
     ) -> None:
         self._log = log
-        self._process = self._spawn(multiprocess, cores)
+        self._process = self._spawn(multiprocess=multiprocess, cores=cores, kv_bytes=kv_bytes)
         self._buffer = b""
         config = {"model": str(model), "max_model_len": 4096, "block_size": 32, **config}
         self._send({**config, "raykv": raykv})
-        self._receive(START_DEADLINE_S)
+        began = time.monotonic()
+        try:
+            self._receive(START_DEADLINE_S)
+        except EngineError:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - began
 
-    def _spawn(self, multiprocess: bool, cores: str) -> subprocess.Popen[bytes]:
+    def _spawn(self, *, multiprocess: bool, cores: str, kv_bytes: int) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(max(1, kv_bytes >> 30)),
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -53,7 +77,7 @@ class EngineProcess:
         }
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("engine_child.py"))],
+                [sys.executable, "-m", "raykv.bench.engine_child"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -93,7 +117,7 @@ class EngineProcess:
         outputs = self.call("generate", prompts=prompts, **arguments)
         return [output["cached"] for output in outputs]
 
-    def reset(self, connector: bool = False) -> None:
+    def reset(self, *, connector: bool = False) -> None:
         """See `Engine.reset`."""
         assert self.call("reset", connector=connector)
 

@@ -1,0 +1,136 @@
+"""The fastest offloading that a single engine can have: all in its own process, for comparison.
+
+vLLM's own `CPUOffloadingManager` decides, and a thread of the engine's process copies between
+vLLM's KV cache and memory of the same process. Nobody else can use what it keeps, and it dies with
+the engine. vLLM's own worker for this can't run on CPUs. One block per chunk, one KV group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+SHUTDOWN_DEADLINE_S = 5.0
+WAIT_DEADLINE_S = 30.0
+
+MAX_QUEUED = 4096
+
+
+def connector(pool_bytes: int) -> dict[str, Any]:
+    """What an engine's configuration says to use it."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {
+            "spec_name": "InProcessSpec",
+            "spec_module_path": __name__,
+            "cpu_bytes_to_use": pool_bytes,
+            "offload_prompt_only": False,
+        },
+    }
+
+
+class InProcessSpec(CPUOffloadingSpec):
+    """vLLM's specification with another worker."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """See `OffloadingSpec.get_worker`."""
+        assert self.blocks_per_chunk == 1, self.blocks_per_chunk
+        return InProcessWorker(kv_caches, self.num_chunks)
+
+
+class InProcessWorker(OffloadingWorker):
+    """One thread that copies page by page; jobs in the order in which they came."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
+        tensors = [one.tensor for one in kv_caches.tensors]
+        self._pages = [one.page_size_bytes for one in kv_caches.tensors]
+        self._kv = [tensor.data_ptr() for tensor in tensors]
+        self._strides = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
+        self._keep = tensors
+        self._chunk_bytes = sum(self._pages)
+        # Touched at once: a page that is new costs more than the copy into it.
+        self._memory = mmap.mmap(
+            -1, num_chunks * self._chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        array = np.frombuffer(self._memory, dtype=np.uint8)
+        array[:: mmap.PAGESIZE] = 0
+        self._base = int(array.ctypes.data)
+        self._array = array
+        self._jobs: queue.Queue[Any] = queue.Queue(MAX_QUEUED)
+        self._results: queue.Queue[TransferResult] = queue.Queue()
+        self._done: set[int] = set()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="in-process-copies", daemon=True)
+        self._thread.start()
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_later: Any
+    ) -> bool:
+        """See `OffloadingWorker.submit_store`."""
+        return self._submit(job_id, src_spec, dst_spec, is_store=True)
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_later: Any
+    ) -> bool:
+        """See `OffloadingWorker.submit_load`."""
+        return self._submit(job_id, dst_spec, src_spec, is_store=False)
+
+    def _submit(
+        self, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec, *, is_store: bool
+    ) -> bool:
+        assert isinstance(chunks, CPULoadStoreSpec), chunks
+        self._jobs.put((job_id, blocks.block_ids.tolist(), chunks.chunk_ids.tolist(), is_store))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """See `OffloadingWorker.get_finished`."""
+        return [self._results.get_nowait() for _ in range(self._results.qsize())]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """See `OffloadingWorker.wait`."""
+        with self._changed:
+            self._changed.wait_for(lambda: job_ids <= self._done, WAIT_DEADLINE_S)
+
+    def shutdown(self) -> None:
+        """See `OffloadingWorker.shutdown`."""
+        self._jobs.put(None)
+        self._thread.join(SHUTDOWN_DEADLINE_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job_id, blocks, chunks, is_store = job
+            began = time.monotonic()
+            self._copy(blocks, chunks, is_store=is_store)
+            took_s = time.monotonic() - began
+            size = len(blocks) * self._chunk_bytes
+            self._results.put(TransferResult(job_id, True, size, took_s))
+            with self._changed:
+                self._done.add(job_id)
+                self._changed.notify_all()
+
+    def _copy(self, blocks: list[int], chunks: list[int], *, is_store: bool) -> None:
+        move = ctypes.memmove
+        offset = self._base
+        for kv, stride, page in zip(self._kv, self._strides, self._pages, strict=True):
+            for block, chunk in zip(blocks, chunks, strict=True):
+                there, here = kv + block * stride, offset + chunk * self._chunk_bytes
+                if is_store:
+                    move(here, there, page)
+                else:
+                    move(there, here, page)
+            offset += page
