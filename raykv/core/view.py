@@ -243,11 +243,11 @@ class EngineView:
             return plan
         exhausted: set[int] = set()
         present: list[Key] = []
+        ready, pending, is_fetching = self._ready, self._pending, self.remote.is_fetching
         for key in keys:
-            group = group_of(key)
-            if key in self._ready or key in self._pending or self.remote.is_fetching(key):
+            if key in ready or key in pending or is_fetching(key):
                 present.append(key)
-            elif group not in exhausted:
+            elif (group := group_of(key)) not in exhausted:
                 lease = self._stock.take(group)
                 if lease is None:
                     exhausted.add(group)

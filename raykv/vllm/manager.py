@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, cast
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -96,33 +96,33 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(_refused_load)
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PoolSpec:
         """See `OffloadingManager.prepare_load`."""
-        names = [Key(key) for key in keys]
+        names = cast("list[Key]", list(keys))
         return self._pool_spec(names, self.view.prepare_load(names))
 
     def _pool_spec(self, keys: list[Key], handles: list[Handle]) -> PoolSpec:
         return PoolSpec(
             node_epoch=self.view.node_epoch,
-            keys=[bytes(key) for key in keys],
-            slots=[int(handle.slot) for handle in handles],
-            generations=[int(handle.generation) for handle in handles],
+            keys=[*keys],
+            slots=[handle.slot for handle in handles],
+            generations=[handle.generation for handle in handles],
         )
 
     @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """See `OffloadingManager.complete_load`; failures came with the workers' metadata."""
-        self.view.complete_load([Key(key) for key in keys])
+        self.view.complete_load(cast("Collection[Key]", keys))
 
     @guarded(nothing)
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """See `OffloadingManager.prepare_store`."""
-        plan = self.view.prepare_store(req_context.req_id, [Key(key) for key in keys])
+        plan = self.view.prepare_store(req_context.req_id, cast("list[Key]", list(keys)))
         if plan is None:
             self._log_no_lease()
             return None
         return PrepareStoreOutput(
-            keys_to_store=[OffloadKey(key) for key in plan.keys],
+            keys_to_store=cast("list[OffloadKey]", plan.keys),
             store_spec=self._pool_spec(plan.keys, plan.handles),
             evicted_keys=[],
         )
@@ -141,7 +141,7 @@ class RayOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """See `OffloadingManager.complete_store`; failures came with the workers' metadata."""
-        names = [Key(key) for key in keys]
+        names = cast("list[Key]", list(keys))
         if not success:
             for key in names:
                 self.fail_store(key)

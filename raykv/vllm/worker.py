@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -182,14 +183,15 @@ def job_request(
     firsts: list[int] = []
     columns = zip(layout.group_ids, blocks.group_sizes, blocks.block_indices, strict=True)
     for group_id, size, index in columns:
+        if not size:
+            continue
         skip = index % per_chunk
-        while size > 0:
-            count = min(size, per_chunk - skip)
-            groups.append(group_id)
-            counts.append(count)
-            firsts.append(skip)
-            size -= count
-            skip = 0
+        first = min(size, per_chunk - skip)
+        whole, last = divmod(size - first, per_chunk)
+        added = [first, *[per_chunk] * whole, *[last] * (last > 0)]
+        counts += added
+        firsts += [skip, *[0] * (len(added) - 1)]
+        groups += [group_id] * len(added)
     assert len(groups) == len(pool.keys), (len(groups), len(pool.keys), job_id)
     return JobRequest(
         job_id=job_id,
@@ -204,9 +206,7 @@ def job_request(
 
 
 def _transfer_result(request: JobRequest, result: JobResult) -> RayKVTransferResult:
-    starts = [0]
-    for count in request.num_blocks:
-        starts.append(starts[-1] + count)
+    starts = [0, *accumulate(request.num_blocks)] if result.failed_chunks else []
     failed = [
         FailedChunk(
             key=request.handles.keys[chunk],
