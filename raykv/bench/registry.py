@@ -35,6 +35,7 @@ BENCHMARKS = {
     for benchmark in (
         Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
         Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull and loopback TCP"),
+        Benchmark("scale", "what 10 to 1000 nodes ask of the scheduler actor"),
         Benchmark("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk"),
         Benchmark("ttft", "time to first token by where a prompt's KV comes from"),
         Benchmark("throughput", "requests per second with and without RayKV and reuse"),
