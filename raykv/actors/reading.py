@@ -10,6 +10,7 @@ import xxhash
 
 from raykv.actors.keeper import PoolKeeper
 from raykv.actors.peers import Bytes
+from raykv.actors.scratch import Scratch
 from raykv.core.slots import ChunkName
 from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest
 from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, Refusal, Slot
@@ -25,6 +26,7 @@ class ReadService:
         self._keeper = keeper
         self._epoch = epoch
         self._lock = threading.Lock()
+        self._scratch = Scratch()
         self.reading = 0
         self.bytes_sent = 0
 
@@ -45,7 +47,7 @@ class ReadService:
                 self.reading -= 1
 
     def _read(self, request: ReadRequest, total: int) -> tuple[ReadReply, Bytes]:
-        data: Bytes = np.empty(total, np.uint8)
+        data: Bytes = self._scratch.take(total)
         refusals: list[int] = []
         checksums: list[int] = []
         end = 0
