@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 import raykv
 from raykv.bench.registry import BENCHMARKS, chosen
@@ -18,10 +17,9 @@ from raykv.errors import SettingError
 
 def list_benchmarks() -> None:
     """One line for each."""
-    table = Table(box=None, show_header=False)
+    width = max(map(len, BENCHMARKS))
     for benchmark in BENCHMARKS.values():
-        table.add_row(benchmark.name, benchmark.summary)
-    Console().print(table)
+        sys.stdout.write(f"{benchmark.name:{width}}  {benchmark.summary}\n")
 
 
 def run_benchmarks(names: list[str], options: Options, json_path: str | None) -> None:
