@@ -34,6 +34,7 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
+        Benchmark("copy", "GB/s between a KV cache and the pool, by page size"),
     )
 }
 
