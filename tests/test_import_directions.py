@@ -40,6 +40,7 @@ TABLE = (
     row("messages", "event_types", packages="msgspec", except_for=("raykv.config",)),
     row("core", packages="numpy", except_for=("raykv.config",)),
     row("memory", packages="msgspec numpy torch"),
+    row("copy.kernel", packages="llvmlite numba"),
     row("copy", packages="msgspec numpy torch"),
     row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash"),
     row("vllm", packages=None),
@@ -65,6 +66,11 @@ CORE_WITHOUT = {"asyncio", "os", "random", "socket", "threading", "time"}
 
 KILLS_VLLM_CPU_WORKERS = {"llvmlite", "numba"}
 """vLLM's CPU worker dies if one of them is loaded already."""
+
+LOADED_BY_NODES_ONLY = ("raykv.copy.kernel",)
+"""Modules that import one of those when they are imported: that too is for functions only, and
+which functions do it is listed here."""
+LOADERS = {"raykv.copy.rows"}
 
 
 @dataclass(frozen=True)
@@ -145,8 +151,11 @@ def complaints(source: str, module: str, *, is_package: bool = False) -> list[st
 
 def _complaint(each: Import, module: str, index: int) -> str | None:
     own, package = TABLE[index], each.target.partition(".")[0]
-    if each.at_start and package in KILLS_VLLM_CPU_WORKERS:
+    if each.at_start and package in KILLS_VLLM_CPU_WORKERS and module not in LOADED_BY_NODES_ONLY:
         return f"{package} may be imported inside a function only"
+    for late in LOADED_BY_NODES_ONLY:
+        if is_in(each.target, late) and (each.at_start or module not in LOADERS):
+            return f"{late} may be imported inside a function of {', '.join(LOADERS)} only"
     if package == "raykv":
         return _complaint_inside(each.target, own, index)
     if is_in(module, "raykv.core") and package in CORE_WITHOUT:
@@ -211,6 +220,9 @@ def test_imports_of_every_module_point_down_the_table() -> None:
         ("raykv.client", "import torch", "may not import torch"),
         ("raykv.vllm.spec", "import numba", "inside a function only"),
         ("raykv.vllm.spec", "try:\n    import llvmlite.ir\nfinally: ...", "inside a function only"),
+        ("raykv.copy.cpu", "import numba", "inside a function only"),
+        ("raykv.copy.rows", "from raykv.copy.kernel import copy_rows", "inside a function of"),
+        ("raykv.copy.cpu", "def f():\n    from raykv.copy import kernel", "inside a function of"),
         ("raykv.demo.report", "def f():\n    import vllm", "may not import vllm"),
         ("raykv.demo.prompts", "from raykv.demo.run import run_demo", "run.run_demo is not above"),
         ("raykv.unheard_of", "", "has no row"),
@@ -231,6 +243,8 @@ def test_complaints_name_an_import_that_points_up(module: str, source: str, expe
         ("raykv.actors.node", "import raykv\nprint(raykv.__version__)"),
         ("raykv.vllm.spec", "def compile():\n    import numba"),
         ("raykv.vllm.spec", "if TYPE_CHECKING:\n    import numba"),
+        ("raykv.copy.kernel", "import numba"),
+        ("raykv.copy.rows", "def load():\n    from raykv.copy.kernel import copy_rows"),
         ("raykv.client", "from raykv.actors import cluster"),
         ("raykv.cli", "from raykv.client import connect\nimport typer"),
         ("raykv.demo.prompts", "from raykv.demo.report import Phase"),
@@ -249,6 +263,8 @@ def test_complaints_are_none_when_imports_point_down(module: str, source: str) -
         ("import raykv.cli", ["torch", "vllm"]),
         ("import raykv.demo", ["ray", "torch", "vllm"]),
         ("import raykv.serve", ["ray", "torch", "vllm"]),
+        ("import raykv.actors.node", ["llvmlite", "numba", "torch", "vllm"]),
+        ("import raykv.actors.link", ["llvmlite", "numba", "torch", "vllm"]),
         *[
             (f"import {module_name(path)}", ["ray", "torch", "vllm"])
             for path in SOURCES

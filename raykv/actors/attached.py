@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import threading
@@ -12,11 +13,12 @@ import msgspec
 
 from raykv.actors import wire
 from raykv.copy.cpu import CPUBackend
-from raykv.copy.engine import CopyBackend
+from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import Planner
+from raykv.copy.rows import RowCopier
 from raykv.core.slots import ChunkName
 from raykv.memory.handles import OpenedKV
-from raykv.memory.words import CancelWords
+from raykv.memory.words import CancelWords, Word
 from raykv.messages import AttachWorker, CopyJob, WorkerMessage
 from raykv.types import Direction, Generation, Key, Namespace, Refusal, Slot
 
@@ -31,13 +33,23 @@ class AttachedWorker:
         self.words = words
         self.planner = Planner(hello.layout, hello.rank)
         self.running = 0
-        self.is_open = True
+        # A word, for copies that run without the GIL; 1 when the connection is closed.
+        self._closed = ctypes.c_uint64(0)
         self._sock = sock
         self._kv = kv
         self._send_lock = threading.Lock()
 
-    def backend(self, pool_address: int) -> CopyBackend:
-        return CPUBackend(self._kv.address, pool_address)
+    @property
+    def is_open(self) -> bool:
+        return not self._closed.value
+
+    def backend(self, pool_address: int, rows: RowCopier) -> CopyBackend:
+        return CPUBackend(self._kv.address, pool_address, rows)
+
+    def stop_sign(self, job_id: int) -> StopSign:
+        """Set when the job is taken back or the connection is closed; valid until `unmap`."""
+        closed = Word(ctypes.addressof(self._closed), 1)
+        return StopSign([self.words.word(job_id), closed])
 
     def send(self, message: msgspec.Struct) -> None:
         """Send or close: a worker that does not read must not hold up the others."""
@@ -48,7 +60,7 @@ class AttachedWorker:
                 self.close_connection()
 
     def close_connection(self) -> None:
-        self.is_open = False
+        self._closed.value = 1
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -65,6 +77,10 @@ class QueuedJob:
     job: CopyJob
     submitted_at: float
     refusals: dict[int, Refusal] = field(default_factory=dict)
+    stop: StopSign = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop = self.worker.stop_sign(self.job.job_id)
 
     @property
     def direction(self) -> Direction:
@@ -72,7 +88,7 @@ class QueuedJob:
 
     @property
     def is_cancelled(self) -> bool:
-        return self.worker.words.is_cancelled(self.job.job_id) or not self.worker.is_open
+        return self.stop()
 
     def name(self, chunk: int) -> ChunkName:
         handles = self.job.handles

@@ -1,8 +1,9 @@
 """What a NodeActor does, without Ray: the pool, its slot table, the copy thread, the socket.
 
 Threads: one accepts connections, one per connected worker reads its jobs, one copies, one touches
-the pool's pages. The slot table and the queue are guarded by one lock, which nobody holds while
-bytes are copied or a socket is waited for.
+the pool's pages, and one loads the copy kernel while copies already run without it. The slot table
+and the queue are guarded by one lock, which nobody holds while bytes are copied or a socket is
+waited for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from raykv.actors.attached import AttachedWorker, QueuedJob, close_all, receive_
 from raykv.actors.keeper import PoolKeeper
 from raykv.copy.engine import CopyBackend, JobQueue
 from raykv.copy.plan import CopyRuns, PlanError
+from raykv.copy.rows import RowCopier
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import SlotState
 from raykv.errors import AttachError, RayKVError
@@ -87,6 +89,7 @@ class NodeService:
         self.settings = settings
         self.epoch = epoch
         self.keeper = PoolKeeper(settings.geometry, settings.pool_path)
+        self.rows = RowCopier()
         self._counters = _Counters()
         self._queue: JobQueue[QueuedJob] = JobQueue()
         # Guards the queue and the counters too.
@@ -110,7 +113,12 @@ class NodeService:
         self._on_stored = on_stored
         self._listener = wire.listen(self.settings.socket_name)
         self.keeper.recover()
-        for target in (self._accept, self._copy_all, self.keeper.pool.prefault):
+        for target in (
+            self._accept,
+            self._copy_all,
+            self.rows.load,
+            self.keeper.pool.prefault,
+        ):
             thread = threading.Thread(target=target, name=f"raykv-{target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -298,7 +306,7 @@ class NodeService:
             return 0
         runs = queued.worker.planner.plan(queued.job)
         admitted = self._begin(queued)
-        backend = queued.worker.backend(self.keeper.pool.address)
+        backend = queued.worker.backend(self.keeper.pool.address, self.rows)
         num_bytes = 0
         for position, chunk in enumerate(admitted):
             try:
@@ -342,7 +350,7 @@ class NodeService:
         last = int(runs.chunk_ends[chunk])
         done = False
         try:
-            done = backend.copy(queued.direction, runs, first, last, lambda: queued.is_cancelled)
+            done = backend.copy(queued.direction, runs, first, last, queued.stop)
         finally:
             ok = done and not queued.is_cancelled
             self._finish(queued, chunk, ok)

@@ -7,26 +7,48 @@ direction the order of submission is kept.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+
 from raykv.copy.plan import CopyRuns
+from raykv.memory.words import Word
 from raykv.types import Direction
 
 MAX_QUEUED_JOBS = 4096
 """Per node. An engine submits a few jobs a step: a queue this long means that copies stand."""
 
 
+class StopSign:
+    """Says that a copy is to end: when one of some words in memory is set.
+
+    Words and not a function alone, because compiled code that runs without the GIL reads them.
+    Another process may set them; who made the sign keeps their memory mapped while it is used.
+    """
+
+    def __init__(self, words: Sequence[Word] = ()) -> None:
+        self._words = tuple(words)
+        pairs = [(word.address, word.value) for word in words]
+        self.rows = np.array(pairs, np.uint64).reshape(-1, 2)
+        """Address and value of each word, shape [number of words, 2]."""
+
+    def __call__(self) -> bool:
+        """Whether a word is set."""
+        return any(word.is_set for word in self._words)
+
+
 class CopyBackend(Protocol):
     """Moves bytes between one worker's KV cache and the pool."""
 
     def copy(
-        self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: Callable[[], bool]
+        self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: StopSign
     ) -> bool:
         """Carry out the rows [first, last) of `runs`.
 
-        `stop` is asked before every run; when it says True nothing more is written and the
-        answer is False. All bytes have arrived when the call returns True.
+        `stop` is looked at before every run, and a large run may be cut into pieces with a look
+        before each; when it is set nothing more is written and the answer is False. All bytes
+        have arrived when the call returns True, and nothing is on its way when it returns at all.
         """
 
 

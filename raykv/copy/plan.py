@@ -6,6 +6,7 @@ blocks in order. Runs that are adjacent on both sides are merged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,22 +81,31 @@ class Planner:
             PlanError: the job's columns are inconsistent or point outside of the KV cache.
         """
         self._check(job)
-        counts = np.asarray(job.num_blocks, dtype=np.int64)
-        rows = []
-        start = 0
-        for chunk, group_id in enumerate(job.groups):
-            group = self._groups[group_id]
-            end = start + job.num_blocks[chunk]
-            blocks = np.asarray(job.block_ids[start:end], dtype=np.int64)
-            places = np.arange(len(blocks), dtype=np.int64) + job.first_block[chunk]
-            rows.append(self._chunk(group, job.handles.slots[chunk], blocks, places))
-            start = end
-        if not rows:
+        kinds = set(zip(job.groups, job.num_blocks, strict=True))
+        if not kinds:
             return CopyRuns(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
-        assert start == int(counts.sum()), (start, counts)
-        ends = np.cumsum([len(row[0]) for row in rows])
-        kv, pool, size = (np.concatenate([row[i] for row in rows]) for i in range(3))
-        return CopyRuns(kv, pool, size, ends)
+        if len(kinds) > 1:
+            return self._plan_kinds(job, kinds)
+        ((group_id, count),) = kinds
+        slots, first = _column(job.handles.slots), _column(job.first_block)
+        rows = self._rows(group_id, slots, first, _column(job.block_ids).reshape(-1, count))
+        ends = np.arange(1, len(slots) + 1) * rows.shape[-1]
+        return _merged(rows.reshape(3, -1), ends)
+
+    def _plan_kinds(self, job: CopyJob, kinds: set[tuple[int, int]]) -> CopyRuns:
+        """Plan chunks of several groups and numbers of blocks: those of one kind together."""
+        groups, counts = _column(job.groups), _column(job.num_blocks)
+        slots, first = _column(job.handles.slots), _column(job.first_block)
+        blocks, starts = _column(job.block_ids), np.cumsum(counts) - counts
+        num_rows = counts * _column([len(self._groups[group].page) for group in job.groups])
+        ends = np.cumsum(num_rows)
+        rows = np.empty((3, ends[-1]), np.int64)
+        for group_id, count in kinds:
+            chunks = np.flatnonzero((groups == group_id) & (counts == count))
+            theirs = blocks[starts[chunks, None] + np.arange(count)]
+            some = self._rows(group_id, slots[chunks], first[chunks], theirs)
+            rows[:, (ends - num_rows)[chunks, None] + np.arange(some.shape[-1])] = some
+        return _merged(rows, ends)
 
     def _check(self, job: CopyJob) -> None:
         num_chunks = len(job.handles.keys)
@@ -114,19 +124,37 @@ class Planner:
             self.part_bytes(group_id)
             if count < 1 or first < 0 or first + count > self._blocks_per_chunk:
                 raise PlanError(f"job {job.job_id}: blocks {first}..{first + count} of a chunk")
-        most = min((self._groups[g].num_blocks for g in job.groups), default=0)
-        if any(not 0 <= block < most for block in job.block_ids):
+        most = min((self._groups[g].num_blocks for g in set(job.groups)), default=0)
+        if job.block_ids and not 0 <= min(job.block_ids) <= max(job.block_ids) < most:
             raise PlanError(f"job {job.job_id}: a block id outside of 0..{most - 1}")
 
-    def _chunk(
-        self, group: _Group, slot: int, blocks: Column, places: Column
-    ) -> tuple[Column, Column, Column]:
-        """Runs of one chunk, layer by layer, so that neighbouring blocks can be merged."""
-        start = slot * SLOT_ALIGNMENT + self._rank * group.part
-        kv = (group.offset[:, None] + blocks[None, :] * group.stride[:, None]).ravel()
-        pool = (start + group.base[:, None] + places[None, :] * group.page[:, None]).ravel()
-        size = np.repeat(group.page, len(blocks))
-        return _merged(kv, pool, size)
+    def _rows(self, group_id: int, slots: Column, first: Column, blocks: Column) -> Column:
+        """Rows of chunks of one group with as many blocks, as [column, chunk, row].
+
+        In a chunk layer by layer, so that neighbouring blocks can be merged.
+
+        Args:
+            group_id: the KV group.
+            slots: of each chunk.
+            first: place in its chunk of each chunk's first block.
+            blocks: block ids, [chunk, block].
+        """
+        group = self._groups[group_id]
+        offset, stride, page, base = (
+            column[:, None] for column in (group.offset, group.stride, group.page, group.base)
+        )
+        place = (first[:, None] + np.arange(blocks.shape[1]))[:, None, :]
+        start = (slots * SLOT_ALIGNMENT + self._rank * group.part)[:, None, None]
+        rows = np.empty((3, len(slots), len(page), blocks.shape[1]), np.int64)
+        kv, pool, size = rows
+        np.add(offset, blocks[:, None, :] * stride, out=kv)
+        np.add(start + base, place * page, out=pool)
+        size[:] = page
+        return rows.reshape(3, len(slots), -1)
+
+
+def _column(numbers: Sequence[int]) -> Column:
+    return np.asarray(numbers, dtype=np.int64)
 
 
 def _group(layout: KVLayout, index: int) -> _Group:
@@ -143,10 +171,12 @@ def _group(layout: KVLayout, index: int) -> _Group:
     )
 
 
-def _merged(kv: Column, pool: Column, size: Column) -> tuple[Column, Column, Column]:
-    """Join each run to the one before it where both sides go on without a gap."""
-    if len(kv) < 2:
-        return kv, pool, size
+def _merged(rows: Column, chunk_ends: Column) -> CopyRuns:
+    """Join each row to the one before it where both sides go on without a gap, in a chunk."""
+    kv, pool, size = rows
     joins = (kv[:-1] + size[:-1] == kv[1:]) & (pool[:-1] + size[:-1] == pool[1:])
-    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
-    return kv[starts], pool[starts], np.add.reduceat(size, starts)
+    begins = np.concatenate([[True], ~joins])
+    begins[chunk_ends[:-1]] = True
+    starts = np.flatnonzero(begins)
+    sizes = np.add.reduceat(size, starts)
+    return CopyRuns(kv[starts], pool[starts], sizes, np.searchsorted(starts, chunk_ends))

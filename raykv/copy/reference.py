@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.types import Direction
 
@@ -16,7 +15,7 @@ class ReferenceBackend:
         self.pool = pool
 
     def copy(
-        self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: Callable[[], bool]
+        self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: StopSign
     ) -> bool:
         """See `CopyBackend.copy`."""
         for row in range(first, last):

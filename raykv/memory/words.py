@@ -7,12 +7,26 @@ declares a chunk READY. A message alone would not do: the NodeActor could be bet
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 from raykv.memory.region import Region
 
 NUM_WORDS = 4096
 """Jobs share a word at this distance. If two such jobs are cancelled, the older one's word is
 lost, its cancellation is not acknowledged, and the worker falls back to ending the NodeActor."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """An aligned 64-bit word at an address, and the value that says "yes"."""
+
+    address: int
+    value: int
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it has the value now."""
+        return ctypes.c_uint64.from_address(self.address).value == self.value
 
 
 class CancelWords:
@@ -39,6 +53,10 @@ class CancelWords:
     def is_cancelled(self, job_id: int) -> bool:
         """Whether the job was taken back."""
         return bool(self._words[job_id % NUM_WORDS] == job_id + 1)
+
+    def word(self, job_id: int) -> Word:
+        """The word that says whether the job was taken back; valid until `close`."""
+        return Word(self.region.address + job_id % NUM_WORDS * 8, job_id + 1)
 
     def close(self) -> None:
         """Unmap."""

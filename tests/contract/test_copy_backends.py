@@ -6,10 +6,13 @@ as a whole, so that a byte beside the right place is found as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -19,10 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.copy.cpu import CPUBackend
-from raykv.copy.engine import CopyBackend
+from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.reference import ReferenceBackend
+from raykv.copy.rows import RowCopier, kernel
 from raykv.memory.region import Region
+from raykv.memory.words import Word
 from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
 from raykv.types import SLOT_ALIGNMENT, Direction
 
@@ -47,9 +52,9 @@ class Memory(Protocol):
 class PlainMemory:
     """Byte arrays."""
 
-    def __init__(self, num_ranks: int, pool_bytes: int) -> None:
+    def __init__(self, num_ranks: int, pool_bytes: int, kv_bytes: int) -> None:
         self._pool = bytearray(pool_bytes)
-        self._kvs = [bytearray(KV_BYTES) for _ in range(num_ranks)]
+        self._kvs = [bytearray(kv_bytes) for _ in range(num_ranks)]
         self.pool = np.frombuffer(self._pool, np.uint8)
         self.kvs = [np.frombuffer(kv, np.uint8) for kv in self._kvs]
 
@@ -60,23 +65,33 @@ class PlainMemory:
 class SharedMemory:
     """Mappings that other processes could have as well."""
 
-    def __init__(self, num_ranks: int, pool_bytes: int) -> None:
+    def __init__(self, rows: RowCopier, num_ranks: int, pool_bytes: int, kv_bytes: int) -> None:
         self.regions = [Region.anonymous(pool_bytes, "pool")]
-        self.regions += [Region.anonymous(KV_BYTES, "kv") for _ in range(num_ranks)]
+        self.regions += [Region.anonymous(kv_bytes, "kv") for _ in range(num_ranks)]
         self.pool, *self.kvs = (np.ctypeslib.as_array(each.array()) for each in self.regions)
+        self._rows = rows
 
     def backend(self, rank: int) -> CopyBackend:
-        return CPUBackend(self.regions[1 + rank].address, self.regions[0].address)
+        return CPUBackend(self.regions[1 + rank].address, self.regions[0].address, self._rows)
+
+
+@cache
+def compiled_rows() -> RowCopier:
+    rows = RowCopier()
+    rows.copy = kernel()
+    return rows
 
 
 @contextmanager
-def plain_memory(num_ranks: int, pool_bytes: int) -> Iterator[Memory]:
-    yield PlainMemory(num_ranks, pool_bytes)
+def plain_memory(num_ranks: int, pool_bytes: int, kv_bytes: int) -> Iterator[Memory]:
+    yield PlainMemory(num_ranks, pool_bytes, kv_bytes)
 
 
 @contextmanager
-def shared_memory(num_ranks: int, pool_bytes: int) -> Iterator[Memory]:
-    memory = SharedMemory(num_ranks, pool_bytes)
+def shared_memory(
+    rows: Callable[[], RowCopier], num_ranks: int, pool_bytes: int, kv_bytes: int
+) -> Iterator[Memory]:
+    memory = SharedMemory(rows(), num_ranks, pool_bytes, kv_bytes)
     try:
         yield memory
     finally:
@@ -85,7 +100,11 @@ def shared_memory(num_ranks: int, pool_bytes: int) -> Iterator[Memory]:
             region.close()
 
 
-MEMORIES = {"reference": plain_memory, "cpu": shared_memory}
+MEMORIES: dict[str, Callable[[int, int, int], AbstractContextManager[Memory]]] = {
+    "reference": plain_memory,
+    "cpu, memmove": partial(shared_memory, RowCopier),
+    "cpu, kernel": partial(shared_memory, compiled_rows),
+}
 every_backend = pytest.mark.parametrize("kind", MEMORIES)
 
 
@@ -194,13 +213,12 @@ def some_parts(of: KVLayout) -> list[Part]:
 @contextmanager
 def filled(kind: str, of: KVLayout, seed: int = 1) -> Iterator[Memory]:
     """Memory of two ranks, full of random bytes."""
-    with MEMORIES[kind](2, NUM_SLOTS * slot_pages(of, 2) * SLOT_ALIGNMENT) as memory:
+    with MEMORIES[kind](2, NUM_SLOTS * slot_pages(of, 2) * SLOT_ALIGNMENT, KV_BYTES) as memory:
         fill(memory, seed)
         yield memory
 
 
-def never() -> bool:
-    return False
+NEVER = StopSign()
 
 
 @every_layout
@@ -213,7 +231,7 @@ def test_store_writes_the_blocks_and_nothing_else(kind: str, name: str, rank: in
     with filled(kind, of) as memory:
         kv, pool = copied(of, parts, rank, STORE, memory.kvs[rank], memory.pool)
         assert not np.array_equal(pool, memory.pool)
-        assert memory.backend(rank).copy(STORE, runs, 0, len(runs.size), never)
+        assert memory.backend(rank).copy(STORE, runs, 0, len(runs.size), NEVER)
         assert np.array_equal(memory.pool, pool)
         assert np.array_equal(memory.kvs[rank], kv)
 
@@ -228,7 +246,7 @@ def test_load_writes_the_blocks_and_nothing_else(kind: str, name: str, rank: int
     with filled(kind, of) as memory:
         kv, pool = copied(of, parts, rank, LOAD, memory.kvs[rank], memory.pool)
         assert not np.array_equal(kv, memory.kvs[rank])
-        assert memory.backend(rank).copy(LOAD, runs, 0, len(runs.size), never)
+        assert memory.backend(rank).copy(LOAD, runs, 0, len(runs.size), NEVER)
         assert np.array_equal(memory.pool, pool)
         assert np.array_equal(memory.kvs[rank], kv)
 
@@ -242,13 +260,13 @@ def test_load_brings_back_what_both_ranks_have_stored(kind: str, name: str) -> N
         before = [kv.copy() for kv in memory.kvs]
         for rank in (0, 1):
             runs = runs_of(of, parts, rank, STORE)
-            assert memory.backend(rank).copy(STORE, runs, 0, len(runs.size), never)
+            assert memory.backend(rank).copy(STORE, runs, 0, len(runs.size), NEVER)
         for rank in (0, 1):
             for kv, _, size in pages(of, parts, rank):
                 memory.kvs[rank][kv : kv + size] = 0
             assert not np.array_equal(memory.kvs[rank], before[rank])
             runs = runs_of(of, parts, rank, LOAD)
-            assert memory.backend(rank).copy(LOAD, runs, 0, len(runs.size), never)
+            assert memory.backend(rank).copy(LOAD, runs, 0, len(runs.size), NEVER)
             assert np.array_equal(memory.kvs[rank], before[rank])
 
 
@@ -280,47 +298,135 @@ def test_copy_carries_out_the_rows_that_are_named_and_no_others(
         for last in range(first, count + 1):
             with filled(kind, of, seed=first) as memory:
                 kv, pool = after_rows(memory, direction, runs, first, last)
-                assert memory.backend(0).copy(direction, runs, first, last, never)
+                assert memory.backend(0).copy(direction, runs, first, last, NEVER)
                 assert np.array_equal(memory.kvs[0], kv)
                 assert np.array_equal(memory.pool, pool)
 
 
+def set_by_row(memory: Memory, direction: Direction, runs: CopyRuns, first: int, row: int) -> Word:
+    """A word among the bytes that `row` writes: it is set when `row` has been carried out.
+
+    So it is told exactly after which run a back end has looked, however it looks.
+    """
+    targets = memory.pool if direction is STORE else memory.kvs[0]
+    offsets = runs.pool if direction is STORE else runs.kv
+    at = int(offsets[row]) // 8 * 8
+    before, after = (
+        after_rows(memory, direction, runs, first, last)[direction is STORE][at : at + 8].tobytes()
+        for last in (row, row + 1)
+    )
+    assert before != after
+    return Word(targets.ctypes.data + at, int.from_bytes(after, sys.byteorder))
+
+
 @every_backend
 @pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_copy_asks_before_every_run_and_writes_nothing_after_it_was_stopped(
+def test_copy_looks_before_every_run_and_writes_nothing_after_it_was_stopped(
     kind: str, direction: Direction
 ) -> None:
     of = LAYOUTS["layers of several page sizes"]
     runs = runs_of(of, some_parts(of), 0, direction)
     count = len(runs.size)
     for first in (0, 2):
-        for allowed in range(count - first):
-            with filled(kind, of, seed=allowed) as memory:
-                kv, pool = after_rows(memory, direction, runs, first, first + allowed)
-                asked = iter([False] * allowed + [True])
-                assert not memory.backend(0).copy(
-                    direction, runs, first, count, partial(next, asked)
-                )
-                assert list(asked) == []
+        for row in range(first, count - 1):
+            with filled(kind, of, seed=row) as memory:
+                kv, pool = after_rows(memory, direction, runs, first, row + 1)
+                stop = StopSign([set_by_row(memory, direction, runs, first, row)])
+                assert not memory.backend(0).copy(direction, runs, first, count, stop)
                 assert np.array_equal(memory.kvs[0], kv)
                 assert np.array_equal(memory.pool, pool)
 
 
 @every_backend
-def test_copy_asks_before_the_first_byte_of_a_run_is_written(kind: str) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_copy_that_is_stopped_before_it_begins_writes_nothing(kind: str, number: int) -> None:
+    """Whichever of the words is set."""
     of = LAYOUTS["gaps between blocks"]
     runs = runs_of(of, some_parts(of), 0, STORE)
+    words = (ctypes.c_uint64 * 2)(7, 7)
+    stop = StopSign([Word(ctypes.addressof(words) + 8 * i, 7 + (i != number)) for i in range(2)])
     with filled(kind, of) as memory:
-        wanted = [after_rows(memory, STORE, runs, 0, row)[1] for row in range(len(runs.size))]
-        seen: list[Bytes] = []
+        kv, pool = memory.kvs[0].copy(), memory.pool.copy()
+        assert not memory.backend(0).copy(STORE, runs, 0, len(runs.size), stop)
+        assert np.array_equal(memory.kvs[0], kv)
+        assert np.array_equal(memory.pool, pool)
+        words[number] = 0
+        assert memory.backend(0).copy(STORE, runs, 0, len(runs.size), stop)
 
-        def look() -> bool:
-            seen.append(memory.pool.copy())
-            return False
 
-        assert memory.backend(0).copy(STORE, runs, 0, len(runs.size), look)
-    assert len(seen) == len(wanted)
-    assert all(np.array_equal(*pair) for pair in zip(seen, wanted, strict=True))
+@every_backend
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_copy_is_stopped_by_another_thread_while_it_runs(kind: str, direction: Direction) -> None:
+    """It would go on for a minute: the same mebibyte, again and again."""
+    size = 1 << 20
+    some = np.zeros(200_000, np.int64)
+    runs = CopyRuns(some, some, some + size, some[:0])
+    word = ctypes.c_uint64(0)
+    with MEMORIES[kind](1, size, size) as memory:
+        target, source = (memory.pool, memory.kvs[0])[:: 1 if direction is STORE else -1]
+        source[:] = 1
+
+        def stop_it() -> None:
+            while not target[-1]:
+                pass
+            word.value = 5
+
+        thread = threading.Thread(target=stop_it)
+        thread.start()
+        stop = StopSign([Word(ctypes.addressof(word), 5)])
+        assert not memory.backend(0).copy(direction, runs, 0, len(some), stop)
+        thread.join()
+
+
+EDGES = [1, 7, 63, 64, 65, 1023, 1024, 1025, 1024 + 63, 4096, 16383, 16384, 16385, 16384 + 127]
+"""Lines, pages and groups of pages of the kernel, and one more or less."""
+
+
+@st.composite
+def long_runs(draw: st.DrawFn) -> CopyRuns:
+    """Runs of any size, that begin anywhere."""
+    sizes = draw(
+        st.lists(st.one_of(st.sampled_from(EDGES), st.integers(1, 50_000)), min_size=1, max_size=6)
+    )
+    gap = st.integers(0, 130)
+    kv: list[int] = []
+    pool: list[int] = []
+    for places in (kv, pool):
+        at = 0
+        for each in sizes:
+            at += draw(gap)
+            places.append(at)
+            at += each
+    order = list(draw(st.permutations(range(len(sizes)))))
+    here, there, size = (np.array(column, np.int64)[order] for column in (kv, pool, sizes))
+    return CopyRuns(here, there, size, np.array([len(sizes)]))
+
+
+@every_backend
+@settings(deadline=None, max_examples=60)
+@given(runs=long_runs(), direction=st.sampled_from(Direction), seed=st.integers(0, 99))
+def test_copy_of_long_runs_keeps_to_their_bytes(
+    kind: str, runs: CopyRuns, direction: Direction, seed: int
+) -> None:
+    ends = [int((column + runs.size).max()) + 100 for column in (runs.pool, runs.kv)]
+    with MEMORIES[kind](1, *ends) as memory:
+        fill(memory, seed)
+        kv, pool = after_rows(memory, direction, runs, 0, len(runs.size))
+        assert memory.backend(0).copy(direction, runs, 0, len(runs.size), NEVER)
+        assert np.array_equal(memory.kvs[0], kv)
+        assert np.array_equal(memory.pool, pool)
+
+
+@every_backend
+@pytest.mark.parametrize("offset", [0, 1, 64, 4095])
+def test_copy_of_a_run_in_pieces_is_whole(kind: str, offset: int) -> None:
+    size = 3 * (1 << 20) + 77
+    runs = CopyRuns(*(np.array([number]) for number in (5, offset, size, 1)))
+    with MEMORIES[kind](1, size + 8192, size + 8192) as memory:
+        fill(memory, offset)
+        _, pool = after_rows(memory, STORE, runs, 0, 1)
+        assert memory.backend(0).copy(STORE, runs, 0, 1, NEVER)
+        assert np.array_equal(memory.pool, pool)
 
 
 @st.composite
@@ -372,7 +478,7 @@ def test_copy_of_any_job_is_that_of_its_pages(
     runs = runs_of(of, parts, rank, direction)
     with filled(kind, of, seed) as memory:
         kv, pool = copied(of, parts, rank, direction, memory.kvs[rank], memory.pool)
-        assert memory.backend(rank).copy(direction, runs, 0, len(runs.size), never)
+        assert memory.backend(rank).copy(direction, runs, 0, len(runs.size), NEVER)
         assert np.array_equal(memory.kvs[rank], kv)
         assert np.array_equal(memory.pool, pool)
         assert runs.num_bytes == sum(size for _, _, size in pages(of, parts, rank))

@@ -167,6 +167,20 @@ def test_plan_takes_each_chunks_group() -> None:
     assert Planner(of, 0).part_bytes(5) == 48
 
 
+def test_plan_keeps_the_order_of_chunks_that_differ_in_group_and_number_of_blocks() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), blocks_per_chunk=2, groups={0: [0], 5: [1]})
+    wanted = job((0, [1, 3]), (1, [2]), (2, [5, 7]), (3, [6]), groups=[0, 5, 0, 0])
+    assert plan(of, wanted) == [
+        (PAGE, 0, PAGE),
+        (3 * PAGE, PAGE, PAGE),
+        (640 + 2 * 32, SLOT_ALIGNMENT, 32),
+        (5 * PAGE, 2 * SLOT_ALIGNMENT, PAGE),
+        (7 * PAGE, 2 * SLOT_ALIGNMENT + PAGE, PAGE),
+        (6 * PAGE, 3 * SLOT_ALIGNMENT, PAGE),
+    ]
+    assert Planner(of, 0).plan(wanted).chunk_ends.tolist() == [2, 3, 5, 6]
+
+
 def test_plan_of_a_job_without_chunks_is_empty() -> None:
     runs = Planner(layout((0, 10, PAGE, PAGE)), 0).plan(job())
     assert rows(runs) == []
