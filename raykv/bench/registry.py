@@ -34,6 +34,7 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
+        Benchmark("policy", "prefix hit rates of the eviction policies beside the optimum"),
     )
 }
 
