@@ -152,7 +152,11 @@ class Settings:
     weights_version: str = _setting(
         "", _text, "Change it when weights are swapped in place: old KV is never seen again"
     )
-    eviction_policy: str = _setting("lru", _one_of("lru"), "Order in which chunks are given up")
+    eviction_policy: str = _setting(
+        "worth",
+        _one_of("worth", "lru", "arc", "s3fifo"),
+        "Order in which chunks are given up: worth, lru, arc or s3fifo",
+    )
     lease_slots: int = _setting(
         1024,
         _count,

@@ -34,6 +34,7 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
+        Benchmark("policy", "prefix hit rates of the eviction policies beside the optimum"),
         Benchmark("copy", "GB/s between a KV cache and the pool, by page size"),
         Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull and loopback TCP"),
         Benchmark("scale", "what 10 to 1000 nodes ask of the scheduler actor"),

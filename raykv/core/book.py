@@ -5,8 +5,10 @@
      ▲                   │ end_lease            │
      └───────────────────┴──────────────────────┘ drop, eviction
 
-Chunks that another node has too (`set_spare`) are given up first, the others by the policy. A slot
-size gets slabs from others up to its fair share, and all there are from one that lies idle.
+Chunks that another node has too (`set_spare`) are given up first, in the order of their last use,
+then the others as the policy says. For the policy, a chunk that becomes a spare is
+evicted, so that it may remember how often it was used. A slot size gets slabs from others up to its
+fair share, and all there are from one that lies idle.
 
 Invariants:
 1. Per slot size: free + leased + held slots are all slots of the slabs of that size.
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from raykv.core.geometry import PoolGeometry
-from raykv.core.policy import POLICIES, EvictionPolicy
+from raykv.core.policy import LRU, POLICIES, EvictionPolicy
 from raykv.types import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
 
 Name = tuple[Namespace, Key]
@@ -72,7 +74,7 @@ class _SlotClass:
 
     slot_bytes: int
     policy: EvictionPolicy[tuple[str, bytes]]
-    spares: EvictionPolicy[tuple[str, bytes]]
+    spares: LRU[tuple[str, bytes]]
     slabs: set[int] = field(default_factory=set)
     free: OrderedDict[Slot, Generation] = field(default_factory=OrderedDict)
     # When slots were last asked for, or chunks pinned for a load.
@@ -85,6 +87,11 @@ class _SlotClass:
     def forget(self, name: Name) -> None:
         self.policy.remove(name)
         self.spares.remove(name)
+
+    def evict(self, name: Name) -> None:
+        """The chunk is given up for lack of room; `forget` has nothing left to do."""
+        self.policy.evicted(name)
+        self.spares.evicted(name)
 
     def candidates(self) -> Iterator[tuple[str, bytes]]:
         """The first to give up first; not valid after a change."""
@@ -179,7 +186,7 @@ class PoolBook:
         if chunk is None:
             return
         slot_class = self._class_of(chunk.slot_bytes)
-        slot_class.forget(name)
+        slot_class.evict(name)
         (slot_class.spares if is_spare else slot_class.policy).add(name)
 
     def clear(self, namespace: Namespace) -> None:
@@ -343,6 +350,7 @@ class PoolBook:
             if self._pinned.get(name, now) <= now:
                 victims.append(name)
         for name in victims:
+            slot_class.evict(name)
             self.drop(*name)
 
     def _reclaim_slab(self, slot_class: _SlotClass, now: float) -> bool:
@@ -400,7 +408,7 @@ class PoolBook:
         found = self._classes.get(slot_bytes)
         if found is None:
             policy = POLICIES[self._eviction_policy]
-            found = self._classes[slot_bytes] = _SlotClass(slot_bytes, policy(), policy())
+            found = self._classes[slot_bytes] = _SlotClass(slot_bytes, policy(), LRU())
         return found
 
     def _give_slab(self, slot_class: _SlotClass, slab: int) -> None:

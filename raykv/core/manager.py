@@ -31,7 +31,7 @@ from raykv.core.inventory import take_failed, take_inventory, take_stored
 from raykv.core.leases import Generations, grant, take_declared
 from raykv.core.members import Engine, Node, engine_status, node_status
 from raykv.core.mirror import Mirror
-from raykv.core.policy import POLICIES
+from raykv.core.policy import DEFAULT_POLICY, POLICIES
 from raykv.core.questions import Questions
 from raykv.core.replicas import ReplicaIndex
 from raykv.core.snapshots import Snapshots
@@ -63,7 +63,7 @@ from raykv.types import (
 class ManagerSettings:
     """Times in seconds."""
 
-    eviction_policy: str = "lru"
+    eviction_policy: str = DEFAULT_POLICY
     engine_expiry_s: float = 10.0
     node_expiry_s: float = 5.0
     settle_s: float = 2.0

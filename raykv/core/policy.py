@@ -1,7 +1,8 @@
 """Eviction policies: in which order a node's chunks of one slot size are given up.
 
 A policy orders names; it owns no chunk. Invariant: it holds exactly the names that were added and
-not removed.
+neither removed nor evicted. The chunks of a request are touched from its tail, so that the head of
+a prefix, without which the rest is worthless, counts as the latest.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
+
+from raykv.core.arc import ARC
+from raykv.core.s3fifo import S3FIFO
+from raykv.core.worth import Worth
 
 N = TypeVar("N", bound=Hashable)
 
@@ -23,7 +28,13 @@ class EvictionPolicy(Protocol[N]):
         """The chunk was used. A name that is not held is ignored."""
 
     def remove(self, name: N) -> None:
-        """The chunk is gone. A name that is not held is ignored."""
+        """The chunk is gone, whatever its worth. A name that is not held is ignored."""
+
+    def evicted(self, name: N) -> None:
+        """The chunk was given up for lack of room; a policy may remember that it was there.
+
+        A name that is not held is ignored.
+        """
 
     def candidates(self) -> Iterator[N]:
         """All names, the first to give up first. Not valid after a change of the policy."""
@@ -53,6 +64,10 @@ class LRU(Generic[N]):
         """See `EvictionPolicy.remove`."""
         self._names.pop(name, None)
 
+    def evicted(self, name: N) -> None:
+        """See `EvictionPolicy.evicted`."""
+        self.remove(name)
+
     def candidates(self) -> Iterator[N]:
         """See `EvictionPolicy.candidates`."""
         return iter(self._names)
@@ -61,5 +76,13 @@ class LRU(Generic[N]):
         return len(self._names)
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy[tuple[str, bytes]]]] = {"lru": LRU}
+POLICIES: dict[str, Callable[[], EvictionPolicy[tuple[str, bytes]]]] = {
+    "worth": Worth,
+    "lru": LRU,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+}
 """Policies by the name that the setting `eviction_policy` uses."""
+
+DEFAULT_POLICY = "worth"
+"""The name of the one that is used unless a setting names another."""

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from raykv.core.policy import LRU, POLICIES, EvictionPolicy
+from raykv.config import Settings, load_settings
+from raykv.core import worth
+from raykv.core.arc import ARC
+from raykv.core.manager import ManagerSettings
+from raykv.core.policy import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
+from raykv.core.s3fifo import S3FIFO
+from raykv.core.worth import Worth
 
 A, B, C, D = (("model", name) for name in (b"a", b"b", b"c", b"d"))
 
@@ -17,6 +25,26 @@ def policy(request: pytest.FixtureRequest) -> EvictionPolicy[tuple[str, bytes]]:
 def order(policy: EvictionPolicy[tuple[str, bytes]]) -> str:
     """The names of the candidates in one word, the first to give up first."""
     return b"".join(name for _, name in policy.candidates()).decode()
+
+
+def give_up(policy: EvictionPolicy[tuple[str, bytes]], count: int) -> str:
+    """Evict so many as the policy says; their names in one word."""
+    gone = ""
+    for _ in range(count):
+        name = next(policy.candidates())
+        policy.evicted(name)
+        gone += name[1].decode()
+    return gone
+
+
+def add_all(policy: EvictionPolicy[tuple[str, bytes]], letters: str) -> None:
+    for letter in letters:
+        policy.add(("model", letter.encode()))
+
+
+def touch_all(policy: EvictionPolicy[tuple[str, bytes]], letters: str) -> None:
+    for letter in letters:
+        policy.touch(("model", letter.encode()))
 
 
 def lru(*names: tuple[str, bytes]) -> LRU[tuple[str, bytes]]:
@@ -91,3 +119,213 @@ def test_policy_is_unchanged_by_looking_at_its_candidates(
         policy.add(name)
     assert list(policy.candidates()) == list(policy.candidates())
     assert len(policy) == 3
+
+
+def test_policy_remembers_no_name_as_held_that_was_evicted(
+    policy: EvictionPolicy[tuple[str, bytes]],
+) -> None:
+    add_all(policy, "abc")
+    policy.evicted(B)
+    policy.evicted(B)
+    policy.touch(B)
+    assert set(policy.candidates()) == {A, C}
+    policy.add(B)
+    assert sorted(policy.candidates()) == [A, B, C]
+
+
+def test_policy_gives_up_in_the_order_in_which_they_came_what_was_used_once(
+    policy: EvictionPolicy[tuple[str, bytes]],
+) -> None:
+    add_all(policy, "abcdefgh")
+    assert order(policy) == "abcdefgh"
+    assert give_up(policy, 8) == "abcdefgh"
+    assert len(policy) == 0
+    assert list(policy.candidates()) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_policy_agrees_with_a_set_whatever_happens(
+    policy: EvictionPolicy[tuple[str, bytes]], seed: int
+) -> None:
+    random = Random(seed)
+    names = [("model", bytes([number])) for number in range(60)]
+    held: set[tuple[str, bytes]] = set()
+    for _ in range(3000):
+        # Some names far more often than others.
+        name = names[int(len(names) * random.random() ** 2)]
+        match random.choice(["add", "add", "touch", "remove", "evicted", "evict"]):
+            case "add":
+                policy.add(name)
+                held.add(name)
+            case "touch":
+                policy.touch(name)
+            case "remove":
+                policy.remove(name)
+                held.discard(name)
+            case "evicted":
+                policy.evicted(name)
+                held.discard(name)
+            case _:
+                for victim in list(policy.candidates())[: random.randint(0, 3)]:
+                    policy.evicted(victim)
+                    held.discard(victim)
+        there = list(policy.candidates())
+        assert len(there) == len(policy) == len(held)
+        assert set(there) == held
+        assert list(policy.candidates()) == there
+
+
+@pytest.mark.parametrize("name", ["arc", "worth", "s3fifo"])
+def test_policy_keeps_a_bounded_number_of_ghosts(name: str) -> None:
+    made = POLICIES[name]()
+    assert isinstance(made, ARC | S3FIFO | Worth)
+    for number in range(3000):
+        made.add(("model", number.to_bytes(4)))
+        if number % 2:
+            made.touch(("model", number.to_bytes(4)))
+        if len(made) > 20:
+            made.evicted(next(made.candidates()))
+    assert 0 < made.num_ghosts <= worth.GHOSTS_PER_NAME * 20
+    for name_ in list(made.candidates()):
+        made.evicted(name_)
+    assert made.num_ghosts <= worth.GHOSTS_PER_NAME
+
+
+def test_arc_gives_up_what_was_used_once_before_what_was_used_twice() -> None:
+    made: ARC[tuple[str, bytes]] = ARC()
+    add_all(made, "abcd")
+    touch_all(made, "ab")
+    assert order(made) == "cdab"
+
+
+def test_arc_wants_more_recent_names_when_one_comes_back() -> None:
+    made: ARC[tuple[str, bytes]] = ARC()
+    add_all(made, "abcd")
+    touch_all(made, "ab")
+    assert give_up(made, 1) == "c"
+    made.add(C)
+    # One recent name may stay: the oldest of the frequent ones goes first.
+    assert order(made) == "abcd"
+
+
+def test_arc_wants_fewer_recent_names_when_a_frequent_one_comes_back() -> None:
+    made: ARC[tuple[str, bytes]] = ARC()
+    add_all(made, "abcd")
+    touch_all(made, "ab")
+    assert give_up(made, 1) == "c"
+    made.add(C)
+    assert give_up(made, 1) == "a"
+    made.add(A)
+    assert order(made) == "dbca"
+
+
+def test_s3fifo_moves_on_what_was_used_twice() -> None:
+    made: S3FIFO[tuple[str, bytes]] = S3FIFO()
+    add_all(made, "abcd")
+    touch_all(made, "aabbc")
+    assert order(made) == "cdab"
+    assert give_up(made, 4) == "cdab"
+
+
+def test_s3fifo_takes_a_ghost_back_among_the_proven_ones() -> None:
+    made: S3FIFO[tuple[str, bytes]] = S3FIFO()
+    add_all(made, "abcd")
+    assert give_up(made, 1) == "a"
+    add_all(made, "aef")
+    assert order(made) == "bcdefa"
+
+
+def test_s3fifo_gives_another_round_to_what_was_used_since() -> None:
+    made: S3FIFO[tuple[str, bytes]] = S3FIFO()
+    add_all(made, "abcdef")
+    assert give_up(made, 3) == "abc"
+    add_all(made, "abc")
+    touch_all(made, "a")
+    assert order(made) == "defbca"
+    assert give_up(made, 6) == "defbca"
+
+
+def test_worth_is_that_of_lru_before_there_is_anything_to_learn_from() -> None:
+    random, ours = Random(1), Worth[tuple[str, bytes]]()
+    theirs: LRU[tuple[str, bytes]] = LRU()
+    for _ in range(worth.FEWEST_USES - 1):
+        name = ("model", bytes([random.randrange(50)]))
+        for policy in (ours, theirs):
+            policy.add(name)
+    assert list(ours.candidates()) == list(theirs.candidates())
+
+
+def taught(num_uses: int = 4000) -> Worth[tuple[str, bytes]]:
+    """Has held a few names that are used all the time, and many that come once."""
+    made = Worth[tuple[str, bytes]]()
+    for number in range(num_uses):
+        made.add(("hot", bytes([number % 20 // 2])) if number % 2 else ("once", number.to_bytes(4)))
+        if len(made) > 60:
+            made.evicted(next(made.candidates()))
+    return made
+
+
+def test_worth_learns_to_give_up_first_what_was_used_once() -> None:
+    made = taught()
+    made.add(("new", b""))
+    order = [kind for kind, _ in made.candidates()]
+    assert order[-10:] == ["hot"] * 10
+    assert "new" in order
+
+
+def test_worth_forgets_what_was_used_often_when_there_is_no_room_for_what_is_used_now() -> None:
+    made, random = taught(), Random(1)
+    for _ in range(4000):
+        made.add(("next", bytes([random.randrange(120)])))
+        if len(made) > 60:
+            made.evicted(next(made.candidates()))
+    assert "hot" not in {kind for kind, _ in made.candidates()}
+
+
+def test_worth_keeps_the_past_of_a_name_that_was_evicted_but_not_of_one_that_was_lost() -> None:
+    made = taught()
+    evicted, lost = ("hot", bytes([3])), ("hot", bytes([5]))
+    made.evicted(evicted)
+    made.remove(lost)
+    made.add(evicted)
+    made.add(lost)
+    order = list(made.candidates())
+    assert evicted in order[-9:]
+    assert lost not in order[-9:]
+
+
+@pytest.mark.parametrize("age", [*range(300), 2**40 - 1, 2**40])
+def test_ages_of_one_index_lie_between_its_lowest_and_the_next(age: int) -> None:
+    index = worth._age_index(age)
+    assert worth._lowest_age(index) <= age < worth._lowest_age(index + 1)
+    assert index < worth.NUM_AGES
+
+
+def test_worths_are_the_best_rate_of_any_further_wait() -> None:
+    chances = [0.0, 0.0, 0.0, 0.3, 0.1, 0.2, 0.0, 0.05]
+    ends = [worth._lowest_age(index) for index in range(len(chances) + 1)]
+    time, hits = [0.0], [0.0]
+    for index, chance in enumerate(chances):
+        time.append(time[-1] + (ends[index + 1] - ends[index]) * (1 - hits[-1] - chance / 2))
+        hits.append(hits[-1] + chance)
+    expected = [
+        max((hits[j] - hits[i]) / (time[j] - time[i]) for j in range(i + 1, len(time)))
+        for i in range(len(chances))
+    ]
+    assert worth._worths(chances) == pytest.approx(expected)
+
+
+def test_setting_takes_every_policy_and_the_defaults_are_one() -> None:
+    for name in POLICIES:
+        assert load_settings({"eviction_policy": name}, {}).eviction_policy == name
+    assert Settings().eviction_policy == DEFAULT_POLICY == ManagerSettings().eviction_policy
+
+
+def test_ghosts_of_a_large_pool_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "MOST_GHOSTS", 5)
+    made: worth.Worth[str] = worth.Worth()
+    for number in range(40):
+        made.add(str(number))
+    for number in range(20):
+        made.evicted(str(number))
+    assert made.num_ghosts == 5

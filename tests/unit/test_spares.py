@@ -38,8 +38,8 @@ def name(letter: str, namespace: Namespace = MODEL) -> Name:
 class Book(PoolBook):
     """A pool of `slabs` slabs of four pages, full of one-page chunks; it lists what goes."""
 
-    def __init__(self, letters: str, spares: str = "", slabs: int = 1) -> None:
-        super().__init__(PoolGeometry(slabs * 4 * PAGE, 4 * PAGE), "lru", self._note)
+    def __init__(self, letters: str, spares: str = "", slabs: int = 1, policy: str = "lru") -> None:
+        super().__init__(PoolGeometry(slabs * 4 * PAGE, 4 * PAGE), policy, self._note)
         self.gone = ""
         self.generation = 0
         for letter in letters:
@@ -110,6 +110,24 @@ def test_spare_that_is_not_held_here_is_not_noted() -> None:
     book.set_spare(name("a", SECOND), True)
     book.check()
     assert book.evict(4) == "abcd"
+
+
+def test_policy_may_remember_a_chunk_that_was_evicted_but_not_one_that_was_lost() -> None:
+    book = Book("abcd", policy="s3fifo")
+    assert book.evict(1) == "a"
+    book.drop(*name("b"))
+    book.put("a")
+    book.put("b")
+    assert book.evict(4) == "cdba"
+
+
+def test_policy_may_remember_a_chunk_while_it_is_a_spare() -> None:
+    book = Book("abcde", "a", slabs=2, policy="s3fifo")
+    book.set_spare(name("a"), False)
+    book.put("f")
+    book.put("g")
+    book.put("h")
+    assert book.evict(8) == "bcdefgha"
 
 
 def test_pinned_spare_stays_and_an_ordinary_chunk_goes_instead() -> None:
