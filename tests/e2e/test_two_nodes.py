@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -292,9 +293,13 @@ def check_loss(engines: list[EngineProcess], cluster: Cluster, lost: LocalNode) 
     prompts = [prompt(300 + number, BLOCK * 16) for number in range(4)]
     references = [computed(engines[1], cluster, tokens) for tokens in prompts]
     place = cluster.snapshot().place
+    pid = node_of(cluster, lost.node_id).pid
     engines[0].begin("generate", prompts=prompts)
     engines[1].kill()
     os.killpg(lost.process_group, signal.SIGKILL)
+    # Else it lives on for as long as it takes to notice that its raylet is gone.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     outputs = engines[0].finish()
     assert [output["tokens"] for output in outputs] == references
     assert all(output["reason"] == "length" for output in outputs)
