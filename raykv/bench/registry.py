@@ -34,6 +34,7 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
+        Benchmark("directory", "the scheduler actor's chunks: rates, and bytes of memory for each"),
     )
 }
 
