@@ -39,9 +39,10 @@ TABLE = (
     row("types", "errors", "config", packages=""),
     row("messages", "event_types", packages="msgspec", except_for=("raykv.config",)),
     row("core", packages="numpy", except_for=("raykv.config",)),
-    row("memory", packages="msgspec numpy torch"),
-    row("copy.kernel", packages="llvmlite numba"),
-    row("copy", packages="msgspec numpy torch"),
+    row("directory", packages="llvmlite numba numpy", except_for=("raykv.config",)),
+    row("memory", packages="msgspec numpy torch", except_for=("raykv.directory",)),
+    row("copy.kernel", packages="llvmlite numba", except_for=("raykv.directory",)),
+    row("copy", packages="msgspec numpy torch", except_for=("raykv.directory",)),
     row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash"),
     row("vllm", packages=None),
     row(
@@ -71,6 +72,8 @@ LOADED_BY_NODES_ONLY = ("raykv.copy.kernel",)
 """Modules that import one of those when they are imported: that too is for functions only, and
 which functions do it is listed here."""
 LOADERS = {"raykv.copy.rows"}
+LOADS_THEM = "raykv.directory"
+"""Its modules, not the package itself, which anybody may import."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,12 @@ def complaints(source: str, module: str, *, is_package: bool = False) -> list[st
 
 def _complaint(each: Import, module: str, index: int) -> str | None:
     own, package = TABLE[index], each.target.partition(".")[0]
-    if each.at_start and package in KILLS_VLLM_CPU_WORKERS and module not in LOADED_BY_NODES_ONLY:
-        return f"{package} may be imported inside a function only"
+    may_load = module in LOADED_BY_NODES_ONLY or module.startswith(f"{LOADS_THEM}.")
+    if each.at_start and not may_load:
+        if package in KILLS_VLLM_CPU_WORKERS:
+            return f"{package} may be imported inside a function only"
+        if each.target.rpartition(".")[0].startswith(f"{LOADS_THEM}."):
+            return f"{each.target} may be imported inside a function only"
     for late in LOADED_BY_NODES_ONLY:
         if is_in(each.target, late) and (each.at_start or module not in LOADERS):
             return f"{late} may be imported inside a function of {', '.join(LOADERS)} only"
@@ -223,13 +230,17 @@ def test_imports_of_every_module_point_down_the_table() -> None:
         ("raykv.copy.cpu", "import numba", "inside a function only"),
         ("raykv.copy.rows", "from raykv.copy.kernel import copy_rows", "inside a function of"),
         ("raykv.copy.cpu", "def f():\n    from raykv.copy import kernel", "inside a function of"),
+        ("raykv.directory", "import numba", "inside a function only"),
+        ("raykv.directory", "from .flat_table import FlatTable", "inside a function only"),
+        ("raykv.actors.node", "from raykv.directory.rows import Rows", "inside a function only"),
+        ("raykv.copy.cpu", "from raykv.directory import open_table", "is not above it"),
         ("raykv.demo.report", "def f():\n    import vllm", "may not import vllm"),
         ("raykv.demo.prompts", "from raykv.demo.run import run_demo", "run.run_demo is not above"),
         ("raykv.unheard_of", "", "has no row"),
     ],
 )
 def test_complaints_name_an_import_that_points_up(module: str, source: str, expected: str) -> None:
-    found = complaints(source, module, is_package=module == "raykv.core")
+    found = complaints(source, module, is_package=module in ("raykv.core", "raykv.directory"))
     assert len(found) == 1, found
     assert expected in found[0]
 
@@ -240,6 +251,9 @@ def test_complaints_name_an_import_that_points_up(module: str, source: str, expe
         ("raykv.types", "import enum, time"),
         ("raykv.core.view", "from .slots import SlotTable\nfrom ..types import Key\nimport numpy"),
         ("raykv.actors.node", "import ray\nfrom raykv import __version__\nimport raykv.core.slots"),
+        ("raykv.directory.kernels", "import numba\nfrom raykv.directory.layout import KEY"),
+        ("raykv.directory", "def f():\n    from raykv.directory.flat_table import FlatTable"),
+        ("raykv.actors.scheduler", "from raykv.directory import open_table"),
         ("raykv.actors.node", "import raykv\nprint(raykv.__version__)"),
         ("raykv.vllm.spec", "def compile():\n    import numba"),
         ("raykv.vllm.spec", "if TYPE_CHECKING:\n    import numba"),
@@ -265,6 +279,7 @@ def test_complaints_are_none_when_imports_point_down(module: str, source: str) -
         ("import raykv.serve", ["ray", "torch", "vllm"]),
         ("import raykv.actors.node", ["llvmlite", "numba", "torch", "vllm"]),
         ("import raykv.actors.link", ["llvmlite", "numba", "torch", "vllm"]),
+        ("import raykv.actors.scheduler", ["llvmlite", "numba", "torch", "vllm"]),
         *[
             (f"import {module_name(path)}", ["ray", "torch", "vllm"])
             for path in SOURCES

@@ -10,6 +10,7 @@ import time
 
 import raykv
 from raykv.core.manager import BlockManager, ManagerSettings
+from raykv.directory import open_table
 from raykv.messages import AttachEngine, NodeReport, SyncRequest, decode, encode
 from raykv.types import EngineId, Epoch, Namespace
 
@@ -25,7 +26,8 @@ class SchedulerActor:
         settings = ManagerSettings(eviction_policy=eviction_policy)
         # Above every earlier life's epoch; should the host's clock have gone back, the NodeActors'
         # reports raise it.
-        self._manager = BlockManager(Epoch(int(time.time()) - _EPOCH_ZERO), settings)
+        epoch = Epoch(int(time.time()) - _EPOCH_ZERO)
+        self._manager = BlockManager(epoch, settings, open_table(eviction_policy))
 
     def attach(self, raw: bytes) -> bytes:
         """`AttachEngine` → `EngineAttached`."""

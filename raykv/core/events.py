@@ -12,34 +12,40 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from itertools import islice
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+from raykv.core.table import Changes
 from raykv.event_types import EventPage
-from raykv.types import Epoch, EventKind, Generation, Key, Namespace, NodeId, Slot
+from raykv.types import Epoch, EventKind, Generation, Namespace, NodeId
 
 N = TypeVar("N", bound=str)
 
 MAX_EVENTS = 131_072
-"""Kept by default: about 30 MB. A chunk is two events in its life."""
+"""Kept by default: 30 MB, twice that if each comes alone. A chunk is two events in its life."""
 
 MAX_PAGE = 1024
 """Events in one page: with 36-byte keys under Ray's 100 KiB inline limit."""
 
 
-class Entry(NamedTuple):
-    """One event; fields that its kind does not have keep their empty values.
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Events of one kind that follow on each other, as columns.
 
-    `generation` is the NodeActor's epoch for NODE_JOINED and NODE_LOST.
+    What a kind does not have keeps its empty value; the generation is the NodeActor's epoch for
+    NODE_JOINED and NODE_LOST.
     """
 
     kind: EventKind
     node_id: NodeId = NodeId("")
     namespace: Namespace = Namespace("")
-    key: Key = Key(b"")
-    slot: Slot = Slot(0)
-    generation: int = 0
+    keys: Sequence[bytes] = (b"",)
+    slots: Sequence[int] = (0,)
+    generations: Sequence[int] = (0,)
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
 
 class EventLog:
@@ -47,14 +53,17 @@ class EventLog:
 
     def __init__(self, epoch: Epoch, most: int = MAX_EVENTS) -> None:
         self.epoch = epoch
-        self._entries: deque[Entry] = deque(maxlen=most)
+        self._most = most
+        # The oldest run may begin before the oldest event that is kept.
+        self._runs: deque[_Run] = deque()
+        self._num_in_runs = 0
         self.last_seq = 0
-        self._append(Entry(EventKind.EPOCH_BEGAN))
+        self._append(_Run(EventKind.EPOCH_BEGAN))
 
     @property
     def first_seq(self) -> int:
         """Number of the oldest event that is kept."""
-        return self.last_seq - len(self._entries) + 1
+        return self.last_seq - min(self._num_in_runs, self._most) + 1
 
     def rise_to(self, epoch: Epoch) -> None:
         """The scheduler actor takes a higher epoch: all events count as its.
@@ -63,34 +72,33 @@ class EventLog:
         """
         self.epoch = epoch
 
-    def _append(self, entry: Entry) -> None:
-        self.last_seq += 1
-        self._entries.append(entry)
+    def _append(self, run: _Run) -> None:
+        self.last_seq += len(run)
+        self._num_in_runs += len(run)
+        self._runs.append(run)
+        while self._num_in_runs - len(self._runs[0]) >= self._most:
+            self._num_in_runs -= len(self._runs.popleft())
 
-    def stored(
-        self, node_id: NodeId, namespace: Namespace, key: Key, slot: Slot, generation: Generation
-    ) -> None:
-        """A chunk came to a node."""
-        self._append(Entry(EventKind.BLOCK_STORED, node_id, namespace, key, slot, generation))
+    def stored(self, node_id: NodeId, came: Changes) -> None:
+        """Chunks came to a node."""
+        self._append(_changed(EventKind.BLOCK_STORED, node_id, came))
 
-    def removed(
-        self, node_id: NodeId, namespace: Namespace, key: Key, slot: Slot, generation: Generation
-    ) -> None:
-        """A chunk went from a node."""
-        self._append(Entry(EventKind.BLOCK_REMOVED, node_id, namespace, key, slot, generation))
+    def removed(self, node_id: NodeId, went: Changes) -> None:
+        """Chunks went from a node."""
+        self._append(_changed(EventKind.BLOCK_REMOVED, node_id, went))
 
     def node_joined(self, node_id: NodeId, node_epoch: Epoch) -> None:
         """A NodeActor's life was heard of for the first time."""
-        self._append(Entry(EventKind.NODE_JOINED, node_id, generation=node_epoch))
+        self._append(_Run(EventKind.NODE_JOINED, node_id, generations=[node_epoch]))
 
     def node_lost(self, node_id: NodeId, node_epoch: Epoch) -> None:
         """A NodeActor's life is over, and with it all that it held."""
-        self._append(Entry(EventKind.NODE_LOST, node_id, generation=node_epoch))
+        self._append(_Run(EventKind.NODE_LOST, node_id, generations=[node_epoch]))
 
     def cleared(self, namespace: Namespace, generation: Generation) -> None:
         """All chunks of a namespace are gone."""
         self._append(
-            Entry(EventKind.CACHE_CLEARED, namespace=namespace, generation=int(generation))
+            _Run(EventKind.CACHE_CLEARED, namespace=namespace, generations=[int(generation)])
         )
 
     def page(self, epoch: Epoch, after: int, most: int = MAX_PAGE) -> EventPage:
@@ -105,10 +113,9 @@ class EventLog:
         if not is_known or start < self.first_seq:
             start = self.first_seq
         is_gap = start > 1 and (not is_known or start != after + 1)
-        skipped = start - self.first_seq
-        entries = list(islice(self._entries, skipped, skipped + most))
-        nodes = _numbered(entry.node_id for entry in entries)
-        namespaces = _numbered(entry.namespace for entry in entries)
+        runs = self._between(start, start + most)
+        nodes = _numbered(run.node_id for run in runs)
+        namespaces = _numbered(run.namespace for run in runs)
         return EventPage(
             epoch=self.epoch,
             first_seq=start,
@@ -116,13 +123,32 @@ class EventLog:
             is_gap=is_gap,
             nodes=[str(name) for name in nodes],
             namespaces=[str(name) for name in namespaces],
-            kinds=[int(entry.kind) for entry in entries],
-            node_index=[nodes[entry.node_id] for entry in entries],
-            namespace_index=[namespaces[entry.namespace] for entry in entries],
-            keys=[entry.key for entry in entries],
-            slots=[entry.slot for entry in entries],
-            generations=[entry.generation for entry in entries],
+            kinds=[int(run.kind) for run in runs for _ in range(len(run))],
+            node_index=[nodes[run.node_id] for run in runs for _ in range(len(run))],
+            namespace_index=[namespaces[run.namespace] for run in runs for _ in range(len(run))],
+            keys=[key for run in runs for key in run.keys],
+            slots=[slot for run in runs for slot in run.slots],
+            generations=[generation for run in runs for generation in run.generations],
         )
+
+    def _between(self, start: int, stop: int) -> list[_Run]:
+        """The events with numbers from `start` to before `stop`; most readers are near the end."""
+        found: list[_Run] = []
+        first = self.last_seq + 1
+        for run in reversed(self._runs):
+            first -= len(run)
+            if first < stop:
+                rows = slice(max(start - first, 0), stop - first)
+                columns = (run.keys[rows], run.slots[rows], run.generations[rows])
+                found.append(_Run(run.kind, run.node_id, run.namespace, *columns))
+            if first <= start:
+                break
+        return [run for run in reversed(found) if len(run)]
+
+
+def _changed(kind: EventKind, node_id: NodeId, changes: Changes) -> _Run:
+    columns = (changes.keys, changes.slots, changes.generations)
+    return _Run(kind, node_id, changes.namespace, *columns)
 
 
 def _numbered(names: Iterable[N]) -> dict[N, int]:

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 
-from raykv.core.book import Chunk, Name
-from raykv.core.members import Node, rows
+from raykv.core.book import PoolBook
+from raykv.core.members import Node
+from raykv.core.table import Changes, Chunk, Name
 from raykv.messages import FailedStores, Inventory, NodeReport
-from raykv.types import NO_GENERATION, Generation, Namespace, Slot
+from raykv.types import NO_GENERATION, Generation, Key, Namespace, Slot
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Chunks of one namespace that came, with their slot sizes."""
+
+    came: Changes
+    slot_bytes: list[int]
+
+    def row(self, number: int) -> tuple[Name, Chunk]:
+        came = self.came
+        slot, generation = Slot(came.slots[number]), Generation(came.generations[number])
+        chunk = Chunk(slot, generation, self.slot_bytes[number])
+        return (came.namespace, Key(came.keys[number])), chunk
+
+
+def _parts(inventory: Inventory) -> Iterator[_Part]:
+    """The rows of an inventory, from one change of the namespace to the next."""
+    start = 0
+    for index, rows in groupby(inventory.namespace_index):
+        part = slice(start, start + len(list(rows)))
+        namespace = Namespace(inventory.namespaces[index])
+        columns = inventory.keys[part], inventory.slots[part], inventory.generations[part]
+        yield _Part(Changes(True, namespace, *columns), inventory.slot_bytes[part])
+        start = part.stop
 
 
 def take_inventory(node: Node, report: NodeReport, cleared: Mapping[Namespace, Generation]) -> None:
@@ -16,44 +44,52 @@ def take_inventory(node: Node, report: NodeReport, cleared: Mapping[Namespace, G
     """
     if node.inventory_complete:
         return
-    for (namespace, key), chunk in rows(report.stored):
-        if chunk.generation <= cleared.get(namespace, NO_GENERATION):
-            continue
-        node.book.end_older_lease(chunk)
-        lease = node.book.leases.get(chunk.slot)
-        if lease is not None and lease.generation == chunk.generation:
-            del node.book.leases[chunk.slot]
-        elif lease is not None or not node.book.claim_place(chunk):
-            continue
-        node.book.hold((namespace, key), chunk)
+    for part in _parts(report.stored):
+        lowest = cleared.get(part.came.namespace, NO_GENERATION)
+        if min(part.came.generations) > lowest:
+            node.book.claim_slabs(part.came.slots, part.slot_bytes)
+        for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=True):
+            name, chunk = part.row(number)
+            if chunk.generation > lowest:
+                _take_held(node.book, name, chunk)
     node.inventory_complete = report.last_page
     # What was reported before is in it.
     node.last_seq = max(node.last_seq, report.seq)
+
+
+def _take_held(book: PoolBook, name: Name, chunk: Chunk) -> None:
+    """A chunk is on the node: believe it if its slot is free, or leased for it or earlier."""
+    book.end_older_lease(chunk)
+    lease = book.lease_at(chunk.slot, chunk.generation)
+    if lease is not None or book.claim_place(chunk):
+        book.hold(name, chunk)
 
 
 def take_stored(node: Node, stored: Inventory, cleared: Mapping[Namespace, Generation]) -> None:
     """Hold what was stored: at its lease, or in a slot that is free.
 
     The lease may be unknown here: its engine has not declared it since this actor began, or was
-    given up. What was stored may have come over chunks that are still believed in.
+    given up. What was stored may have come over chunks that are still believed in, even if it is
+    void because its namespace was cleared since.
     """
     strange: list[tuple[Name, Chunk]] = []
-    for name, chunk in rows(stored):
-        is_void = chunk.generation <= cleared.get(name[0], NO_GENERATION)
-        if node.book.lease_at(chunk.slot, chunk.generation) is None:
-            if not is_void:
+    for part in _parts(stored):
+        lowest = cleared.get(part.came.namespace, NO_GENERATION)
+        for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=False):
+            name, chunk = part.row(number)
+            is_void = chunk.generation <= lowest
+            if node.book.lease_at(chunk.slot, chunk.generation) is None:
                 strange.append((name, chunk))
-            continue
-        del node.book.leases[chunk.slot]
-        if is_void:
-            node.book.release(chunk)
-            continue
-        node.book.hold(name, chunk)
+            elif is_void:
+                node.book.table.end_lease(chunk.slot, Generation(chunk.generation + 1))
+            else:
+                node.book.hold(name, chunk)
     node.book.drop_overwritten(chunk for _, chunk in strange)
     for name, chunk in strange:
         node.book.end_older_lease(chunk)
         held = node.book.find(*name)
-        if held is None or held.generation < chunk.generation:
+        is_void = chunk.generation <= cleared.get(name[0], NO_GENERATION)
+        if not is_void and (held is None or held.generation < chunk.generation):
             node.book.adopt(name, chunk)
         else:
             node.book.outlive(chunk)

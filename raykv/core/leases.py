@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raykv.core.book import Chunk, Lease
 from raykv.core.members import Engine, Node
+from raykv.core.table import Chunk, Lease
 from raykv.messages import MAX_KEYS, Leases
 from raykv.types import Epoch, Generation, Slot, make_generation
 
@@ -24,10 +24,14 @@ class Generations:
         """The last one that was given."""
         return make_generation(self.epoch, self._counter)
 
+    @property
     def next(self) -> Generation:
-        """One that was never given before."""
-        self._counter += 1
-        return self.last
+        """The first that was never given."""
+        return make_generation(self.epoch, self._counter + 1)
+
+    def skip(self, count: int) -> None:
+        """So many, from `next` on, are given."""
+        self._counter += count
 
 
 def grant(
@@ -48,13 +52,15 @@ def grant(
         size = engine.slot_bytes.get(group)
         if size is None:
             continue
-        for free in node.book.take_slots(size, min(count, budget), now):
-            generation = generations.next()
-            node.book.leases[free] = Lease(engine.engine_id, group, generation, size)
-            granted.groups.append(group)
-            granted.slots.append(free)
-            granted.generations.append(generation)
-            budget -= 1
+        first = generations.next
+        count = min(count, budget)
+        node.book.make_room(size, count, now)
+        slots = node.book.table.lend(size, count, engine.engine_id, group, first)
+        generations.skip(len(slots))
+        granted.groups.extend([group] * len(slots))
+        granted.slots.extend(slots)
+        granted.generations.extend(range(first, first + len(slots)))
+        budget -= len(slots)
     return granted
 
 
@@ -77,15 +83,15 @@ def take_declared(
         engine.void = True
         leases = Leases()
     declared = dict(zip(leases.slots, leases.generations, strict=True))
-    for slot, lease in list(node.book.leases.items()):
+    for slot, lease in node.book.leases().items():
         if lease.engine_id == engine.engine_id and declared.get(slot) != lease.generation:
-            node.book.end_lease(slot)
+            node.book.end_lease(slot, lease)
     claimed = list(_plausible(engine, node, leases, highest))
     node.book.drop_overwritten(chunk for _, chunk in claimed)
     for group, chunk in claimed:
         if node.book.claim_place(chunk):
             lease = Lease(engine.engine_id, group, chunk.generation, chunk.slot_bytes)
-            node.book.leases[chunk.slot] = lease
+            node.book.table.lend_at(chunk.slot, lease)
 
 
 def _plausible(
@@ -95,7 +101,7 @@ def _plausible(
     columns = zip(leases.groups, leases.slots, leases.generations, strict=True)
     for group, slot, generation in columns:
         size = engine.slot_bytes.get(group)
-        if size is None or generation > highest or Slot(slot) in node.book.leases:
+        if size is None or generation > highest or node.book.table.lease_of(Slot(slot)):
             continue
         chunk = Chunk(Slot(slot), Generation(generation), size)
         if node.book.may_come(chunk):

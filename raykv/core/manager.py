@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raykv.core.book import Change, Name, PoolBook
+from raykv.core.book import PoolBook
+from raykv.core.dict_table import DictTable
 from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
 from raykv.core.inventory import take_failed, take_inventory, take_stored
@@ -33,8 +34,8 @@ from raykv.core.members import Engine, Node, engine_status, node_status
 from raykv.core.mirror import Mirror
 from raykv.core.policy import DEFAULT_POLICY, POLICIES
 from raykv.core.questions import Questions
-from raykv.core.replicas import ReplicaIndex
 from raykv.core.snapshots import Snapshots
+from raykv.core.table import Changes, ChunkTable
 from raykv.event_types import EventPage, SnapshotPage
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -72,9 +73,20 @@ class ManagerSettings:
 
 
 class BlockManager:
-    """See the module's docstring. All times are seconds of one monotonic clock of the caller."""
+    """See the module's docstring. All times are seconds of one monotonic clock of the caller.
 
-    def __init__(self, epoch: Epoch, settings: ManagerSettings | None = None) -> None:
+    Args:
+        epoch: this life's; above that of earlier ones, or nodes' reports raise it.
+        settings: times and bounds.
+        table: an empty one (None: one of dicts, with the eviction policy of the settings).
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        settings: ManagerSettings | None = None,
+        table: ChunkTable | None = None,
+    ) -> None:
         self.settings = settings or ManagerSettings()
         assert self.settings.eviction_policy in POLICIES, self.settings.eviction_policy
         self._generations = Generations(epoch)
@@ -85,8 +97,8 @@ class BlockManager:
         self._engines: dict[EngineId, Engine] = {}
         # Generation up to which each namespace was cleared; later `stored` reports are void.
         self._cleared: dict[Namespace, Generation] = {}
-        self._index = ReplicaIndex()
-        self._questions = Questions(self._nodes, self._index)
+        self._table = table or DictTable(self.settings.eviction_policy)
+        self._questions = Questions(self._nodes, self._table)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
 
@@ -149,15 +161,12 @@ class BlockManager:
         """A NodeActor is gone with its pool."""
         del self._nodes[node.node_id]
         self._log.node_lost(node.node_id, node.epoch)
-        for name in node.book.names():
-            self._mark_spares(name, self._index.remove(name, node.node_id), came=False)
+        self._table.remove_node(node.node_id)
 
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
-        return PoolBook(
-            PoolGeometry(report.pool_bytes, report.slab_bytes),
-            self.settings.eviction_policy,
-            lambda namespace, change: self._changed(node_id, namespace, change),
-        )
+        geometry = PoolGeometry(report.pool_bytes, report.slab_bytes)
+        table = self._table.add_node(node_id, geometry)
+        return PoolBook(table, lambda changes: self._changed(node_id, changes))
 
     def _refresh(self, node: Node, report: NodeReport, now: float) -> None:
         node.last_report = now
@@ -246,7 +255,7 @@ class BlockManager:
 
     def _new_mirror(self, node_id: NodeId, namespace: Namespace) -> Mirror:
         node = self._nodes.get(node_id)
-        return Mirror([] if node is None else node.book.keys(namespace))
+        return Mirror(None if node is None else node.book.table, namespace)
 
     def detach_engine(self, engine_id: EngineId) -> None:
         """End an engine's session: its leases return to the free slots, its chunks stay."""
@@ -291,9 +300,9 @@ class BlockManager:
             self.clear(engine.namespace)
         released_columns = zip(request.released.slots, request.released.generations, strict=True)
         for released, generation in released_columns:
-            lease = node.book.leases.get(Slot(released))
+            lease = node.book.table.lease_of(Slot(released))
             if lease is not None and lease.generation == generation:
-                node.book.end_lease(Slot(released))
+                node.book.end_lease(Slot(released), lease)
         dropped = zip(request.dropped.keys, request.dropped.generations, strict=True)
         for key, generation in dropped:
             chunk = node.book.find(engine.namespace, Key(key))
@@ -303,10 +312,10 @@ class BlockManager:
         for source, key, generation in lost:
             self._drop_lost(NodeId(source), engine.namespace, Key(key), Generation(generation))
         self._questions.announce(engine, request.announced)
-        for key in request.pinned:
-            node.book.pin((engine.namespace, Key(key)), now + self.settings.pin_s)
-        for key in request.touched:
-            node.book.touch((engine.namespace, Key(key)))
+        if request.pinned:
+            node.book.table.pin(engine.namespace, request.pinned, now + self.settings.pin_s)
+        if request.touched:
+            node.book.table.touch(engine.namespace, request.touched)
 
     def _drop_lost(
         self, node_id: NodeId, namespace: Namespace, key: Key, generation: Generation
@@ -325,7 +334,7 @@ class BlockManager:
         granted = grant(engine, node, wanted, self._generations, now)
         void, engine.void = engine.void, False
         reset = engine.mirror.is_reset
-        stored, removed = engine.mirror.next_page(lambda key: node.book.find(engine.namespace, key))
+        stored, removed = engine.mirror.next_page()
         return SyncReply(
             epoch=self.epoch,
             seq=request.seq,
@@ -345,7 +354,7 @@ class BlockManager:
     def _has_peers(self, engine: Engine) -> bool:
         """Whether anybody else may have, or come to have, chunks of the engine's namespace."""
         return any(
-            node.node_id != engine.node_id and node.book.holds_any(engine.namespace)
+            node.node_id != engine.node_id and node.book.table.holds_any(engine.namespace)
             for node in self._nodes.values()
         ) or any(
             other is not engine and other.namespace == engine.namespace
@@ -354,31 +363,12 @@ class BlockManager:
 
     # Changes
 
-    def _changed(self, node_id: NodeId, namespace: Namespace, change: Change) -> None:
-        """A chunk came to a node, or went: index, log and mirrors follow."""
-        name = (namespace, change.key)
-        place = (node_id, namespace, change.key, change.slot, change.generation)
-        if change.stored:
-            self._mark_spares(name, self._index.add(name, node_id), came=True)
-            self._log.stored(*place)
-        else:
-            self._mark_spares(name, self._index.remove(name, node_id), came=False)
-            self._log.removed(*place)
-        self._tell(node_id, namespace, change)
-
-    def _mark_spares(self, name: Name, holders: tuple[NodeId, ...], *, came: bool) -> None:
-        """Tell the books whether a chunk has a replica elsewhere, those that did not know it."""
-        if came:
-            affected = holders if len(holders) == 2 else holders[-1:]
-        else:
-            affected = holders if len(holders) == 1 else ()
-        for node_id in affected:
-            self._nodes[node_id].book.set_spare(name, len(holders) > 1)
-
-    def _tell(self, node_id: NodeId, namespace: Namespace, change: Change) -> None:
+    def _changed(self, node_id: NodeId, changes: Changes) -> None:
+        """Chunks came to a node, or went: log and mirrors follow."""
+        (self._log.stored if changes.stored else self._log.removed)(node_id, changes)
         for engine in self._engines_on(node_id):
-            if engine.namespace == namespace:
-                engine.mirror.add(change)
+            if engine.namespace == changes.namespace:
+                engine.mirror.add(changes)
                 if engine.mirror.is_overfull:
                     self._start_snapshot(engine)
 
@@ -396,14 +386,13 @@ class BlockManager:
         now_generation = self._generations.last
         for name in names:
             self._cleared[name] = now_generation
-            self._index.forget_namespace(name)
             self._questions.forget_namespace(name)
             self._log.cleared(name, now_generation)
             for node in self._nodes.values():
                 self._clear_on(node, name)
 
     def _clear_on(self, node: Node, namespace: Namespace) -> None:
-        node.book.clear(namespace)
+        node.book.table.clear(namespace)
         engines = {e.engine_id for e in self._engines_on(node.node_id) if e.namespace == namespace}
         for engine_id in engines:
             node.book.end_leases(engine_id)
@@ -411,7 +400,7 @@ class BlockManager:
             self._start_snapshot(self._engines[engine_id])
 
     def _known_namespaces(self) -> set[Namespace]:
-        held = {name for node in self._nodes.values() for name in node.book.sizes()}
+        held = {name for node in self._nodes.values() for name in node.book.table.sizes()}
         return held | {engine.namespace for engine in self._engines.values()}
 
     def set_paused(self, paused: bool) -> None:
@@ -432,7 +421,7 @@ class BlockManager:
                 self._lose(node)
                 for engine in self._engines_on(node.node_id):
                     del self._engines[engine.engine_id]
-            node.book.forget_pins(now)
+            node.book.table.forget_pins(now)
 
     # Readers
 
@@ -457,7 +446,7 @@ class BlockManager:
         """A picture for people; changes nothing."""
         namespaces: dict[str, int] = {}
         for node in self._nodes.values():
-            for name, count in node.book.sizes().items():
+            for name, count in node.book.table.sizes().items():
                 namespaces[name] = namespaces.get(name, 0) + count
         return ClusterStatus(
             address=address,
@@ -480,13 +469,9 @@ class BlockManager:
 
     def check(self) -> None:
         """Assert the invariants over the whole state; for tests and idle moments."""
+        self._table.check()
         for node in self._nodes.values():
             node.book.check()
-        indexed = {
-            (name, node_id) for name in self._index.names() for node_id in self._index.nodes(name)
-        }
-        held = {(name, node.node_id) for node in self._nodes.values() for name in node.book.names()}
-        assert indexed == held, indexed ^ held
 
 
 def _seen_epoch(report: NodeReport) -> Epoch:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from raykv.core.book import Chunk, Name, PoolBook
+from raykv.core.book import PoolBook
 from raykv.core.mirror import Mirror
-from raykv.messages import EngineStatus, Inventory, NodeStats, NodeStatus, SyncReply
-from raykv.types import EngineId, Epoch, Generation, Key, Namespace, NodeId, Slot
+from raykv.messages import EngineStatus, NodeStats, NodeStatus, SyncReply
+from raykv.types import EngineId, Epoch, Namespace, NodeId
 
 
 @dataclass(slots=True)
@@ -48,21 +47,6 @@ class Engine:
     counters: dict[str, int] = field(default_factory=dict)
 
 
-def rows(inventory: Inventory) -> Iterable[tuple[Name, Chunk]]:
-    """The columns of an inventory as (namespace, key) and chunk."""
-    columns = zip(
-        inventory.namespace_index,
-        inventory.keys,
-        inventory.slots,
-        inventory.generations,
-        inventory.slot_bytes,
-        strict=True,
-    )
-    for index, key, slot, generation, slot_bytes in columns:
-        name = (Namespace(inventory.namespaces[index]), Key(key))
-        yield name, Chunk(Slot(slot), Generation(generation), slot_bytes)
-
-
 def node_status(node: Node, now: float) -> NodeStatus:
     """A picture of a node for people."""
     return NodeStatus(
@@ -74,7 +58,7 @@ def node_status(node: Node, now: float) -> NodeStatus:
         prefaulted_bytes=node.stats.prefaulted_bytes,
         used_bytes=node.stats.used_bytes,
         free_slots=node.book.num_free,
-        leased_slots=len(node.book.leases),
+        leased_slots=node.book.table.num_leases,
         chunks=node.book.num_chunks,
         bytes_stored=node.stats.bytes_stored,
         bytes_loaded=node.stats.bytes_loaded,
@@ -89,7 +73,7 @@ def node_status(node: Node, now: float) -> NodeStatus:
 
 def engine_status(engine: Engine, node: Node | None, now: float) -> EngineStatus:
     """A picture of an engine for people."""
-    leases = [] if node is None else list(node.book.leases.values())
+    leases = [] if node is None else node.book.leases().values()
     return EngineStatus(
         engine_id=engine.engine_id,
         node_id=engine.node_id,

@@ -10,22 +10,29 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
+from typing import Any
 
-from raykv.core.book import Change, Chunk
+from raykv.core.table import Changes, NodeTable
 from raykv.messages import MAX_KEYS, Handles
-from raykv.types import Generation, Key, Slot
+from raykv.types import Namespace
 
 MAX_PENDING_CHANGES = 262_144
-"""Per engine: about 40 MB."""
+"""Per engine. The columns are the event log's own, which keeps the latest of them anyway."""
 
 
 class Mirror:
-    """One engine's queue; `keys` are all that its snapshot begins with."""
+    """One engine's queue, beginning with all chunks of a namespace on a node (None: with none)."""
 
-    def __init__(self, keys: list[Key]) -> None:
-        self._changes: deque[Change] = deque()
-        self._snapshot: Iterator[Key] | None = iter(keys)
+    def __init__(self, table: NodeTable | None, namespace: Namespace) -> None:
+        self._table = table
+        self._namespace = namespace
+        self._changes: deque[Changes] = deque()
+        # How many of the first of them have been told.
+        self._num_told = 0
+        self.num_pending = 0
+        self._snapshot: Sequence[Any] | None = [] if table is None else table.places(namespace)
+        self._position = 0
         # Whether the next page is the first of a snapshot.
         self.is_reset = True
 
@@ -37,44 +44,68 @@ class Mirror:
     @property
     def is_overfull(self) -> bool:
         """Whether a new snapshot is cheaper than what is kept."""
-        return len(self._changes) > MAX_PENDING_CHANGES
+        return self.num_pending > MAX_PENDING_CHANGES
 
-    def add(self, change: Change) -> None:
+    def add(self, changes: Changes) -> None:
         """Something happened that the engine should know."""
-        self._changes.append(change)
+        self._changes.append(changes)
+        self.num_pending += len(changes)
 
-    def next_page(self, find: Callable[[Key], Chunk | None]) -> tuple[Handles, Handles]:
+    def next_page(self) -> tuple[Handles, Handles]:
         """What came and what went, at most `MAX_KEYS` together.
 
         An engine takes a page's removals first, so a chunk that came and went is only removed.
-        `find` gives the chunk that is held under a key now.
         """
         self.is_reset = False
         stored, removed = Handles([], [], []), Handles([], [], [])
-        while self._snapshot is not None and len(stored) < MAX_KEYS:
-            key = next(self._snapshot, None)
-            if key is None:
-                self._snapshot = None
-                break
-            chunk = find(key)
-            if chunk is not None:
-                _append(stored, key, chunk.slot, chunk.generation)
-        came: dict[Key, Change] = {}
-        while self._snapshot is None and self._changes:
-            if len(stored) + len(came) + len(removed) >= MAX_KEYS:
-                break
-            change = self._changes.popleft()
-            if change.stored:
-                came[change.key] = change
-            else:
-                came.pop(change.key, None)
-                _append(removed, change.key, change.slot, change.generation)
-        for change in came.values():
-            _append(stored, change.key, change.slot, change.generation)
+        self._tell_snapshot(stored)
+        if self._snapshot is None:
+            self._tell_changes(stored, removed)
         return stored, removed
 
+    def _tell_snapshot(self, stored: Handles) -> None:
+        while self._snapshot is not None and len(stored) < MAX_KEYS:
+            end = self._position + MAX_KEYS - len(stored)
+            places = self._snapshot[self._position : end]
+            if not len(places):
+                self._snapshot = None
+                break
+            assert self._table is not None
+            self._position = end
+            held = self._table.held_at(places, self._namespace)
+            _extend(stored, held.keys, held.slots, held.generations)
 
-def _append(handles: Handles, key: Key, slot: Slot, generation: Generation) -> None:
-    handles.keys.append(key)
-    handles.slots.append(slot)
-    handles.generations.append(generation)
+    def _tell_changes(self, stored: Handles, removed: Handles) -> None:
+        """A key that goes after it came is taken out of what came."""
+        came: dict[bytes, tuple[int, int]] = {}
+        while self._changes and (room := MAX_KEYS - len(stored) - len(came) - len(removed)) > 0:
+            first = self._changes[0]
+            rows = slice(self._num_told, min(self._num_told + room, len(first)))
+            keys, slots = first.keys[rows], first.slots[rows]
+            if first.stored:
+                places = zip(slots, first.generations[rows], strict=True)
+                came.update(zip(keys, places, strict=True))
+            else:
+                for key in keys if came else ():
+                    came.pop(key, None)
+                _extend(removed, keys, slots, first.generations[rows])
+            self._advance(len(keys))
+        _extend(
+            stored,
+            came,
+            [slot for slot, _ in came.values()],
+            [generation for _, generation in came.values()],
+        )
+
+    def _advance(self, count: int) -> None:
+        self.num_pending -= count
+        self._num_told += count
+        if self._num_told == len(self._changes[0]):
+            self._changes.popleft()
+            self._num_told = 0
+
+
+def _extend(handles: Handles, keys: Any, slots: Sequence[int], generations: Sequence[int]) -> None:
+    handles.keys.extend(keys)
+    handles.slots.extend(slots)
+    handles.generations.extend(generations)

@@ -72,6 +72,9 @@ class LRU(Generic[N]):
         """See `EvictionPolicy.candidates`."""
         return iter(self._names)
 
+    def __contains__(self, name: N) -> bool:
+        return name in self._names
+
     def __len__(self) -> int:
         return len(self._names)
 

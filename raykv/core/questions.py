@@ -8,11 +8,10 @@ Invariant: a replica that is told is pinned, so that it is not evicted before it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from raykv.core.book import Name
 from raykv.core.members import Engine, Node
-from raykv.core.replicas import ReplicaIndex
+from raykv.core.table import ChunkTable, Name
 from raykv.messages import Handles, Replicas
 from raykv.types import Generation, Key, Namespace, NodeId, Slot
 
@@ -26,12 +25,12 @@ MAX_ANNOUNCED = 262_144
 class Questions:
     """Args:
     nodes: all nodes, kept up to date by the block manager.
-    index: of all their chunks.
+    table: of all their chunks.
     """
 
-    def __init__(self, nodes: dict[NodeId, Node], index: ReplicaIndex) -> None:
+    def __init__(self, nodes: dict[NodeId, Node], table: ChunkTable) -> None:
         self._nodes = nodes
-        self._index = index
+        self._table = table
         self._announced: dict[Name, tuple[NodeId, Slot, Generation]] = {}
 
     def announce(self, engine: Engine, handles: Handles) -> None:
@@ -62,52 +61,37 @@ class Questions:
         node = self._nodes.get(node_id)
         return node is not None and node.book.lease_at(slot, generation) is not None
 
-    def answer(self, engine: Engine, asked: Iterable[bytes], pinned_until: float) -> Replicas:
+    def answer(self, engine: Engine, asked: Sequence[bytes], pinned_until: float) -> Replicas:
         """Where the keys are; those on the engine's own node too."""
+        if not asked:
+            return Replicas()
         order = self._preference(engine)
-        answer = Replicas([], [], [], [], [], [], [])
-        numbers: dict[NodeId, int] = {}
-        for position, key in enumerate(asked):
-            name = (engine.namespace, Key(key))
-            holders = sorted(self._index.nodes(name), key=lambda node_id: order[node_id])
-            for node_id in holders[:MAX_TOLD]:
-                self._tell(answer, position, name, node_id, numbers, pinned_until)
-            if not holders and self._is_announced(name):
-                answer.pending.append(position)
-        return answer
+        found = self._table.ask(engine.namespace, asked, order, MAX_TOLD, pinned_until)
+        return Replicas(
+            nodes=[str(node_id) for node_id in found.nodes],
+            node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
+            key_index=found.key_index,
+            node_index=found.node_index,
+            slots=found.slots,
+            generations=found.generations,
+            pending=[
+                position
+                for position in found.missing
+                if self._is_announced((engine.namespace, Key(asked[position])))
+            ],
+        )
 
-    def _preference(self, engine: Engine) -> dict[NodeId, tuple[bool, bool, int, NodeId]]:
-        """Sort keys of nodes as sources: the own one, then the same host, then least loaded."""
+    def _preference(self, engine: Engine) -> list[NodeId]:
+        """All nodes as sources: the own one, then the same host, then the least loaded."""
         own = self._nodes.get(engine.node_id)
         hostname = "" if own is None else own.hostname
-        return {
-            node.node_id: (
+        nodes = sorted(
+            self._nodes.values(),
+            key=lambda node: (
                 node.node_id != engine.node_id,
                 node.hostname != hostname,
                 node.stats.queued_jobs + node.stats.reading,
                 node.node_id,
-            )
-            for node in self._nodes.values()
-        }
-
-    def _tell(
-        self,
-        answer: Replicas,
-        position: int,
-        name: Name,
-        node_id: NodeId,
-        numbers: dict[NodeId, int],
-        pinned_until: float,
-    ) -> None:
-        node = self._nodes[node_id]
-        chunk = node.book.find(*name)
-        assert chunk is not None, (name, node_id)
-        if node_id not in numbers:
-            numbers[node_id] = len(numbers)
-            answer.nodes.append(str(node_id))
-            answer.node_epochs.append(int(node.epoch))
-        node.book.pin(name, pinned_until)
-        answer.key_index.append(position)
-        answer.node_index.append(numbers[node_id])
-        answer.slots.append(chunk.slot)
-        answer.generations.append(chunk.generation)
+            ),
+        )
+        return [node.node_id for node in nodes]

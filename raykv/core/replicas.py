@@ -5,7 +5,7 @@ Invariant: a node is listed under a name exactly as long as its book holds the c
 
 from __future__ import annotations
 
-from raykv.core.book import Name
+from raykv.core.table import Name
 from raykv.types import Key, Namespace, NodeId
 
 _Nodes = tuple[NodeId, ...]
@@ -41,10 +41,6 @@ class ReplicaIndex:
         elif keys.pop(key, None) is not None and not keys:
             del self._nodes[namespace]
         return left
-
-    def forget_namespace(self, namespace: Namespace) -> None:
-        """All its chunks are gone."""
-        self._nodes.pop(namespace, None)
 
     def names(self) -> list[Name]:
         """All chunks that are anywhere; for tests."""

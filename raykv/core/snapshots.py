@@ -1,23 +1,24 @@
 """Pictures of the directory for readers of the event stream, page by page.
 
-A snapshot is the list of what was held when it began; each page tells what is held of it now, and
-the events since its beginning do the rest. A page can be asked for again. Only a few snapshots are
-kept, and the oldest goes first: a reader that dawdles begins anew.
+A snapshot is the list of the places where something was held when it began; each page tells what is
+held there now, and the events since its beginning do the rest. A page can be asked for again. Only
+a few snapshots are kept, and the oldest goes first: a reader that dawdles begins anew.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from raykv.core.book import Chunk, Name
 from raykv.core.members import Node
 from raykv.event_types import SnapshotPage
 from raykv.messages import Inventory
 from raykv.types import NodeId
 
 MAX_OPEN = 4
-"""Each keeps eight bytes a chunk."""
+"""Each keeps four bytes a chunk, or as many more as the table of chunks makes of it."""
 
 MAX_PAGE = 1024
 """Chunks in one page."""
@@ -29,7 +30,7 @@ _POSITION_BITS = 40
 class _Snapshot:
     epoch: int
     seq: int
-    parts: list[tuple[NodeId, int, list[Name]]]
+    parts: list[tuple[NodeId, int, Sequence[Any]]]
 
 
 class Snapshots:
@@ -42,7 +43,7 @@ class Snapshots:
     def begin(self, epoch: int, seq: int, nodes: list[Node]) -> int:
         """Start a snapshot at a place of the event log; returns the cursor of its first page."""
         self._counter += 1
-        parts = [(node.node_id, int(node.epoch), node.book.names()) for node in nodes]
+        parts = [(node.node_id, int(node.epoch), node.book.table.places()) for node in nodes]
         self._open[self._counter] = _Snapshot(epoch, seq, parts)
         if len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)
@@ -55,12 +56,12 @@ class Snapshots:
         if snapshot is None:
             return SnapshotPage(0, 0, 0, error="the snapshot is not kept any more: begin anew")
         skipped = 0
-        for node_id, node_epoch, names in snapshot.parts:
+        for node_id, node_epoch, places in snapshot.parts:
             # A node without chunks has one page too.
-            room = max(1, len(names))
+            room = max(1, len(places))
             if position < skipped + room:
                 first = position - skipped
-                page = names[first : first + MAX_PAGE]
+                page = places[first : first + MAX_PAGE]
                 return SnapshotPage(
                     snapshot.epoch,
                     snapshot.seq,
@@ -73,22 +74,18 @@ class Snapshots:
         return SnapshotPage(snapshot.epoch, snapshot.seq, cursor, is_last=True)
 
 
-def _held(names: list[Name], node: Node | None, node_epoch: int) -> Inventory:
-    """What the node, in that life, still holds of `names`."""
+def _held(places: Sequence[Any], node: Node | None, node_epoch: int) -> Inventory:
+    """What the node, in that life, holds at places now."""
     if node is None or node.epoch != node_epoch:
         return Inventory()
-    found: list[tuple[Name, Chunk]] = []
-    for name in names:
-        chunk = node.book.find(*name)
-        if chunk is not None:
-            found.append((name, chunk))
-    namespaces = dict.fromkeys(name[0] for name, _ in found)
+    held = node.book.table.held_at(places)
+    namespaces = dict.fromkeys(held.namespaces)
     index = {namespace: number for number, namespace in enumerate(namespaces)}
     return Inventory(
         namespaces=[str(namespace) for namespace in index],
-        namespace_index=[index[name[0]] for name, _ in found],
-        keys=[name[1] for name, _ in found],
-        slots=[chunk.slot for _, chunk in found],
-        generations=[chunk.generation for _, chunk in found],
-        slot_bytes=[chunk.slot_bytes for _, chunk in found],
+        namespace_index=[index[namespace] for namespace in held.namespaces],
+        keys=held.keys,
+        slots=held.slots,
+        generations=held.generations,
+        slot_bytes=held.slot_bytes,
     )

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from raykv.core import manager, slots
-from raykv.core.book import Lease, PoolBook
+from raykv.core.book import PoolBook
 from raykv.core.events import EventLog
 from raykv.core.remote import RemoteChunks
 from raykv.core.slots import ChunkName, SlotState, SlotTable
+from raykv.core.table import Lease
 from raykv.core.view import EngineView
 from raykv.types import Epoch, Generation, Refusal, Slot
 
@@ -54,7 +55,7 @@ def stored_report_counts_at_any_generation(patches: pytest.MonkeyPatch) -> None:
     """A report about a slot that is leased is believed, even one from before the lease."""
 
     def lease_at(book: PoolBook, slot: Slot, _generation: int) -> Lease | None:
-        return book.leases.get(slot)
+        return book.table.lease_of(slot)
 
     patches.setattr(PoolBook, "lease_at", lease_at)
 

@@ -108,7 +108,7 @@ def leases(cluster: Cluster) -> Leases:
     return {
         (node.node_id, lease.engine_id, slot, lease.generation)
         for node in cluster.manager._nodes.values()
-        for slot, lease in node.book.leases.items()
+        for slot, lease in node.book.leases().items()
     }
 
 
@@ -254,5 +254,5 @@ def is_known(cluster: Cluster, node: Node, name: ChunkName) -> bool:
     return any(
         slot == name.slot
         or (slab_of(slot) == slab_of(name.slot) and lease.slot_bytes != name.slot_bytes)
-        for slot, lease in book.leases.items()
+        for slot, lease in book.leases().items()
     )

@@ -6,6 +6,7 @@ import pytest
 
 from tests.simulation.bugs import BUGS
 from tests.simulation.world import SimulationError, run
+from tests.tables import use_table
 
 NUM_SEEDS = 64
 NUM_STEPS = 3000
@@ -16,6 +17,16 @@ def test_cluster_comes_to_the_truth_after_faults(seed: int) -> None:
     world = run(seed, NUM_STEPS)
 
     # Otherwise there was nothing to find.
+    assert world.cluster.directory()
+
+
+@pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 4))
+def test_cluster_comes_to_the_truth_with_a_flat_directory(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_table(monkeypatch, "flat")
+    world = run(seed, NUM_STEPS)
+
     assert world.cluster.directory()
 
 

@@ -55,6 +55,7 @@ from raykv.types import (
     NodeId,
     Refusal,
 )
+from tests.tables import use_table
 
 PAGE = 4096
 NUM_PAGES = 16
@@ -441,10 +442,12 @@ engines = st.integers(0, 1)
 class DirectoryMachine(RuleBasedStateMachine):
     SECOND_NAMESPACE = "first"
     SECOND_PAGES = 1
+    TABLE = "dict"
 
     @initialize(filled=st.integers(0, len(NAMES)))
     def begin(self, filled: int) -> None:
         self.patches = pytest.MonkeyPatch()
+        use_table(self.patches, self.TABLE)
         self.patches.setattr(raykv.core.leases, "MAX_KEYS", PAGE_KEYS)
         self.patches.setattr(raykv.core.mirror, "MAX_KEYS", PAGE_KEYS)
         self.now = 1000.0
@@ -749,11 +752,35 @@ class TwoSlotSizesMachine(DirectoryMachine):
     SECOND_PAGES = 2
 
 
+class FlatMachine(DirectoryMachine):
+    TABLE = "flat"
+
+
+class FlatTwoNamespacesMachine(TwoNamespacesMachine):
+    TABLE = "flat"
+
+
+class FlatTwoSlotSizesMachine(TwoSlotSizesMachine):
+    TABLE = "flat"
+
+
 PROFILE = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
-for machine in (DirectoryMachine, TwoNamespacesMachine, TwoSlotSizesMachine):
+for machine in (
+    DirectoryMachine,
+    TwoNamespacesMachine,
+    TwoSlotSizesMachine,
+    FlatMachine,
+    FlatTwoNamespacesMachine,
+    FlatTwoSlotSizesMachine,
+):
     machine.TestCase.settings = PROFILE
 
 test_directory_comes_to_the_truth_with_two_engines_of_one_model = DirectoryMachine.TestCase
 test_directory_comes_to_the_truth_with_engines_of_two_models = TwoNamespacesMachine.TestCase
 test_directory_comes_to_the_truth_with_two_slot_sizes = TwoSlotSizesMachine.TestCase
+test_flat_directory_comes_to_the_truth_with_two_engines_of_one_model = FlatMachine.TestCase
+test_flat_directory_comes_to_the_truth_with_engines_of_two_models = (
+    FlatTwoNamespacesMachine.TestCase
+)
+test_flat_directory_comes_to_the_truth_with_two_slot_sizes = FlatTwoSlotSizesMachine.TestCase

@@ -36,6 +36,7 @@ from raykv.messages import (
     encode,
 )
 from raykv.types import EngineId, Epoch, Key, Namespace, NodeId
+from tests.tables import use_table
 
 PAGE = 4096
 SLAB = 4
@@ -258,12 +259,15 @@ readers = st.integers(0, NUM_READERS - 1)
 class EventLogMachine(RuleBasedStateMachine):
     """See the module's docstring."""
 
+    TABLE = "dict"
+
     @initialize()
     def begin(self) -> None:
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(raykv.core.snapshots, "MAX_PAGE", SNAPSHOT_PAGE)
         self.patches.setattr(raykv.core.snapshots, "MAX_OPEN", MAX_OPEN)
         self.now = 1000.0
+        use_table(self.patches, self.TABLE)
         self.manager = BlockManager(Epoch(1), SETTINGS)
         self.nodes = {name: Node(name) for name in NODES}
         self.engines = {
@@ -434,11 +438,7 @@ class EventLogMachine(RuleBasedStateMachine):
     def spares_are_the_chunks_that_another_node_has_too(self) -> None:
         held = self.held()
         for node_id, node in self.manager._nodes.items():
-            spares = {
-                (node_id, namespace, name)
-                for slot_class in node.book._classes.values()
-                for namespace, name in slot_class.spares.candidates()
-            }
+            spares = {(node_id, *name) for name in node.book.table.spares()}
             assert spares == {
                 place
                 for place in held
@@ -446,8 +446,14 @@ class EventLogMachine(RuleBasedStateMachine):
             }
 
 
-EventLogMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None
-)
+class FlatEventLogMachine(EventLogMachine):
+    TABLE = "flat"
+
+
+PROFILE = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+for machine in (EventLogMachine, FlatEventLogMachine):
+    machine.TestCase.settings = PROFILE
 
 test_readers_come_to_know_the_directory = EventLogMachine.TestCase
+test_readers_come_to_know_the_flat_directory = FlatEventLogMachine.TestCase

@@ -106,6 +106,15 @@ def test_json_alone_goes_to_standard_output() -> None:
     assert {row["subject"] for row in told["rows"]} >= {"RayKV", "bare dict loop"}
 
 
+def test_directory_is_measured_beside_a_dict_at_each_size() -> None:
+    made = BENCHMARKS["directory"].run(Options(quick=True, repeats=1))
+    subjects = {(row.case, row.subject) for row in made.rows}
+    assert ("lookups, 2 k chunks", "RayKV") in subjects
+    assert ("evictions, 4 k chunks", "plain dict") in subjects
+    assert len(made.verdicts) == 6
+    assert all(value > 0 for row in made.rows for value in row.values if row.unit != "B/chunk")
+
+
 def test_repeats_are_the_users_else_few_when_quick() -> None:
     assert Options(repeats=4).repeats_or(9) == 4
     assert Options(quick=True).repeats_or(9) == 2

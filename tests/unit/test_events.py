@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.core.events import MAX_PAGE, EventLog
+from raykv.core.table import Changes
 from raykv.event_types import (
     BlockRemoved,
     BlockStored,
@@ -28,11 +29,19 @@ def key(name: str, group: int = 0) -> Key:
     return Key(name.encode() + group.to_bytes(4, "big"))
 
 
+def came(namespace: Namespace, name: Key, slot: Slot, generation: Generation) -> Changes:
+    return Changes(True, namespace, [name], [slot], [generation])
+
+
+def went(namespace: Namespace, name: Key, slot: Slot, generation: Generation) -> Changes:
+    return Changes(False, namespace, [name], [slot], [generation])
+
+
 def add(log: EventLog, count: int) -> None:
     """So many chunks come to a node; the generation is the event's number."""
     for _ in range(count):
         seq = log.last_seq + 1
-        log.stored(NODE, MODEL, key(str(seq)), Slot(seq), Generation(seq))
+        log.stored(NODE, came(MODEL, key(str(seq)), Slot(seq), Generation(seq)))
 
 
 def log_of(last_seq: int, most: int = 100) -> EventLog:
@@ -65,10 +74,10 @@ def test_log_begins_with_epoch_began_as_number_one() -> None:
 def test_events_cross_the_wire_whole_and_numbered_in_their_order() -> None:
     log = EventLog(EPOCH)
     log.node_joined(NODE, Epoch(70))
-    log.stored(NODE, MODEL, key("a", 2), Slot(5), Generation(1 << 40))
+    log.stored(NODE, came(MODEL, key("a", 2), Slot(5), Generation(1 << 40)))
     log.node_joined(OTHER, Epoch(80))
-    log.stored(OTHER, SECOND, key("b"), Slot(6), Generation(8))
-    log.removed(NODE, MODEL, key("a", 2), Slot(5), Generation(1 << 40))
+    log.stored(OTHER, came(SECOND, key("b"), Slot(6), Generation(8)))
+    log.removed(NODE, went(MODEL, key("a", 2), Slot(5), Generation(1 << 40)))
     log.cleared(SECOND, Generation(9))
     log.node_lost(OTHER, Epoch(80))
     assert received(log.page(EPOCH, 0)) == [
@@ -105,8 +114,8 @@ def test_events_cross_the_wire_whole_and_numbered_in_their_order() -> None:
 def test_page_names_each_node_and_namespace_once() -> None:
     log = EventLog(EPOCH)
     for number in range(5):
-        log.stored(NODE, MODEL, key(str(number)), Slot(number), Generation(number))
-        log.removed(OTHER, SECOND, key(str(number)), Slot(number), Generation(number))
+        log.stored(NODE, came(MODEL, key(str(number)), Slot(number), Generation(number)))
+        log.removed(OTHER, went(SECOND, key(str(number)), Slot(number), Generation(number)))
     page = log.page(EPOCH, 1)
     assert page.nodes == ["node", "other"]
     assert page.namespaces == ["model", "second"]
@@ -115,7 +124,7 @@ def test_page_names_each_node_and_namespace_once() -> None:
 
 def test_block_event_has_the_parts_of_its_key() -> None:
     log = EventLog(EPOCH)
-    log.stored(NODE, MODEL, key("hash", 7), Slot(0), Generation(1))
+    log.stored(NODE, came(MODEL, key("hash", 7), Slot(0), Generation(1)))
     (event,) = events_of(log.page(EPOCH, 1))
     assert isinstance(event, BlockStored)
     assert (event.block_hash, event.group) == (b"hash", 7)
@@ -158,7 +167,7 @@ def test_page_of_the_default_size_is_small_enough_to_go_inline() -> None:
     log = EventLog(EPOCH)
     for number in range(MAX_PAGE + 5):
         name = Key(number.to_bytes(36, "big"))
-        log.stored(NODE, Namespace("f" * 64), name, Slot(1 << 31), Generation(1 << 60))
+        log.stored(NODE, came(Namespace("f" * 64), name, Slot(1 << 31), Generation(1 << 60)))
     page = log.page(EPOCH, 1)
     assert len(page) == MAX_PAGE
     assert len(encode(page)) < 100 * 1024

@@ -25,11 +25,17 @@ from raykv.messages import (
     SyncRequest,
 )
 from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId, make_generation
+from tests.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
 EXPIRY_S = 10.0
 SETTLE_S = 2.0
 PIN_S = 5.0
+
+
+@pytest.fixture(params=TABLES, autouse=True)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, request.param)
 
 
 @dataclass(frozen=True)
@@ -637,7 +643,7 @@ def test_changes_do_not_pile_up_for_an_engine_that_stays_idle(
         desk.store(b"a", b"b")
         desk.sync("second", idle=True)
     engine = desk.manager._engines[EngineId("second")]
-    assert len(engine.mirror._changes) <= 4
+    assert engine.mirror.num_pending <= 4
     reply = desk.sync("second")
     assert reply.reset
     assert set(reply.stored.keys) == {b"a", b"b"}

@@ -22,11 +22,17 @@ from raykv.messages import (
     SyncRequest,
 )
 from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from tests.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
 EXPIRY_S = 10.0
 PIN_S = 5.0
 NODES = ("own", "one", "two", "three")
+
+
+@pytest.fixture(params=TABLES, autouse=True)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, request.param)
 
 
 class Desk:

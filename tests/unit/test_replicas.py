@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raykv.core.book import Name
 from raykv.core.replicas import ReplicaIndex
+from raykv.core.table import Name
 from raykv.types import Key, Namespace, NodeId
 
 ONE, TWO, THREE = NodeId("one"), NodeId("two"), NodeId("three")
@@ -75,13 +75,3 @@ def test_loss_of_what_a_node_did_not_have_changes_nothing() -> None:
     assert index.remove(name("a", SECOND), ONE) == ()
     assert index.names() == [name("a")]
     assert index.nodes(name("a")) == (ONE,)
-
-
-def test_namespace_is_forgotten_as_a_whole_and_no_other() -> None:
-    index = index_of(one="ab", two="a")
-    index.add(name("a", SECOND), ONE)
-    index.forget_namespace(MODEL)
-    index.forget_namespace(Namespace("strange"))
-    assert index.names() == [name("a", SECOND)]
-    assert index.nodes(name("a")) == ()
-    assert index.add(name("a"), TWO) == (TWO,)

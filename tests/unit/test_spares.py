@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from raykv.core.book import Change, Chunk, Name, PoolBook
+import raykv.core.manager
+from raykv.core.book import PoolBook
+from raykv.core.dict_table import DictTable
 from raykv.core.geometry import PoolGeometry
 from raykv.core.manager import BlockManager, ManagerSettings
+from raykv.core.table import Changes, Chunk, Name
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
@@ -19,13 +22,19 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId
+from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Namespace, NodeId
+from tests.tables import TABLES, default_table, use_table
 
 PAGE = SLOT_ALIGNMENT
 EXPIRY_S = 10.0
 PIN_S = 5.0
 NOW = 100.0
 MODEL, SECOND = Namespace("model"), Namespace("second")
+
+
+@pytest.fixture(params=TABLES, autouse=True)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, request.param)
 
 
 def name(letter: str, namespace: Namespace = MODEL) -> Name:
@@ -36,10 +45,17 @@ def name(letter: str, namespace: Namespace = MODEL) -> Name:
 
 
 class Book(PoolBook):
-    """A pool of `slabs` slabs of four pages, full of one-page chunks; it lists what goes."""
+    """A pool of `slabs` slabs of four pages, full of one-page chunks; it lists what goes.
 
-    def __init__(self, letters: str, spares: str = "", slabs: int = 1, policy: str = "lru") -> None:
-        super().__init__(PoolGeometry(slabs * 4 * PAGE, 4 * PAGE), policy, self._note)
+    Another node, with room for all, has the `spares` too.
+    """
+
+    def __init__(self, letters: str, spares: str = "", slabs: int = 1) -> None:
+        table = default_table()
+        geometry = PoolGeometry(slabs * 4 * PAGE, 4 * PAGE)
+        super().__init__(table.add_node(NodeId("this"), geometry), self._note)
+        geometry = PoolGeometry(64 * PAGE, 64 * PAGE)
+        self.other = PoolBook(table.add_node(NodeId("other"), geometry), lambda _: None)
         self.gone = ""
         self.generation = 0
         for letter in letters:
@@ -47,23 +63,35 @@ class Book(PoolBook):
         for letter in spares:
             self.set_spare(name(letter), True)
 
-    def _note(self, namespace: Namespace, change: Change) -> None:
-        self.gone += "" if change.stored else change.key.decode()
+    def _note(self, changes: Changes) -> None:
+        self.gone += "" if changes.stored else b"".join(changes.keys).decode()
 
     def put(self, letter: str, pages: int = 1, namespace: Namespace = MODEL) -> None:
-        (slot,) = self.take_slots(pages * PAGE, 1, NOW)
         self.generation += 1
-        chunk = Chunk(slot, Generation(self.generation), pages * PAGE)
-        self.hold(name(letter, namespace), chunk)
+        put(self, name(letter, namespace), self.generation, pages * PAGE)
         self.check()
+
+    def set_spare(self, name: Name, is_spare: bool) -> None:
+        """Have a chunk on the other node too, or not any more."""
+        if is_spare:
+            put(self.other, name, self.generation, PAGE)
+        else:
+            self.other.drop(*name)
 
     def evict(self, count: int, now: float = NOW) -> str:
         """Letters of those that go for so many free slots; the slots are given back."""
         self.gone = ""
-        for slot in self.take_slots(PAGE, count, now):
-            self.release(Chunk(slot, Generation(0), PAGE))
+        self.make_room(PAGE, count, now)
+        for slot in self.table.lend(PAGE, count, EngineId("engine"), 0, Generation(1)):
+            self.table.end_lease(slot, Generation(1))
         self.check()
         return self.gone
+
+
+def put(book: PoolBook, name: Name, generation: int, slot_bytes: int) -> None:
+    book.make_room(slot_bytes, 1, NOW)
+    (slot,) = book.table.lend(slot_bytes, 1, EngineId("engine"), 0, Generation(generation))
+    book.hold(name, Chunk(slot, Generation(generation), slot_bytes))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +109,13 @@ def test_only_as_many_are_given_up_as_are_wanted() -> None:
 
 def test_least_recently_used_spare_goes_first_and_a_used_one_is_still_a_spare() -> None:
     book = Book("abcd", "abc")
-    book.touch(name("a"))
+    book.table.touch(MODEL, [b"a"])
     assert book.evict(4) == "bcad"
 
 
 def test_use_of_an_ordinary_chunk_counts_among_the_ordinary_ones() -> None:
     book = Book("abcd", "d")
-    book.touch(name("a"))
+    book.table.touch(MODEL, [b"a"])
     assert book.evict(4) == "dbca"
 
 
@@ -97,9 +125,17 @@ def test_chunk_is_an_ordinary_one_again_when_it_is_no_spare_any_more() -> None:
     assert book.evict(4) == "bcda"
 
 
-def test_chunk_that_is_stored_anew_is_no_spare() -> None:
+def test_chunk_that_is_stored_anew_is_a_spare_if_another_node_still_has_it() -> None:
     book = Book("abcd", "a")
     book.drop(*name("a"))
+    book.put("a")
+    assert book.evict(4) == "abcd"
+
+
+def test_chunk_that_is_stored_anew_is_no_spare_if_nobody_else_has_it_any_more() -> None:
+    book = Book("abcd", "a")
+    book.drop(*name("a"))
+    book.set_spare(name("a"), False)
     book.put("a")
     assert book.evict(4) == "bcda"
 
@@ -112,8 +148,15 @@ def test_spare_that_is_not_held_here_is_not_noted() -> None:
     assert book.evict(4) == "abcd"
 
 
+@pytest.fixture
+def s3fifo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that remembers what it has evicted; the flat table has none such."""
+    monkeypatch.setattr(raykv.core.manager, "DictTable", lambda _: DictTable("s3fifo"))
+
+
+@pytest.mark.usefixtures("s3fifo")
 def test_policy_may_remember_a_chunk_that_was_evicted_but_not_one_that_was_lost() -> None:
-    book = Book("abcd", policy="s3fifo")
+    book = Book("abcd")
     assert book.evict(1) == "a"
     book.drop(*name("b"))
     book.put("a")
@@ -121,8 +164,9 @@ def test_policy_may_remember_a_chunk_that_was_evicted_but_not_one_that_was_lost(
     assert book.evict(4) == "cdba"
 
 
+@pytest.mark.usefixtures("s3fifo")
 def test_policy_may_remember_a_chunk_while_it_is_a_spare() -> None:
-    book = Book("abcde", "a", slabs=2, policy="s3fifo")
+    book = Book("abcde", "a", slabs=2)
     book.set_spare(name("a"), False)
     book.put("f")
     book.put("g")
@@ -132,7 +176,7 @@ def test_policy_may_remember_a_chunk_while_it_is_a_spare() -> None:
 
 def test_pinned_spare_stays_and_an_ordinary_chunk_goes_instead() -> None:
     book = Book("abcd", "a")
-    book.pin(name("a"), NOW + 1)
+    book.table.pin(MODEL, [b"a"], NOW + 1)
     assert book.evict(2) == "bc"
     assert book.evict(4, now=NOW + 1) == "ad"
 
@@ -140,7 +184,7 @@ def test_pinned_spare_stays_and_an_ordinary_chunk_goes_instead() -> None:
 def test_book_has_room_for_no_more_when_all_else_is_pinned() -> None:
     book = Book("abcd", "ab")
     for letter in "abc":
-        book.pin(name(letter), NOW + 1)
+        book.table.pin(MODEL, [letter.encode()], NOW + 1)
     assert book.evict(4) == "d"
     assert book.num_chunks == 3
 
@@ -149,7 +193,7 @@ def test_cleared_namespace_leaves_no_spares_behind() -> None:
     book = Book("ab", "ab")
     book.put("a", namespace=SECOND)
     book.set_spare(name("a", SECOND), True)
-    book.clear(MODEL)
+    book.table.clear(MODEL)
     book.check()
     assert book.names() == [name("a", SECOND)]
     assert book.evict(4) == "a"
@@ -160,7 +204,7 @@ def test_spares_of_a_slab_that_is_overwritten_or_dropped_are_forgotten() -> None
     chunk = book.find(*name("b"))
     assert chunk is not None
     book.drop_overwritten([Chunk(chunk.slot, Generation(9), PAGE)])
-    book.drop_where(lambda chunk: chunk.generation == 4)
+    book.drop(*name("d"))
     book.check()
     assert book.evict(4) == "ac"
 
@@ -179,7 +223,7 @@ def test_slab_with_spares_moves_to_another_slot_size() -> None:
 
 def test_pinned_spare_keeps_its_slab_where_it_is() -> None:
     book = Book("abcdefgh", "ae", slabs=2)
-    book.pin(name("a"), NOW + 1)
+    book.table.pin(MODEL, [b"a"], NOW + 1)
     book.put("x", pages=2)
     assert sorted(book.gone) == list("efgh")
 

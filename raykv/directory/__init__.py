@@ -1,0 +1,33 @@
+"""The scheduler actor's table of slots and chunks in flat arrays; only that actor loads it.
+
+Importing this package is cheap: numba comes with the first table. In the process of a vLLM CPU
+worker it must never be loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from raykv.core.dict_table import DictTable
+from raykv.core.table import ChunkTable
+
+logger = logging.getLogger(__name__)
+
+FLAT_POLICY = "lru"
+"""The eviction order that the flat table has built in."""
+
+
+def open_table(eviction_policy: str) -> ChunkTable:
+    """An empty table: the flat one, if it has the policy and numba can compile it here."""
+    if eviction_policy != FLAT_POLICY:
+        return DictTable(eviction_policy)
+    try:
+        from raykv.directory.flat_table import FlatTable
+    except Exception as error:  # noqa: BLE001 - whatever numba and its compiler raise
+        logger.warning(
+            "RayKV's directory runs without numba, ten times slower and larger: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        return DictTable(eviction_policy)
+    return FlatTable()
