@@ -95,6 +95,8 @@ class BlockManager:
         self._pause_decided = False
         self._nodes: dict[NodeId, Node] = {}
         self._engines: dict[EngineId, Engine] = {}
+        # The same engines by node: every change is told to those of one node.
+        self._by_node: dict[NodeId, dict[EngineId, Engine]] = {}
         # Generation up to which each namespace was cleared; later `stored` reports are void.
         self._cleared: dict[Namespace, Generation] = {}
         self._table = table or DictTable(self.settings.eviction_policy)
@@ -246,6 +248,7 @@ class BlockManager:
             mirror=self._new_mirror(node.node_id, Namespace(message.namespace)),
         )
         self._engines[engine_id] = engine
+        self._by_node.setdefault(node.node_id, {})[engine_id] = engine
         cleared = self._cleared.get(engine.namespace, NO_GENERATION)
         take_declared(engine, node, message.leases, cleared, self._generations.last)
 
@@ -259,7 +262,7 @@ class BlockManager:
 
     def detach_engine(self, engine_id: EngineId) -> None:
         """End an engine's session: its leases return to the free slots, its chunks stay."""
-        engine = self._engines.pop(engine_id, None)
+        engine = self._forget_engine(engine_id)
         if engine is None:
             return
         node = self._nodes.get(engine.node_id)
@@ -347,7 +350,7 @@ class BlockManager:
             stored=stored,
             removed=removed,
             granted=granted,
-            replicas=self._questions.answer(engine, request.asked, now + self.settings.pin_s),
+            replicas=self._questions.answer(engine, request.asked, now, now + self.settings.pin_s),
             has_peers=self._has_peers(engine),
         )
 
@@ -373,7 +376,16 @@ class BlockManager:
                     self._start_snapshot(engine)
 
     def _engines_on(self, node_id: NodeId) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.node_id == node_id]
+        return list(self._by_node.get(node_id, {}).values())
+
+    def _forget_engine(self, engine_id: EngineId) -> Engine | None:
+        engine = self._engines.pop(engine_id, None)
+        if engine is not None:
+            others = self._by_node[engine.node_id]
+            del others[engine_id]
+            if not others:
+                del self._by_node[engine.node_id]
+        return engine
 
     # Operators
 
@@ -420,7 +432,7 @@ class BlockManager:
             if now - node.last_report > self.settings.node_expiry_s:
                 self._lose(node)
                 for engine in self._engines_on(node.node_id):
-                    del self._engines[engine.engine_id]
+                    self._forget_engine(engine.engine_id)
             node.book.table.forget_pins(now)
 
     # Readers
@@ -472,6 +484,10 @@ class BlockManager:
         self._table.check()
         for node in self._nodes.values():
             node.book.check()
+        by_node: dict[NodeId, dict[EngineId, Engine]] = {}
+        for name, engine in self._engines.items():
+            by_node.setdefault(engine.node_id, {})[name] = engine
+        assert by_node == self._by_node, (by_node, self._by_node)
 
 
 def _seen_epoch(report: NodeReport) -> Epoch:

@@ -18,6 +18,12 @@ from raykv.types import Generation, Key, Namespace, NodeId, Slot
 MAX_TOLD = 2
 """Replicas told per key: one to fetch from, and one for when that fails."""
 
+FEW_NODES = 16
+"""So many are put in order for every question."""
+
+RANKING_S = 0.5
+"""Else the order of their loads is used for so long: nodes report it once a second."""
+
 MAX_ANNOUNCED = 262_144
 """Beyond it the oldest announcements are forgotten: who asks for them is told that they miss."""
 
@@ -32,6 +38,9 @@ class Questions:
         self._nodes = nodes
         self._table = table
         self._announced: dict[Name, tuple[NodeId, Slot, Generation]] = {}
+        # Host names, the least loaded node first.
+        self._ranked: dict[NodeId, str] = {}
+        self._ranked_at = float("-inf")
 
     def announce(self, engine: Engine, handles: Handles) -> None:
         """An engine is storing chunks at its leases."""
@@ -61,11 +70,13 @@ class Questions:
         node = self._nodes.get(node_id)
         return node is not None and node.book.lease_at(slot, generation) is not None
 
-    def answer(self, engine: Engine, asked: Sequence[bytes], pinned_until: float) -> Replicas:
+    def answer(
+        self, engine: Engine, asked: Sequence[bytes], now: float, pinned_until: float
+    ) -> Replicas:
         """Where the keys are; those on the engine's own node too."""
         if not asked:
             return Replicas()
-        order = self._preference(engine)
+        order = self._preference(engine, now)
         found = self._table.ask(engine.namespace, asked, order, MAX_TOLD, pinned_until)
         return Replicas(
             nodes=[str(node_id) for node_id in found.nodes],
@@ -81,17 +92,23 @@ class Questions:
             ],
         )
 
-    def _preference(self, engine: Engine) -> list[NodeId]:
+    def _preference(self, engine: Engine, now: float) -> list[NodeId]:
         """All nodes as sources: the own one, then the same host, then the least loaded."""
+        is_late = len(self._nodes) <= FEW_NODES or now - self._ranked_at >= RANKING_S
+        if is_late or self._ranked.keys() != self._nodes.keys():
+            self._rank(now)
         own = self._nodes.get(engine.node_id)
-        hostname = "" if own is None else own.hostname
+        hostname = None if own is None else own.hostname
+        order = [] if own is None else [own.node_id]
+        order += [id_ for id_, name in self._ranked.items() if name == hostname]
+        order += [id_ for id_, name in self._ranked.items() if name != hostname]
+        # Of the own node's two places the first counts.
+        return list(dict.fromkeys(order))
+
+    def _rank(self, now: float) -> None:
         nodes = sorted(
             self._nodes.values(),
-            key=lambda node: (
-                node.node_id != engine.node_id,
-                node.hostname != hostname,
-                node.stats.queued_jobs + node.stats.reading,
-                node.node_id,
-            ),
+            key=lambda node: (node.stats.queued_jobs + node.stats.reading, node.node_id),
         )
-        return [node.node_id for node in nodes]
+        self._ranked = {node.node_id: node.hostname for node in nodes}
+        self._ranked_at = now
