@@ -226,7 +226,7 @@ class SlotTable:
         self._writing.discard(slot)
         cleared = self._cleared.get(record.namespace, NO_GENERATION)
         if record.generation <= cleared:
-            self._empty(slot, self._slabs[self.geometry.slab_of(slot)])
+            self._drop_if_idle(slot, record)
             return
         record.state = SlotState.READY
         self.num_ready += 1

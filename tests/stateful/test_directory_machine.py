@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 
 import raykv.core.leases
 import raykv.core.mirror
+from raykv.actors.keeper import failed_columns
 from raykv.core.geometry import PoolGeometry
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.requests import FailedLoad, Handle, RequestOptions
@@ -38,6 +39,7 @@ from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
+    FailedStores,
     Inventory,
     NodeReport,
     SyncReply,
@@ -200,11 +202,13 @@ class Node:
     def report(self, manager: BlockManager, now: float, fate: Fate) -> NodeReport:
         """One page of an inventory, or what is new; returns what was sent."""
         if self._pages:
-            message = self._message(self._pages[0], page=self._page)
+            ready = [name for name in self._pages[0] if self.table.is_ready(name)]
+            message = self._message(ready, page=self._page)
         else:
             if self._unanswered is None:
                 self._seq += 1
-                self._unanswered = self._message(self._unreported)
+                failed = failed_columns(self.table.take_failed(100))
+                self._unanswered = self._message(self._unreported, failed)
                 self._unreported = []
             message = self._unanswered
         if fate is Fate.REQUEST_LOST:
@@ -234,7 +238,12 @@ class Node:
         self._pages = [chunks[start : start + PAGE_KEYS] for start in starts] or [[]]
         self._page = 1
 
-    def _message(self, chunks: list[ChunkName], page: int = 0) -> NodeReport:
+    def _message(
+        self,
+        chunks: list[ChunkName],
+        failed: FailedStores = FailedStores(),  # noqa: B008
+        page: int = 0,
+    ) -> NodeReport:
         namespaces = sorted({name.namespace for name in chunks})
         return NodeReport(
             version=PROTOCOL_VERSION,
@@ -253,6 +262,7 @@ class Node:
                 [name.generation for name in chunks],
                 [name.slot_bytes for name in chunks],
             ),
+            failed=failed,
             page=page,
             last_page=page > 0 and len(self._pages) == 1,
             cleared={str(name): int(gen) for name, gen in self.table.cleared.items()},

@@ -569,3 +569,14 @@ def test_chunk_is_ready_where_its_name_says_until_it_is_overwritten(table: SlotT
     assert not table.is_ready(chunk(2))
     begin(table, chunk(2))
     assert not table.is_ready(chunk(1))
+
+
+def test_store_that_ends_after_its_namespace_was_cleared_is_told_as_failed(
+    table: SlotTable,
+) -> None:
+    store(table, chunk(1))
+    begin(table, chunk(2))
+    table.discard_namespace(Namespace("model"), Generation(2))
+    finish(table, chunk(2))
+    told = table.take_failed(10)
+    assert [(failed.slot, failed.generation) for failed in told] == [(0, 2)]
