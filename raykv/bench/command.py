@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
 from rich.console import Console
 
 import raykv
-from raykv.bench.registry import BENCHMARKS, chosen
-from raykv.bench.report import Options, document
+from raykv.bench.registry import BENCHMARKS, Benchmark, chosen
+from raykv.bench.report import Options, Result, document
 from raykv.errors import SettingError
 
 
@@ -37,14 +40,8 @@ def run_benchmarks(names: list[str], options: Options, json_path: str | None) ->
     path = None if json_path in (None, "-") else Path(str(json_path))
     if path is not None and not path.parent.is_dir():
         raise SettingError(f"--json {path}: there is no folder {path.parent}")
-    console = Console(stderr=json_path == "-")
-    results = []
-    for benchmark in benchmarks:
-        began = time.monotonic()
-        result = benchmark.run(options)
-        results.append(result)
-        console.print(result.to_table())
-        console.print(f"{benchmark.name} took {time.monotonic() - began:.0f} s\n", highlight=False)
+    with _only_json() if json_path == "-" else nullcontext():
+        results = _run_all(benchmarks, options, Console(stderr=json_path == "-"))
     if json_path is None:
         return
     text = json.dumps(document(results, raykv.__version__), indent=2)
@@ -52,3 +49,28 @@ def run_benchmarks(names: list[str], options: Options, json_path: str | None) ->
         sys.stdout.write(text + "\n")
     else:
         path.write_text(text + "\n", encoding="utf-8")
+
+
+def _run_all(benchmarks: list[Benchmark], options: Options, console: Console) -> list[Result]:
+    results = []
+    for benchmark in benchmarks:
+        began = time.monotonic()
+        result = benchmark.run(options)
+        results.append(result)
+        console.print(result.to_table())
+        console.print(f"{benchmark.name} took {time.monotonic() - began:.0f} s\n", highlight=False)
+    return results
+
+
+@contextmanager
+def _only_json() -> Iterator[None]:
+    """Whatever anybody writes to standard output meanwhile, vLLM too, goes to standard error."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
