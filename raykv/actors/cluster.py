@@ -46,6 +46,11 @@ STOP_DEADLINE_S = 3.0
 
 LOCK_POLL_S = 0.1
 
+HEAD_RESOURCE = "node:__internal_head__"
+"""What Ray gives the head node alone, 1.0 of it."""
+
+SHARE_OF_HEAD = 0.001
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -315,7 +320,11 @@ def resolve_node_id(node_id: str) -> str:
 
 
 def scheduler_actor(address: str, eviction_policy: str) -> Any:
-    """The scheduler actor, created if there is none; creators that race get the same one."""
+    """The scheduler actor, created if there is none; creators that race get the same one.
+
+    It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
+    of any other node does not cost the directory.
+    """
     options = {
         "name": names.SCHEDULER,
         "namespace": names.RAY_NAMESPACE,
@@ -324,6 +333,8 @@ def scheduler_actor(address: str, eviction_policy: str) -> Any:
         "max_restarts": -1,
         "max_task_retries": 0,
         "num_cpus": 0,
+        # An actor that needs nothing goes to any node, whatever affinity it has.
+        "resources": {HEAD_RESOURCE: SHARE_OF_HEAD},
         "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
     }
     return ray.remote(SchedulerActor).options(**options).remote(address, eviction_policy)
@@ -364,6 +375,13 @@ def find_node_actor(node_id: str) -> Any | None:
         return ray.get_actor(names.node_actor(node_id), namespace=names.RAY_NAMESPACE)
     except ValueError:
         return None
+
+
+def end_node_actor(node_id: str) -> None:
+    """End a node's NodeActor, if there is one: else it waits for a node that is gone."""
+    actor = find_node_actor(node_id)
+    if actor is not None:
+        ray.kill(actor, no_restart=True)
 
 
 def describe(actor: Any, timeout_s: float) -> NodeDescription:

@@ -48,7 +48,7 @@ from raykv.messages import (
 logger = logging.getLogger("raykv.node")
 
 HEARTBEAT_S = 1.0
-"""The scheduler actor forgets a node after ten missed ones."""
+"""The scheduler actor forgets a node after five missed ones."""
 
 RPC_DEADLINE_S = 2.0
 """For one report, which is answered in milliseconds. A report to a scheduler actor that has just

@@ -236,7 +236,21 @@ def test_scheduler_actor_killed_under_load_fails_no_request_and_comes_back_to_th
     for thread in threads:
         thread.join(120.0)
     assert outputs == [references * 3, references * 3]
-    assert is_the_truth(cluster)
+    # The last stores' copies go on after the last tokens are out.
+    wait_until(lambda: is_the_truth(cluster), 5.0, "the directory is the truth at the end")
+    assert node_of_the_scheduler_actor() == head_node_id()
+
+
+def node_of_the_scheduler_actor() -> str:
+    actor = actors.find_scheduler_actor()
+    assert actor is not None
+    where = actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+    return str(ray.get(where, timeout=5.0))
+
+
+def head_node_id() -> str:
+    (head,) = [node for node in ray.nodes() if actors.HEAD_RESOURCE in node["Resources"]]
+    return str(head["NodeID"])
 
 
 def epoch_of(cluster: Cluster) -> int:
