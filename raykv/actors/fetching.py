@@ -61,7 +61,9 @@ class _Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
+    """A replica of a chunk, in the pool of one life of a NodeActor."""
+
     node_id: str
     node_epoch: int
     slot: int
@@ -73,7 +75,7 @@ class _Chunk:
     """One chunk of a request, and the sources that were not tried yet."""
 
     landing: _Landing
-    sources: deque[_Source]
+    sources: deque[Source]
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class _Piece:
     node_id: str
     node_epoch: int
     chunks: list[_Chunk]
-    sources: list[_Source]
+    sources: list[Source]
     pending: PendingRead | None = None
     started_at: float = 0.0
 
@@ -223,7 +225,7 @@ class FetchService:
             piece.sources.append(source)
         return piece
 
-    def _source_of(self, chunk: _Chunk) -> _Source | None:
+    def _source_of(self, chunk: _Chunk) -> Source | None:
         """The next source that is worth asking; it stays in the chunk's list."""
         while chunk.sources:
             if not self._is_bad(chunk.sources[0].node_id):
@@ -396,31 +398,34 @@ class _Fetch:
         self.silent: dict[str, float] = {}
         self.heard: dict[str, float] = {}
         self.writing: set[_Chunk] = set()
-        self.waiting = deque(_chunks(request))
+        self.waiting = deque(_Chunk(_Landing(name), sources) for name, sources in wanted(request))
 
-    def report_lost(self, source: _Source, name: ChunkName) -> None:
+    def report_lost(self, source: Source, name: ChunkName) -> None:
         """A source says that it does not have the chunk."""
         self.lost.nodes.append(source.node_id)
         self.lost.keys.append(name.key)
         self.lost.generations.append(source.generation)
 
 
-def _chunks(request: FetchRequest) -> list[_Chunk]:
+def wanted(request: FetchRequest) -> list[tuple[ChunkName, deque[Source]]]:
+    """The chunks of a request, each with the sources that it may be read from, best first.
+
+    Raises:
+        IndexError: its columns name chunks or nodes that it does not have.
+        ValueError: its columns have different lengths.
+    """
     handles = request.handles
     columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
     namespace = Namespace(request.namespace)
-    chunks = [
-        _Chunk(
-            _Landing(ChunkName(namespace, Key(key), Slot(slot), Generation(generation), size)),
-            deque(),
-        )
+    chunks: list[tuple[ChunkName, deque[Source]]] = [
+        (ChunkName(namespace, Key(key), Slot(slot), Generation(generation), size), deque())
         for key, slot, generation, size in columns
     ]
     told = request.sources
     rows = zip(told.key_index, told.node_index, told.slots, told.generations, strict=True)
     for index, node, slot, generation in rows:
-        source = _Source(told.nodes[node], told.node_epochs[node], slot, generation)
-        chunks[index].sources.append(source)
+        _, sources = chunks[index]
+        sources.append(Source(told.nodes[node], told.node_epochs[node], slot, generation))
     return chunks
 
 

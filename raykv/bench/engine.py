@@ -33,7 +33,6 @@ class EngineProcess:
         raykv: settings of RayKV; None leaves it out.
         multiprocess: EngineCore is a process of its own.
         cores: the CPU that vLLM's threads are bound to.
-        kv_bytes: vLLM's own KV cache.
         config: arguments of `vllm.LLM`; `connector` names another KV connector, `watch_hooks`
             has its hooks measured.
 
@@ -49,11 +48,10 @@ class EngineProcess:
         *,
         multiprocess: bool = False,
         cores: str = "0",
-        kv_bytes: int = 1 << 30,
         **config: Any,
     ) -> None:
         self._log = log
-        self._process = self._spawn(multiprocess=multiprocess, cores=cores, kv_bytes=kv_bytes)
+        self._process = self._spawn(multiprocess=multiprocess, cores=cores)
         self._buffer = b""
         config = {"model": str(model), "max_model_len": 4096, "block_size": 32, **config}
         self._send({**config, "raykv": raykv})
@@ -65,10 +63,10 @@ class EngineProcess:
             raise
         self.start_s = time.monotonic() - began
 
-    def _spawn(self, *, multiprocess: bool, cores: str, kv_bytes: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, *, multiprocess: bool, cores: str) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": str(max(1, kv_bytes >> 30)),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
             "VLLM_LOGGING_LEVEL": "WARNING",

@@ -110,13 +110,8 @@ class Engine:
         outputs: list[Any] = self._llm.generate(requests, sampling, use_tqdm=False)
         return outputs
 
-    def timed(
-        self, batches: list[list[list[int]]], max_tokens: int = 1, pause_s: float = 0.0
-    ) -> dict[str, float]:
-        """Serve batches of prompts one after the other; seconds in all, and per output token.
-
-        The pauses between them, in which stores may come to an end, do not count.
-        """
+    def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
+        """Serve batches of prompts one after the other; seconds in all, and per output token."""
         took_s = 0.0
         decode_s: list[float] = []
         for prompts in batches:
@@ -127,7 +122,6 @@ class Engine:
                 times = output.metrics
                 if max_tokens > 1:
                     decode_s.append((times.last_token_ts - times.first_token_ts) / (max_tokens - 1))
-            time.sleep(pause_s)
         mean_decode_s = sum(decode_s) / len(decode_s) if decode_s else 0.0
         return {"seconds": took_s, "seconds_per_token": mean_decode_s}
 

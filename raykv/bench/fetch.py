@@ -139,7 +139,7 @@ class _Pair:
         bed.wait_for_pools()
         sockets = names.node_socket(address, self._nodes[0])
         _fill(sockets, most_bytes // CHUNK_BYTES)
-        stack.callback(lambda: ray.kill(self._actors[1], no_restart=True))
+        stack.callback(clusters.end_node_actor, other.node_id)
 
     def fetch(self, size: int, *, with_checksums: bool) -> float:
         """Seconds until chunks of that size together are in the second pool."""

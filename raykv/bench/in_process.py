@@ -73,7 +73,7 @@ class InProcessWorker(OffloadingWorker):
         self._array = array
         self._jobs: queue.Queue[Any] = queue.Queue(MAX_QUEUED)
         self._results: queue.Queue[TransferResult] = queue.Queue()
-        self._done: set[int] = set()
+        self._open: set[int] = set()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="in-process-copies", daemon=True)
         self._thread.start()
@@ -94,7 +94,10 @@ class InProcessWorker(OffloadingWorker):
         self, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec, *, is_store: bool
     ) -> bool:
         assert isinstance(chunks, CPULoadStoreSpec), chunks
-        self._jobs.put((job_id, blocks.block_ids.tolist(), chunks.chunk_ids.tolist(), is_store))
+        with self._changed:
+            self._open.add(job_id)
+        job = (job_id, blocks.block_ids.tolist(), chunks.chunk_ids.tolist(), is_store)
+        self._jobs.put(job, timeout=WAIT_DEADLINE_S)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -104,11 +107,11 @@ class InProcessWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """See `OffloadingWorker.wait`."""
         with self._changed:
-            self._changed.wait_for(lambda: job_ids <= self._done, WAIT_DEADLINE_S)
+            self._changed.wait_for(lambda: self._open.isdisjoint(job_ids), WAIT_DEADLINE_S)
 
     def shutdown(self) -> None:
         """See `OffloadingWorker.shutdown`."""
-        self._jobs.put(None)
+        self._jobs.put(None, timeout=SHUTDOWN_DEADLINE_S)
         self._thread.join(SHUTDOWN_DEADLINE_S)
 
     def _run(self) -> None:
@@ -120,7 +123,7 @@ class InProcessWorker(OffloadingWorker):
             size = len(blocks) * self._chunk_bytes
             self._results.put(TransferResult(job_id, True, size, took_s))
             with self._changed:
-                self._done.add(job_id)
+                self._open.discard(job_id)
                 self._changed.notify_all()
 
     def _copy(self, blocks: list[int], chunks: list[int], *, is_store: bool) -> None:

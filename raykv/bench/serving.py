@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from raykv.actors.cluster import ensure_cluster, find_node_actor, resolve_node_id, stop_started
+from raykv.actors.cluster import end_node_actor, ensure_cluster, resolve_node_id, stop_started
 from raykv.actors.local_nodes import add_local_node
 from raykv.bench.engine import EngineProcess
 from raykv.client import Cluster, connect
-from raykv.errors import ClusterError
 from raykv.models import smollm2, tiny_llama
 
 BLOCK = 128
@@ -102,7 +101,7 @@ class Bed:
         """An engine with RayKV on another Ray node of this host, which always fetches."""
         node = add_local_node(self.cluster.address)
         self._stack.callback(node.stop)
-        self._stack.callback(_end_node_actor, node.node_id)
+        self._stack.callback(end_node_actor, node.node_id)
         rates = {"fetch_bytes_per_s": 1e15, "prefill_tokens_per_s": 1.0}
         return self.raykv(node.node_id, settings=rates, **config)
 
@@ -136,15 +135,3 @@ class Bed:
             elif time.monotonic() - since > SETTLE_S:
                 return
             time.sleep(POLL_S)
-
-
-def _end_node_actor(node_id: str) -> None:
-    """Else it would outlive its node, and wait for it to come back."""
-    import ray
-
-    try:
-        actor = find_node_actor(node_id)
-    except ClusterError:
-        return
-    if actor is not None:
-        ray.kill(actor, no_restart=True)

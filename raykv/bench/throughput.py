@@ -69,8 +69,10 @@ def run(options: Options) -> Result:
         bed.wait_for_pools()
         for engine in engines.values():
             engine.call("timed", batches=load.never_reused()[:1])
+        values: Values = {}
         for _ in range(options.repeats_or(3)):
-            _measure(result, engines, load)
+            _measure(values, engines, load)
+    result.rows = [Row(*names, tuple(some)) for names, some in values.items()]
     reuse, none, decode = (
         result.row(case, WITH).ratio_to(result.row(case, WITHOUT))
         for case in (REUSE, NO_REUSE, DECODE)
@@ -83,7 +85,12 @@ def run(options: Options) -> Result:
     return result
 
 
-def _measure(result: Result, engines: dict[str, EngineProcess], load: _Load) -> None:
+Values = dict[tuple[str, str, str], list[float]]
+"""By case, subject and unit."""
+
+
+def _measure(values: Values, engines: dict[str, EngineProcess], load: _Load) -> None:
+    """One repeat."""
     for case, batches, tokens in (
         (REUSE, load.reused(), 1),
         (NO_REUSE, load.never_reused(), 1),
@@ -91,19 +98,8 @@ def _measure(result: Result, engines: dict[str, EngineProcess], load: _Load) -> 
     ):
         for name, engine in engines.items():
             answer = engine.call("timed", batches=batches, max_tokens=tokens)
+            unit, value = "requests/s", len(batches) / answer["seconds"]
             if case is DECODE:
-                _append(result, case, name, "ms", answer["seconds_per_token"] * 1e3)
-            else:
-                rate = len(batches) / answer["seconds"]
-                _append(result, case, name, "requests/s", rate)
+                unit, value = "ms", answer["seconds_per_token"] * 1e3
+            values.setdefault((case, name, unit), []).append(value)
             engine.reset()
-
-
-def _append(result: Result, case: str, subject: str, unit: str, value: float) -> None:
-    try:
-        old = result.row(case, subject)
-    except KeyError:
-        result.rows.append(Row(case, subject, unit, (value,)))
-        return
-    place = result.rows.index(old)
-    result.rows[place] = Row(case, subject, unit, (*old.values, value))

@@ -1,7 +1,7 @@
 """How the rows of a copy between two mappings are carried out: by a kernel, until then by memmove.
 
-numba, which compiles the kernel, is a dependency for this alone: pages of 64 KiB are copied at
-twice the speed of a memmove each, and nobody needs a C compiler to install RayKV.
+numba compiles the kernel: pages of 64 KiB are copied at twice the speed of a memmove each, and
+nobody needs a C compiler to install RayKV.
 """
 
 from __future__ import annotations

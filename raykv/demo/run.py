@@ -141,25 +141,15 @@ def _start(
 
 def _start_other(stack: ExitStack, setup: Setup, raykv: Mapping[str, Any]) -> Engine:
     """Start one more Ray node on this host and an engine on it; `stack` ends both."""
+    from raykv.actors.cluster import end_node_actor
     from raykv.actors.local_nodes import add_local_node
 
     node = add_local_node(raykv["ray_address"])
     stack.callback(node.stop)
-    stack.callback(_end_node_actor, node.node_id)
+    stack.callback(end_node_actor, node.node_id)
     engine = Engine(setup, {**raykv, **_ALWAYS_FETCH, "node_id": node.node_id})
     stack.callback(engine.shut_down)
     return engine
-
-
-def _end_node_actor(node_id: str) -> None:
-    """Else it would outlive its node, and wait for it to come back."""
-    import ray
-
-    from raykv.actors.cluster import find_node_actor
-
-    actor = find_node_actor(node_id)
-    if actor is not None:
-        ray.kill(actor, no_restart=True)
 
 
 def _set_engine_environment() -> None:

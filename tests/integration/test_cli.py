@@ -22,6 +22,7 @@ from raykv.messages import (
     decode,
     encode,
 )
+from tests.one_node import actors_of_one_node
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -32,13 +33,8 @@ POOL_BYTES = 64 << 20
 @pytest.fixture(scope="module")
 def running(cluster: Cluster) -> Iterator[Cluster]:
     """Both actors, as an engine's start makes them."""
-    cluster.down()
-    node_id = clusters.resolve_node_id("")
-    clusters.scheduler_actor(cluster.address, "lru")
-    clusters.node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "")
-    wait_until(lambda: bool(cluster.status().nodes), 60.0, "the NodeActor reports")
-    yield cluster
-    cluster.down()
+    with actors_of_one_node(cluster, POOL_BYTES):
+        yield cluster
 
 
 def run(*arguments: str) -> str:

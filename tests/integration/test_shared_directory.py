@@ -53,6 +53,7 @@ from raykv.types import (
     Slot,
     make_generation,
 )
+from tests.one_node import actors_of_one_node
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -65,13 +66,8 @@ NODE_EXPIRY_S = 5.0
 @pytest.fixture
 def head(cluster: Cluster) -> Iterator[str]:
     """Both actors, new for each test; the node's name."""
-    cluster.down()
-    node_id = clusters.resolve_node_id("")
-    clusters.scheduler_actor(cluster.address, "lru")
-    clusters.node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "")
-    wait_until(lambda: bool(cluster.status().nodes), 60.0, "the NodeActor reports")
-    yield node_id
-    cluster.down()
+    with actors_of_one_node(cluster, POOL_BYTES) as node_id:
+        yield node_id
 
 
 class ReportingNode:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from raykv.actors.fetching import Source, wanted
 from raykv.core.slots import ChunkName, SlotState
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -19,7 +20,7 @@ from raykv.messages import (
     ReadReply,
     ReadRequest,
 )
-from raykv.types import Generation, Key, Namespace, Refusal, Slot
+from raykv.types import Key, Namespace, Refusal
 from tests.simulation.wire import Call
 
 if TYPE_CHECKING:
@@ -32,20 +33,12 @@ Post = Callable[[A], None]
 ReadAnswer = tuple[ReadReply, "Content | None"]
 
 
-@dataclass(frozen=True)
-class _Source:
-    node_id: str
-    node_epoch: int
-    slot: int
-    generation: int
-
-
 @dataclass(eq=False)
 class _Landing:
     """A chunk on its way, for all fetches that want it."""
 
     name: ChunkName
-    sources: deque[_Source]
+    sources: deque[Source]
     lost: LostReplicas
     is_done: bool = False
     refusal: Refusal = Refusal.NODE_LOST
@@ -91,7 +84,8 @@ class Fetches:
             return
         fetch = _Fetch(post, [], [])
         self._under_way.append(fetch)
-        for landing in _landings(request, fetch.lost):
+        for chunk, sources in wanted(request):
+            landing = _Landing(chunk, sources, fetch.lost)
             name = (landing.name.namespace, landing.name.key)
             known = self._flying.get(name)
             fetch.landings.append(known or landing)
@@ -139,7 +133,7 @@ class Fetches:
         self._cluster.wire.send(landing.call)
 
     def _take(
-        self, landing: _Landing, source: _Source, reply: ReadReply, content: Content | None
+        self, landing: _Landing, source: Source, reply: ReadReply, content: Content | None
     ) -> None:
         refusal = Refusal(reply.refusals[0])
         if refusal is Refusal.NONE:
@@ -191,21 +185,3 @@ class Fetches:
                 lost=fetch.lost,
             )
         )
-
-
-def _landings(request: FetchRequest, lost: LostReplicas) -> list[_Landing]:
-    handles = request.handles
-    columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
-    namespace = Namespace(request.namespace)
-    landings = [
-        _Landing(
-            ChunkName(namespace, Key(key), Slot(slot), Generation(generation), size), deque(), lost
-        )
-        for key, slot, generation, size in columns
-    ]
-    told = request.sources
-    rows = zip(told.key_index, told.node_index, told.slots, told.generations, strict=True)
-    for index, node, slot, generation in rows:
-        source = _Source(told.nodes[node], told.node_epochs[node], slot, generation)
-        landings[index].sources.append(source)
-    return landings
