@@ -28,7 +28,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, MutableSequence
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, TypeVar
 
@@ -145,7 +145,7 @@ class Worth(Generic[N]):
                 heapreplace(heap, (self._worth(place, last), last, place, name))
 
     def _worth(self, place: int, last: int) -> float:
-        return self._lessons.worths[place][_age_index(self._now - last)]
+        return self._lessons.worth(place, self._now - last)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -167,81 +167,87 @@ class _Lessons:
         self._learned_at = 0
         self._due_at = FEWEST_USES
         # By queue and index of the age; all are equal at first, which makes the order that of LRU.
-        self.worths = [[0.0] * NUM_AGES for _ in range(NUM_QUEUES)]
+        self._worths = [0.0] * (NUM_QUEUES * NUM_AGES)
+
+    def worth(self, place: int, age: int) -> float:
+        """Of a name of that age in a queue."""
+        return self._worths[place * NUM_AGES + age_index(age)]
 
     def used_again(self, place: int, age: int) -> None:
         """A name from a queue, or its ghost, was used again at that age."""
         self._returns[place] += 1
-        self._ages[_age_index(age)] += 1
+        self._ages[age_index(age)] += 1
 
     def used(self, place: int, now: int, num_held: int) -> None:
         """A name came into a queue."""
         self._uses[place] += 1
         if now >= self._due_at:
-            self._fade(0.5 ** ((now - self._learned_at) / (HALF_LIFE * num_held)))
+            passed = now - self._learned_at
+            learn(self._uses, self._returns, self._ages, self._worths, passed, num_held)
             self._learned_at = now
             self._due_at = now + max(FEWEST_USES, num_held // LESSONS)
-            self._learn(num_held)
-
-    def _fade(self, factor: float) -> None:
-        self._uses = [factor * count for count in self._uses]
-        self._returns = [factor * count for count in self._returns]
-        self._ages = [factor * count for count in self._ages]
-
-    def _learn(self, num_held: int) -> None:
-        # One return, at an age of any size, and one in two uses, before any are known.
-        ages = [count + 1 / NUM_AGES for count in self._ages]
-        total = sum(ages)
-        usual = (sum(self._returns) + 1) / (sum(self._uses) + 2)
-        doubt = DOUBT * num_held + 1
-        self.worths = []
-        for uses, returns in zip(self._uses, self._returns, strict=True):
-            chance = min((returns + doubt * usual) / (uses + doubt), MOST_CHANCE)
-            self.worths.append(_worths([chance * count / total for count in ages]))
 
 
-def _worths(chances: Sequence[float]) -> list[float]:
-    """The best rate of hits from each age on.
-
-    Args:
-        chances: that a name is used again, by index of the age at which it is.
-
-    Draw for each age the hits until then over the slot's time until then. The best rate from an
-    age on is the steepest line from its point to a later one, so to its neighbour on the upper hull
-    of the later points.
-    """
-    points = [(0.0, 0.0)]
-    time = hits = 0.0
-    for index, chance in enumerate(chances):
-        width = _lowest_age(index + 1) - _lowest_age(index)
-        time += width * (1 - hits - chance / 2)
-        hits += chance
-        points.append((time, hits))
-    worths = [0.0] * len(chances)
-    hull = [points[-1]]
-    for index in range(len(chances) - 1, -1, -1):
-        point = points[index]
-        while len(hull) >= 2 and _slope(point, hull[-1]) <= _slope(point, hull[-2]):
-            hull.pop()
-        worths[index] = _slope(point, hull[-1])
-        hull.append(point)
-    return worths
+# Both are compiled too, by `raykv.directory.order`: they call nothing but each language's own.
 
 
-def _slope(start: tuple[float, float], end: tuple[float, float]) -> float:
-    return (end[1] - start[1]) / (end[0] - start[0])
-
-
-def _age_index(age: int) -> int:
+def age_index(age: int) -> int:
     """Two for each power of two."""
-    if age < 2:
-        return age
-    power = age.bit_length() - 2
-    return 2 * power + (age >> power)
+    power = 0
+    while age >= 4:
+        age >>= 1
+        power += 1
+    return 2 * power + age
 
 
-def _lowest_age(index: int) -> int:
-    """The lowest age of an index."""
-    if index < 2:
-        return index
-    return (2 + (index & 1)) << (index // 2 - 1)
+def learn(
+    uses: MutableSequence[float],
+    returns: MutableSequence[float],
+    ages: MutableSequence[float],
+    worths: MutableSequence[float],
+    passed: int,
+    num_held: int,
+) -> None:
+    """Let the counts fade by the uses that have `passed`, and work out the worths from them.
+
+    The best rate of hits from each age on: draw for each age the hits until then over the slot's
+    time until then. The best rate from an age on is the steepest line from its point to a later
+    one, so to its neighbour on the upper hull of the later points.
+    """
+    num_ages = len(ages)
+    factor = 0.5 ** (passed / (HALF_LIFE * num_held))
+    # One return, at an age of any size, and one in two uses, before any are known.
+    all_uses, all_returns, all_ages = 2.0, 1.0, 1.0
+    for place in range(len(uses)):
+        uses[place] *= factor
+        returns[place] *= factor
+        all_uses += uses[place]
+        all_returns += returns[place]
+    for index in range(num_ages):
+        ages[index] *= factor
+        all_ages += ages[index]
+    doubt = DOUBT * num_held + 1
+    times, hits = [0.0] * (num_ages + 1), [0.0] * (num_ages + 1)
+    hull = [0] * (num_ages + 1)
+    for place in range(len(uses)):
+        likely = returns[place] + doubt * all_returns / all_uses
+        chance = min(likely / (uses[place] + doubt), MOST_CHANCE) / all_ages
+        for index in range(num_ages):
+            hit = chance * (ages[index] + 1 / num_ages)
+            width = 1 << max(index // 2 - 1, 0)
+            times[index + 1] = times[index] + width * (1 - hits[index] - hit / 2)
+            hits[index + 1] = hits[index] + hit
+        hull[0], length = num_ages, 1
+        for index in range(num_ages - 1, -1, -1):
+            time, hit = times[index], hits[index]
+            steepest = (hits[hull[length - 1]] - hit) / (times[hull[length - 1]] - time)
+            while length >= 2:
+                point = hull[length - 2]
+                slope = (hits[point] - hit) / (times[point] - time)
+                if slope < steepest:
+                    break
+                steepest = slope
+                length -= 1
+            worths[place * num_ages + index] = steepest
+            hull[length] = index
+            length += 1

@@ -294,25 +294,49 @@ def test_worth_keeps_the_past_of_a_name_that_was_evicted_but_not_of_one_that_was
     assert lost not in order[-9:]
 
 
-@pytest.mark.parametrize("age", [*range(300), 2**40 - 1, 2**40])
-def test_ages_of_one_index_lie_between_its_lowest_and_the_next(age: int) -> None:
-    index = worth._age_index(age)
-    assert worth._lowest_age(index) <= age < worth._lowest_age(index + 1)
-    assert index < worth.NUM_AGES
+def width(index: int) -> int:
+    """How many ages have an index: two indexes for each power of two."""
+    return max(1, 2 ** (index // 2 - 1))
 
 
-def test_worths_are_the_best_rate_of_any_further_wait() -> None:
-    chances = [0.0, 0.0, 0.0, 0.3, 0.1, 0.2, 0.0, 0.05]
-    ends = [worth._lowest_age(index) for index in range(len(chances) + 1)]
+@pytest.mark.parametrize("index", [*range(12), worth.NUM_AGES - 1])
+def test_ages_of_one_index_lie_between_its_lowest_and_the_next(index: int) -> None:
+    lowest = sum(width(each) for each in range(index))
+    assert worth.age_index(lowest) == worth.age_index(lowest + width(index) - 1) == index
+    assert worth.age_index(lowest + width(index)) == index + 1
+
+
+def best_rates(chances: list[float]) -> list[float]:
+    """From each age on: by trying all waits."""
     time, hits = [0.0], [0.0]
     for index, chance in enumerate(chances):
-        time.append(time[-1] + (ends[index + 1] - ends[index]) * (1 - hits[-1] - chance / 2))
+        time.append(time[-1] + width(index) * (1 - hits[-1] - chance / 2))
         hits.append(hits[-1] + chance)
-    expected = [
+    return [
         max((hits[j] - hits[i]) / (time[j] - time[i]) for j in range(i + 1, len(time)))
         for i in range(len(chances))
     ]
-    assert worth._worths(chances) == pytest.approx(expected)
+
+
+def test_worths_are_the_best_rate_of_any_further_wait() -> None:
+    uses, returns, num_held = [20.0, 8.0], [6.0, 7.0], 10
+    ages = [0.0, 0.0, 0.0, 6.0, 2.0, 4.0, 0.0, 1.0]
+    worths = [0.0] * (len(uses) * len(ages))
+    worth.learn(uses, returns, ages, worths, 0, num_held)
+    doubt, expected = worth.DOUBT * num_held + 1, []
+    for queue in range(2):
+        usual = (sum(returns) + 1) / (sum(uses) + 2)
+        chance = (returns[queue] + doubt * usual) / (uses[queue] + doubt)
+        shares = [(count + 1 / len(ages)) / (sum(ages) + 1) for count in ages]
+        expected += best_rates([chance * share for share in shares])
+    assert worths == pytest.approx(expected)
+    assert max(worths[8:]) > max(worths[:8]) > 0
+
+
+def test_what_was_learned_counts_half_after_so_many_uses() -> None:
+    uses, returns, ages = [20.0], [6.0], [0.0, 6.0]
+    worth.learn(uses, returns, ages, [0.0] * 2, worth.HALF_LIFE * 10, num_held=10)
+    assert (uses, returns, ages) == ([10.0], [3.0], [0.0, 3.0])
 
 
 def test_setting_takes_every_policy_and_the_defaults_are_one() -> None:
