@@ -13,13 +13,13 @@ from raykv.types import Epoch
 TABLES = ("dict", "flat")
 
 
-def open_table(kind: str) -> ChunkTable:
+def open_table(kind: str, policy: str = "lru") -> ChunkTable:
     """An empty one. Numba is loaded when a flat one is first wanted, as in the product."""
     if kind == "dict":
-        return DictTable("lru")
+        return DictTable(policy)
     from raykv.directory.flat_table import FlatTable
 
-    return FlatTable()
+    return FlatTable(policy)
 
 
 def default_table() -> ChunkTable:
@@ -29,4 +29,4 @@ def default_table() -> ChunkTable:
 
 def use_table(patches: pytest.MonkeyPatch, kind: str) -> None:
     """Give that kind to block managers which are given none."""
-    patches.setattr(raykv.core.manager, "DictTable", lambda _policy: open_table(kind))
+    patches.setattr(raykv.core.manager, "DictTable", lambda policy: open_table(kind, policy))

@@ -2,9 +2,7 @@
 
 A node with room for so many chunks is filled, and then asked, emptied and filled again in batches
 of 512. Each size has a process of its own, so that its memory can be told from that of the others.
-Times are CPU time: the actor has one thread. "messages" are decoding and encoding alone. `lru` has
-a table of flat arrays, the default policy one of Python's dicts, which is left out at the largest
-size.
+Times are CPU time: the actor has one thread. "messages" are decoding and encoding alone.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import psutil
 
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Row, Verdict
-from raykv.core.policy import DEFAULT_POLICY
 
 LOOKUPS_PER_S = 5e6
 CHANGES_PER_S = 1e6
@@ -38,20 +35,7 @@ QUICK_SIZES = {"2 k": 2_048, "4 k": 4_096}
 BYTES_NEEDED = 400
 """Of free memory per chunk, before a size is tried."""
 
-FLAT, DEFAULT = "lru", DEFAULT_POLICY
-DICT = "plain dict"
-LARGEST_OF_DEFAULT = 1_000_000
-
-
-def core(policy: str) -> str:
-    """The row of the block manager alone."""
-    return f"RayKV, {policy}"
-
-
-def messages(policy: str) -> str:
-    """The row of decoding and encoding alone."""
-    return f"messages, {policy}"
-
+CORE, MESSAGES, DICT = "RayKV", "messages", "plain dict"
 
 UNITS = {
     "lookups": "1/s",
@@ -71,19 +55,13 @@ def run(options: Options) -> Result:
         if psutil.virtual_memory().available < size * BYTES_NEEDED:
             result.notes.append(f"{label} chunks: not enough free memory, left out.")
             continue
-        subjects = [FLAT, DEFAULT, DICT] if size <= LARGEST_OF_DEFAULT else [FLAT, DICT]
-        each_of = [_measured(subject, size, options.repeats_or(5)) for subject in subjects]
-        measured[label] = {
-            what: {name: some for each in each_of for name, some in each[what].items()}
-            for what in UNITS
-        }
+        ours, dicts = (_measured(each, size, options.repeats_or(5)) for each in (CORE, DICT))
+        measured[label] = {what: ours[what] | dicts[what] for what in UNITS}
     for what, unit in UNITS.items():
         for label, values in measured.items():
             for subject, some in values[what].items():
                 result.rows.append(Row(f"{what}, {label} chunks", subject, unit, tuple(some)))
-    labels = list(measured)
-    _judge(result, labels, FLAT)
-    _judge(result, [each for each in labels if sizes[each] <= LARGEST_OF_DEFAULT], DEFAULT)
+    _judge(result, list(measured))
     return result
 
 
@@ -96,13 +74,13 @@ def _measured(subject: str, size: int, repeats: int) -> dict[str, dict[str, list
     return values
 
 
-def _judge(result: Result, labels: list[str], policy: str) -> None:
-    """The budgets, at the largest size that was measured with a policy."""
+def _judge(result: Result, labels: list[str]) -> None:
+    """The budgets, at the largest size that was measured."""
     smallest, largest = labels[0], labels[-1]
-    at_largest = f"at {largest} chunks, {policy}"
+    at_largest = f"at {largest} chunks"
 
     def ours(what: str, label: str = largest) -> float:
-        return result.row(f"{what}, {label} chunks", core(policy)).median
+        return result.row(f"{what}, {label} chunks", CORE).median
 
     lookups = ours("lookups")
     result.verdicts += [

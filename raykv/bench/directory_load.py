@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 import psutil
 
-from raykv.bench.directory import DICT, core, messages
+from raykv.bench.directory import CORE, DICT, MESSAGES
 from raykv.core.events import MAX_EVENTS
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.directory import open_table
@@ -52,53 +52,49 @@ def key(number: int) -> bytes:
 class Watch:
     """CPU seconds in the core, and in the messages around it."""
 
-    def __init__(self, policy: str) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self.core_s = self.messages_s = 0.0
 
     def sync(self, load: Load, raw: bytes) -> SyncReply:
         """As the actor does it: the request is new in memory, the reply soon forgotten."""
-        began = time.process_time()
+        began = time.thread_time()
         request = decode(raw, SyncRequest)
-        decoded = time.process_time()
+        decoded = time.thread_time()
         reply = load.sync(request)
-        answered = time.process_time()
+        answered = time.thread_time()
         encode(reply)
         self._add(began, decoded, answered)
         return reply
 
     def report(self, load: Load, raw: bytes) -> None:
         """A NodeActor's report."""
-        began = time.process_time()
+        began = time.thread_time()
         report = decode(raw, NodeReport)
-        decoded = time.process_time()
+        decoded = time.thread_time()
         reply = load.take(report)
-        answered = time.process_time()
+        answered = time.thread_time()
         encode(reply)
         self._add(began, decoded, answered)
 
     def _add(self, began: float, decoded: float, answered: float) -> None:
         self.core_s += answered - decoded
-        self.messages_s += decoded - began + time.process_time() - answered
+        self.messages_s += decoded - began + time.thread_time() - answered
 
     def rates(self, values: Values, what: str) -> None:
         """Chunks per second of `BATCHES` batches."""
-        add(values, what, core(self._policy), BATCHES * BATCH / max(self.core_s, 1e-9))
-        add(values, what, messages(self._policy), BATCHES * BATCH / max(self.messages_s, 1e-9))
+        add(values, what, CORE, BATCHES * BATCH / max(self.core_s, 1e-9))
+        add(values, what, MESSAGES, BATCHES * BATCH / max(self.messages_s, 1e-9))
 
-    def milliseconds(self, values: Values, what: str) -> None:
-        """Of all that was watched."""
-        add(values, what, core(self._policy), self.core_s * 1e3)
-        add(values, what, messages(self._policy), self.messages_s * 1e3)
+
+def manager() -> BlockManager:
+    """As the scheduler actor has it."""
+    return BlockManager(Epoch(1), table=open_table(ManagerSettings().eviction_policy))
 
 
 class Load:
     """One node full of chunks, one engine, and the block manager between them."""
 
-    def __init__(self, policy: str, num_chunks: int) -> None:
-        # As the scheduler actor has it.
-        manager = BlockManager(Epoch(1), ManagerSettings(policy), open_table(policy))
-        self.policy = policy
+    def __init__(self, manager: BlockManager, num_chunks: int) -> None:
         self._manager = manager
         slabs = -(-num_chunks // (SLAB_BYTES // SLOT_BYTES))
         self._pool_bytes = slabs * SLAB_BYTES
@@ -170,21 +166,22 @@ class Load:
 
 def looked_up(load: Load, values: Values) -> None:
     """Lookups of batches anywhere, and of a long prefix."""
-    watch = Watch(load.policy)
+    watch = Watch()
     for raw in [encode(load.request(asked=load.asked(BATCH))) for _ in range(BATCHES)]:
         reply = watch.sync(load, raw)
         assert len(reply.replicas.slots) == BATCH
     watch.rates(values, "lookups")
     for raw in [encode(load.request(asked=load.prefix(PREFIX))) for _ in range(8)]:
-        watch = Watch(load.policy)
+        watch = Watch()
         reply = watch.sync(load, raw)
         assert len(reply.replicas.slots) == min(PREFIX, load.num_slots)
-        watch.milliseconds(values, "prefix of 4096")
+        add(values, "prefix of 4096", CORE, watch.core_s * 1e3)
+        add(values, "prefix of 4096", MESSAGES, watch.messages_s * 1e3)
 
 
 def replaced(load: Load, values: Values) -> None:
     """Evictions in a full pool for leases, and stores at them."""
-    evicting, storing = Watch(load.policy), Watch(load.policy)
+    evicting, storing = Watch(), Watch()
     for _ in range(BATCHES):
         reply = evicting.sync(load, encode(load.request(wanted=BATCH)))
         assert len(reply.granted.slots) == BATCH
@@ -200,9 +197,9 @@ def add(values: Values, what: str, subject: str, value: float) -> None:
 
 def timed(work: Callable[[], object]) -> float:
     """CPU seconds."""
-    began = time.process_time()
+    began = time.thread_time()
     work()
-    return time.process_time() - began
+    return time.thread_time() - began
 
 
 def in_dict(size: int, repeats: int, values: Values) -> None:
@@ -233,12 +230,12 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def in_raykv(policy: str, size: int, repeats: int, values: Values) -> None:
+def in_raykv(size: int, repeats: int, values: Values) -> None:
     """The block manager."""
     before = resident()
-    load = Load(policy, size)
+    load = Load(manager(), size)
     load.fill()
-    add(values, "memory", core(policy), (resident() - before) / load.num_slots)
+    add(values, "memory", CORE, (resident() - before) / load.num_slots)
     # Until the event log is full: from then on, memory that one chunk frees is another's.
     for _ in range(MAX_EVENTS // (BATCHES * BATCH)):
         replaced(load, {})
@@ -248,18 +245,18 @@ def in_raykv(policy: str, size: int, repeats: int, values: Values) -> None:
 
 
 def main(subject: str, size: int, repeats: int) -> Values:
-    """All values of one subject, a policy or `DICT`, and size."""
+    """All values of one subject and size."""
     random.seed(size)
     values: Values = {}
     if subject == DICT:
         in_dict(size, repeats, values)
         return values
     # What is loaded and compiled once is no chunk's.
-    warm = Load(subject, 1)
+    warm = Load(manager(), 1)
     warm.fill()
     looked_up(warm, {})
     del warm
-    in_raykv(subject, size, repeats, values)
+    in_raykv(size, repeats, values)
     return values
 
 

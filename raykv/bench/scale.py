@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from raykv.bench.directory_load import manager
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Row
-from raykv.core.manager import BlockManager
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
@@ -39,7 +39,7 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import SLOT_ALIGNMENT, Epoch
+from raykv.types import SLOT_ALIGNMENT
 
 ENGINES_PER_NODE = 4
 ASKED = 32
@@ -74,7 +74,7 @@ class _Cluster:
     """Nodes, engines, and the manager that they talk to."""
 
     def __init__(self, num_nodes: int) -> None:
-        self.manager = BlockManager(Epoch(1))
+        self.manager = manager()
         self.traffic = _Traffic()
         self.now = 1000.0
         self._keys = itertools.count()

@@ -41,7 +41,7 @@ GHOSTS_PER_NAME = 4
 """A small pool has to remember for longer than it can hold, or it can't tell what comes back."""
 
 MOST_GHOSTS = 262_144
-"""About 50 MB for each slot size of a node: a large pool remembers long by itself."""
+"""About 10 MB for each slot size of a node: a large pool remembers long by itself."""
 
 HALF_LIFE = 16
 """Uses per held name until what was learned counts half."""
@@ -57,6 +57,9 @@ FEWEST_USES = 256
 
 NUM_AGES = 2 * 48
 """Ages are told apart by powers of two and the next digit."""
+
+SCRATCH = 4 * (NUM_AGES + 1)
+"""What a lesson needs to calculate with."""
 
 MOST_CHANCE = 0.98
 """That a name is used again: the future is never certain."""
@@ -168,6 +171,7 @@ class _Lessons:
         self._due_at = FEWEST_USES
         # By queue and index of the age; all are equal at first, which makes the order that of LRU.
         self._worths = [0.0] * (NUM_QUEUES * NUM_AGES)
+        self._scratch = [0.0] * SCRATCH
 
     def worth(self, place: int, age: int) -> float:
         """Of a name of that age in a queue."""
@@ -183,7 +187,8 @@ class _Lessons:
         self._uses[place] += 1
         if now >= self._due_at:
             passed = now - self._learned_at
-            learn(self._uses, self._returns, self._ages, self._worths, passed, num_held)
+            columns = (self._uses, self._returns, self._ages, self._worths, self._scratch)
+            learn(*columns, passed, num_held)
             self._learned_at = now
             self._due_at = now + max(FEWEST_USES, num_held // LESSONS)
 
@@ -205,6 +210,7 @@ def learn(
     returns: MutableSequence[float],
     ages: MutableSequence[float],
     worths: MutableSequence[float],
+    scratch: MutableSequence[float],
     passed: int,
     num_held: int,
 ) -> None:
@@ -213,8 +219,11 @@ def learn(
     The best rate of hits from each age on: draw for each age the hits until then over the slot's
     time until then. The best rate from an age on is the steepest line from its point to a later
     one, so to its neighbour on the upper hull of the later points.
+
+    `scratch` has room for the points and the hull, `SCRATCH` values.
     """
     num_ages = len(ages)
+    hits, hull = num_ages + 1, 2 * (num_ages + 1)
     factor = 0.5 ** (passed / (HALF_LIFE * num_held))
     # One return, at an age of any size, and one in two uses, before any are known.
     all_uses, all_returns, all_ages = 2.0, 1.0, 1.0
@@ -227,27 +236,31 @@ def learn(
         ages[index] *= factor
         all_ages += ages[index]
     doubt = DOUBT * num_held + 1
-    times, hits = [0.0] * (num_ages + 1), [0.0] * (num_ages + 1)
-    hull = [0] * (num_ages + 1)
     for place in range(len(uses)):
         likely = returns[place] + doubt * all_returns / all_uses
         chance = min(likely / (uses[place] + doubt), MOST_CHANCE) / all_ages
+        time = hit = 0.0
         for index in range(num_ages):
-            hit = chance * (ages[index] + 1 / num_ages)
+            scratch[index], scratch[hits + index] = time, hit
+            hits_here = chance * (ages[index] + 1 / num_ages)
             width = 1 << max(index // 2 - 1, 0)
-            times[index + 1] = times[index] + width * (1 - hits[index] - hit / 2)
-            hits[index + 1] = hits[index] + hit
-        hull[0], length = num_ages, 1
+            time += width * (1 - hit - hits_here / 2)
+            hit += hits_here
+        scratch[num_ages], scratch[hits + num_ages] = time, hit
+        # Times and hits of the hull's points, the nearest last.
+        length = 1
+        scratch[hull], scratch[hull + 1] = time, hit
         for index in range(num_ages - 1, -1, -1):
-            time, hit = times[index], hits[index]
-            steepest = (hits[hull[length - 1]] - hit) / (times[hull[length - 1]] - time)
+            time, hit = scratch[index], scratch[hits + index]
+            last = hull + 2 * length - 2
+            steepest = (scratch[last + 1] - hit) / (scratch[last] - time)
             while length >= 2:
-                point = hull[length - 2]
-                slope = (hits[point] - hit) / (times[point] - time)
+                last = hull + 2 * length - 4
+                slope = (scratch[last + 1] - hit) / (scratch[last] - time)
                 if slope < steepest:
                     break
                 steepest = slope
                 length -= 1
             worths[place * num_ages + index] = steepest
-            hull[length] = index
+            scratch[hull + 2 * length], scratch[hull + 2 * length + 1] = time, hit
             length += 1

@@ -13,13 +13,13 @@ from raykv.core.table import ChunkTable
 
 logger = logging.getLogger(__name__)
 
-FLAT_POLICY = "lru"
-"""The eviction order that the flat table has built in."""
+FLAT_POLICIES = ("worth", "lru")
+"""The eviction orders that the flat table has built in."""
 
 
 def open_table(eviction_policy: str) -> ChunkTable:
     """An empty table: the flat one, if it has the policy and numba can compile it here."""
-    if eviction_policy != FLAT_POLICY:
+    if eviction_policy not in FLAT_POLICIES:
         return DictTable(eviction_policy)
     try:
         from raykv.directory.flat_table import FlatTable
@@ -30,4 +30,4 @@ def open_table(eviction_policy: str) -> ChunkTable:
             error,
         )
         return DictTable(eviction_policy)
-    return FlatTable()
+    return FlatTable(eviction_policy)

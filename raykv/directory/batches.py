@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
-from raykv.directory.kernels import (
+from raykv.directory import order
+from raykv.directory.arrays import (
     ARRAYS,
     COLUMN,
     INT,
@@ -14,12 +15,18 @@ from raykv.directory.kernels import (
     TABLE,
     Array,
     Arrays,
+    inner,
+    outer,
+)
+from raykv.directory.kernels import (
     find,
     forget,
+    give_up,
+    hash_of,
+    hash_of_row,
     hold,
     look_ahead,
     look_ahead_of,
-    move,
     place_from,
 )
 from raykv.directory.layout import (
@@ -28,12 +35,10 @@ from raykv.directory.layout import (
     FREE,
     GENERATION,
     HEAD,
-    HELD,
     KEY,
     LEASED,
     LENGTH_BITS,
     NAME,
-    NEXT,
     NODE,
     NONE,
     NUM_LISTS,
@@ -46,12 +51,14 @@ from raykv.directory.layout import (
     TWIN,
     USED,
 )
+from raykv.directory.lists import move
+from raykv.directory.prefetch import prefetch
 
 AHEAD = 64
-"""Keys of which all that is needed is fetched together."""
+"""Keys of which all that is needed is fetched together: the length of all `candidates`."""
 
 
-@njit(INT(TABLE, INT, INT), cache=True)
+@outer(INT(TABLE, INT, INT))
 def row_at(slabs: Array, pages: int, slot: int) -> int:
     """The row of a slot in a node's slabs, which have so many pages each; -1 if there is none."""
     if slot < 0 or slot >= len(slabs) * pages:
@@ -65,7 +72,7 @@ def row_at(slabs: Array, pages: int, slot: int) -> int:
     return slabs[slab, BASE] + number
 
 
-@njit(types.UniTuple(INT, 3)(ARRAYS, KEYS, COLUMN, COLUMN, INT, INT, TABLE), cache=True)
+@outer(types.UniTuple(INT, 3)(ARRAYS, KEYS, COLUMN, COLUMN, INT, INT, TABLE))
 def ask(
     arrays: Arrays,
     keys: Array,
@@ -79,18 +86,18 @@ def ask(
 
     `ranks` by node; the lowest ones are told. `out` gets columns: position of the key, number of
     the node among those told, slot, generation; then the positions of missing keys, and the nodes.
-    Returns how many rows, missing keys and nodes there are.
+    The last one is to calculate with. Returns how many rows, missing keys and nodes there are.
     """
-    rows, words, index, _, classes, _ = arrays
+    rows, words, index, classes = arrays.rows, arrays.words, arrays.places, arrays.classes
     count = num_missing = num_nodes = 0
-    numbers = np.full(len(ranks), -1, np.int64)
-    candidates = np.empty(AHEAD, np.int64)
+    numbers = out[6]
+    numbers[: len(ranks)] = -1
     for position in range(len(names)):
         ahead = position % AHEAD
         if ahead == 0:
-            some = candidates[: min(AHEAD, len(names) - position)]
+            some = arrays.candidates[: min(AHEAD, len(names) - position)]
             look_ahead(rows, index, keys, names, position, some)
-        place = place_from(rows, index, keys, position, names[position], candidates[ahead])
+        place = place_from(rows, index, keys, position, names[position], arrays.candidates[ahead])
         if place < 0:
             out[4, num_missing] = position
             num_missing += 1
@@ -114,7 +121,7 @@ def ask(
                 numbers[node] = num_nodes
                 out[5, num_nodes] = node
                 num_nodes += 1
-            words[best, PIN] = until
+            rows[best, PIN] = until
             classes[of_class, USED] = max(classes[of_class, USED], until)
             out[0, count] = position
             out[1, count] = numbers[node]
@@ -124,29 +131,51 @@ def ask(
     return count, num_missing, num_nodes
 
 
-@njit(types.void(ARRAYS, KEYS, COLUMN, INT, INT), cache=True)
+@outer(types.void(ARRAYS, KEYS, COLUMN, INT, INT))
 def pin(arrays: Arrays, keys: Array, names: Array, node: int, until: int) -> None:
     """Pin chunks on a node."""
-    rows, words, _, _, classes, _ = arrays
+    rows, classes = arrays.rows, arrays.classes
     for position in range(len(names)):
         row = find(arrays, keys, position, names[position], node)
         if row >= 0:
-            words[row, PIN] = until
+            rows[row, PIN] = until
             of_class = rows[row, CLASS]
             classes[of_class, USED] = max(classes[of_class, USED], until)
 
 
-@njit(types.void(ARRAYS, KEYS, COLUMN, INT), cache=True)
+@outer(types.void(ARRAYS, KEYS, COLUMN, INT))
 def touch(arrays: Arrays, keys: Array, names: Array, node: int) -> None:
-    """Move chunks on a node to the end of the eviction order."""
-    rows, _, _, lists, _, _ = arrays
+    """Chunks on a node were used."""
     for position in range(len(names)):
+        if position % AHEAD == 0:
+            some = arrays.candidates[: min(AHEAD, len(names) - position)]
+            look_ahead(arrays.rows, arrays.places, keys, names, position, some)
         row = find(arrays, keys, position, names[position], node)
         if row >= 0:
-            move(rows, lists, row, int(rows[row, STATE]))
+            order.touch(arrays, row)
 
 
-@njit(INT(ARRAYS, TABLE, INT, KEYS, TABLE, INT, types.boolean), cache=True)
+@inner(types.void(ARRAYS, TABLE, INT, KEYS, TABLE, INT, INT))
+def _look_ahead_to_store(
+    arrays: Arrays, slabs: Array, pages: int, keys: Array, columns: Array, start: int, count: int
+) -> None:
+    """The slots of chunks, and what may be remembered of them, come into the cache."""
+    rows = arrays.rows
+    flat, width = rows.reshape(-1), rows.shape[1]
+    for position in range(start, start + count):
+        row = row_at(slabs, pages, columns[1, position])
+        if row >= 0:
+            prefetch(flat, row * width)
+            prefetch(flat, row * width + width - 1)
+    if len(arrays.lessons) != 0:
+        for position in range(start, start + count):
+            row = row_at(slabs, pages, columns[1, position])
+            if row >= 0:
+                hashed = hash_of(keys, position, columns[0, position])
+                order.look_ahead(arrays, rows[row, CLASS], hashed)
+
+
+@outer(INT(ARRAYS, TABLE, INT, KEYS, TABLE, INT, types.boolean))
 def store(
     arrays: Arrays,
     slabs: Array,
@@ -161,14 +190,15 @@ def store(
     `columns`: name, slot, generation, slot size, and a last one that gets the positions of those
     that are not plain. Returns how many.
     """
-    rows, words, index, _, classes, _ = arrays
+    rows, words, index, classes = arrays.rows, arrays.words, arrays.places, arrays.classes
     num_others = 0
-    candidates = np.empty(AHEAD, np.int64)
     for position in range(columns.shape[1]):
         if position % AHEAD == 0:
-            some = candidates[: min(AHEAD, columns.shape[1] - position)]
+            some = arrays.candidates[: min(AHEAD, columns.shape[1] - position)]
+            _look_ahead_to_store(arrays, slabs, pages, keys, columns, position, len(some))
             look_ahead(rows, index, keys, columns[0], position, some)
-        name, slot, generation, slot_bytes = columns[:4, position]
+        name, slot = columns[0, position], columns[1, position]
+        generation, slot_bytes = columns[2, position], columns[3, position]
         row = row_at(slabs, pages, slot)
         fits = row >= 0 and generation > cleared
         if fits:
@@ -188,45 +218,43 @@ def store(
     return num_others
 
 
-@njit(types.void(ARRAYS, COLUMN), cache=True)
+@outer(types.void(ARRAYS, COLUMN))
 def drop(arrays: Arrays, gone: Array) -> None:
     """Free the slots of chunks for later generations."""
-    rows, words, index, lists, _, _ = arrays
+    rows, words, index = arrays.rows, arrays.words, arrays.places
     for number, row in enumerate(gone):
         if number % AHEAD == 0:
             look_ahead_of(rows, index, gone[number : number + AHEAD])
         forget(arrays, row)
         words[row, GENERATION] += 1
-        move(rows, lists, row, FREE)
+        move(rows, arrays.lists, row, FREE)
 
 
-@njit(types.void(ARRAYS, COLUMN), cache=True)
+@outer(types.void(ARRAYS, COLUMN))
 def forget_all(arrays: Arrays, gone: Array) -> None:
     """The chunks of rows are gone, and their slots are not free."""
     for row in gone:
         forget(arrays, row)
 
 
-@njit(INT(ARRAYS, INT, INT, COLUMN), cache=True)
-def evict(arrays: Arrays, of_class: int, now: int, out: Array) -> int:
+@outer(INT(ARRAYS, INT, INT, COLUMN, COLUMN))
+def evict(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Array) -> int:
     """Free slots of a class, as many as `out` has room for their rows; returns how many."""
-    rows, words, _, lists, _, _ = arrays
-    count = 0
-    for state in (SPARE, HELD):
-        row = lists[of_class * NUM_LISTS + state - FREE, HEAD]
-        while row != NONE and count < len(out):
-            if words[row, PIN] <= now:
-                out[count] = row
-                count += 1
-            row = int(rows[row, NEXT])
+    order.begin(arrays, of_class, cursors)
+    count = order.following(arrays, of_class, now, cursors, out)
+    for number, row in enumerate(out[:count]):
+        if number % AHEAD == 0 and len(arrays.lessons) != 0:
+            for other in out[number : min(number + AHEAD, count)]:
+                order.look_ahead(arrays, of_class, hash_of_row(arrays.rows, other))
+        give_up(arrays, row)
     drop(arrays, out[:count])
     return count
 
 
-@njit(INT(ARRAYS, INT, INT, INT, INT, COLUMN), cache=True)
+@outer(INT(ARRAYS, INT, INT, INT, INT, COLUMN))
 def lend(arrays: Arrays, of_class: int, engine: int, group: int, first: int, out: Array) -> int:
     """Lease the first free slots of a class, as many as `out` has room; returns how many."""
-    rows, words, _, lists, _, _ = arrays
+    rows, words, lists = arrays.rows, arrays.words, arrays.lists
     count = 0
     while count < len(out):
         row = lists[of_class * NUM_LISTS, HEAD]
@@ -241,7 +269,7 @@ def lend(arrays: Arrays, of_class: int, engine: int, group: int, first: int, out
     return count
 
 
-@njit(INT(ROWS, TABLE, INT, INT, COLUMN), cache=True)
+@outer(INT(ROWS, TABLE, INT, INT, COLUMN))
 def scan(rows: Array, slabs: Array, pages: int, namespace: int, out: Array) -> int:
     """Rows of the chunks in a node's slabs, of one namespace unless it is -1; returns how many."""
     count = 0
@@ -250,7 +278,7 @@ def scan(rows: Array, slabs: Array, pages: int, namespace: int, out: Array) -> i
         if base < 0:
             continue
         for row in range(base, base + pages // slabs[slab, STRIDE]):
-            if rows[row, STATE] >= HELD and (
+            if rows[row, STATE] >= SPARE and (
                 namespace < 0 or rows[row, NAME] >> LENGTH_BITS == namespace
             ):
                 out[count] = row

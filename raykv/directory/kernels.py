@@ -1,10 +1,7 @@
-"""Loops over the flat table, compiled. Importing this module loads numba: nobody but the scheduler
-actor's process may.
+"""The index of the flat table, and chunks that come and go, compiled. Importing this module loads
+numba: nobody but the scheduler actor's process may.
 
-Most take all `arrays` of the table: `rows` (a row for each slot) and `words`, the same memory in
-64-bit words; `index`, an open-addressing table of hash and row number plus one of the first replica
-of each key; `lists`, heads and tails; `classes`, a node and a slot size each; `counts`, chunks by
-node and namespace. `keys` and `names` are a batch of keys: `names` has namespace and length.
+`keys` and `names` are a batch of keys: `names` has namespace and length.
 
 The index needs no search from the beginning when it grows: a place is the hash times the capacity,
 so that entries keep their order, and moving them is one pass over both.
@@ -15,44 +12,39 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
+from raykv.directory import order
+from raykv.directory.arrays import (
+    ARRAYS,
+    COLUMN,
+    HASH,
+    INT,
+    KEYS,
+    ROWS,
+    Array,
+    Arrays,
+    inner,
+    outer,
+)
 from raykv.directory.layout import (
     CLAIMED,
     CLASS,
-    COUNT,
-    FREE,
     GENERATION,
-    GONE,
     HASH_BITS,
-    HEAD,
     HELD,
     KEY,
     LENGTH_BITS,
     NAME,
-    NEXT,
     NODE,
     NONE,
-    NUM_LISTS,
     PIN,
-    PREVIOUS,
-    SLOT,
     SPARE,
     STATE,
-    TAIL,
     TWIN,
 )
+from raykv.directory.lists import move
 from raykv.directory.prefetch import prefetch
-
-Array = np.ndarray[Any, Any]
-Arrays = tuple[Array, Array, Array, Array, Array, Array]
-
-INT = types.int64
-ROWS = types.uint32[:, ::1]
-TABLE = types.int64[:, ::1]
-COLUMN = types.int64[::1]
-ARRAYS = types.Tuple((ROWS, TABLE, COLUMN, TABLE, TABLE, TABLE))
-KEYS = types.Array(types.uint32, 2, "C", readonly=True)
 
 _SEED = np.uint64(0x9E3779B97F4A7C15)
 _FACTOR = np.uint64(0xD6E8FEB86659FD93)
@@ -61,89 +53,22 @@ _TURN, _TURN_BACK = np.uint64(29), np.uint64(35)
 _REST = np.uint64(64 - HASH_BITS)
 
 
-# Lists
-
-
-@njit(types.void(ROWS, TABLE, INT), cache=True)
-def unlink(rows: Array, lists: Array, row: int) -> None:
-    """Take a row out of the list of its state, if it is in one."""
-    state = rows[row, STATE]
-    if state < FREE:
-        return
-    which = rows[row, CLASS] * NUM_LISTS + state - FREE
-    before, after = rows[row, PREVIOUS], rows[row, NEXT]
-    if before == NONE:
-        lists[which, HEAD] = after
-    else:
-        rows[before, NEXT] = after
-    if after == NONE:
-        lists[which, TAIL] = before
-    else:
-        rows[after, PREVIOUS] = before
-    lists[which, COUNT] -= 1
-
-
-@njit(types.void(ROWS, TABLE, INT, INT), cache=True)
-def move(rows: Array, lists: Array, row: int, state: int) -> None:
-    """Give a row a state, at the end of that list."""
-    unlink(rows, lists, row)
-    rows[row, STATE] = state
-    if state < FREE:
-        return
-    which = rows[row, CLASS] * NUM_LISTS + state - FREE
-    tail = lists[which, TAIL]
-    rows[row, PREVIOUS] = tail
-    rows[row, NEXT] = NONE
-    if tail == NONE:
-        lists[which, HEAD] = row
-    else:
-        rows[tail, NEXT] = row
-    lists[which, TAIL] = row
-    lists[which, COUNT] += 1
-
-
-@njit(INT(ROWS, INT, COLUMN), cache=True)
-def walk(rows: Array, row: int, out: Array) -> int:
-    """The rows of a list from `row` on, as many as `out` has room for; returns how many."""
-    count = 0
-    while row != NONE and count < len(out):
-        out[count] = row
-        count += 1
-        row = int(rows[row, NEXT])
-    return count
-
-
-@njit(types.void(ARRAYS, INT, INT, INT, INT, INT, INT), cache=True)
-def fill_slab(
-    arrays: Arrays,
-    base: int,
-    count: int,
-    of_class: int,
-    slot: int,
-    stride: int,
-    lowest: int,
-) -> None:
-    """Make `count` rows from `base` on free slots of a class."""
-    rows, words, _, lists, _, _ = arrays
-    for number in range(count):
-        row = base + number
-        rows[row, STATE] = GONE
-        rows[row, CLASS] = of_class
-        rows[row, SLOT] = slot + number * stride
-        words[row, GENERATION] = lowest
-        move(rows, lists, row, FREE)
-
-
 # Index
 
 
-@njit(types.uint64(types.uint64, types.uint64), cache=True, inline="always")
+@inner(types.uint64(types.uint64, types.uint64))
 def _mixed(mixed: Any, word: Any) -> Any:
     return (((mixed << _TURN) | (mixed >> _TURN_BACK)) ^ word) * _FACTOR
 
 
-@njit(INT(KEYS, INT, INT), cache=True)
-def hash_of(keys: Array, number: int, name: int) -> int:
+@inner(INT(HASH))
+def short(hashed: Any) -> int:
+    """What the index has of a hash."""
+    return int(hashed >> _REST)
+
+
+@inner(HASH(KEYS, INT, INT))
+def hash_of(keys: Array, number: int, name: int) -> Any:
     """Of one key of a batch, in its namespace."""
     mixed = np.uint64(name) * _SEED
     num_words = keys.shape[1]
@@ -152,10 +77,10 @@ def hash_of(keys: Array, number: int, name: int) -> int:
         mixed = _mixed(mixed, (high << _HALF) | low)
     if num_words % 2:
         mixed = _mixed(mixed, np.uint64(keys[number, num_words - 1]))
-    return int(((mixed ^ (mixed >> _HALF)) * _SEED) >> _REST)
+    return (mixed ^ (mixed >> _HALF)) * _SEED
 
 
-@njit(types.boolean(ROWS, INT, KEYS, INT, INT), cache=True)
+@inner(types.boolean(ROWS, INT, KEYS, INT, INT))
 def is_key(rows: Array, row: int, keys: Array, number: int, name: int) -> bool:
     """Whether a row has a key: all of it is compared."""
     # Nearly always it has: to leave early would only cost.
@@ -165,7 +90,7 @@ def is_key(rows: Array, row: int, keys: Array, number: int, name: int) -> bool:
     return bool(differs == 0)
 
 
-@njit(INT(COLUMN, INT, INT), cache=True)
+@inner(INT(COLUMN, INT, INT))
 def candidate(index: Array, place: int, hashed: int) -> int:
     """The first place from `place` on that has the hash or nothing."""
     while index[place] != 0 and index[place] >> 32 != hashed:
@@ -175,7 +100,7 @@ def candidate(index: Array, place: int, hashed: int) -> int:
     return place
 
 
-@njit(INT(ROWS, COLUMN, KEYS, INT, INT, INT), cache=True)
+@inner(INT(ROWS, COLUMN, KEYS, INT, INT, INT))
 def place_from(rows: Array, index: Array, keys: Array, number: int, name: int, place: int) -> int:
     """Place of a key in the index, from a candidate on; or -1 less that where it would come."""
     while index[place] != 0:
@@ -186,15 +111,15 @@ def place_from(rows: Array, index: Array, keys: Array, number: int, name: int, p
     return -1 - place
 
 
-@njit(INT(ROWS, COLUMN, KEYS, INT, INT), cache=True)
+@inner(INT(ROWS, COLUMN, KEYS, INT, INT))
 def place_of(rows: Array, index: Array, keys: Array, number: int, name: int) -> int:
     """Place in the index of a key, or -1 less the place where it would come."""
-    hashed = hash_of(keys, number, name)
+    hashed = short(hash_of(keys, number, name))
     place = candidate(index, (hashed * len(index)) >> HASH_BITS, hashed)
     return int(place_from(rows, index, keys, number, name, place))
 
 
-@njit(types.void(ROWS, COLUMN, KEYS, COLUMN, INT, COLUMN), cache=True)
+@inner(types.void(ROWS, COLUMN, KEYS, COLUMN, INT, COLUMN))
 def look_ahead(
     rows: Array, index: Array, keys: Array, names: Array, start: int, places: Array
 ) -> None:
@@ -202,7 +127,7 @@ def look_ahead(
     flat = rows.reshape(-1)
     width = rows.shape[1]
     for number in range(len(places)):
-        places[number] = hash_of(keys, start + number, names[start + number])
+        places[number] = short(hash_of(keys, start + number, names[start + number]))
         prefetch(index, (places[number] * len(index)) >> HASH_BITS)
     for number in range(len(places)):
         hashed = places[number]
@@ -214,8 +139,8 @@ def look_ahead(
             prefetch(flat, row * width + width - 1)
 
 
-@njit(INT(ROWS, INT), cache=True)
-def hash_of_row(rows: Array, row: int) -> int:
+@inner(HASH(ROWS, INT))
+def hash_of_row(rows: Array, row: int) -> Any:
     """Of the key of a row, as `hash_of` has it."""
     mixed = np.uint64(rows[row, NAME]) * _SEED
     width = rows.shape[1]
@@ -224,13 +149,13 @@ def hash_of_row(rows: Array, row: int) -> int:
         mixed = _mixed(mixed, (high << _HALF) | low)
     if (width - KEY) % 2:
         mixed = _mixed(mixed, np.uint64(rows[row, width - 1]))
-    return int(((mixed ^ (mixed >> _HALF)) * _SEED) >> _REST)
+    return (mixed ^ (mixed >> _HALF)) * _SEED
 
 
-@njit(INT(ROWS, COLUMN, INT), cache=True)
+@inner(INT(ROWS, COLUMN, INT))
 def place_of_row(rows: Array, index: Array, row: int) -> int:
     """Place in the index of the key of a row, which is in it."""
-    hashed = hash_of_row(rows, row)
+    hashed = short(hash_of_row(rows, row))
     capacity = len(index)
     place = (hashed * capacity) >> HASH_BITS
     while True:
@@ -249,7 +174,7 @@ def place_of_row(rows: Array, index: Array, row: int) -> int:
             place = 0
 
 
-@njit(types.void(COLUMN, INT), cache=True)
+@inner(types.void(COLUMN, INT))
 def free_place(index: Array, place: int) -> None:
     """Take an entry out; those behind it move up, so that there are no gaps."""
     capacity = len(index)
@@ -272,14 +197,14 @@ def free_place(index: Array, place: int) -> None:
     index[place] = 0
 
 
-@njit(types.void(ROWS, COLUMN, COLUMN), cache=True)
+@inner(types.void(ROWS, COLUMN, COLUMN))
 def look_ahead_of(rows: Array, index: Array, wanted: Array) -> None:
     """What belongs to the keys of rows comes into the cache."""
     for row in wanted:
-        prefetch(index, (hash_of_row(rows, row) * len(index)) >> HASH_BITS)
+        prefetch(index, (short(hash_of_row(rows, row)) * len(index)) >> HASH_BITS)
 
 
-@njit(types.void(COLUMN, COLUMN), cache=True)
+@outer(types.void(COLUMN, COLUMN))
 def rehash(old: Array, new: Array) -> None:
     """Move all entries to an empty index of another capacity."""
     capacity = len(new)
@@ -293,13 +218,13 @@ def rehash(old: Array, new: Array) -> None:
             new[place] = entry
 
 
-@njit(types.void(ROWS, COLUMN, COLUMN), cache=True)
+@outer(types.void(ROWS, COLUMN, COLUMN))
 def reindex(rows: Array, old: Array, new: Array) -> None:
     """Make an empty index of the rows of another, whose keys have got another width."""
     capacity = len(new)
     for entry in old:
         if entry != 0:
-            hashed = hash_of_row(rows, (entry & NONE) - 1)
+            hashed = short(hash_of_row(rows, (entry & NONE) - 1))
             place = (hashed * capacity) >> HASH_BITS
             while new[place] != 0:
                 place += 1
@@ -311,10 +236,10 @@ def reindex(rows: Array, old: Array, new: Array) -> None:
 # Chunks
 
 
-@njit(INT(ARRAYS, KEYS, INT, INT, INT), cache=True)
+@outer(INT(ARRAYS, KEYS, INT, INT, INT))
 def find(arrays: Arrays, keys: Array, number: int, name: int, node: int) -> int:
     """Row in which a node has a key, or -1."""
-    rows, _, index, _, classes, _ = arrays
+    rows, index, classes = arrays.rows, arrays.places, arrays.classes
     place = place_of(rows, index, keys, number, name)
     if place < 0:
         return -1
@@ -326,38 +251,45 @@ def find(arrays: Arrays, keys: Array, number: int, name: int, node: int) -> int:
     return -1
 
 
-@njit(types.void(ARRAYS, INT, KEYS, INT, INT, INT), cache=True)
+@inner(types.void(ARRAYS, INT, HASH))
+def _make_spare(arrays: Arrays, row: int, hashed: Any) -> None:
+    """Another node has the chunk too."""
+    order.evict(arrays, row, hashed)
+    move(arrays.rows, arrays.lists, row, SPARE)
+
+
+@outer(types.void(ARRAYS, INT, KEYS, INT, INT, INT))
 def hold(arrays: Arrays, row: int, keys: Array, number: int, name: int, generation: int) -> None:
     """A slot that is claimed, leased or free has a chunk that its node does not hold yet."""
-    rows, words, index, lists, classes, counts = arrays
+    rows, words, index = arrays.rows, arrays.words, arrays.places
+    hashed = hash_of(keys, number, name)
+    order.add(arrays, row, hashed)
     place = place_of(rows, index, keys, number, name)
-    state = HELD
     if place < 0:
-        index[-1 - place] = (hash_of(keys, number, name) << 32) | (row + 1)
+        index[-1 - place] = (short(hashed) << 32) | (row + 1)
     else:
-        state = SPARE
         first = (index[place] & NONE) - 1
         last = first
         while rows[last, TWIN] != NONE:
             last = np.int64(rows[last, TWIN])
         rows[last, TWIN] = row
-        if rows[first, STATE] == HELD:
-            move(rows, lists, first, SPARE)
-    move(rows, lists, row, state)
+        if rows[first, STATE] >= HELD:
+            _make_spare(arrays, first, hashed)
+        _make_spare(arrays, row, hashed)
     rows[row, NAME] = name
     for word in range(keys.shape[1]):
         rows[row, KEY + word] = keys[number, word]
     rows[row, TWIN] = NONE
     words[row, GENERATION] = generation
-    words[row, PIN] = 0
-    node, namespace = classes[rows[row, CLASS], NODE], name >> LENGTH_BITS
-    counts[node, namespace] = max(counts[node, namespace], 0) + 1
+    rows[row, PIN] = 0
+    node, namespace = arrays.classes[rows[row, CLASS], NODE], name >> LENGTH_BITS
+    arrays.counts[node, namespace] = max(arrays.counts[node, namespace], 0) + 1
 
 
-@njit(types.void(ARRAYS, INT), cache=True)
+@inner(types.void(ARRAYS, INT))
 def forget(arrays: Arrays, row: int) -> None:
     """A row's chunk is gone: its state is CLAIMED."""
-    rows, _, index, lists, classes, counts = arrays
+    rows, index = arrays.rows, arrays.places
     name = np.int64(rows[row, NAME])
     place = place_of_row(rows, index, row)
     first = (index[place] & NONE) - 1
@@ -374,6 +306,13 @@ def forget(arrays: Arrays, row: int) -> None:
                 before = np.int64(rows[before, TWIN])
             rows[before, TWIN] = after
         if rows[first, TWIN] == NONE:
-            move(rows, lists, first, HELD)
-    move(rows, lists, row, CLAIMED)
-    counts[classes[rows[row, CLASS], NODE], name >> LENGTH_BITS] -= 1
+            order.add(arrays, first, hash_of_row(rows, first))
+    move(rows, arrays.lists, row, CLAIMED)
+    arrays.counts[arrays.classes[rows[row, CLASS], NODE], name >> LENGTH_BITS] -= 1
+
+
+@inner(types.void(ARRAYS, INT))
+def give_up(arrays: Arrays, row: int) -> None:
+    """A row's chunk is about to be forgotten for lack of room; its past may be remembered."""
+    if arrays.rows[row, STATE] >= HELD:
+        order.evict(arrays, row, hash_of_row(arrays.rows, row))

@@ -9,8 +9,9 @@ import numpy as np
 
 from raykv.core.geometry import PoolGeometry
 from raykv.core.table import Changes, Chunk, Held, Lease, Name
-from raykv.directory import batches, kernels
-from raykv.directory.kernels import Array
+from raykv.core.worth import NUM_QUEUES
+from raykv.directory import batches, kernels, lists, order
+from raykv.directory.arrays import Array
 from raykv.directory.layout import (
     BASE,
     CLAIMED,
@@ -31,9 +32,10 @@ from raykv.directory.layout import (
     SLOT_BYTES,
     SPARE,
     STATE,
+    TICKS_PER_S,
     USED,
 )
-from raykv.directory.rows import Rows, bits_of
+from raykv.directory.rows import Rows, tick_of, until_tick
 from raykv.types import SLOT_ALIGNMENT, EngineId, Generation, Key, Namespace, Slot
 
 WALK = 4096
@@ -94,7 +96,7 @@ class FlatNodeTable:
         return int(rows.classes[rows.rows[row, CLASS], SLOT_BYTES])
 
     def _move(self, row: int, state: int) -> None:
-        kernels.move(self._rows.rows, self._rows.lists, row, state)
+        lists.move(self._rows.rows, self._rows.lists, row, state)
 
     def _walks(self, of_class: int, state: int) -> Iterator[Array]:
         """Rows of a list, piece by piece; a piece may be taken out of it."""
@@ -102,7 +104,7 @@ class FlatNodeTable:
         row = int(rows.lists[rows.list_of(of_class, state), HEAD])
         while row != NONE:
             out = np.empty(WALK + 1, np.int64)
-            count = kernels.walk(rows.rows, row, out)
+            count = lists.walk(rows.rows, row, out)
             row = NONE if count <= WALK else int(out[WALK])
             yield out[: min(count, WALK)]
 
@@ -117,7 +119,7 @@ class FlatNodeTable:
         base = rows.take_block(count) if count else 0
         stride = slot_bytes // SLOT_ALIGNMENT
         self._slabs[slab] = (base, of_class, stride)
-        kernels.fill_slab(
+        lists.fill_slab(
             rows.arrays,
             base,
             count,
@@ -265,7 +267,13 @@ class FlatNodeTable:
         columns = (batch.names, came.slots, came.generations, slot_bytes, batch.names)
         table = np.array(columns, np.int64)
         count = batches.store(
-            rows.arrays, self._slabs, self._pages, batch.keys, table, cleared, from_free
+            rows.arrays,
+            self._slabs,
+            self._pages,
+            batch.keys,
+            table,
+            cleared,
+            from_free,
         )
         others: list[int] = table[4, :count].tolist()
         return others
@@ -304,15 +312,21 @@ class FlatNodeTable:
         rows = self._rows
         # First, since a class that is new makes the arrays grow.
         of_class = self._class_of(slot_bytes)
+        rows.reserve_ghosts(count)
         out = np.empty(count, np.int64)
-        count = batches.evict(rows.arrays, of_class, bits_of(now), out)
+        count = batches.evict(rows.arrays, of_class, tick_of(now), rows.cursors, out)
         return rows.changes(out[:count])
 
     def candidates(self, slot_bytes: int) -> Iterator[Slot]:
         """See `NodeTable.candidates`."""
-        for state in (SPARE, HELD):
-            for part in self._walks(self._class_of(slot_bytes), state):
-                yield from self._rows.rows[part, SLOT].tolist()
+        of_class = self._class_of(slot_bytes)
+        cursors, out = np.empty(order.NUM_CURSORS, np.int64), np.empty(WALK, np.int64)
+        order.begin(self._rows.arrays, of_class, cursors)
+        count = WALK
+        while count == WALK:
+            arrays = self._rows.arrays
+            count = order.following(arrays, of_class, NONE, cursors, out)
+            yield from self._rows.rows[out[:count], SLOT].tolist()
 
     def clear(self, namespace: Namespace) -> None:
         """See `NodeTable.clear`."""
@@ -326,7 +340,7 @@ class FlatNodeTable:
         for slab in slabs:
             if 0 <= slab < len(self._slabs) and self._slabs[slab, BASE] >= 0:
                 block = self._block(slab)
-                rows = np.flatnonzero(self._rows.rows[block, STATE] >= HELD) + block.start
+                rows = np.flatnonzero(self._rows.rows[block, STATE] >= SPARE) + block.start
                 names = self._names(rows)
                 chunks = [self._chunk(row) for row in rows.tolist()]
                 found += zip(names, chunks, strict=True)
@@ -348,12 +362,12 @@ class FlatNodeTable:
         """See `NodeTable.pin`."""
         rows = self._rows
         batch = rows.batch(namespace, keys)
-        batches.pin(rows.arrays, batch.keys, batch.names, self.number, bits_of(until))
+        batches.pin(rows.arrays, batch.keys, batch.names, self.number, until_tick(until))
 
     def pinned_slabs(self, now: float) -> set[int]:
         """See `NodeTable.pinned_slabs`."""
         places = self._held()
-        pinned = places[self._rows.words[places, PIN] > bits_of(now)]
+        pinned = places[self._rows.rows[places, PIN] > tick_of(now)]
         return set((self._rows.rows[pinned, SLOT] // self._pages).tolist())
 
     def forget_pins(self, now: float) -> None:
@@ -361,14 +375,12 @@ class FlatNodeTable:
 
     def use(self, slot_bytes: int, now: float) -> None:
         """See `NodeTable.use`."""
-        of_class, bits = self._class_of(slot_bytes), bits_of(now)
-        self._rows.classes[of_class, USED] = max(int(self._rows.classes[of_class, USED]), bits)
+        of_class, tick = self._class_of(slot_bytes), until_tick(now)
+        self._rows.classes[of_class, USED] = max(int(self._rows.classes[of_class, USED]), tick)
 
     def used_at(self, slot_bytes: int) -> float:
         """See `NodeTable.used_at`."""
-        of_class = self._class_of(slot_bytes)
-        bits = self._rows.classes[of_class, USED : USED + 1]
-        return float(bits.view(np.float64)[0])
+        return int(self._rows.classes[self._class_of(slot_bytes), USED]) / TICKS_PER_S
 
     # Listing
 
@@ -396,7 +408,7 @@ class FlatNodeTable:
         """See `NodeTable.held_at`."""
         rows = self._rows
         places = np.asarray(places, np.int64)
-        is_held = rows.rows[places, STATE] >= HELD
+        is_held = rows.rows[places, STATE] >= SPARE
         # A block of rows may have gone to another node.
         is_held &= rows.classes[rows.rows[places, CLASS], NODE] == self.number
         if namespace is not None:
@@ -405,8 +417,8 @@ class FlatNodeTable:
 
     def spares(self) -> list[Name]:
         """See `NodeTable.spares`."""
-        lists = [self._walks(of_class, SPARE) for of_class in self._classes.values()]
-        return [name for parts in lists for part in parts for name in self._names(part)]
+        walks = [self._walks(of_class, SPARE) for of_class in self._classes.values()]
+        return [name for parts in walks for part in parts for name in self._names(part)]
 
     def check(self) -> None:
         """See `NodeTable.check`."""
@@ -416,7 +428,7 @@ class FlatNodeTable:
             blocks = [self._block(slab) for slab in slabs.tolist()]
             own = {row for block in blocks for row in range(block.start, block.stop)}
             listed: list[int] = []
-            for state in (FREE, LEASED, HELD, SPARE):
+            for state in range(FREE, HELD + NUM_QUEUES):
                 members = [row for part in self._walks(of_class, state) for row in part.tolist()]
                 assert len(members) == rows.count(of_class, state), (size, state)
                 assert all(rows.rows[row, STATE] == state for row in members), (size, state)

@@ -8,24 +8,29 @@ large pages, since lookups go anywhere.
 from __future__ import annotations
 
 import mmap
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil, floor
 
 import numpy as np
 
 from raykv.core.table import Changes, Held
-from raykv.directory import kernels
-from raykv.directory.kernels import Array, Arrays
+from raykv.directory import batches, kernels, order
+from raykv.directory.arrays import Array, Arrays
 from raykv.directory.layout import (
     CLASS,
+    CLASS_COLUMNS,
     COUNT,
     FREE,
     GENERATION,
+    GHOST_PREVIOUS,
+    GHOST_WORDS,
+    GHOSTS,
     GONE,
     KEY,
     LENGTH_BITS,
+    LESSON_COLUMNS,
     MAX_LOAD,
     NAME,
     NONE,
@@ -33,6 +38,7 @@ from raykv.directory.layout import (
     SLOT,
     SLOT_BYTES,
     STATE,
+    TICKS_PER_S,
 )
 from raykv.types import Namespace
 
@@ -40,11 +46,14 @@ MIN_ROWS = 256
 MIN_PLACES = 512
 
 
-def bits_of(seconds: float) -> int:
-    """A time as an integer of the same order."""
-    assert seconds >= 0.0, seconds
-    bits: int = struct.unpack("<q", struct.pack("<d", seconds))[0]
-    return bits
+def until_tick(seconds: float) -> int:
+    """The first tick at which a time is over."""
+    return min(ceil(seconds * TICKS_PER_S), NONE)
+
+
+def tick_of(seconds: float) -> int:
+    """The last tick that has come by a time."""
+    return floor(seconds * TICKS_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +67,23 @@ class Batch:
 class Rows:
     """All rows, the index of their keys, and the lists that they are in."""
 
-    def __init__(self) -> None:
-        self._key_words = 1
+    def __init__(self, *, learns: bool) -> None:
+        self._learns = learns
+        # Rows are whole 64-bit words.
+        self._key_words = 2 - KEY % 2
         self._map_rows(MIN_ROWS)
         self.index: Array = np.zeros(MIN_PLACES, np.int64)
         # Entries of the index at most: chunks that were added since the others were counted.
         self._num_entries = 0
         self.lists: Array = np.zeros((0, 3), np.int64)
-        self.classes: Array = np.zeros((0, 3), np.int64)
+        self.classes: Array = np.zeros((0, CLASS_COLUMNS), np.int64)
         self.counts: Array = np.full((1, 1), -1, np.int64)
+        self._ghosts: Array = np.zeros((1, GHOST_WORDS), np.uint32)
+        self._buckets: Array = np.zeros(1, np.int64)
+        self._lessons: Array = np.zeros((0, LESSON_COLUMNS))
+        # For the kernels to calculate with.
+        self._candidates: Array = np.empty(batches.AHEAD, np.int64)
+        self.cursors: Array = np.empty(order.NUM_CURSORS, np.int64)
         self._num_rows = 0
         # First rows of blocks that nobody uses, by their length.
         self._free_blocks: dict[int, list[int]] = {}
@@ -77,7 +94,18 @@ class Rows:
     @property
     def arrays(self) -> Arrays:
         """All of them, as the kernels want them; good until something grows."""
-        return self.rows, self.words, self.index, self.lists, self.classes, self.counts
+        return Arrays(
+            self.rows,
+            self.words,
+            self.index,
+            self.lists,
+            self.classes,
+            self.counts,
+            self._ghosts,
+            self._buckets,
+            self._lessons,
+            self._candidates,
+        )
 
     # Growth
 
@@ -127,15 +155,32 @@ class Rows:
             self._free_classes = list(range(2 * count + 3, count - 1, -1))
             self.classes = _grown(self.classes, 2 * count + 4)
             self.lists = _grown(self.lists, (2 * count + 4) * NUM_LISTS)
+            if self._learns:
+                self._lessons = _grown(self._lessons, 2 * count + 4)
         number = self._free_classes.pop()
-        self.classes[number] = (node, slot_bytes, 0)
+        self.classes[number] = 0
+        self.classes[number, :2] = (node, slot_bytes)
         first = number * NUM_LISTS
         self.lists[first : first + NUM_LISTS] = (NONE, NONE, 0)
+        self.lists[first + GHOSTS] = 0
+        if self._learns:
+            self._lessons[number] = 0.0
         return number
 
     def give_class(self, number: int) -> None:
         """No row has that class any more."""
+        order.end_ghosts(self.arrays, number)
         self._free_classes.append(number)
+
+    def reserve_ghosts(self, count: int) -> None:
+        """So many chunks are about to be given up, or to become spares."""
+        missing = count - int(self._ghosts[0, GHOST_PREVIOUS])
+        if missing <= 0 or not self._learns:
+            return
+        old = len(self._ghosts)
+        self._ghosts = _grown(self._ghosts, old + max(missing, old // 4))
+        self._buckets = np.zeros(len(self._ghosts), np.int64)
+        order.grow_ghosts(self._ghosts, self._buckets, old)
 
     def reserve_node(self, node: int) -> None:
         """A node has no namespaces yet."""
@@ -146,6 +191,8 @@ class Rows:
 
     def reserve_chunks(self, count: int) -> None:
         """So many chunks are about to come."""
+        # Each may make spares of itself and of another.
+        self.reserve_ghosts(2 * count)
         capacity = len(self.index)
         self._num_entries += count
         if self._num_entries <= capacity * MAX_LOAD:

@@ -322,7 +322,7 @@ def test_worths_are_the_best_rate_of_any_further_wait() -> None:
     uses, returns, num_held = [20.0, 8.0], [6.0, 7.0], 10
     ages = [0.0, 0.0, 0.0, 6.0, 2.0, 4.0, 0.0, 1.0]
     worths = [0.0] * (len(uses) * len(ages))
-    worth.learn(uses, returns, ages, worths, 0, num_held)
+    worth.learn(uses, returns, ages, worths, [0.0] * 36, 0, num_held)
     doubt, expected = worth.DOUBT * num_held + 1, []
     for queue in range(2):
         usual = (sum(returns) + 1) / (sum(uses) + 2)
@@ -335,7 +335,7 @@ def test_worths_are_the_best_rate_of_any_further_wait() -> None:
 
 def test_what_was_learned_counts_half_after_so_many_uses() -> None:
     uses, returns, ages = [20.0], [6.0], [0.0, 6.0]
-    worth.learn(uses, returns, ages, [0.0] * 2, worth.HALF_LIFE * 10, num_held=10)
+    worth.learn(uses, returns, ages, [0.0] * 2, [0.0] * 12, worth.HALF_LIFE * 10, num_held=10)
     assert (uses, returns, ages) == ([10.0], [3.0], [0.0, 3.0])
 
 

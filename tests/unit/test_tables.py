@@ -6,13 +6,15 @@ import logging
 import random
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from raykv.core.dict_table import DictTable
 from raykv.core.geometry import PoolGeometry
+from raykv.core.policy import DEFAULT_POLICY, POLICIES
 from raykv.core.table import Changes, ChunkTable, Found, NodeTable
-from raykv.directory import open_table
+from raykv.directory import FLAT_POLICIES, cache, open_table
 from raykv.types import (
     NO_GENERATION,
     SLOT_ALIGNMENT,
@@ -44,11 +46,12 @@ class Pair:
     """The same done to a table of each kind, and compared."""
 
     rng: random.Random
+    policy: str
     generation: int = 0
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.both = [tables.open_table(kind) for kind in tables.TABLES]
+        self.both = [tables.open_table(kind, self.policy) for kind in tables.TABLES]
         self.nodes: dict[NodeId, list[NodeTable]] = {}
         self.slabs: dict[NodeId, int] = {}
         for node_id in NODES:
@@ -141,9 +144,10 @@ def count(node: NodeTable) -> dict[Namespace, int]:
     return {namespace: size for namespace, size in node.sizes().items() if size}
 
 
+@pytest.mark.parametrize("policy", FLAT_POLICIES)
 @pytest.mark.parametrize("seed", range(6))
-def test_flat_table_does_what_the_one_of_dicts_does(seed: int) -> None:
-    pair = Pair(random.Random(seed))
+def test_flat_table_does_what_the_one_of_dicts_does(seed: int, policy: str) -> None:
+    pair = Pair(random.Random(seed), policy)
     actions = [pair.fill] * 6 + [pair.grow] * 3 + [pair.use, pair.ask, pair.ask, pair.drop]
     for number in range(400):
         pair.rng.choice(actions)()
@@ -215,5 +219,40 @@ def test_table_of_dicts_serves_where_numba_is_missing(
     assert "without numba" in caplog.text
 
 
-def test_table_is_the_flat_one_otherwise() -> None:
-    assert type(open_table("lru")).__name__ == "FlatTable"
+@pytest.mark.parametrize("policy", POLICIES)
+def test_table_is_the_flat_one_for_the_policies_that_it_has(policy: str) -> None:
+    expected = "FlatTable" if policy in FLAT_POLICIES else "DictTable"
+    assert type(open_table(policy)).__name__ == expected
+
+
+def test_default_policy_is_one_that_the_flat_table_has() -> None:
+    assert DEFAULT_POLICY in FLAT_POLICIES
+
+
+def test_compiled_code_is_kept_apart_for_each_state_of_its_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    first = cache.folder()
+    assert first == cache.folder()
+    assert first.parent == tmp_path
+    other = tmp_path / "worth.py"
+    other.write_text("NUM_QUEUES = 4")
+    monkeypatch.setattr("raykv.core.worth.__file__", str(other))
+    assert cache.folder() != first
+
+
+def test_compiled_code_goes_elsewhere_if_a_folder_is_not_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(blocked))
+    monkeypatch.setattr("raykv.directory.cache.__file__", str(blocked / "cache.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache.folder().parent == tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = cache.folder()
+    assert made.is_dir()
+    assert made != cache.folder(), "nobody else may have put anything there"
