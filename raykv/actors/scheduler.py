@@ -17,6 +17,9 @@ from raykv.types import EngineId, Epoch, Namespace
 _EPOCH_ZERO = 1_735_689_600
 """2025-01-01 in Unix time: epochs are seconds since then, which fit into 31 bits until 2093."""
 
+EXPIRY_PAUSE_S = 0.25
+"""Looking for who has been silent too long takes a while in a large cluster."""
+
 
 class SchedulerActor:
     """Runs as the detached Ray actor `scheduler` in the namespace `raykv`."""
@@ -28,6 +31,7 @@ class SchedulerActor:
         # reports raise it.
         epoch = Epoch(int(time.time()) - _EPOCH_ZERO)
         self._manager = BlockManager(epoch, settings, open_table(eviction_policy))
+        self._expires_at = 0.0
 
     def attach(self, raw: bytes) -> bytes:
         """`AttachEngine` → `EngineAttached`."""
@@ -77,5 +81,7 @@ class SchedulerActor:
 
     def _tick(self) -> float:
         now = time.monotonic()
-        self._manager.expire(now)
+        if now >= self._expires_at:
+            self._expires_at = now + EXPIRY_PAUSE_S
+            self._manager.expire(now)
         return now

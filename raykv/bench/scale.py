@@ -122,6 +122,7 @@ class _Cluster:
         message = NodeReport(
             version=PROTOCOL_VERSION,
             node_id=node,
+            hostname=node,
             epoch=1,
             seq=next(self._seqs),
             pool_bytes=POOL_SLOTS * SLOT_ALIGNMENT,

@@ -180,7 +180,7 @@ class PoolBook:
         """Whether it is known that a chunk's place holds nothing older: it is leased, or free."""
         if self.table.lowest(chunk.slot, chunk.slot_bytes) is not None:
             return True
-        return self.lease_at(chunk.slot, chunk.generation) is not None
+        return self.is_leased_at(chunk.slot, chunk.generation)
 
     # Leases
 
@@ -192,6 +192,10 @@ class PoolBook:
         """Whether the engine has a lease of the slot."""
         lease = self.table.lease_of(slot)
         return lease is not None and lease.engine_id == engine_id
+
+    def is_leased_at(self, slot: Slot, generation: int) -> bool:
+        """Whether a slot is leased at exactly that generation."""
+        return self.table.is_leased_at(slot, generation)
 
     def lease_at(self, slot: Slot, generation: int) -> Lease | None:
         """The lease of a slot, if it is still at that generation."""

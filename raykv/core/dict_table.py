@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -54,6 +54,9 @@ class DictTable:
         self._make_policy = POLICIES[eviction_policy]
         self._nodes: dict[NodeId, DictNodeTable] = {}
         self._index = ReplicaIndex()
+        # Of the last question, and the ranks that follow from it.
+        self._ranked: tuple[NodeId, ...] = ()
+        self._ranks: dict[NodeId, int] = {}
 
     def add_node(self, node_id: NodeId, geometry: PoolGeometry) -> DictNodeTable:
         """See `ChunkTable.add_node`."""
@@ -89,12 +92,18 @@ class DictTable:
         self,
         namespace: Namespace,
         keys: Sequence[bytes],
-        order: Sequence[NodeId],
+        ranked: tuple[NodeId, ...],
+        first: Sequence[NodeId],
         most: int,
         until: float,
     ) -> Found:
         """See `ChunkTable.ask`."""
-        ranks = {node_id: rank for rank, node_id in enumerate(order)}
+        if ranked is not self._ranked:
+            self._ranked = ranked
+            self._ranks = {node_id: rank for rank, node_id in enumerate(ranked)}
+        ranks = ChainMap(
+            {node_id: at - len(first) for at, node_id in enumerate(first)}, self._ranks
+        )
         found = Found([], [], [], [], [], [])
         numbers: dict[NodeId, int] = {}
         for position, key in enumerate(keys):
@@ -215,6 +224,11 @@ class DictNodeTable:
     def lease_of(self, slot: Slot) -> Lease | None:
         """See `NodeTable.lease_of`."""
         return self._leases.get(slot)
+
+    def is_leased_at(self, slot: Slot, generation: int) -> bool:
+        """See `NodeTable.is_leased_at`."""
+        lease = self._leases.get(slot)
+        return lease is not None and lease.generation == generation
 
     def leases(self) -> dict[Slot, Lease]:
         """See `NodeTable.leases`."""

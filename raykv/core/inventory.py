@@ -78,7 +78,7 @@ def take_stored(node: Node, stored: Inventory, cleared: Mapping[Namespace, Gener
         for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=False):
             name, chunk = part.row(number)
             is_void = chunk.generation <= lowest
-            if node.book.lease_at(chunk.slot, chunk.generation) is None:
+            if not node.book.is_leased_at(chunk.slot, chunk.generation):
                 strange.append((name, chunk))
             elif is_void:
                 node.book.table.end_lease(chunk.slot, Generation(chunk.generation + 1))

@@ -156,12 +156,14 @@ class BlockManager:
             inventory_complete=report.highest_generation == NO_GENERATION,
         )
         self._nodes[node.node_id] = node
+        self._questions.nodes_changed()
         self._log.node_joined(node.node_id, node.epoch)
         return node
 
     def _lose(self, node: Node) -> None:
         """A NodeActor is gone with its pool."""
         del self._nodes[node.node_id]
+        self._questions.nodes_changed()
         self._log.node_lost(node.node_id, node.epoch)
         self._table.remove_node(node.node_id)
 
@@ -369,6 +371,8 @@ class BlockManager:
     def _changed(self, node_id: NodeId, changes: Changes) -> None:
         """Chunks came to a node, or went: log and mirrors follow."""
         (self._log.stored if changes.stored else self._log.removed)(node_id, changes)
+        if changes.stored:
+            self._questions.stored(changes.namespace, changes.keys)
         for engine in self._engines_on(node_id):
             if engine.namespace == changes.namespace:
                 engine.mirror.add(changes)

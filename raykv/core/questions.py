@@ -38,8 +38,13 @@ class Questions:
         self._nodes = nodes
         self._table = table
         self._announced: dict[Name, tuple[NodeId, Slot, Generation]] = {}
-        # Host names, the least loaded node first.
-        self._ranked: dict[NodeId, str] = {}
+        # The least loaded node first, of all and of each host.
+        self._ranked: tuple[NodeId, ...] = ()
+        self._of_host: dict[str, list[NodeId]] = {}
+        self._ranked_at = float("-inf")
+
+    def nodes_changed(self) -> None:
+        """A node has come, or gone."""
         self._ranked_at = float("-inf")
 
     def announce(self, engine: Engine, handles: Handles) -> None:
@@ -51,6 +56,17 @@ class Questions:
             self._announced[name] = (engine.node_id, Slot(slot), Generation(generation))
         if len(self._announced) > MAX_ANNOUNCED:
             self.forget_stale()
+
+    def stored(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Chunks are there: nobody has to wait for them."""
+        if self._announced:
+            for key in keys:
+                self._announced.pop((namespace, Key(key)), None)
+
+    @property
+    def num_announced(self) -> int:
+        """Chunks that somebody was storing when that was looked at last."""
+        return len(self._announced)
 
     def forget_stale(self) -> None:
         """Drop announcements whose leases have ended, and the oldest above the bound."""
@@ -68,7 +84,7 @@ class Questions:
             return False
         node_id, slot, generation = announced
         node = self._nodes.get(node_id)
-        return node is not None and node.book.lease_at(slot, generation) is not None
+        return node is not None and node.book.is_leased_at(slot, generation)
 
     def answer(
         self, engine: Engine, asked: Sequence[bytes], now: float, pinned_until: float
@@ -76,8 +92,10 @@ class Questions:
         """Where the keys are; those on the engine's own node too."""
         if not asked:
             return Replicas()
-        order = self._preference(engine, now)
-        found = self._table.ask(engine.namespace, asked, order, MAX_TOLD, pinned_until)
+        first = self._first(engine, now)
+        found = self._table.ask(
+            engine.namespace, asked, self._ranked, first, MAX_TOLD, pinned_until
+        )
         return Replicas(
             nodes=[str(node_id) for node_id in found.nodes],
             node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
@@ -92,23 +110,24 @@ class Questions:
             ],
         )
 
-    def _preference(self, engine: Engine, now: float) -> list[NodeId]:
-        """All nodes as sources: the own one, then the same host, then the least loaded."""
+    def _first(self, engine: Engine, now: float) -> list[NodeId]:
+        """The sources that go before the least loaded: the own node, then those on its host."""
         is_late = len(self._nodes) <= FEW_NODES or now - self._ranked_at >= RANKING_S
-        if is_late or self._ranked.keys() != self._nodes.keys():
+        if is_late:
             self._rank(now)
         own = self._nodes.get(engine.node_id)
-        hostname = None if own is None else own.hostname
-        order = [] if own is None else [own.node_id]
-        order += [id_ for id_, name in self._ranked.items() if name == hostname]
-        order += [id_ for id_, name in self._ranked.items() if name != hostname]
-        # Of the own node's two places the first counts.
-        return list(dict.fromkeys(order))
+        if own is None:
+            return []
+        others = [each for each in self._of_host[own.hostname] if each != own.node_id]
+        return [own.node_id, *others]
 
     def _rank(self, now: float) -> None:
         nodes = sorted(
             self._nodes.values(),
             key=lambda node: (node.stats.queued_jobs + node.stats.reading, node.node_id),
         )
-        self._ranked = {node.node_id: node.hostname for node in nodes}
+        self._ranked = tuple(node.node_id for node in nodes)
+        self._of_host = {}
+        for node in nodes:
+            self._of_host.setdefault(node.hostname, []).append(node.node_id)
         self._ranked_at = now

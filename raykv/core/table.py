@@ -153,6 +153,9 @@ class NodeTable(Protocol):
     def lease_of(self, slot: Slot) -> Lease | None:
         """The lease of a slot."""
 
+    def is_leased_at(self, slot: Slot, generation: int) -> bool:
+        """Whether a slot is leased at exactly that generation."""
+
     def leases(self) -> dict[Slot, Lease]:
         """All of them; a copy."""
 
@@ -248,13 +251,15 @@ class ChunkTable(Protocol):
         self,
         namespace: Namespace,
         keys: Sequence[bytes],
-        order: Sequence[NodeId],
+        ranked: tuple[NodeId, ...],
+        first: Sequence[NodeId],
         most: int,
         until: float,
     ) -> Found:
         """Where chunks are, at most `most` replicas of each; they are pinned `until` then.
 
-        `order` has all nodes, the best source first.
+        `ranked` has all nodes, the best source first; the same object is the same order. Those in
+        `first` go before all others.
         """
 
     def check(self) -> None:

@@ -84,9 +84,10 @@ def ask(
 ) -> tuple[int, int, int]:
     """Find replicas and pin them.
 
-    `ranks` by node; the lowest ones are told. `out` gets columns: position of the key, number of
-    the node among those told, slot, generation; then the positions of missing keys, and the nodes.
-    The last one is to calculate with. Returns how many rows, missing keys and nodes there are.
+    `ranks` by node, above -NONE; the lowest ones are told. `out` gets columns: position of the key,
+    number of the node among those told, slot, generation; then the positions of missing keys, and
+    the nodes. The last one is to calculate with. Returns how many rows, missing keys and nodes
+    there are.
     """
     rows, words, index, classes = arrays.rows, arrays.words, arrays.places, arrays.classes
     count = num_missing = num_nodes = 0
@@ -103,7 +104,7 @@ def ask(
             num_missing += 1
             continue
         first = (index[place] & NONE) - 1
-        last_rank = -1
+        last_rank = -NONE
         for _ in range(most if rows[first, TWIN] != NONE else 1):
             best, best_rank = NONE, NONE
             row = first

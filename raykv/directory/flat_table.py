@@ -12,6 +12,7 @@ import numpy as np
 from raykv.core.geometry import PoolGeometry
 from raykv.core.table import Found
 from raykv.directory import batches
+from raykv.directory.arrays import Array
 from raykv.directory.layout import (
     CLASS,
     HELD,
@@ -36,6 +37,9 @@ class FlatTable:
         # Node ids by number; None where a number is free.
         self._node_ids: list[NodeId | None] = []
         self._numbers: list[int] = []
+        # Of the last question, and the ranks that follow from it, by the nodes' numbers.
+        self._ranked: tuple[NodeId, ...] = ()
+        self._ranks: Array = np.empty(0, np.int64)
 
     def add_node(self, node_id: NodeId, geometry: PoolGeometry) -> FlatNodeTable:
         """See `ChunkTable.add_node`."""
@@ -45,6 +49,7 @@ class FlatTable:
         number = self._node_ids.index(None)
         self._node_ids[number] = node_id
         self._rows.reserve_node(number)
+        self._ranked = ()
         made = self._nodes[node_id] = FlatNodeTable(self._rows, number, geometry)
         return made
 
@@ -53,12 +58,14 @@ class FlatTable:
         lost = self._nodes.pop(node_id)
         lost.close()
         self._node_ids[lost.number] = None
+        self._ranked = ()
 
     def ask(
         self,
         namespace: Namespace,
         keys: Sequence[bytes],
-        order: Sequence[NodeId],
+        ranked: tuple[NodeId, ...],
+        first: Sequence[NodeId],
         most: int,
         until: float,
     ) -> Found:
@@ -67,9 +74,10 @@ class FlatTable:
             return Found([], [], [], [], [], [])
         rows = self._rows
         batch = rows.batch(namespace, keys)
-        ranks = np.full(len(self._node_ids), NONE, np.int64)
-        ranks[[self._nodes[node_id].number for node_id in order]] = np.arange(len(order))
-        room = max(len(keys) * min(most, len(order)), len(keys), len(ranks))
+        ranks = self._ranks_of(ranked).copy()
+        for position, node_id in enumerate(first):
+            ranks[self._nodes[node_id].number] = position - len(first)
+        room = max(len(keys) * min(most, len(ranked)), len(keys), len(ranks))
         out = np.empty((7, room), np.int64)
         count, num_missing, num_nodes = batches.ask(
             rows.arrays,
@@ -90,6 +98,14 @@ class FlatTable:
             generations=out[3, :count].tolist(),
             missing=out[4, :num_missing].tolist(),
         )
+
+    def _ranks_of(self, ranked: tuple[NodeId, ...]) -> Array:
+        if ranked is not self._ranked or not ranked:
+            self._ranked = ranked
+            self._ranks = np.full(len(self._node_ids), NONE, np.int64)
+            numbers = [self._nodes[node_id].number for node_id in ranked]
+            self._ranks[numbers] = np.arange(len(ranked))
+        return self._ranks
 
     def _first_numbers(self, count: int) -> list[int]:
         """0 and so on; a slice of a list costs a tenth of a new one."""

@@ -87,7 +87,7 @@ class FlatNodeTable:
     def _row(self, slot: int, slot_bytes: int | None = None) -> int:
         """The row of a slot, or -1; of a slot size if it is named."""
         row = int(batches.row_at(self._slabs, self._pages, slot))
-        if row >= 0 and slot_bytes not in (None, self._size_of(row)):
+        if row >= 0 and slot_bytes is not None and slot_bytes != self._size_of(row):
             return -1
         return row
 
@@ -225,6 +225,12 @@ class FlatNodeTable:
             generation=Generation(int(self._rows.words[row, GENERATION])),
             slot_bytes=self._size_of(row),
         )
+
+    def is_leased_at(self, slot: Slot, generation: int) -> bool:
+        """See `NodeTable.is_leased_at`."""
+        rows, row = self._rows, self._row(slot)
+        is_leased = row >= 0 and rows.rows[row, STATE] == LEASED
+        return bool(is_leased and rows.words[row, GENERATION] == generation)
 
     def leases(self) -> dict[Slot, Lease]:
         """See `NodeTable.leases`."""

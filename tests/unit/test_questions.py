@@ -301,6 +301,13 @@ def test_announced_chunk_is_told_with_its_place_once_it_is_stored(desk: Desk) ->
     assert (told.nodes, told.key_index, told.pending) == (["one"], [0], [1])
 
 
+def test_announcements_do_not_pile_up_once_their_chunks_are_stored(desk: Desk) -> None:
+    handles = desk.announce("one", "ab")
+    assert desk.manager._questions.num_announced == 2
+    desk.arrive("one", handles)
+    assert desk.manager._questions.num_announced == 0
+
+
 def test_chunk_that_is_there_is_not_waited_for_because_another_node_stores_it_too(
     desk: Desk,
 ) -> None:

@@ -49,6 +49,7 @@ class Pair:
     policy: str
     generation: int = 0
     now: float = 0.0
+    ranked: tuple[NodeId, ...] = NODES
 
     def __post_init__(self) -> None:
         self.both = [tables.open_table(kind, self.policy) for kind in tables.TABLES]
@@ -107,9 +108,14 @@ class Pair:
             node.pin(space, keys[:5], self.now + 3)
 
     def ask(self) -> None:
-        space, order = self.rng.choice(SPACES), self.rng.sample(NODES, len(NODES))
+        space = self.rng.choice(SPACES)
+        if self.rng.random() < 0.5:
+            self.ranked = tuple(self.rng.sample(NODES, len(NODES)))
+        first = self.rng.sample(NODES, self.rng.randrange(len(NODES)))
         keys = [key(self.rng.randrange(4000)) for _ in range(self.rng.randrange(1, 200))]
-        found: list[Found] = [table.ask(space, keys, order, 2, self.now + 2) for table in self.both]
+        found: list[Found] = [
+            table.ask(space, keys, self.ranked, first, 2, self.now + 2) for table in self.both
+        ]
         assert found[0] == found[1]
 
     def drop(self) -> None:
