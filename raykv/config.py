@@ -190,6 +190,12 @@ class Settings:
     fetch_deadline_s: float = _setting(
         10.0, _seconds, "Longest wait of a request for chunks on their way from another node"
     )
+    stop_unused_stores: bool = _setting(
+        True,
+        _flag,
+        "While less than 3 of 100 stored chunks are loaded again, only one request in 16 stores; "
+        "never before the pools have been filled once, and 2,048 chunks were stored",
+    )
     fetch_checksums: bool = _setting(
         True, _flag, "Check every chunk that comes from another node (XXH3)"
     )

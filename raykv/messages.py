@@ -150,6 +150,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     namespace was cleared, earlier leases and stores are worth nothing. `cleared` is the highest
     `clear` that was carried out. `more` says that further changes are waiting. `replicas` answers
     the request's `asked`. `has_peers`: another node or engine may have chunks of this namespace.
+    `store_share`: one request of so many should store, since little of what is stored is loaded.
     """
 
     epoch: int
@@ -166,6 +167,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     granted: Leases = Leases()
     replicas: Replicas = Replicas()
     has_peers: bool = False
+    store_share: int = 1
 
 
 # Engine scheduler -> its NodeActor, and NodeActor -> NodeActor

@@ -18,6 +18,8 @@ def pytest_configure() -> None:
             del os.environ[name]
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    # A test that asks often for something new is to find it stored.
+    os.environ["RAYKV_STOP_UNUSED_STORES"] = "false"
 
 
 @pytest.fixture(scope="session")

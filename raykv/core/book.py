@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from raykv.core.table import Changes, Chunk, Lease, Name, NodeTable
+from raykv.messages import Handles, Leases
 from raykv.types import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
 
 IDLE_S = 60.0
@@ -91,6 +92,13 @@ class PoolBook:
         chunk = self.table.drop(namespace, key)
         if chunk is not None:
             self._on_changes(Changes(False, namespace, [key], [chunk.slot], [chunk.generation]))
+
+    def drop_all(self, namespace: Namespace, refused: Handles) -> None:
+        """Forget chunks that the node does not have, where they are still believed in."""
+        for key, generation in zip(refused.keys, refused.generations, strict=True):
+            chunk = self.find(namespace, Key(key))
+            if chunk is not None and chunk.generation == generation:
+                self.drop(namespace, Key(key))
 
     def drop_overwritten(self, writes: Iterable[Chunk]) -> None:
         """Forget what can't be there any more, since its place was given to one of `writes`.
@@ -205,6 +213,13 @@ class PoolBook:
     def end_lease(self, slot: Slot, lease: Lease) -> None:
         """The lease is over without a chunk: the slot is free."""
         self.table.end_lease(slot, lease.generation)
+
+    def release(self, leases: Leases) -> None:
+        """Leases that are given back; those that are over already don't matter."""
+        for released, generation in zip(leases.slots, leases.generations, strict=True):
+            lease = self.lease_at(Slot(released), generation)
+            if lease is not None:
+                self.end_lease(Slot(released), lease)
 
     def end_older_lease(self, chunk: Chunk) -> None:
         """A lease that is older than what was stored in its slot is no good to anybody."""

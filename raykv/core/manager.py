@@ -34,6 +34,7 @@ from raykv.core.members import Engine, Node, engine_status, node_status
 from raykv.core.mirror import Mirror
 from raykv.core.policy import DEFAULT_POLICY, POLICIES
 from raykv.core.questions import Questions
+from raykv.core.reuse import ReuseGauges
 from raykv.core.snapshots import Snapshots
 from raykv.core.table import Changes, ChunkTable
 from raykv.event_types import EventPage, SnapshotPage
@@ -101,6 +102,7 @@ class BlockManager:
         self._cleared: dict[Namespace, Generation] = {}
         self._table = table or DictTable(self.settings.eviction_policy)
         self._questions = Questions(self._nodes, self._table)
+        self._reuse = ReuseGauges()
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
 
@@ -283,7 +285,8 @@ class BlockManager:
             return self._quiet_reply(engine, node, request)
         if engine.reply is not None and request.seq == engine.reply.seq:
             return engine.reply
-        engine.counters = request.counters
+        self._reuse.count(engine, node, request.counters, num_nodes=len(self._by_node))
+        engine.counters = request.counters or engine.counters
         self._take_request(engine, node, request, now)
         engine.reply = self._answer(engine, node, request, now)
         return engine.reply
@@ -297,22 +300,15 @@ class BlockManager:
             cleared=engine.cleared,
             paused=self.paused,
             has_peers=self._has_peers(engine),
+            store_share=self._reuse.store_share(engine.namespace),
         )
 
     def _take_request(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> None:
         if request.clear > engine.cleared:
             engine.cleared = request.clear
             self.clear(engine.namespace)
-        released_columns = zip(request.released.slots, request.released.generations, strict=True)
-        for released, generation in released_columns:
-            lease = node.book.table.lease_of(Slot(released))
-            if lease is not None and lease.generation == generation:
-                node.book.end_lease(Slot(released), lease)
-        dropped = zip(request.dropped.keys, request.dropped.generations, strict=True)
-        for key, generation in dropped:
-            chunk = node.book.find(engine.namespace, Key(key))
-            if chunk is not None and chunk.generation == generation:
-                node.book.drop(engine.namespace, Key(key))
+        node.book.release(request.released)
+        node.book.drop_all(engine.namespace, request.dropped)
         lost = zip(request.lost.nodes, request.lost.keys, request.lost.generations, strict=True)
         for source, key, generation in lost:
             self._drop_lost(NodeId(source), engine.namespace, Key(key), Generation(generation))
@@ -354,6 +350,7 @@ class BlockManager:
             granted=granted,
             replicas=self._questions.answer(engine, request.asked, now, now + self.settings.pin_s),
             has_peers=self._has_peers(engine),
+            store_share=self._reuse.store_share(engine.namespace),
         )
 
     def _has_peers(self, engine: Engine) -> bool:

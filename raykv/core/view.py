@@ -40,6 +40,7 @@ from raykv.core.requests import (
     StorePlan,
     ViewCounters,
 )
+from raykv.core.reuse import StoreSampler
 from raykv.core.stock import LeaseStock
 from raykv.core.tombstones import Tombstones
 from raykv.messages import (
@@ -90,6 +91,8 @@ class EngineView:
         cost: FetchCost | None = None,
         node_id: NodeId | None = None,
     ) -> None:
+        # All requests store that may, unless it is replaced.
+        self.sampler = StoreSampler()
         self.remote = RemoteChunks(remote or RemoteSettings(), cost or FetchCost())
         self.node_id = node_id
         self.engine_id = engine_id
@@ -128,7 +131,7 @@ class EngineView:
     def start_request(self, request_id: str, options: RequestOptions) -> None:
         """A request is new; a second call for the same id changes nothing."""
         if request_id not in self._requests:
-            self._requests[request_id] = RequestState(options)
+            self._requests[request_id] = RequestState(self.sampler.limit(options))
             if options.load:
                 self.plain_requests.add(request_id)
 
@@ -221,13 +224,12 @@ class EngineView:
             request.barred.add(failed.key)
             self.plain_requests.discard(failed.request_id)
         handle = self._ready.get(failed.key)
-        is_same = handle is not None and handle.generation == failed.generation
-        if handle is None or not is_same or failed.node_epoch != self.node_epoch:
-            return
-        del self._ready[failed.key]
-        self._tombstones.bury(failed.key, failed.generation)
-        if failed.is_gone:
-            self._dropped.append((failed.key, handle))
+        is_this_life = failed.node_epoch == self.node_epoch
+        if handle is not None and handle.generation == failed.generation and is_this_life:
+            del self._ready[failed.key]
+            self._tombstones.bury(failed.key, failed.generation)
+            if failed.is_gone:
+                self._dropped.append((failed.key, handle))
 
     # Stores
 
@@ -368,7 +370,7 @@ class EngineView:
         if reply.epoch != self.epoch:
             return
         self._set_paused(reply.paused)
-        self.remote.has_peers = reply.has_peers
+        self.remote.has_peers, self.sampler.share = reply.has_peers, reply.store_share
         self.node_restarted(Epoch(reply.node_epoch))
         is_uncleared = self._is_clearing and reply.cleared < self._resets
         if is_uncleared or reply.node_epoch < self.node_epoch:
@@ -463,7 +465,9 @@ class EngineView:
     def counter_values(self) -> dict[str, int]:
         """All counters by name."""
         own = {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
-        return {**own, **self.remote.counter_values(), "hits": own["hits"] + self.plain_hits}
+        own["hits"] += self.plain_hits
+        own["requests_not_stored"] = self.sampler.num_left_out
+        return {**own, **self.remote.counter_values()}
 
     def _wanted(self) -> dict[int, int]:
         """Leases to ask for: what the stock lacks, and what was found elsewhere and has none."""
@@ -474,12 +478,8 @@ class EngineView:
     @property
     def has_news(self) -> bool:
         """Whether the outbox has something that should not wait for the next heartbeat."""
-        remote = self.remote
-        return (
-            self._is_clearing
-            or bool(self._pinned or self._released or self._dropped)
-            or remote.has_news
-        )
+        waiting = self._pinned or self._released or self._dropped
+        return self._is_clearing or bool(waiting) or self.remote.has_news
 
     @property
     def wants_leases(self) -> bool:

@@ -72,6 +72,7 @@ class RayOffloadingManager(OffloadingManager):
         self.view = view
         self.session: Session | None = None
         self._no_lease_logged_at = float("-inf")
+        self._logged_sampling = False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """See `OffloadingManager.lookup`. vLLM calls it for every chunk of every prefix."""
@@ -186,6 +187,17 @@ class RayOffloadingManager(OffloadingManager):
         if self.session is not None:
             self.session.drain()
             self.session.nudge()
+            self._log_sampling()
+
+    def _log_sampling(self) -> None:
+        samples = self.view.sampler.is_sampling
+        if samples != self._logged_sampling:
+            self._logged_sampling = samples
+            logger.info(
+                "little of what is stored is loaded again: %s (stop_unused_stores=False turns this "
+                "off)",
+                "few requests store from now on" if samples else "not any more, all store again",
+            )
 
     @guarded(nothing)
     def reset_cache(self) -> None:

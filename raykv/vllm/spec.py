@@ -14,6 +14,7 @@ from raykv.config import Settings, load_settings
 from raykv.core.cost import FetchCost, Rates
 from raykv.core.geometry import aligned
 from raykv.core.remote import ChunkSize, RemoteSettings
+from raykv.core.reuse import StoreSampler
 from raykv.core.view import EngineView
 from raykv.errors import SettingError
 from raykv.messages import KVLayout
@@ -87,6 +88,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
                 self._remote_settings(),
                 FetchCost(rates),
             )
+            view.sampler = StoreSampler(is_on=settings.stop_unused_stores)
             self._manager = RayOffloadingManager(view)
         return self._manager
 

@@ -125,6 +125,7 @@ BAD = [
     ("lease_slots", "many"),
     ("lease_slots", True),
     ("fetch_checksums", "perhaps"),
+    ("stop_unused_stores", "sometimes"),
     ("fetch_bytes_per_s", 0),
     ("fetch_bytes_per_s", "fast"),
     ("fetch_bytes_per_s", "nan"),

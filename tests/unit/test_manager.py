@@ -9,6 +9,7 @@ import pytest
 
 import raykv.core.mirror
 from raykv.core.manager import BlockManager, ManagerSettings
+from raykv.core.reuse import MIN_SAMPLE, SOME
 from raykv.messages import (
     MAX_KEYS,
     PROTOCOL_VERSION,
@@ -163,6 +164,7 @@ class Desk:
         idle: bool = False,
         epoch: int | None = None,
         seq: int | None = None,
+        counters: dict[str, int] | None = None,
     ) -> SyncReply:
         request = SyncRequest(
             engine_id=engine,
@@ -175,7 +177,7 @@ class Desk:
             dropped=dropped,
             clear=clear,
             idle=idle,
-            counters={"hits": 3},
+            counters={"hits": 3} if counters is None else counters,
         )
         reply = self.manager.sync(request, self.now)
         self.manager.check()
@@ -1190,3 +1192,34 @@ def test_status_counts_slots_chunks_and_leases(desk: Desk) -> None:
     assert engine.counters == {"hits": 3}
     assert status.namespaces == {"model": 2}
     assert (status.address, status.raykv_version, status.epoch) == ("ray://x", "1.2.3", 1)
+
+
+def test_engines_of_a_namespace_are_told_to_store_less_when_nothing_is_loaded_again(
+    desk: Desk,
+) -> None:
+    desk.report()
+    for engine, namespace in (("engine", "model"), ("twin", "model"), ("other", "second")):
+        desk.attach(engine, namespace=namespace)
+    desk.sync(counters={"chunks_stored": MIN_SAMPLE - 1})
+    assert desk.sync("twin").store_share == 1
+    desk.sync(counters={})
+    desk.sync(counters={"chunks_stored": MIN_SAMPLE, "chunks_loaded": 0})
+    shares = [desk.sync(engine).store_share for engine in ("engine", "twin", "other")]
+    assert shares == [SOME, SOME, 1]
+    assert desk.sync(idle=True).store_share == SOME
+
+
+def test_engines_are_told_to_store_all_while_chunks_are_loaded_by_any_of_them(desk: Desk) -> None:
+    desk.report()
+    desk.attach()
+    desk.attach("twin")
+    desk.sync("twin", counters={"chunks_loaded": MIN_SAMPLE})
+    assert desk.sync(counters={"chunks_stored": MIN_SAMPLE}).store_share == 1
+
+
+def test_nothing_is_decided_before_the_pools_were_filled_once() -> None:
+    desk = Desk()
+    desk.report(pages=2 * MIN_SAMPLE)
+    desk.attach()
+    assert desk.sync(counters={"chunks_stored": 2 * MIN_SAMPLE - 1}).store_share == 1
+    assert desk.sync(counters={"chunks_stored": 2 * MIN_SAMPLE}).store_share == SOME

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from raykv.core.requests import FailedLoad, Handle, RequestOptions
+from raykv.core.reuse import StoreSampler
 from raykv.core.view import EngineView
 from raykv.messages import MAX_KEYS, EngineAttached, Handles, Leases, SyncReply, SyncRequest
 from raykv.types import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot
@@ -220,6 +221,21 @@ def test_store_takes_nothing_when_the_request_does_not_store(view: EngineView) -
     assert plan.keys == []
     assert free_slots(view) == [0, 1, 2, 3]
     assert look(view, "a", request="no") == [MISS]
+
+
+def test_few_requests_store_when_the_scheduler_actor_says_so(view: EngineView) -> None:
+    view.sampler = StoreSampler(is_on=True)
+    view.apply(reply(store_share=3))
+    stored = []
+    for number in range(6):
+        view.start_request(str(number), RequestOptions())
+        plan = view.prepare_store(str(number), [key(str(number))])
+        stored.append(plan is not None and len(plan.keys) == 1)
+    assert stored == [False, False, True] * 2
+    assert take(view).counters["requests_not_stored"] == 4
+    view.apply(reply())
+    view.start_request("next", RequestOptions())
+    assert view.prepare_store("next", [key("n")]) is not None
 
 
 def test_options_stay_when_a_request_is_started_again(view: EngineView) -> None:

@@ -1,0 +1,87 @@
+"""When storing does not pay any more, and when it does again."""
+
+from __future__ import annotations
+
+from raykv.core.requests import RequestOptions
+from raykv.core.reuse import (
+    LEAST_REUSE,
+    MIN_SAMPLE,
+    PROBE_SAMPLE,
+    SOME,
+    ReuseGauge,
+    StoreSampler,
+)
+
+
+def test_all_is_stored_before_the_sample_is_large_enough() -> None:
+    gauge = ReuseGauge()
+    gauge.count(MIN_SAMPLE - 1, 0, capacity=0)
+    assert gauge.store_share == 1
+    gauge.count(1, 0, capacity=0)
+    assert gauge.store_share == SOME
+
+
+def test_sample_is_as_large_as_the_pools() -> None:
+    gauge = ReuseGauge()
+    gauge.count(10 * MIN_SAMPLE - 1, 0, capacity=10 * MIN_SAMPLE)
+    assert gauge.store_share == 1
+    gauge.count(1, 0, capacity=10 * MIN_SAMPLE)
+    assert gauge.store_share == SOME
+
+
+def test_few_loads_are_enough() -> None:
+    gauge = ReuseGauge()
+    gauge.count(MIN_SAMPLE, int(LEAST_REUSE * MIN_SAMPLE) + 1, capacity=0)
+    assert gauge.store_share == 1
+
+
+def test_storing_begins_again_when_the_few_that_are_stored_are_loaded() -> None:
+    gauge = ReuseGauge()
+    gauge.count(MIN_SAMPLE, 0, capacity=0)
+    assert gauge.store_share == SOME
+    gauge.count(PROBE_SAMPLE - 1, PROBE_SAMPLE, capacity=1 << 30)
+    assert gauge.store_share == SOME
+    gauge.count(1, 0, capacity=1 << 30)
+    assert gauge.store_share == 1
+
+
+def test_reuse_that_ends_is_noticed_although_there_was_much() -> None:
+    gauge = ReuseGauge()
+    gauge.count(MIN_SAMPLE, MIN_SAMPLE, capacity=0)
+    samples = 0
+    while gauge.store_share == 1:
+        gauge.count(MIN_SAMPLE, 0, capacity=0)
+        samples += 1
+    assert 1 < samples < 10
+
+
+def test_counts_that_fall_since_an_engine_began_anew_are_ignored() -> None:
+    gauge = ReuseGauge()
+    gauge.count(-5, -5, capacity=0)
+    assert (gauge.stored, gauge.loaded) == (0.0, 0.0)
+
+
+def test_one_request_of_so_many_stores() -> None:
+    sampler = StoreSampler(is_on=True)
+    sampler.share = 4
+    chosen = [sampler.limit(RequestOptions()).store for _ in range(12)]
+    assert chosen == [False, False, False, True] * 3
+    assert sampler.num_left_out == 9
+    assert sampler.is_sampling
+
+
+def test_all_requests_store_when_there_is_no_choice() -> None:
+    off, on = StoreSampler(is_on=False), StoreSampler(is_on=True)
+    off.share = SOME
+    for sampler in (off, on):
+        assert all(sampler.limit(RequestOptions()).store for _ in range(20))
+        assert not sampler.is_sampling
+        assert sampler.num_left_out == 0
+
+
+def test_request_that_must_not_store_is_none_of_those_chosen() -> None:
+    sampler = StoreSampler(is_on=True)
+    sampler.share = 2
+    unwilling = RequestOptions(store=False)
+    limits = [sampler.limit(each) for each in (RequestOptions(), unwilling, RequestOptions())]
+    assert [each.store for each in limits] == [False, False, True]
