@@ -32,6 +32,9 @@ MIN_SAMPLE = 2048
 PROBE_SAMPLE = 256
 """Chunks stored before it is decided again, while few are."""
 
+PROBE_LOADS = 64
+"""Or loaded: what is asked for again and again is stored once."""
+
 SOME = 16
 """Then one request of so many stores, to notice when reuse begins."""
 
@@ -43,20 +46,23 @@ class ReuseGauge:
     stored: float = 0.0
     loaded: float = 0.0
     store_share: int = 1
-    # Stored and loaded that were left over from earlier samples.
+    # Those that are left over from earlier samples.
     _old_stored: float = 0.0
+    _old_loaded: float = 0.0
 
     def count(self, stored: int, loaded: int, capacity: int) -> None:
         """Engines have stored and loaded chunks; `capacity` is how many the pools hold."""
         self.stored += max(0, stored)
         self.loaded += max(0, loaded)
-        sample = PROBE_SAMPLE if self.store_share > 1 else max(MIN_SAMPLE, capacity)
-        if self.stored - self._old_stored < sample:
+        is_storing_few = self.store_share > 1
+        sample = PROBE_SAMPLE if is_storing_few else max(MIN_SAMPLE, capacity)
+        has_begun_again = is_storing_few and self.loaded - self._old_loaded >= PROBE_LOADS
+        if self.stored - self._old_stored < sample and not has_begun_again:
             return
         self.store_share = 1 if self.loaded >= LEAST_REUSE * self.stored else SOME
         self.stored /= 2
         self.loaded /= 2
-        self._old_stored = self.stored
+        self._old_stored, self._old_loaded = self.stored, self.loaded
 
 
 class ReuseGauges:

@@ -6,6 +6,7 @@ from raykv.core.requests import RequestOptions
 from raykv.core.reuse import (
     LEAST_REUSE,
     MIN_SAMPLE,
+    PROBE_LOADS,
     PROBE_SAMPLE,
     SOME,
     ReuseGauge,
@@ -35,14 +36,24 @@ def test_few_loads_are_enough() -> None:
     assert gauge.store_share == 1
 
 
-def test_storing_begins_again_when_the_few_that_are_stored_are_loaded() -> None:
+def test_storing_begins_again_as_soon_as_the_few_that_are_stored_are_loaded() -> None:
     gauge = ReuseGauge()
     gauge.count(MIN_SAMPLE, 0, capacity=0)
     assert gauge.store_share == SOME
-    gauge.count(PROBE_SAMPLE - 1, PROBE_SAMPLE, capacity=1 << 30)
+    gauge.count(PROBE_SAMPLE - 1, PROBE_LOADS - 1, capacity=1 << 30)
     assert gauge.store_share == SOME
-    gauge.count(1, 0, capacity=1 << 30)
+    gauge.count(0, 1, capacity=1 << 30)
     assert gauge.store_share == 1
+
+
+def test_few_are_stored_for_as_long_as_few_of_those_are_loaded() -> None:
+    gauge = ReuseGauge()
+    gauge.count(100 * MIN_SAMPLE, 0, capacity=0)
+    for _ in range(3):
+        gauge.count(PROBE_SAMPLE, int(LEAST_REUSE * PROBE_SAMPLE) - 1, capacity=0)
+        assert gauge.store_share == SOME
+    gauge.count(0, PROBE_LOADS, capacity=0)
+    assert gauge.store_share == SOME, "far less than what was stored in vain"
 
 
 def test_reuse_that_ends_is_noticed_although_there_was_much() -> None:
