@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from raykv.core.requests import Handle
+from raykv.core.requests import Handle, handles_of
 from raykv.messages import Handles, Leases
-from raykv.types import Generation, Key, Slot
+from raykv.types import Key
 
 T = TypeVar("T")
 
@@ -25,9 +25,8 @@ def take(queue: deque[T], most: int) -> list[T]:
 
 def rows(handles: Handles) -> Iterable[tuple[Key, Handle]]:
     """Columns as keys and handles."""
-    columns = zip(handles.keys, handles.slots, handles.generations, strict=True)
-    for key, slot, generation in columns:
-        yield Key(key), Handle(Slot(slot), Generation(generation))
+    places = handles_of(handles.slots, handles.generations)
+    return zip(cast("list[Key]", handles.keys), places, strict=True)
 
 
 def columns(named: Iterable[tuple[Key, Handle]]) -> Handles:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 
-from raykv.core.requests import Handle
+from raykv.core.requests import Handle, handles_of
 from raykv.messages import MAX_KEYS, Leases
-from raykv.types import Generation, Slot
 
 
 class LeaseStock:
@@ -30,9 +29,9 @@ class LeaseStock:
 
     def add(self, granted: Leases, wanted: dict[int, int]) -> None:
         """Take in what was granted for what was wanted."""
-        columns = zip(granted.groups, granted.slots, granted.generations, strict=True)
-        for group, slot, generation in columns:
-            self._leases[group].append(Handle(Slot(slot), Generation(generation)))
+        handles = handles_of(granted.slots, granted.generations)
+        for group, handle in zip(granted.groups, handles, strict=True):
+            self._leases[group].append(handle)
         if wanted:
             counts = Counter(granted.groups)
             is_full = len(granted.slots) >= MAX_KEYS

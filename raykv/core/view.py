@@ -387,8 +387,8 @@ class EngineView:
         for key, handle in rows(reply.stored):
             self._add(key, handle)
         # A slot that is granted again while something flies there: that came, and was evicted.
-        regranted = set(reply.granted.slots)
-        self._give_up(lambda handle: handle.slot in regranted)
+        if regranted := set(reply.granted.slots):
+            self._give_up(lambda handle: handle.slot in regranted)
         self._stock.add(reply.granted, {} if request is None else request.wanted)
         if request is not None and request.wanted:
             self.remote.unleased.clear()

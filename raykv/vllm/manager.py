@@ -193,11 +193,14 @@ class RayOffloadingManager(OffloadingManager):
         samples = self.view.sampler.is_sampling
         if samples != self._logged_sampling:
             self._logged_sampling = samples
-            logger.info(
-                "little of what is stored is loaded again: %s (stop_unused_stores=False turns this "
-                "off)",
-                "few requests store from now on" if samples else "not any more, all store again",
-            )
+            if samples:
+                logger.info(
+                    "hardly anything that is stored is loaded again: from now on one request in "
+                    "%d stores (stop_unused_stores=False turns this off)",
+                    self.view.sampler.share,
+                )
+            else:
+                logger.info("what is stored is loaded again: all requests store")
 
     @guarded(nothing)
     def reset_cache(self) -> None:
