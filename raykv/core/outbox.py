@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TypeVar, cast
 
-from raykv.core.requests import Handle, handles_of
-from raykv.messages import Handles, Leases
+from raykv.messages import Handle, Handles, Leases, handles_of
 from raykv.types import Key
 
 T = TypeVar("T")

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 from raykv.core.cost import FetchCost
 from raykv.core.outbox import columns, take
-from raykv.core.requests import Handle, Replica, RequestState
+from raykv.core.requests import Replica, RequestState
 from raykv.core.stock import LeaseStock
-from raykv.messages import FetchResult, Handles, LostReplicas, Replicas
+from raykv.messages import FetchResult, Handle, Handles, LostReplicas, Replicas
 from raykv.types import Epoch, Generation, Key, Lookup, NodeId, Refusal, Slot, group_of
 
 MAX_QUESTIONS = 65_536

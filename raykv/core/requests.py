@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
 
-import msgspec
-
-from raykv.types import Epoch, Generation, Key, NodeId, Slot
-
-
-class Handle(msgspec.Struct, frozen=True, gc=False):
-    """Where a chunk is: a slot at a generation. There are many, and vLLM waits for them."""
-
-    slot: Slot
-    generation: Generation
-
-
-def handles_of(slots: Iterable[int], generations: Iterable[int]) -> Iterator[Handle]:
-    """Handles out of two columns of one length."""
-    make = cast("Callable[[int, int], Handle]", Handle)
-    return map(make, slots, generations)
+from raykv.messages import Handle
+from raykv.types import Epoch, Generation, Key, NodeId
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 
-from raykv.core.requests import Handle, handles_of
-from raykv.messages import MAX_KEYS, Leases
+from raykv.messages import MAX_KEYS, Handle, Leases, handles_of
 
 
 class LeaseStock:

@@ -34,7 +34,6 @@ from raykv.core.outbox import columns, lease_columns, rows, take
 from raykv.core.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.core.requests import (
     FailedLoad,
-    Handle,
     RequestOptions,
     RequestState,
     StorePlan,
@@ -47,6 +46,7 @@ from raykv.messages import (
     MAX_KEYS,
     EngineAttached,
     FetchResult,
+    Handle,
     Leases,
     Replicas,
     SyncReply,

@@ -23,8 +23,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.actors.session import Session
-from raykv.core.requests import FailedLoad, Handle, RequestOptions
+from raykv.core.requests import FailedLoad, RequestOptions
 from raykv.core.view import EngineView
+from raykv.messages import Handle
 from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup
 from raykv.vllm.guard import guarded, nothing
 from raykv.vllm.spec import PoolSpec

@@ -26,9 +26,9 @@ from raykv.actors.peers import Bytes, PeerError
 from raykv.actors.reading import ReadService
 from raykv.core.geometry import PoolGeometry
 from raykv.core.remote import FetchOrder
-from raykv.core.requests import Handle, Replica
+from raykv.core.requests import Replica
 from raykv.core.slots import ChunkName, SlotState
-from raykv.messages import FetchRequest, FetchResult, ReadReply, ReadRequest, decode, encode
+from raykv.messages import FetchRequest, FetchResult, Handle, ReadReply, ReadRequest, decode, encode
 from raykv.types import (
     SLOT_ALIGNMENT,
     Epoch,

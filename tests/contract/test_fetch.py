@@ -18,9 +18,9 @@ import pytest
 import raykv.actors.fetching
 from raykv.actors.fetching import PIECE_BYTES, WINDOW
 from raykv.core.remote import FetchOrder
-from raykv.core.requests import Handle, Replica
+from raykv.core.requests import Replica
 from raykv.core.slots import ChunkName, SlotState
-from raykv.messages import FetchResult, Handles, LostReplicas, Replicas
+from raykv.messages import FetchResult, Handle, Handles, LostReplicas, Replicas
 from raykv.types import Epoch, Generation, Namespace, Refusal, Slot
 from tests.contract.peers_in_process import (
     LONG_S,

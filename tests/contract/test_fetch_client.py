@@ -23,8 +23,8 @@ from raykv.actors.fetch_client import (
     split,
 )
 from raykv.core.remote import FetchOrder
-from raykv.core.requests import Handle, Replica
-from raykv.messages import PROTOCOL_VERSION, FetchRequest, FetchResult, decode, encode
+from raykv.core.requests import Replica
+from raykv.messages import PROTOCOL_VERSION, FetchRequest, FetchResult, Handle, decode, encode
 from raykv.types import Epoch, Generation, Key, NodeId, Slot, make_generation
 from tests.contract.peers_in_process import LONG_S, NAMESPACE, key
 from tests.waiting import wait_until

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from raykv.actors.fetch_client import fetch_request
 from raykv.core.remote import ChunkSize, FetchOrder, RemoteSettings
-from raykv.core.requests import FailedLoad, Handle, RequestOptions
+from raykv.core.requests import FailedLoad, RequestOptions
 from raykv.core.slots import ChunkName
 from raykv.core.view import EngineView
-from raykv.messages import FetchResult
+from raykv.messages import FetchResult, Handle
 from raykv.types import NO_GENERATION, Direction, Key, Lookup, Refusal
 from tests.simulation.node import Job
 from tests.simulation.session import FetchEnded, Identity, Session

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raykv.core.remote import FetchOrder
-from raykv.core.requests import Handle
 from raykv.core.view import EngineView
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
     FetchResult,
+    Handle,
     SyncReply,
     SyncRequest,
 )

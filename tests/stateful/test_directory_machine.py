@@ -32,7 +32,7 @@ import raykv.core.mirror
 from raykv.actors.keeper import failed_columns
 from raykv.core.geometry import PoolGeometry
 from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.requests import FailedLoad, Handle, RequestOptions
+from raykv.core.requests import FailedLoad, RequestOptions
 from raykv.core.slots import Admission, ChunkName, SlotTable
 from raykv.core.view import EngineView
 from raykv.messages import (
@@ -40,6 +40,7 @@ from raykv.messages import (
     AttachEngine,
     EngineAttached,
     FailedStores,
+    Handle,
     Inventory,
     NodeReport,
     SyncReply,

@@ -6,9 +6,9 @@ import pytest
 
 from raykv.core.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost, Rates
 from raykv.core.remote import ChunkSize, RemoteChunks, RemoteSettings
-from raykv.core.requests import Handle, Replica, RequestOptions, RequestState
+from raykv.core.requests import Replica, RequestOptions, RequestState
 from raykv.core.stock import LeaseStock
-from raykv.messages import FetchResult, Leases
+from raykv.messages import FetchResult, Handle, Leases
 from raykv.types import Epoch, Generation, Key, Lookup, NodeId, Slot
 
 MB = 1 << 20

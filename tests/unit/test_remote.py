@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 import raykv.core.view
 from raykv.core.remote import ChunkSize, FetchOrder, RemoteSettings
-from raykv.core.requests import Handle, Replica, RequestOptions
+from raykv.core.requests import Replica, RequestOptions
 from raykv.core.view import EngineView
 from raykv.messages import (
     MAX_KEYS,
     EngineAttached,
     FetchResult,
+    Handle,
     Handles,
     Leases,
     LostReplicas,

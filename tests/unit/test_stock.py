@@ -8,13 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from raykv.core.remote import FetchOrder
-from raykv.core.requests import Handle, RequestOptions
+from raykv.core.requests import RequestOptions
 from raykv.core.stock import LeaseStock
 from raykv.core.view import EngineView
 from raykv.messages import (
     MAX_KEYS,
     EngineAttached,
     FetchResult,
+    Handle,
     Handles,
     Leases,
     Replicas,

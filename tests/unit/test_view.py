@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from raykv.core.requests import FailedLoad, Handle, RequestOptions
+from raykv.core.requests import FailedLoad, RequestOptions
 from raykv.core.reuse import StoreSampler
 from raykv.core.view import EngineView
-from raykv.messages import MAX_KEYS, EngineAttached, Handles, Leases, SyncReply, SyncRequest
+from raykv.messages import MAX_KEYS, EngineAttached, Handle, Handles, Leases, SyncReply, SyncRequest
 from raykv.types import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
