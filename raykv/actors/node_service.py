@@ -29,6 +29,7 @@ from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import SlotState
 from raykv.errors import AttachError, RayKVError
 from raykv.memory.handles import open_kv
+from raykv.memory.region import yield_to_others
 from raykv.memory.words import CancelWords
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -117,11 +118,16 @@ class NodeService:
             self._accept,
             self._copy_all,
             self.rows.load,
-            self.keeper.pool.prefault,
+            self._prefault,
         ):
             thread = threading.Thread(target=target, name=f"raykv-{target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def _prefault(self) -> None:
+        """Touch the pool's pages, without slowing down the engines that start meanwhile."""
+        yield_to_others()
+        self.keeper.pool.prefault()
 
     def stop(self) -> None:
         """End the connections and threads, free the pool; workers see their connection close."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from raykv.errors import HandleError
-from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
+from raykv.memory.region import PREFAULT_PIECE_BYTES, Region, yield_to_others
 
 SIZE = 3 * 4096 + 100
 
@@ -127,3 +128,21 @@ def test_prefault_stops_when_it_is_told_to() -> None:
     region.prefault(lambda _: False)
     assert PREFAULT_PIECE_BYTES <= allocated(region) < 2 * PREFAULT_PIECE_BYTES
     region.close()
+
+
+def test_thread_that_yields_has_the_lowest_priority_and_no_other_has() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen: list[int] = []
+
+    def work() -> None:
+        yield_to_others()
+        seen.append(priority())
+
+    before = priority()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [19]
+    assert priority() == before
