@@ -9,6 +9,8 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 import psutil
@@ -42,11 +44,35 @@ NODE, ENGINE, MODEL = "node", "engine", "model"
 NOW = 100.0
 
 Values = dict[str, dict[str, list[float]]]
+M = TypeVar("M", bound=msgspec.Struct)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 def key(number: int) -> bytes:
     """36 bytes that look like a block hash and a KV group; the same for the same number."""
     return hashlib.blake2b(number.to_bytes(8), digest_size=32).digest() + bytes(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[R]):
+    """What the scheduler actor made of a message, and the CPU seconds that it took."""
+
+    reply: R
+    raw: bytes
+    core_s: float
+    messages_s: float
+
+
+def exchange(raw: bytes, kind: type[M], decide: Callable[[M], R]) -> Answered[R]:
+    """The scheduler actor's part: the message is new in memory, the reply soon forgotten."""
+    began = time.thread_time()
+    message = decode(raw, kind)
+    decoded = time.thread_time()
+    reply = decide(message)
+    decided = time.thread_time()
+    answer = encode(reply)
+    messages_s = decoded - began + time.thread_time() - decided
+    return Answered(reply, answer, decided - decoded, messages_s)
 
 
 class Watch:
@@ -56,29 +82,17 @@ class Watch:
         self.core_s = self.messages_s = 0.0
 
     def sync(self, load: Load, raw: bytes) -> SyncReply:
-        """As the actor does it: the request is new in memory, the reply soon forgotten."""
-        began = time.thread_time()
-        request = decode(raw, SyncRequest)
-        decoded = time.thread_time()
-        reply = load.sync(request)
-        answered = time.thread_time()
-        encode(reply)
-        self._add(began, decoded, answered)
-        return reply
+        """An engine's exchange."""
+        return self._add(exchange(raw, SyncRequest, load.sync))
 
     def report(self, load: Load, raw: bytes) -> None:
         """A NodeActor's report."""
-        began = time.thread_time()
-        report = decode(raw, NodeReport)
-        decoded = time.thread_time()
-        reply = load.take(report)
-        answered = time.thread_time()
-        encode(reply)
-        self._add(began, decoded, answered)
+        self._add(exchange(raw, NodeReport, load.take))
 
-    def _add(self, began: float, decoded: float, answered: float) -> None:
-        self.core_s += answered - decoded
-        self.messages_s += decoded - began + time.thread_time() - answered
+    def _add(self, answered: Answered[R]) -> R:
+        self.core_s += answered.core_s
+        self.messages_s += answered.messages_s
+        return answered.reply
 
     def rates(self, values: Values, what: str) -> None:
         """Chunks per second of `BATCHES` batches."""

@@ -17,12 +17,10 @@ node's shard for leases. Generations stay safe, since each node has one granting
 from __future__ import annotations
 
 import itertools
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
-from raykv.bench.directory_load import manager
+from raykv.bench.directory_load import M, R, exchange, manager
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Row
 from raykv.messages import (
@@ -91,29 +89,15 @@ class _Cluster:
                 self.engines.append(engine)
                 self._attach(engine)
 
-    def _call(self, raw: bytes, kind: str) -> bytes:
-        """The scheduler actor's part: decode, decide, encode."""
-        began = time.thread_time()
-        if kind == "report":
-            report = decode(raw, NodeReport)
-            inside = time.thread_time()
-            reply: msgspec.Struct = self.manager.node_report(report, self.now)
-        elif kind == "sync":
-            request = decode(raw, SyncRequest)
-            inside = time.thread_time()
-            reply = self.manager.sync(request, self.now)
-        else:
-            message = decode(raw, AttachEngine)
-            inside = time.thread_time()
-            reply = self.manager.attach_engine(message, self.now)
-        decided = time.thread_time()
-        answer = encode(reply)
-        ended = time.thread_time()
+    def _call(self, message: M, decide: Callable[[M, float], R], kind: type[R]) -> R:
+        """One message to the scheduler actor, and its answer."""
+        raw = encode(message)
+        answered = exchange(raw, type(message), lambda it: decide(it, self.now))
         self.traffic.messages += 2
-        self.traffic.num_bytes += len(raw) + len(answer)
-        self.traffic.seconds += ended - began
-        self.traffic.core_seconds += decided - inside
-        return answer
+        self.traffic.num_bytes += len(raw) + len(answered.raw)
+        self.traffic.seconds += answered.core_s + answered.messages_s
+        self.traffic.core_seconds += answered.core_s
+        return decode(answered.raw, kind)
 
     def report(self, node: str) -> None:
         """What a NodeActor sends every second."""
@@ -138,7 +122,7 @@ class _Cluster:
                 slot_bytes=[SLOT_ALIGNMENT] * count,
             ),
         )
-        decode(self._call(encode(message), "report"), NodeReportReply)
+        self._call(message, self.manager.node_report, NodeReportReply)
 
     def _attach(self, engine: _Engine) -> None:
         message = AttachEngine(
@@ -151,7 +135,7 @@ class _Cluster:
             slot_bytes={0: SLOT_ALIGNMENT},
             leases=Leases(),
         )
-        decode(self._call(encode(message), "attach"), EngineAttached)
+        self._call(message, self.manager.attach_engine, EngineAttached)
 
     def serve(self, engine: _Engine) -> None:
         """One second of an engine."""
@@ -175,7 +159,7 @@ class _Cluster:
             asked=self._recent[:ASKED],
             announced=announced,
         )
-        reply = decode(self._call(encode(request), "sync"), SyncReply)
+        reply = self._call(request, self.manager.sync, SyncReply)
         granted = reply.granted
         engine.free += zip(granted.slots, granted.generations, strict=True)
         self._recent = [*self._recent[-256:], *keys]

@@ -112,13 +112,12 @@ class Questions:
 
     def _first(self, engine: Engine, now: float) -> list[NodeId]:
         """The sources that go before the least loaded: the own node, then those on its host."""
-        is_late = len(self._nodes) <= FEW_NODES or now - self._ranked_at >= RANKING_S
-        if is_late:
+        if len(self._nodes) <= FEW_NODES or now - self._ranked_at >= RANKING_S:
             self._rank(now)
         own = self._nodes.get(engine.node_id)
         if own is None:
             return []
-        others = [each for each in self._of_host[own.hostname] if each != own.node_id]
+        others = [each for each in self._of_host.get(own.hostname, ()) if each != own.node_id]
         return [own.node_id, *others]
 
     def _rank(self, now: float) -> None:

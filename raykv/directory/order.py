@@ -290,17 +290,15 @@ def begin(arrays: Arrays, of_class: int, cursors: Array) -> None:
         cursors[number] = arrays.lists[of_class * NUM_LISTS + SPARE - FREE + number, HEAD]
 
 
-@inner(INT(ARRAYS, INT, COLUMN, COLUMN, INT))
-def _oldest(arrays: Arrays, now: int, cursors: Array, out: Array, count: int) -> int:
-    """What follows in the order of LRU."""
-    rows = arrays.rows
-    while count < len(out) and cursors[1] != NONE:
-        row = cursors[1]
-        cursors[1] = rows[row, NEXT]
-        if rows[row, PIN] <= now:
-            out[count] = row
-            count += 1
-    return count
+@inner(INT(ROWS, INT, COLUMN, INT, COLUMN, INT))
+def _take(rows: Array, now: int, cursors: Array, cursor: int, out: Array, count: int) -> int:
+    """Move a cursor on; its row comes to the others in `out` unless it is pinned."""
+    row = cursors[cursor]
+    cursors[cursor] = rows[row, NEXT]
+    if rows[row, PIN] > now:
+        return count
+    out[count] = row
+    return count + 1
 
 
 @inner(types.void(ARRAYS, INT, INT, COLUMN, _FLOATS))
@@ -323,15 +321,12 @@ def following(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Arra
     rows = arrays.rows
     count = 0
     while count < len(out) and cursors[0] != NONE:
-        row = cursors[0]
-        cursors[0] = rows[row, NEXT]
-        if rows[row, PIN] <= now:
-            out[count] = row
-            count += 1
+        count = _take(rows, now, cursors, 0, out, count)
     if len(arrays.lessons) == 0:
-        return _oldest(arrays, now, cursors, out, count)
+        while count < len(out) and cursors[1] != NONE:
+            count = _take(rows, now, cursors, 1, out, count)
+        return count
     worths = arrays.lessons[of_class, LESSON_SCRATCH:]
-    best = -1
     for queue in range(NUM_QUEUES):
         _look_at_first(arrays, of_class, queue, cursors, worths)
     while count < len(out):
@@ -348,10 +343,6 @@ def following(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Arra
                 best = queue
         if best < 0:
             break
-        row = cursors[1 + best]
-        cursors[1 + best] = rows[row, NEXT]
+        count = _take(rows, now, cursors, 1 + best, out, count)
         _look_at_first(arrays, of_class, best, cursors, worths)
-        if rows[row, PIN] <= now:
-            out[count] = row
-            count += 1
     return count

@@ -8,7 +8,7 @@ import pytest
 
 import raykv.core.questions
 from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.questions import MAX_TOLD
+from raykv.core.questions import FEW_NODES, MAX_TOLD
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
@@ -130,6 +130,17 @@ class Desk:
             x for x in "abcdefgh" if self.manager.holds(*place, Key(x.encode())) is not None
         )
 
+    def crowd(self) -> list[str]:
+        """So many more nodes that their order is kept for a while; all nodes' names."""
+        for number in range(FEW_NODES):
+            self.join(f"other {number}")
+        return list(self.epochs)
+
+    def join(self, node: str) -> None:
+        self.epochs[node] = 50
+        self.report(node)
+        self.attach(node)
+
     def keep_alive(self, *nodes: str) -> None:
         for node in nodes:
             self.report(node)
@@ -204,6 +215,26 @@ def test_own_node_comes_first_whatever_its_load(desk: Desk) -> None:
     desk.report("own", queued_jobs=50)
     assert desk.sources("a") == ["own", "one"]
     assert desk.sources("a", "one") == ["one", "own"]
+
+
+def test_node_that_has_just_come_to_a_large_cluster_is_a_source(desk: Desk) -> None:
+    desk.crowd()
+    assert desk.sources("a") == []
+    desk.join("late")
+    desk.store("late", "a")
+    assert desk.sources("a") == ["late"]
+
+
+def test_node_that_has_just_left_a_large_cluster_is_none(desk: Desk) -> None:
+    names = desk.crowd()
+    for node in ("one", "two"):
+        desk.store(node, "a")
+    desk.now += EXPIRY_S + 1
+    for node in set(names) - {"one"}:
+        desk.report(node)
+    assert desk.sources("a") == ["one", "two"]
+    desk.manager.expire(desk.now)
+    assert desk.sources("a") == ["two"]
 
 
 def test_node_on_the_same_host_comes_before_a_less_loaded_one(desk: Desk) -> None:
