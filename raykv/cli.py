@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.table import Table
 
 import raykv
 from raykv.errors import RayKVError
+
+if TYPE_CHECKING:
+    from raykv.status_types import ClusterStatus
 
 app = typer.Typer(
     help="RayKV: vLLM's KV cache in the RAM of a Ray cluster.",
@@ -127,6 +130,46 @@ def bench(
     run_benchmarks(names or [], options, json_path)
 
 
+@app.command()
+def chaos(
+    *,
+    minutes: Annotated[float, typer.Option(help="Of load and faults.", min=0.1)] = 5.0,
+    seed: Annotated[int, typer.Option(help="Of the faults and of the load.")] = 0,
+    nodes: Annotated[int, typer.Option(help="Ray nodes on this host, an engine on each.")] = 2,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--fault", help="Only such faults, like node-actor-killed; repeatable."),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file too.")
+    ] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep what the engines print in this folder.")
+    ] = None,
+    lose_head: Annotated[
+        bool | None,
+        typer.Option(
+            "--lose-head/--keep-head",
+            help="At the end Ray's GCS dies for good, and the engines go on. Default: from 3 "
+            "minutes on.",
+        ),
+    ] = None,
+) -> None:
+    """Kill and freeze parts of a cluster of its own under load, and check every answer.
+
+    Exit code 1 if a request failed, a token was wrong, or offloading did not come back.
+
+    Example: raykv chaos --minutes 2 --seed 7 --fault node-actor-killed --fault gcs-frozen
+    """
+    from rich.console import Console
+
+    from raykv.chaos.run import ChaosOptions, kinds_named, run_chaos
+
+    loses_head = minutes >= 3 if lose_head is None else lose_head
+    options = ChaosOptions(60 * minutes, seed, nodes, kinds_named(kinds or ()), logs, loses_head)
+    raise typer.Exit(run_chaos(options, Console(), json_path))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
@@ -163,9 +206,32 @@ def _connected(ray_address: str | None) -> raykv.Cluster:
     return raykv.connect(ray_address)
 
 
+@app.command("why-miss")
+def why_miss(
+    request_id: Annotated[
+        str, typer.Argument(help="As in the API's answer, or the beginning of it.")
+    ],
+    *,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Say where the prompt tokens of a request came from, and why some were not loaded.
+
+    Example: raykv why-miss chatcmpl-9f2c
+    """
+    from raykv.why_miss import print_explanations, to_json
+
+    with _connected(ray_address) as cluster:
+        found = cluster.why_miss(request_id)
+    if as_json:
+        typer.echo(to_json(found))
+        return
+    print_explanations(found, Console())
+
+
 def _print_status(known: object) -> None:
-    from raykv.actors.runtime import human_bytes
-    from raykv.messages import ClusterStatus
+    from raykv.core.room import human_bytes
+    from raykv.status_types import ClusterStatus
 
     assert isinstance(known, ClusterStatus), known
     console = Console()
@@ -226,13 +292,42 @@ def _print_status(known: object) -> None:
             engine.versions,
         )
     console.print(engines)
+    _print_troubles(console, known)
     for namespace, chunks in sorted(known.namespaces.items()):
         console.print(f"namespace {namespace}: {chunks} chunks", highlight=False)
 
 
+def _print_troubles(console: Console, known: ClusterStatus) -> None:
+    for node in known.nodes:
+        if node.quarantined:
+            what = f"{node.quarantined} damaged chunks or files were set aside"
+            console.print(f"node {node.node_id[:12]}: {what}", style="red")
+    for node_id, refusal in sorted(known.refused.items()):
+        console.print(f"node {node_id[:12]} gives no pool: {refusal}", style="red")
+    _print_breakers(console, known)
+
+
+def _print_breakers(console: Console, known: ClusterStatus) -> None:
+    """Who does not answer whom, and how often that has happened."""
+    from raykv.core.breaker import sentences
+
+    for owner, breakers in [
+        *((f"node {node.node_id[:12]}", node.breakers) for node in known.nodes),
+        *((f"engine {engine.engine_id[:12]}", engine.breakers) for engine in known.engines),
+    ]:
+        for sentence in sentences(breakers):
+            console.print(f"breaker of {owner}: {sentence}", style="red", markup=False)
+        if breakers.opened:
+            console.print(
+                f"breakers of {owner}: opened {breakers.opened} times, {breakers.failed} calls "
+                f"failed, {breakers.refused} not made",
+                highlight=False,
+            )
+
+
 def _rate(measured: int, unit: str) -> str:
     """A rate for people; nothing while it is unknown."""
-    from raykv.actors.runtime import human_bytes
+    from raykv.core.room import human_bytes
 
     if not measured:
         return "-"
@@ -244,6 +339,26 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+@app.command()
+def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+    """Check the cluster: what is wrong, and how to mend it.
+
+    Exit code 0 when all is well (warnings are allowed), 1 when something is wrong, 2 when no
+    cluster can be reached.
+    """
+    import msgspec
+
+    from raykv.doctor import exit_code, print_findings
+
+    with _connected(ray_address) as cluster:
+        findings = cluster.doctor()
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(findings)).decode())
+    else:
+        print_findings(findings)
+    raise typer.Exit(exit_code(findings))
 
 
 @app.command()

@@ -16,15 +16,16 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.actors import cluster
+from raykv.actors import cluster, diagnosis
 from raykv.actors.readers import read_events, take_snapshot
+from raykv.config import CLIENT_S
+from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
 from raykv.errors import ClusterError
 from raykv.event_types import Event
-from raykv.messages import ClusterStatus, NodeStatus
-
-DEADLINE_S = 10.0
-"""For one answer of an actor."""
+from raykv.findings import Finding
+from raykv.miss_types import Explanation
+from raykv.status_types import ClusterStatus, NodeStatus
 
 
 class Cluster:
@@ -40,16 +41,28 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run in this cluster, or does not answer.
         """
-        known = cluster.status(self._scheduler(), DEADLINE_S)
-        return msgspec.structs.replace(known, nodes=[_fresh(node) for node in known.nodes])
+        known = cluster.status(self._scheduler(), CLIENT_S)
+        return msgspec.structs.replace(
+            known,
+            nodes=[_fresh(node) for node in known.nodes],
+            refused=diagnosis.refusals({node.node_id for node in known.nodes}),
+        )
+
+    def doctor(self) -> list[Finding]:
+        """What is wrong with the cluster, and how to mend it; takes seconds if somebody is silent.
+
+        Raises:
+            ClusterError: Ray itself does not answer.
+        """
+        return diagnose(diagnosis.gather())
 
     def pause(self) -> None:
         """Switch the cache off: engines see misses and store nothing within about a second."""
-        ray.get(self._scheduler().set_paused.remote(True), timeout=DEADLINE_S)
+        ray.get(self._scheduler().set_paused.remote(True), timeout=CLIENT_S)
 
     def resume(self) -> None:
         """Switch the cache on again; what it holds is still there."""
-        ray.get(self._scheduler().set_paused.remote(False), timeout=DEADLINE_S)
+        ray.get(self._scheduler().set_paused.remote(False), timeout=CLIENT_S)
 
     def clear(self, namespace: str | None = None) -> None:
         """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
@@ -63,11 +76,11 @@ class Cluster:
         scheduler = self._scheduler()
         if namespace is not None:
             namespace = self._full_namespace(namespace)
-        ray.get(scheduler.clear.remote(namespace), timeout=DEADLINE_S)
+        ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
 
     def _full_namespace(self, beginning: str) -> str:
         """The one namespace that begins so; `status` shows the first digits only."""
-        status = cluster.status(self._scheduler(), DEADLINE_S)
+        status = cluster.status(self._scheduler(), CLIENT_S)
         known = {*status.namespaces, *(engine.namespace for engine in status.engines)}
         found = sorted(name for name in known if name.startswith(beginning))
         if len(found) != 1:
@@ -77,6 +90,27 @@ class Cluster:
                 f"{', '.join(sorted(known)) or 'none'}"
             )
         return found[0]
+
+    def why_miss(self, request_id: str) -> list[Explanation]:
+        """Why tokens of a request were not loaded; known about a second after it has ended.
+
+        Args:
+            request_id: as the API's answer has it, or the beginning of it; vLLM appends to it.
+
+        Returns:
+            The requests whose ids begin so, the newest first, at most 16 of the latest 4,096.
+
+        Raises:
+            ClusterError: RayKV does not run here, does not answer, or knows no such request.
+        """
+        known = cluster.why_miss(self._scheduler(), request_id, CLIENT_S)
+        if not known.found:
+            raise ClusterError(
+                f"no request whose id begins with {request_id!r} is among the latest "
+                f"{known.num_known} that have ended: it may still run, be older than those or than "
+                "the scheduler actor, or have been answered by an engine without RayKV"
+            )
+        return known.found
 
     # Events
 
@@ -95,8 +129,9 @@ class Cluster:
             follow: wait for more at the end; else stop there.
 
         Raises:
-            ClusterError: RayKV does not run here, or its scheduler actor does not answer for
-                half a minute.
+            ClusterError: RayKV does not run here, its scheduler actor does not answer for half a
+                minute, or `since` is no place.
+            VersionError: the scheduler actor is of another version.
         """
         return read_events(self._scheduler, since, follow=follow)
 
@@ -113,7 +148,7 @@ class Cluster:
 
         Engines that still run go on without the cache, and start the actors again.
         """
-        return cluster.stop_actors(DEADLINE_S)
+        return cluster.stop_actors(CLIENT_S)
 
     def close(self) -> None:
         """Leave the cluster, if `connect` joined it."""
@@ -179,7 +214,7 @@ def _fresh(node: NodeStatus) -> NodeStatus:
     if actor is None:
         return node
     try:
-        stats = cluster.describe(actor, DEADLINE_S).stats
+        stats = cluster.describe(actor, CLIENT_S).stats
     except ClusterError:
         return node
     return msgspec.structs.replace(
@@ -192,4 +227,6 @@ def _fresh(node: NodeStatus) -> NodeStatus:
         bytes_sent=stats.bytes_sent,
         chunks_refused=stats.chunks_refused,
         num_workers=stats.num_workers,
+        quarantined=stats.quarantined,
+        breakers=stats.breakers,
     )

@@ -26,9 +26,24 @@ class VersionError(RayKVError):
         self.is_mended = is_mended
 
 
+class MessageError(RayKVError):
+    """A message is none that a RayKV of this version sends; nothing of it was carried out."""
+
+
 class AttachError(RayKVError):
     """A NodeActor refused to serve a worker's KV cache."""
 
 
 class HandleError(RayKVError):
     """A KV cache can't be shared with, or opened by, another process."""
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What was raised in another actor, where Ray has wrapped it; else the error itself."""
+    return getattr(error, "cause", None) or error
+
+
+def first_line(error: BaseException) -> str:
+    """An error's kind, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"

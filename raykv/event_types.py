@@ -96,6 +96,7 @@ class EventPage(msgspec.Struct, frozen=True):
     and `namespaces`, which have "" for none.
     """
 
+    version: int
     epoch: int
     first_seq: int
     last_seq: int
@@ -120,6 +121,7 @@ class SnapshotPage(msgspec.Struct, frozen=True):
     asks for the next page. With `error` set the snapshot has to be begun anew.
     """
 
+    version: int
     epoch: int
     seq: int
     cursor: int

@@ -10,9 +10,11 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from raykv.breaker_types import BreakerReport
+from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
 
 MAX_KEYS = 2048
@@ -103,7 +105,8 @@ class LostReplicas(msgspec.Struct, frozen=True, array_like=True):
 class AttachEngine(msgspec.Struct, frozen=True):
     """An engine introduces itself; also after a restart of the scheduler actor.
 
-    `slot_bytes` has the slot size of each KV group, in bytes, by group index.
+    `slot_bytes` has the slot size of each KV group, in bytes, by group index; `traits` what the
+    namespace is a digest of, in short texts, to say why two namespaces differ.
     """
 
     version: int
@@ -115,6 +118,7 @@ class AttachEngine(msgspec.Struct, frozen=True):
     slot_bytes: dict[int, int]
     leases: Leases = Leases()
     versions: str = ""
+    traits: dict[str, str] = {}
 
 
 class EngineAttached(msgspec.Struct, frozen=True):
@@ -143,7 +147,8 @@ class SyncRequest(msgspec.Struct, frozen=True):
     who has them? `announced` chunks are being stored at the leases that are named. `clear` is the
     number of the engine's latest reset that is not confirmed yet (0: none): the namespace is
     emptied everywhere. With `idle` set the answer carries no changes and no grants: the engine has
-    not taken in the earlier ones.
+    not taken in the earlier ones. `finished` requests, and what became of their tokens.
+    `breakers`: whom the engine leaves alone.
     """
 
     engine_id: str
@@ -160,6 +165,8 @@ class SyncRequest(msgspec.Struct, frozen=True):
     clear: int = 0
     idle: bool = False
     counters: dict[str, int] = {}
+    finished: list[MissRecord] = []
+    breakers: BreakerReport = BreakerReport()
 
 
 class SyncReply(msgspec.Struct, frozen=True):
@@ -171,6 +178,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     `clear` that was carried out. `more` says that further changes are waiting. `replicas` answers
     the request's `asked`. `has_peers`: another node or engine may have chunks of this namespace.
     `store_share`: one request of so many should store, since little of what is stored is loaded.
+    `refined`: tokens of `finished` requests that were not NEVER_STORED, but missed for that reason.
     """
 
     epoch: int
@@ -188,6 +196,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     replicas: Replicas = Replicas()
     has_peers: bool = False
     store_share: int = 1
+    refined: dict[str, int] = {}
 
 
 # Engine scheduler -> its NodeActor, and NodeActor -> NodeActor
@@ -292,6 +301,8 @@ class NodeStats(msgspec.Struct, frozen=True):
     fetches_failed: int = 0
     bytes_sent: int = 0
     reading: int = 0
+    quarantined: int = 0
+    breakers: BreakerReport = BreakerReport()
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -332,7 +343,7 @@ class NodeReportReply(msgspec.Struct, frozen=True):
 
 
 class NodeDescription(msgspec.Struct, frozen=True):
-    """Where the workers of a node find its NodeActor, and what it is."""
+    """Where the workers of a node find its NodeActor, what it is, or why it has no pool."""
 
     version: int
     raykv_version: str
@@ -346,6 +357,7 @@ class NodeDescription(msgspec.Struct, frozen=True):
     num_workers: int
     pool_path: str = ""
     stats: NodeStats = NodeStats()
+    refusal: str = ""
 
 
 # Worker <-> NodeActor, on the node's Unix socket
@@ -441,55 +453,3 @@ class JobResults(msgspec.Struct, frozen=True, tag="results"):
 
 
 NodeMessage = WorkerAttached | JobResults
-
-
-# Cluster state, for people
-
-
-class NodeStatus(msgspec.Struct, frozen=True):
-    """One node as the scheduler actor and its NodeActor see it; sizes in bytes."""
-
-    node_id: str
-    epoch: int
-    hostname: str
-    pid: int
-    pool_bytes: int
-    prefaulted_bytes: int
-    used_bytes: int
-    free_slots: int
-    leased_slots: int
-    chunks: int
-    bytes_stored: int
-    bytes_loaded: int
-    chunks_refused: int
-    num_workers: int
-    age_s: float
-    raykv_version: str = ""
-    bytes_fetched: int = 0
-    bytes_sent: int = 0
-
-
-class EngineStatus(msgspec.Struct, frozen=True):
-    """One attached engine; `counters` are its own, since its start."""
-
-    engine_id: str
-    node_id: str
-    namespace: str
-    model: str
-    num_ranks: int
-    leased_slots: int
-    age_s: float
-    versions: str = ""
-    counters: dict[str, int] = {}
-
-
-class ClusterStatus(msgspec.Struct, frozen=True):
-    """What `raykv status` shows."""
-
-    address: str
-    epoch: int
-    raykv_version: str
-    paused: bool
-    nodes: list[NodeStatus] = []
-    engines: list[EngineStatus] = []
-    namespaces: dict[str, int] = {}

@@ -22,15 +22,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from raykv import vllm_command
-from raykv.config import load_settings
+from raykv.config import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S, load_settings
 from raykv.errors import SettingError, VersionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 CONNECTOR = "RayKVConnector"
-STOP_GRACE_S = 20.0
-"""How long the server has after each signal before it gets the next, harsher one."""
 
 _EXTRA = "kv_connector_extra_config"
 _TRANSFER_FLAG = "--kv-transfer-config"
@@ -39,8 +37,6 @@ _NATIVE_OFFLOADING_FLAG = "--kv-offloading-size"
 _CPU_KV_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _CPU_KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_KV_CACHE_GIB = "1"
-_LEFTOVER_GRACE_S = 5.0
-_POLL_S = 0.2
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -148,7 +144,7 @@ def run_server(
     command: Sequence[str],
     env: Mapping[str, str],
     stops: StopRequests,
-    grace_s: float = STOP_GRACE_S,
+    grace_s: float = SERVE_GRACE_S,
 ) -> int:
     """Run `command` until it ends; return its exit status, 128 + n if signal n killed it.
 
@@ -159,7 +155,7 @@ def run_server(
     try:
         _wait_for_exit(process.pid, stops, grace_s)
     finally:
-        _end_group(process.pid, min(grace_s, _LEFTOVER_GRACE_S))
+        _end_group(process.pid, min(grace_s, SERVE_LEFTOVER_S))
     status = process.wait()
     return status if status >= 0 else 128 - status
 
@@ -190,7 +186,7 @@ def _wait_for_exit(pid: int, stops: StopRequests, grace_s: float) -> None:
     seen, deadline = 0, math.inf
     pidfd = os.pidfd_open(pid)
     try:
-        while not select.select([pidfd], [], [], _POLL_S)[0]:
+        while not select.select([pidfd], [], [], SERVE_LOOK_S)[0]:
             if stops.count == seen and time.monotonic() < deadline:
                 continue
             seen = stops.count
@@ -209,7 +205,7 @@ def _end_group(group: int, grace_s: float) -> None:
     """
     psutil.wait_procs(_members(group), timeout=grace_s)
     os.killpg(group, signal.SIGKILL)
-    psutil.wait_procs(_members(group), timeout=_LEFTOVER_GRACE_S)
+    psutil.wait_procs(_members(group), timeout=SERVE_LEFTOVER_S)
 
 
 def _members(group: int) -> list[psutil.Process]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import NewType
 
 NodeId = NewType("NodeId", str)
@@ -32,7 +32,17 @@ SLOT_ALIGNMENT = 4096
 NO_GENERATION = Generation(0)
 """Older than any generation that is ever granted: a load that names it is refused."""
 
+MAX_KEY_BYTES = 128
+"""Of an offload key; vLLM's longest has 36."""
+
 _COUNTER_BITS = 32
+
+MAX_EPOCH = (1 << 31) - (1 << 20)
+"""Of a scheduler actor that others may claim to have heard of: it leaves room for later ones, so
+that generations stay below 2**63."""
+
+MAX_GENERATION = Generation((MAX_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS) - 1))
+"""The last one of `MAX_EPOCH`."""
 
 
 def make_generation(epoch: Epoch, counter: int) -> Generation:
@@ -101,11 +111,58 @@ class Refusal(IntEnum):
     POISONED = 9
     """Another rank of the same store failed."""
     CORRUPT = 10
-    """The bytes that came over the network are not those that were sent."""
+    """The bytes are not those that were sent, or not those that were stored."""
     TOO_LATE = 11
     """There was no time left, or no answer in time."""
+    BREAKER_OPEN = 12
+    """Who has the chunk did not answer a short while ago, and is not asked again yet."""
 
     @property
     def is_final(self) -> bool:
         """Whether the chunk is gone for every engine, not only for this job."""
-        return self in (Refusal.STALE, Refusal.CLEARED, Refusal.BAD_HANDLE)
+        return self in (Refusal.STALE, Refusal.CLEARED, Refusal.BAD_HANDLE, Refusal.CORRUPT)
+
+
+class MissReason(StrEnum):
+    """Why tokens of a prompt were not loaded. The first missing chunk decides for all behind it."""
+
+    INCOMPLETE_CHUNK = "incomplete_chunk"
+    """Less than a whole chunk was left: mostly the prompt's end."""
+    OPTED_OUT = "opted_out"
+    """The request did not want to load (all of) it, or wants what only computing gives."""
+    PAUSED = "paused"
+    """The cache was switched off with `raykv pause`."""
+    NOT_ATTACHED = "not_attached"
+    """The engine had not reached the scheduler actor yet."""
+    NEVER_STORED = "never_stored"
+    """Nobody knows anything of the chunk: it was not stored, or long ago."""
+    STORES_OFF = "stores_off"
+    """It was computed here, and not to be stored: by that request, or because the cache was off."""
+    STORE_FAILED = "store_failed"
+    """It was computed here, and its store failed."""
+    POOL_FULL = "pool_full"
+    """There was no free slot: to store it when it was computed, or to fetch it into."""
+    EVICTED = "evicted"
+    """It was given up for other chunks."""
+    CLEARED = "cleared"
+    """The cache was emptied."""
+    OTHER_NAMESPACE = "other_namespace"
+    """Only engines with another model, or another layout of the KV cache, have it."""
+    PENDING_TOO_LONG = "pending_too_long"
+    """It was being stored, and not there when the request could not wait any more."""
+    UNANSWERED = "unanswered"
+    """The scheduler actor did not say in time who has it."""
+    FETCH_SLOWER = "fetch_slower"
+    """Another node has it, and computing was measured to be faster than fetching."""
+    FETCH_FAILED = "fetch_failed"
+    """Another node had it, and it did not come, or not in time."""
+    NODE_LOST = "node_lost"
+    """The NodeActor that had it was gone, or the engine could not reach its own."""
+    LOAD_FAILED = "load_failed"
+    """It was here, and its copy into the engine's KV cache failed."""
+    BREAKER_OPEN = "breaker_open"
+    """Who should have been asked had failed too often, and was left alone for a while."""
+    ABORTED = "aborted"
+    """The request ended before it was scheduled, or while it loaded."""
+    OTHER = "other"
+    """None of these; a failed hook of the connector, for example."""

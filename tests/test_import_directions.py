@@ -36,8 +36,18 @@ def row(*modules: str, packages: str | None, except_for: tuple[str, ...] = ()) -
 
 
 TABLE = (
-    row("types", "errors", "config", packages=""),
-    row("messages", "event_types", packages="msgspec", except_for=("raykv.config",)),
+    row("types", "errors", "config", "parsing", packages=""),
+    row(
+        "messages",
+        "breaker_types",
+        "event_types",
+        "findings",
+        "handshake",
+        "miss_types",
+        "status_types",
+        packages="msgspec",
+        except_for=("raykv.config",),
+    ),
     row("core", packages="numpy", except_for=("raykv.config",)),
     row("directory", packages="llvmlite numba numpy", except_for=("raykv.config",)),
     row("memory", packages="msgspec numpy torch", except_for=("raykv.directory",)),
@@ -56,8 +66,26 @@ TABLE = (
         packages="rich",
         except_for=("raykv.actors", "raykv.client", "raykv.vllm"),
     ),
+    row("bench.prompts", packages=""),
+    row("doctor", packages="rich", except_for=("raykv.actors", "raykv.client", "raykv.vllm")),
     row("bench.report", packages="rich", except_for=("raykv.actors", "raykv.client", "raykv.vllm")),
-    row("cli", "bench", "demo", "models", "serve", "vllm_command", packages=None),
+    row(
+        "chaos.plan",
+        "chaos.report",
+        packages="rich",
+        except_for=("raykv.actors", "raykv.client", "raykv.vllm"),
+    ),
+    row(
+        "cli",
+        "bench",
+        "chaos",
+        "demo",
+        "models",
+        "serve",
+        "vllm_command",
+        "why_miss",
+        packages=None,
+    ),
 )
 VERSION = "raykv.__version__"
 """In `raykv/__init__.py`, and all that any other module may want from there."""

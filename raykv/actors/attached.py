@@ -7,6 +7,7 @@ import ctypes
 import os
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,11 +17,16 @@ from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import Planner
 from raykv.copy.rows import RowCopier
+from raykv.core.sanity import MAX_GROUPS, MAX_NAME, MAX_NUMBER, require
 from raykv.core.slots import ChunkName
+from raykv.errors import AttachError, MessageError, VersionError
+from raykv.handshake import receive
 from raykv.memory.handles import OpenedKV
 from raykv.memory.words import CancelWords, Word
-from raykv.messages import AttachWorker, CopyJob, WorkerMessage
+from raykv.messages import AttachWorker, CopyJob, JobBatch
 from raykv.types import Direction, Generation, Key, Namespace, Refusal, Slot
+
+_DIRECTIONS = frozenset(int(direction) for direction in Direction)
 
 
 class AttachedWorker:
@@ -54,6 +60,8 @@ class AttachedWorker:
     def send(self, message: msgspec.Struct) -> None:
         """Send or close: a worker that does not read must not hold up the others."""
         with self._send_lock:
+            if not self.is_open:
+                return
             try:
                 self._sock.sendall(wire.frame(message))
             except OSError:
@@ -105,21 +113,86 @@ class QueuedJob:
             self.refusals.setdefault(chunk, refusal)
 
 
-def receive_hello(sock: socket.socket, reader: wire.FrameReader) -> tuple[WorkerMessage, list[int]]:
-    """The first message of a connection, and the descriptors that came with it."""
+MAX_FDS = 8
+"""With the first message; a KV cache has one."""
+
+
+def receive_hello(
+    sock: socket.socket, reader: wire.FrameReader, deadline_s: float
+) -> tuple[AttachWorker, list[int]]:
+    """The first message of a connection, and the descriptors that came with it.
+
+    Raises:
+        AttachError: it is no attach message of our version.
+        TimeoutError: it was not complete in time.
+        ValueError: the connection ended before.
+    """
+    give_up_at = time.monotonic() + deadline_s
     fds: list[int] = []
     try:
         frames: list[bytes] = []
         while not frames:
-            data, more = wire.receive_with_fds(sock, 8)
+            left = give_up_at - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"it did not attach within {deadline_s:.0f} s")
+            sock.settimeout(left)
+            data, more = wire.receive_with_fds(sock, MAX_FDS)
             fds += more
             if not data[0]:
                 raise ValueError("it closed before it had attached")
+            if len(fds) > MAX_FDS:
+                raise AttachError("too many descriptors came with the first message")
             frames = reader.feed(data[0])
-        return msgspec.msgpack.decode(frames[0], type=WorkerMessage), fds
+        hello = receive(frames[0], AttachWorker, "the worker", "this NodeActor")
+        _check_hello(hello)
+        return hello, fds
+    except (VersionError, MessageError) as error:
+        close_all(fds)
+        raise AttachError(str(error)) from error
     except BaseException:
         close_all(fds)
         raise
+
+
+def _check_hello(hello: AttachWorker) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    is_rank = 0 <= hello.rank < hello.num_ranks <= MAX_GROUPS
+    require(is_rank, f"rank {hello.rank} of {hello.num_ranks}")
+    require(max(len(hello.engine_id), len(hello.namespace)) <= MAX_NAME, "a name that is too long")
+    has_all_sizes = set(hello.layout.group_ids) <= set(hello.slot_bytes)
+    require(has_all_sizes, "a KV group without a slot size")
+
+
+def check_parts(worker: AttachedWorker) -> None:
+    """Refuse a worker whose parts don't fit into their slots.
+
+    Raises:
+        AttachError: with the sizes.
+        PlanError: its layout has no such KV group.
+    """
+    hello = worker.hello
+    for group_id, slot_bytes in hello.slot_bytes.items():
+        part = worker.planner.part_bytes(group_id)
+        if part * hello.num_ranks > slot_bytes:
+            raise AttachError(
+                f"{hello.num_ranks} parts of {part} bytes of KV group {group_id} don't fit "
+                f"into a slot of {slot_bytes} bytes"
+            )
+
+
+def read_batch(raw: bytes) -> JobBatch:
+    """A message after the first one.
+
+    Raises:
+        MessageError: it is no job batch, or has jobs that can't be meant.
+    """
+    batch = receive(raw, JobBatch, "a worker", "this NodeActor")
+    for job in batch.jobs:
+        require(0 <= job.job_id < MAX_NUMBER, f"a job of number {job.job_id}")
+        require(job.direction in _DIRECTIONS, f"a job of direction {job.direction}")
+    return batch
 
 
 def close_all(fds: list[int]) -> None:

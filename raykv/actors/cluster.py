@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,29 +23,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import names
 from raykv.actors.node import CONCURRENCY, NodeActor
+from raykv.actors.processes import argument, command_lines, group_of, is_raylet, stop_group
 from raykv.actors.scheduler import SchedulerActor
-from raykv.errors import ClusterError, VersionError
-from raykv.messages import PROTOCOL_VERSION, ClusterStatus, NodeDescription, decode
+from raykv.config import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
+from raykv.errors import ClusterError, VersionError, first_line
+from raykv.handshake import introduction, receive
+from raykv.messages import PROTOCOL_VERSION, NodeDescription, decode
+from raykv.miss_types import Explanations
+from raykv.status_types import ClusterStatus
 
 logger = logging.getLogger("raykv.cluster")
 
-START_DEADLINE_S = 90.0
-"""For `ray start`, which takes 6 to 10 s on a quiet machine."""
-
-CONNECT_DEADLINE_S = 5.0
-"""For reaching a cluster's port at all. Joining takes 0.1 to 0.6 s when all is well; without the
-cluster's authentication token Ray itself gives up after about 20 s."""
-
-STOP_DEADLINE_S = 3.0
-"""For processes to end by themselves, then once more after SIGKILL."""
-
-LOCK_POLL_S = 0.1
+GCS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+MOST_GCS_PATIENCE_S = "2000000"
+"""23 days: Ray counts it in milliseconds of 31 bits."""
 
 HEAD_RESOURCE = "node:__internal_head__"
 """What Ray gives the head node alone, 1.0 of it."""
@@ -63,9 +60,9 @@ class Joined:
 def running_clusters() -> list[str]:
     """Addresses (host:port of the GCS) of the Ray clusters with a raylet on this host."""
     found = {
-        _argument(arguments, "gcs-address")
-        for _, arguments in _command_lines()
-        if _is_raylet(arguments)
+        argument(arguments, "gcs-address")
+        for _, arguments in command_lines()
+        if is_raylet(arguments)
     }
     return sorted(address for address in found if address)
 
@@ -109,7 +106,7 @@ def ensure_cluster(ray_address: str | None) -> Joined:
 def _start_lock() -> Iterator[None]:
     """One starter per user and host at a time."""
     path = Path(tempfile.gettempdir()) / f"raykv-start-{os.getuid()}.lock"
-    give_up_at = time.monotonic() + 2 * START_DEADLINE_S
+    give_up_at = time.monotonic() + 2 * RAY_START_S
     with path.open("w") as file:
         while True:
             try:
@@ -118,7 +115,7 @@ def _start_lock() -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > give_up_at:
                     raise ClusterError(f"another process holds {path} and does not end") from None
-                time.sleep(LOCK_POLL_S)
+                time.sleep(RAY_LOOK_S)
         yield
 
 
@@ -140,10 +137,10 @@ def _start_local() -> str:
             env=environment,
         )
         try:
-            code = starter.wait(START_DEADLINE_S)
+            code = starter.wait(RAY_START_S)
         except subprocess.TimeoutExpired as error:
             stop_group(starter.pid)
-            raise ClusterError(f"`ray start` did not end in {START_DEADLINE_S:.0f} s") from error
+            raise ClusterError(f"`ray start` did not end in {RAY_START_S:.0f} s") from error
         address = _address_of_group(starter.pid)
         if code or address is None:
             output.seek(0)
@@ -154,9 +151,9 @@ def _start_local() -> str:
 
 def _address_of_group(group: int) -> str | None:
     """GCS address of the cluster whose processes `ray start` left in its process group."""
-    for process, arguments in _command_lines():
-        if _is_raylet(arguments) and _group_of(process) == group:
-            return _argument(arguments, "gcs-address")
+    for process, arguments in command_lines():
+        if is_raylet(arguments) and group_of(process) == group:
+            return argument(arguments, "gcs-address")
     return None
 
 
@@ -164,7 +161,7 @@ def _make_token() -> None:
     """Have Ray's authentication token in the user's folder, unless this user does without."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
     with contextlib.suppress(subprocess.SubprocessError):
-        subprocess.run(command, capture_output=True, timeout=START_DEADLINE_S, check=False)
+        subprocess.run(command, capture_output=True, timeout=RAY_START_S, check=False)
 
 
 def _use_token() -> None:
@@ -183,77 +180,11 @@ def stop_started(address: str) -> None:
     """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
     raylets = [
         process
-        for process, arguments in _command_lines()
-        if _is_raylet(arguments) and _argument(arguments, "gcs-address") == address
+        for process, arguments in command_lines()
+        if is_raylet(arguments) and argument(arguments, "gcs-address") == address
     ]
     for raylet in raylets:
-        stop_group(_group_of(raylet))
-
-
-def stop_group(group: int) -> None:
-    """End Ray's processes in a process group, and what they have started.
-
-    Ray's helpers carry its package in their command line; whatever else shares the group stays.
-    """
-    members = [
-        process
-        for process, arguments in _command_lines()
-        if _group_of(process) == group and _is_ray(arguments)
-    ]
-    everyone = {process.pid: process for process in members}
-    for process in members:
-        everyone |= {child.pid: child for child in _children(process)}
-    for process in everyone.values():
-        _quietly(process.terminate)
-    _, alive = psutil.wait_procs(list(everyone.values()), timeout=STOP_DEADLINE_S)
-    for process in alive:
-        _quietly(process.kill)
-    psutil.wait_procs(alive, timeout=STOP_DEADLINE_S)
-
-
-def _group_of(process: psutil.Process) -> int:
-    try:
-        return os.getpgid(process.pid)
-    except ProcessLookupError:
-        return -1
-
-
-def _is_ray(arguments: list[str]) -> bool:
-    """Whether a command line is that of one of Ray's own processes."""
-    return any("/ray/" in argument or "ray.scripts" in argument for argument in arguments)
-
-
-def _command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Every process of this host whose command line can be read."""
-    for process in psutil.process_iter(["cmdline"]):
-        arguments = process.info["cmdline"]
-        if arguments:
-            yield process, arguments
-
-
-def _is_raylet(arguments: list[str]) -> bool:
-    return Path(arguments[0]).name == "raylet"
-
-
-def _argument(arguments: list[str], wanted: str) -> str | None:
-    """Value of `--wanted=value` or `--wanted_with_underscores=value` on a command line."""
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name.startswith("--") and name[2:].replace("_", "-") == wanted:
-            return value
-    return None
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return list(process.children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _quietly(action: Any) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        action()
+        stop_group(group_of(raylet))
 
 
 def join(address: str) -> None:
@@ -267,19 +198,51 @@ def join(address: str) -> None:
     _use_token()
     check_reachable(address)
     try:
-        ray.init(
-            address=address,
-            namespace=names.RAY_NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            configure_logging=False,
-        )
+        with _fresh_randomness(), _outliving_the_cluster():
+            ray.init(
+                address=address,
+                namespace=names.RAY_NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+            )
     except Exception as error:
         raise ClusterError(
-            f"cannot join the Ray cluster at {address}: {_first_line(error)}. Is it running, and "
+            f"cannot join the Ray cluster at {address}: {first_line(error)}. Is it running, and "
             "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
             "of the user who started it)?"
         ) from error
+
+
+@contextmanager
+def _fresh_randomness() -> Iterator[None]:
+    """Python's generator differs from that of other processes; afterwards it goes on as before.
+
+    Ray draws the id under which a driver subscribes to messages from it. vLLM seeds it, with the
+    same number in all engines: drivers of one id take each other's place at the GCS for ever, which
+    costs half a core there and a quarter in each of them.
+    """
+    before = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+@contextmanager
+def _outliving_the_cluster() -> Iterator[None]:
+    """What joins Ray meanwhile goes on when the cluster's GCS is gone for longer than a minute.
+
+    Ray would end the process then, and an engine with it. It reads this when it starts.
+    """
+    is_set = GCS_PATIENCE in os.environ
+    os.environ.setdefault(GCS_PATIENCE, MOST_GCS_PATIENCE_S)
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[GCS_PATIENCE]
 
 
 def check_reachable(address: str) -> None:
@@ -292,7 +255,7 @@ def check_reachable(address: str) -> None:
     try:
         if not port.isdigit():
             raise ValueError("it is not of the form host:port")
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_DEADLINE_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_S).close()
     except (OSError, ValueError) as error:
         raise ClusterError(
             f"no Ray cluster can be reached at {address!r}: {error}. Check ray_address, or "
@@ -393,19 +356,29 @@ def describe(actor: Any, timeout_s: float) -> NodeDescription:
             to `node_actor` makes one of ours.
     """
     try:
-        description = decode(ray.get(actor.describe.remote(), timeout=timeout_s), NodeDescription)
+        raw: bytes = ray.get(actor.describe.remote(), timeout=timeout_s)
+        known = introduction(raw)
+        if known.version == PROTOCOL_VERSION:
+            return receive(raw, NodeDescription, "the NodeActor", "this process")
     except Exception as error:
-        raise ClusterError(f"the NodeActor does not answer: {_first_line(error)}") from error
-    if description.version == PROTOCOL_VERSION:
-        return description
+        raise ClusterError(f"the NodeActor does not answer: {first_line(error)}") from error
     what = (
-        f"the NodeActor runs RayKV {description.raykv_version} (protocol {description.version}), "
+        f"the NodeActor runs RayKV {known.raykv_version} (protocol {known.version}), "
         f"this process speaks protocol {PROTOCOL_VERSION}"
     )
-    if description.num_workers:
+    if known.num_workers:
         raise VersionError(f"{what}; engines use it, so it stays: this one runs without the cache")
     ray.kill(actor, no_restart=True)
     raise VersionError(f"{what}; nobody uses it, so it is replaced", is_mended=True)
+
+
+@contextmanager
+def _answering_scheduler() -> Iterator[None]:
+    """Whatever goes wrong with the question inside is a `ClusterError` of the scheduler actor."""
+    try:
+        yield
+    except Exception as error:
+        raise ClusterError(f"the scheduler actor does not answer: {first_line(error)}") from error
 
 
 def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
@@ -414,30 +387,37 @@ def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
     Raises:
         ClusterError: it does not answer in time.
     """
-    try:
-        return decode(ray.get(scheduler.status.remote(), timeout=timeout_s), ClusterStatus)
-    except Exception as error:
-        raise ClusterError(f"the scheduler actor does not answer: {_first_line(error)}") from error
+    with _answering_scheduler():
+        raw = ray.get(scheduler.status.remote(), timeout=timeout_s)
+        return receive(raw, ClusterStatus, "the scheduler actor", "this process")
+
+
+def why_miss(scheduler: Any, beginning: str, timeout_s: float) -> Explanations:
+    """What became of the tokens of requests whose ids begin so.
+
+    Raises:
+        ClusterError: the scheduler actor does not answer in time.
+    """
+    with _answering_scheduler():
+        raw = ray.get(scheduler.why_miss.remote(beginning), timeout=timeout_s)
+        return decode(raw, Explanations)
+
+
+def named_actors() -> list[str]:
+    """Names of RayKV's actors in the cluster."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [entry["name"] for entry in found if entry["namespace"] == names.RAY_NAMESPACE]
 
 
 def stop_actors(timeout_s: float) -> int:
     """End all of RayKV's actors in the cluster; returns how many there were."""
-    found = ray.util.list_named_actors(all_namespaces=True)
-    ours = [entry["name"] for entry in found if entry["namespace"] == names.RAY_NAMESPACE]
+    ours = named_actors()
     for name in ours:
         try:
             ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
         except ValueError:
             logger.debug("%s has ended by itself", name)
     give_up_at = time.monotonic() + timeout_s
-    while time.monotonic() < give_up_at:
-        left = ray.util.list_named_actors(all_namespaces=True)
-        if not any(entry["namespace"] == names.RAY_NAMESPACE for entry in left):
-            break
-        time.sleep(LOCK_POLL_S)
+    while time.monotonic() < give_up_at and named_actors():
+        time.sleep(RAY_LOOK_S)
     return len(ours)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"

@@ -2,7 +2,8 @@
 
 One background thread makes the calls, another one looks for what is overdue; the engine's thread
 only appends to a queue. Every order ends with a `FetchEnded`, whatever happens to the NodeActor and
-to the calls: at the latest when its deadline and a grace have passed since `submit`.
+to the calls: at the latest when its deadline and a grace have passed since `submit`, and at once
+while the NodeActor's breaker is open.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ from typing import Any
 
 import msgspec
 
+from raykv.actors import names
+from raykv.actors.peers import what_failed
+from raykv.breaker_types import BreakerReport
+from raykv.config import FETCH_GRACE_S, FETCH_LOOK_S, FETCHER_PAUSES_S
+from raykv.core.breaker import Breakers, Pauses
 from raykv.core.remote import FetchOrder
+from raykv.core.sanity import check_fetched
+from raykv.handshake import receive
 from raykv.messages import (
     PROTOCOL_VERSION,
     FetchRequest,
     FetchResult,
     Handles,
     Replicas,
-    decode,
     encode,
 )
+from raykv.types import Refusal
 
 logger = logging.getLogger("raykv.fetch")
 
@@ -38,12 +46,6 @@ MAX_CHUNKS = 512
 
 MAX_BYTES = 64 << 20
 """Per request: the first chunks of a long prefix are READY before the last ones have come."""
-
-GRACE_S = 2.0
-"""Above the deadline that the NodeActor keeps, before it counts as lost."""
-
-POLL_S = 0.2
-"""Between two looks for requests that are overdue."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class FetchEnded:
 class _Flying:
     orders: list[FetchOrder]
     overdue_at: float
+    call: int
 
 
 class FetchClient:
@@ -79,7 +82,9 @@ class FetchClient:
         self._deadline_s = deadline_s
         self._queue: queue.Queue[tuple[int, int]] = queue.Queue(MAX_QUEUED)
         self._flying: dict[int, _Flying] = {}
+        # Guards the breaker too.
         self._lock = threading.Lock()
+        self.breakers = Breakers(Pauses(*FETCHER_PAUSES_S))
         self._counter = 0
         self._actor: Any = None
         self._stopped = threading.Event()
@@ -97,21 +102,32 @@ class FetchClient:
 
     def submit(self, orders: list[FetchOrder], node_epoch: int) -> None:
         """Have chunks fetched; on the engine's thread, returns at once."""
-        overdue_at = time.monotonic() + self._deadline_s + GRACE_S
+        now = time.monotonic()
         for part in split(orders):
             self._counter += 1
             number = self._counter
             with self._lock:
-                self._flying[number] = _Flying(part, overdue_at)
+                call = self.breakers.begin(names.OWN_NODE, now)
+                if call is not None:
+                    overdue_at = now + self._deadline_s + FETCH_GRACE_S
+                    self._flying[number] = _Flying(part, overdue_at, call)
+            if call is None:
+                self._deliver(FetchEnded(part, _refused(node_epoch, len(part))))
+                continue
             try:
                 self._queue.put_nowait((number, node_epoch))
             except queue.Full:
                 self._answer(number, None)
 
+    def breaker_report(self, now: float) -> BreakerReport:
+        """Whether the NodeActor is left alone; any thread may ask."""
+        with self._lock:
+            return self.breakers.report(now)
+
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                number, node_epoch = self._queue.get(timeout=POLL_S)
+                number, node_epoch = self._queue.get(timeout=FETCH_LOOK_S)
             except queue.Empty:
                 continue
             with self._lock:
@@ -120,7 +136,7 @@ class FetchClient:
                 self._begin(number, flying.orders, node_epoch)
 
     def _watch(self) -> None:
-        while not self._stopped.wait(POLL_S):
+        while not self._stopped.wait(FETCH_LOOK_S):
             self._give_up_overdue()
 
     def _begin(self, number: int, orders: list[FetchOrder], node_epoch: int) -> None:
@@ -140,20 +156,39 @@ class FetchClient:
     def _end(self, number: int, done: Any) -> None:
         """In a thread of Ray."""
         try:
-            result = decode(done.result(), FetchResult)
+            result = receive(done.result(), FetchResult, "the NodeActor", "the engine")
+            with self._lock:
+                flying = self._flying.get(number)
+            if flying is not None:
+                check_fetched(result, len(flying.orders))
         except Exception as error:
             self._fail(number, error)
             return
+        with self._lock:
+            is_back = self.breakers.worked(names.OWN_NODE)
+        if is_back:
+            logger.warning("the NodeActor fetches again")
         self._answer(number, result)
 
     def _fail(self, number: int, error: BaseException) -> None:
-        logger.warning("the NodeActor does not fetch: %s", type(error).__name__)
         self._actor = None
+        self._count_failure(number, what_failed(error))
         self._answer(number, None)
+
+    def _count_failure(self, number: int, reason: str) -> None:
+        with self._lock:
+            flying = self._flying.get(number)
+            is_new = flying is not None and self.breakers.failed(
+                names.OWN_NODE, flying.call, time.monotonic(), reason
+            )
+        if is_new:
+            logger.warning("the NodeActor does not fetch: %s", reason)
 
     def _answer(self, number: int, result: FetchResult | None) -> None:
         with self._lock:
             flying = self._flying.pop(number, None)
+            if flying is not None:
+                self.breakers.forget(names.OWN_NODE, flying.call, time.monotonic())
         if flying is not None:
             self._deliver(FetchEnded(flying.orders, result))
 
@@ -162,7 +197,14 @@ class FetchClient:
         with self._lock:
             overdue = [number for number, one in self._flying.items() if now >= one.overdue_at]
         for number in overdue:
+            self._count_failure(number, "no answer in time")
             self._answer(number, None)
+
+
+def _refused(node_epoch: int, num_chunks: int) -> FetchResult:
+    """Of orders that are not even begun."""
+    none = [0] * num_chunks
+    return FetchResult(node_epoch, [int(Refusal.BREAKER_OPEN)] * num_chunks, none, none)
 
 
 def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:

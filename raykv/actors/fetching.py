@@ -22,8 +22,12 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from raykv.actors import names
 from raykv.actors.keeper import PoolKeeper
 from raykv.actors.peers import Bytes, PeerError, PeerTransport, PendingRead
+from raykv.breaker_types import BreakerReport
+from raykv.config import FETCH_MOST_S, FETCH_SLOT_WAIT_S, SOURCE_PAUSES_S
+from raykv.core.breaker import Breakers, Pauses
 from raykv.core.slots import ChunkName, SlotState
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -43,12 +47,6 @@ PIECE_BYTES = 16 << 20
 
 WINDOW = 3
 """Pieces of one fetch that are under way at a time."""
-
-MAX_WAIT_FOR_SLOT_S = 1.0
-"""A leased slot has no readers, save those of what it held before."""
-
-BREAKER_S = (2.0, 30.0)
-"""A source that did not answer is not asked for so long; each further failure doubles it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +74,13 @@ class _Chunk:
 
     landing: _Landing
     sources: deque[Source]
+    was_asked: bool = False
+
+    def skip_source(self) -> None:
+        """The next source is left alone now; that is the reason if none was asked before."""
+        self.sources.popleft()
+        if not self.was_asked:
+            self.landing.refusal = Refusal.BREAKER_OPEN
 
 
 @dataclass(slots=True)
@@ -88,10 +93,15 @@ class _Piece:
     sources: list[Source]
     pending: PendingRead | None = None
     started_at: float = 0.0
+    call: int = 0
 
     @property
     def source(self) -> tuple[str, int]:
         return self.node_id, self.node_epoch
+
+    @property
+    def peer(self) -> str:
+        return names.node_actor(self.node_id)
 
 
 @dataclass(slots=True)
@@ -126,8 +136,8 @@ class FetchService:
         self._on_stored = on_stored
         self._lock = threading.Lock()
         self._flying: dict[tuple[Namespace, Key], _Landing] = {}
-        # By node: failures in a row, and until when it is not asked.
-        self._breakers: dict[str, tuple[int, float]] = {}
+        # By the source's name; `_lock` guards them too.
+        self.breakers = Breakers(Pauses(*SOURCE_PAUSES_S))
         self.counters = FetchCounters()
 
     def fetch(self, request: FetchRequest) -> FetchResult:
@@ -138,7 +148,7 @@ class FetchService:
         if request.version != PROTOCOL_VERSION or request.node_epoch != self._epoch:
             return _refused(self._epoch, len(request.handles), Refusal.BAD_HANDLE)
         try:
-            fetch = _Fetch(request, started + request.deadline_s)
+            fetch = _Fetch(request, started + _bounded(request.deadline_s))
         except (IndexError, ValueError) as error:
             logger.warning("refused a malformed fetch: %s", error)
             return _refused(self._epoch, len(request.handles), Refusal.BAD_HANDLE)
@@ -184,8 +194,13 @@ class FetchService:
     def _begin(self, fetch: _Fetch) -> None:
         """Have the slots for writing; what can't be written is not fetched."""
         for chunk in fetch.own:
-            wait_s = min(MAX_WAIT_FOR_SLOT_S, max(0.0, fetch.give_up_at - time.monotonic()))
-            expiry_s = max(0.0, fetch.give_up_at - time.monotonic()) + MAX_WAIT_FOR_SLOT_S
+            if chunk.sources and self._source_of(fetch, chunk) is None:
+                # Nobody is asked: the slot stays as it is.
+                is_there = self._is_there(chunk)
+                self._settle(chunk, Refusal.NONE if is_there else chunk.landing.refusal)
+                continue
+            wait_s = min(FETCH_SLOT_WAIT_S, max(0.0, fetch.give_up_at - time.monotonic()))
+            expiry_s = max(0.0, fetch.give_up_at - time.monotonic()) + FETCH_SLOT_WAIT_S
             refusal = self._keeper.begin_store(chunk.landing.name, 0, 1, wait_s, expiry_s)
             if refusal is Refusal.NONE:
                 fetch.writing.add(chunk)
@@ -195,25 +210,38 @@ class FetchService:
 
     def _transfer(self, fetch: _Fetch) -> None:
         flying: deque[_Piece] = deque()
-        while time.monotonic() < fetch.give_up_at:
-            while len(flying) < WINDOW and fetch.waiting:
-                piece = self._next_piece(fetch)
-                if piece is not None and self._start(fetch, piece):
-                    flying.append(piece)
-            if not flying:
-                return
-            self._receive(fetch, flying.popleft())
+        try:
+            while time.monotonic() < fetch.give_up_at:
+                while len(flying) < WINDOW and fetch.waiting:
+                    piece = self._next_piece(fetch)
+                    if piece is None:
+                        break
+                    if self._start(fetch, piece):
+                        flying.append(piece)
+                if not flying:
+                    return
+                self._receive(fetch, flying.popleft())
+        finally:
+            for piece in flying:
+                with self._lock:
+                    self.breakers.forget(piece.peer, piece.call, time.monotonic())
 
     def _next_piece(self, fetch: _Fetch) -> _Piece | None:
-        """Chunks in order, as long as they come from the same source and fit into a piece."""
+        """Chunks in order, as long as they come from the same source and fit into a piece.
+
+        None when there is nothing to ask for now, or the next source is on trial: then a piece of
+        this fetch is under way that tells whether it is back.
+        """
         piece: _Piece | None = None
         num_bytes = 0
         while fetch.waiting:
             chunk = fetch.waiting[0]
-            source = self._source_of(chunk)
+            source = self._source_of(fetch, chunk)
             if source is None:
                 fetch.waiting.popleft()
                 continue
+            if source.node_id in fetch.trials:
+                break
             num_bytes += chunk.landing.name.slot_bytes
             if piece is None:
                 piece = _Piece(source.node_id, source.node_epoch, [], [])
@@ -225,20 +253,36 @@ class FetchService:
             piece.sources.append(source)
         return piece
 
-    def _source_of(self, chunk: _Chunk) -> Source | None:
+    def _source_of(self, fetch: _Fetch, chunk: _Chunk) -> Source | None:
         """The next source that is worth asking; it stays in the chunk's list."""
         while chunk.sources:
-            if not self._is_bad(chunk.sources[0].node_id):
-                return chunk.sources[0]
-            chunk.sources.popleft()
+            source = chunk.sources[0]
+            if source.node_id in fetch.trials or not self._is_left_alone(source.node_id):
+                return source
+            chunk.skip_source()
         return None
 
-    def _is_bad(self, node_id: str) -> bool:
+    def _is_left_alone(self, node_id: str) -> bool:
         """Whether a source did not answer a short while ago."""
-        _, bad_until = self._breakers.get(node_id, (0, 0.0))
-        return time.monotonic() < bad_until
+        with self._lock:
+            return self.breakers.refuses(names.node_actor(node_id), time.monotonic())
 
     def _start(self, fetch: _Fetch, piece: _Piece) -> bool:
+        """Ask a source; if that is not to be, the piece's chunks wait for their next one."""
+        with self._lock:
+            call = self.breakers.begin(piece.peer, time.monotonic())
+            is_trial = call is not None and not self.breakers.is_closed(piece.peer)
+        if call is None:
+            # Another fetch has begun the trial meanwhile.
+            for chunk, source in zip(piece.chunks, piece.sources, strict=True):
+                chunk.sources.appendleft(source)
+                fetch.waiting.append(chunk)
+            return False
+        piece.call = call
+        if is_trial:
+            fetch.trials.add(piece.node_id)
+        for chunk in piece.chunks:
+            chunk.was_asked = True
         request = ReadRequest(
             version=PROTOCOL_VERSION,
             namespace=fetch.namespace,
@@ -264,7 +308,7 @@ class FetchService:
         assert piece.pending is not None
         left = fetch.give_up_at - time.monotonic()
         # Where there is another source, leave it half of the time.
-        has_others = any(self._source_of(chunk) for chunk in piece.chunks)
+        has_others = any(self._source_of(fetch, chunk) for chunk in piece.chunks)
         if fetch.silent.get(piece.node_id, 0.0) >= piece.started_at:
             # Another piece has waited for this source already.
             left = 0.0
@@ -274,7 +318,11 @@ class FetchService:
         except PeerError as error:
             self._failed(fetch, piece, error)
             return
-        self._breakers.pop(piece.node_id, None)
+        with self._lock:
+            is_back = self.breakers.worked(piece.peer)
+        if is_back:
+            logger.warning("%s answers again", piece.peer)
+        fetch.trials.discard(piece.node_id)
         fetch.heard[piece.node_id] = time.monotonic()
         self._land(fetch, piece, reply, data)
 
@@ -288,12 +336,13 @@ class FetchService:
             if refusal is Refusal.NONE:
                 part = data[end : end + name.slot_bytes]
                 end += name.slot_bytes
-                refusal = self._take(name, part, next(checksums, None))
-            if refusal is Refusal.NONE:
-                self._finish(fetch, chunk, Refusal.NONE)
-                fetch.num_bytes += name.slot_bytes
-                continue
-            if refusal.is_final and reply.node_epoch == source.node_epoch:
+                checksum = next(checksums, None)
+                refusal = self._take(name, part, checksum)
+                if refusal is Refusal.NONE:
+                    self._finish(fetch, chunk, Refusal.NONE, checksum)
+                    fetch.num_bytes += name.slot_bytes
+                    continue
+            elif refusal.is_final and reply.node_epoch == source.node_epoch:
                 fetch.report_lost(source, name)
             chunk.landing.refusal = refusal
             fetch.waiting.append(chunk)
@@ -310,31 +359,38 @@ class FetchService:
 
     def _failed(self, fetch: _Fetch, piece: _Piece, error: PeerError) -> None:
         """A source did not answer: leave it alone for a while, try the next one."""
-        first, longest = BREAKER_S
+        fetch.trials.discard(piece.node_id)
         fetch.silent[piece.node_id] = time.monotonic()
         # A source that has answered meanwhile is slow at most: the fetch's time is up.
         is_alive = fetch.heard.get(piece.node_id, 0.0) >= piece.started_at > 0.0
         with self._lock:
-            failures, bad_until = self._breakers.get(piece.node_id, (0, 0.0))
-            if time.monotonic() >= bad_until and not is_alive:
-                pause = min(longest, first * 2 ** min(failures, 10))
-                self._breakers[piece.node_id] = (failures + 1, time.monotonic() + pause)
-                logger.warning("no answer, asking others for %.0f s: %s", pause, error)
+            now = time.monotonic()
+            if is_alive:
+                self.breakers.forget(piece.peer, piece.call, now)
+            elif self.breakers.failed(piece.peer, piece.call, now, str(error)):
+                logger.warning("no answer, other nodes are asked for now: %s", error)
         for chunk in piece.chunks:
             if not chunk.landing.done.is_set():
                 chunk.landing.refusal = Refusal.NODE_LOST
                 fetch.waiting.append(chunk)
 
-    def _finish(self, fetch: _Fetch, chunk: _Chunk, refusal: Refusal) -> None:
+    def _finish(
+        self, fetch: _Fetch, chunk: _Chunk, refusal: Refusal, checksum: int | None = None
+    ) -> None:
         """The chunk is there, or won't be: end its store, and tell who waits for it."""
         name = chunk.landing.name
-        state = self._keeper.end_store(name, 0, ok=refusal is Refusal.NONE)
+        state = self._keeper.end_store(name, 0, ok=refusal is Refusal.NONE, checksum=checksum)
         fetch.writing.remove(chunk)
         if refusal is Refusal.NONE and state is not SlotState.READY:
             refusal = Refusal.CLEARED
         with self._lock:
             self.counters.chunks_fetched += refusal is Refusal.NONE
         self._settle(chunk, refusal)
+
+    def breaker_report(self) -> BreakerReport:
+        """Sources that are left alone; any thread may ask."""
+        with self._lock:
+            return self.breakers.report(time.monotonic())
 
     def _is_there(self, chunk: _Chunk) -> bool:
         """Whether the slot has the chunk already: the request came twice."""
@@ -397,6 +453,8 @@ class _Fetch:
         # When sources failed last, and when they answered.
         self.silent: dict[str, float] = {}
         self.heard: dict[str, float] = {}
+        # Sources that this fetch asks whether they are back.
+        self.trials: set[str] = set()
         self.writing: set[_Chunk] = set()
         self.waiting = deque(_Chunk(_Landing(name), sources) for name, sources in wanted(request))
 
@@ -424,9 +482,16 @@ def wanted(request: FetchRequest) -> list[tuple[ChunkName, deque[Source]]]:
     told = request.sources
     rows = zip(told.key_index, told.node_index, told.slots, told.generations, strict=True)
     for index, node, slot, generation in rows:
+        if index < 0 or node < 0:
+            raise IndexError(f"a source of chunk {index} on node {node}")
         _, sources = chunks[index]
         sources.append(Source(told.nodes[node], told.node_epochs[node], slot, generation))
     return chunks
+
+
+def _bounded(deadline_s: float) -> float:
+    """Between nothing and `FETCH_MOST_S`; what is no number is nothing."""
+    return min(deadline_s, FETCH_MOST_S) if deadline_s > 0 else 0.0
 
 
 def _refused(epoch: Epoch, num_chunks: int, refusal: Refusal) -> FetchResult:

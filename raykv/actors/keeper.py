@@ -6,23 +6,28 @@ tells here after; nobody holds the lock while bytes move.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
+from raykv.config import SLOT_LOOK_S
 from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import Admission, ChunkName, FailedStore, SlotState, SlotTable
+from raykv.core.slots import Admission, ChunkName, FailedStore, Seal, SlotState, SlotTable
 from raykv.memory.pool import Pool
 from raykv.messages import FailedStores, Inventory
-from raykv.types import Generation, Namespace, Refusal
+from raykv.types import MAX_GENERATION, Generation, Namespace, Refusal
+
+logger = logging.getLogger("raykv.node")
 
 MAX_UNREPORTED = 100_000
 """READY chunks that wait for the scheduler actor; beyond it the oldest are not reported. They
 come back with the next inventory."""
 
-POLL_S = 0.05
-"""While a store waits for a slot's readers."""
+MAX_UNCHECKED = 65_536
+"""Chunks that wait for their checksums to be made, or compared; beyond it the oldest are left out.
+They are served all the same, those that were restored compared first."""
 
 
 class PoolKeeper:
@@ -33,11 +38,18 @@ class PoolKeeper:
         self.table = SlotTable(geometry)
         self.pool = Pool(geometry, pool_path)
         self._unreported: deque[ChunkName] = deque(maxlen=MAX_UNREPORTED)
+        self._unchecked: deque[ChunkName] = deque(maxlen=MAX_UNCHECKED)
+        self._num_quarantined = 0
 
     def recover(self) -> None:
-        """Take back what a pool file holds."""
-        for name in self.pool.recover():
-            self.table.restore(name)
+        """Take back what a pool file holds; nothing of it is read here."""
+        with self.lock:
+            for name, checksum in self.pool.recover().items():
+                if self.table.restore(name, checksum):
+                    self._unchecked.append(name)
+                else:
+                    self.pool.strike(name.slot)
+                    self._num_quarantined += 1
 
     # Copies
 
@@ -72,6 +84,8 @@ class PoolKeeper:
             is_cancelled: asked while waiting.
         """
         give_up_at = time.monotonic() + wait_s
+        if not self.pool.may_touch(name.slot, name.slot_bytes):
+            return Refusal.COPY_FAILED
         with self.lock:
             expires_at = time.monotonic() + expiry_s
             while True:
@@ -84,17 +98,82 @@ class PoolKeeper:
                     return answer.refusal
                 if is_cancelled() or time.monotonic() > give_up_at:
                     return Refusal.WRITING
-                self.lock.wait(POLL_S)
+                self.lock.wait(SLOT_LOOK_S)
 
-    def end_store(self, name: ChunkName, rank: int, ok: bool) -> SlotState:
-        """A rank has stopped writing; READY when its part was the last one."""
+    def end_store(
+        self, name: ChunkName, rank: int, ok: bool, checksum: int | None = None
+    ) -> SlotState:
+        """A rank has stopped writing; READY when its part was the last one.
+
+        `checksum` is that of the whole chunk, where it is known; else it is made later.
+        """
         with self.lock:
             state = self.table.finish_store(name.slot, name.generation, rank, ok)
             if state is SlotState.READY:
-                self.pool.remember(name)
+                if checksum is None:
+                    self._unchecked.append(name)
+                else:
+                    self._seal(name, checksum)
                 self._unreported.append(name)
             self.lock.notify_all()
             return state
+
+    # Checksums
+
+    def _seal(self, name: ChunkName, checksum: int) -> None:
+        """A pool file has no chunk without a checksum."""
+        if self.table.seal(name, checksum):
+            self.pool.remember(name, checksum)
+
+    def settle(self, name: ChunkName, checksum: int) -> Refusal:
+        """The bytes of a chunk have that checksum now.
+
+        It is remembered if there was none; if there was another one the chunk is damaged: it is
+        quarantined, and the answer is `CORRUPT`. `STALE`: it is gone already.
+        """
+        with self.lock:
+            if not self.table.is_ready(name):
+                return Refusal.STALE
+            seal = self.table.seal_of(name)
+            if seal is None:
+                self._seal(name, checksum)
+            elif seal.checksum == checksum:
+                self.table.prove(name)
+            else:
+                self._quarantine(name)
+                return Refusal.CORRUPT
+        return Refusal.NONE
+
+    def _quarantine(self, name: ChunkName) -> None:
+        self.table.quarantine(name)
+        self.pool.strike(name.slot)
+        self._num_quarantined += 1
+        logger.error(
+            "the bytes of a chunk have changed since it was stored (slot %d, generation %d): it is "
+            "not served any more. Is the node's memory in order?",
+            name.slot,
+            name.generation,
+        )
+
+    def seal_of(self, name: ChunkName) -> Seal | None:
+        """None for a chunk that has no checksum yet, or is not there."""
+        with self.lock:
+            return self.table.seal_of(name)
+
+    def take_unchecked(self) -> ChunkName | None:
+        """The chunk that has waited longest for a checksum to be made or compared."""
+        with self.lock:
+            return self._unchecked.popleft() if self._unchecked else None
+
+    def put_back(self, name: ChunkName) -> None:
+        """What `take_unchecked` gave was not done."""
+        with self.lock:
+            self._unchecked.appendleft(name)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Chunks that were damaged, and journals of a pool file that were not believed."""
+        return self._num_quarantined + self.pool.num_set_aside
 
     # Reports
 
@@ -130,6 +209,8 @@ class PoolKeeper:
         """Discard namespaces up to the given generations."""
         with self.lock:
             for namespace, generation in cleared.items():
+                if generation > MAX_GENERATION:
+                    continue
                 if self.table.discard_namespace(Namespace(namespace), Generation(generation)):
                     self.pool.forget_namespace(Namespace(namespace), Generation(generation))
 

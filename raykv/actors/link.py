@@ -8,7 +8,7 @@
                  │             │ grace over, or the line broke
                  │             ▼
                  │          the NodeActor is killed (pidfd) and its exit waited for ──► done, failed
-                 └── no line, or deadline ──► done, failed
+                 └── no line, breaker open, or deadline ──► done, failed
 
 The one thing that must never happen is that a copy goes on after its job was reported failed:
 vLLM gives the blocks to another request, and a late copy would write into it. So a job that was
@@ -24,7 +24,6 @@ import contextlib
 import enum
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -35,7 +34,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from raykv.actors import wire
+from raykv.actors import names, wire
+from raykv.breaker_types import BreakerReport
+from raykv.config import (
+    LINK_CONNECT_S,
+    LINK_EXIT_LOOK_S,
+    LINK_LOOK_S,
+    LINK_PAUSES_S,
+    LINK_WAIT_LOOK_S,
+    Settings,
+)
+from raykv.core.breaker import Breakers, Pauses
+from raykv.core.sanity import believable
 from raykv.errors import AttachError
 from raykv.memory.words import CancelWords
 from raykv.messages import (
@@ -54,22 +64,16 @@ from raykv.types import Direction, Refusal
 
 logger = logging.getLogger("raykv.worker")
 
-EXIT_POLL_S = 5.0
-"""How often a NodeActor that was killed but has not exited yet is complained about."""
-
-RECONNECT_S = (0.05, 2.0)
-"""First and longest pause between attempts to reach the NodeActor; each doubles."""
-
 
 @dataclass(frozen=True)
 class LinkSettings:
     """Deadlines in seconds; `raykv.config` documents them."""
 
-    load_deadline_s: float = 5.0
-    store_deadline_s: float = 30.0
-    flush_deadline_s: float = 5.0
-    cancel_grace_s: float = 2.0
-    connect_deadline_s: float = 5.0
+    load_deadline_s: float = Settings.load_deadline_s
+    store_deadline_s: float = Settings.store_deadline_s
+    flush_deadline_s: float = Settings.flush_deadline_s
+    cancel_grace_s: float = Settings.cancel_grace_s
+    connect_deadline_s: float = LINK_CONNECT_S
 
 
 @dataclass(frozen=True)
@@ -150,13 +154,11 @@ class WorkerLink:
         self._results: deque[JobResult] = deque()
         self._stopping = False
         self._node_epoch = 0
+        self._breakers = Breakers(Pauses(*LINK_PAUSES_S))
         # Only the link's own thread touches the rest.
         self._sock: socket.socket | None = None
         self._pidfd = -1
         self._reader = wire.FrameReader()
-        self._retry_at = 0.0
-        self._pause_s = RECONNECT_S[0]
-        self._last_complaint = ""
         self._thread = threading.Thread(target=self._run, name="raykv-link", daemon=True)
         self._thread.start()
 
@@ -208,7 +210,7 @@ class WorkerLink:
                     pending.deadline = min(pending.deadline, latest)
             self._nudge()
             while any(job_id in self._pending for job_id in job_ids) and not self._stopping:
-                self._lock.wait(0.5)
+                self._lock.wait(LINK_WAIT_LOOK_S)
                 self._revive()
 
     def _revive(self) -> None:
@@ -224,6 +226,11 @@ class WorkerLink:
         self._nudge()
         self._thread.join(timeout_s)
 
+    def breaker_report(self) -> BreakerReport:
+        """Whether the NodeActor is left alone."""
+        with self._lock:
+            return self._breakers.report(time.monotonic())
+
     def _nudge(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
@@ -234,9 +241,9 @@ class WorkerLink:
         while not self._stopping:
             try:
                 self._step()
-            except Exception:
+            except Exception as error:
                 logger.exception("the line to the NodeActor failed; starting it anew")
-                self._disconnect()
+                self._disconnect(f"{type(error).__name__}: {error}")
         self._abandon_all()
 
     def _step(self) -> None:
@@ -247,36 +254,57 @@ class WorkerLink:
         self._enforce_deadlines()
         timeout_s = self._time_to_next_event()
         watched = [self._wake] if self._sock is None else [self._wake, self._sock.fileno()]
-        readable, _, _ = select.select(watched, [], [], timeout_s)
+        readable = wire.wait_readable(watched, timeout_s)
         if self._wake in readable:
             os.eventfd_read(self._wake)
         if self._sock is not None and self._sock.fileno() in readable:
             self._receive(self._sock)
 
-    def _time_to_next_event(self) -> float:
+    def _time_to_deadline(self) -> float:
         now = time.monotonic()
         with self._lock:
             times = [pending.deadline for pending in self._pending.values()]
+        return max(0.0, min(times, default=now + LINK_LOOK_S) - now)
+
+    def _time_to_next_event(self) -> float:
+        times = [LINK_LOOK_S, self._time_to_deadline()]
         if self._sock is None and self._target is not None:
-            times.append(self._retry_at)
-        return min(1.0, max(0.0, min(times, default=now + 1.0) - now))
+            with self._lock:
+                times.append(self._breakers.wait_s(names.OWN_NODE, time.monotonic()))
+        return min(times)
 
     def _try_connect(self) -> None:
+        """One attempt, unless the breaker is open; jobs wait for the first attempt only."""
         target = self._target
-        if target is None or time.monotonic() < self._retry_at:
+        if target is None:
+            return
+        with self._lock:
+            is_closed = self._breakers.is_closed(names.OWN_NODE)
+            call = self._breakers.begin(names.OWN_NODE, time.monotonic())
+        if not is_closed:
+            self._fail_queued()
+        if call is None:
             return
         try:
             self._connect(target)
-        except (OSError, AttachError, ValueError, msgspec.MsgspecError) as error:
-            self._pause_s = min(2 * self._pause_s, RECONNECT_S[1])
-            self._retry_at = time.monotonic() + self._pause_s
-            self._complain(f"no line to the NodeActor: {error}")
+        except Exception as error:
+            self._failed(call, str(error) or type(error).__name__)
             self._fail_queued()
             return
-        self._pause_s = RECONNECT_S[0]
-        self._last_complaint = ""
+        with self._lock:
+            is_back = self._breakers.worked(names.OWN_NODE)
+        if is_back:
+            logger.warning("the line to the NodeActor is there again")
+
+    def _failed(self, call: int, reason: str) -> None:
+        """Leave the NodeActor alone for a while; said once until it is back."""
+        with self._lock:
+            is_new = self._breakers.failed(names.OWN_NODE, call, time.monotonic(), reason)
+        if is_new and not self._stopping:
+            logger.warning("no line to the NodeActor: %s", reason)
 
     def _connect(self, target: LinkTarget) -> None:
+        give_up_at = time.monotonic() + self._settings.connect_deadline_s
         sock = wire.connect(target.socket_name, self._settings.connect_deadline_s)
         pidfd = -1
         try:
@@ -292,7 +320,7 @@ class WorkerLink:
             )
             wire.send_with_fds(sock, hello, [self._words.region.fd, *self._kv_fds])
             reader = wire.FrameReader()
-            answer = self._await_attached(sock, reader)
+            answer = self._await_attached(sock, reader, give_up_at)
         except BaseException:
             sock.close()
             if pidfd >= 0:
@@ -304,8 +332,21 @@ class WorkerLink:
             self._node_epoch = answer.node_epoch
         logger.info("attached to NodeActor epoch %d", answer.node_epoch)
 
-    def _await_attached(self, sock: socket.socket, reader: wire.FrameReader) -> WorkerAttached:
+    def _await_attached(
+        self, sock: socket.socket, reader: wire.FrameReader, give_up_at: float
+    ) -> WorkerAttached:
+        """Meanwhile jobs keep their deadlines, and the engine may end."""
         while True:
+            left = give_up_at - time.monotonic()
+            if left <= 0 or self._stopping:
+                raise AttachError("the NodeActor has not answered in time")
+            watched = [sock.fileno(), self._wake]
+            readable = wire.wait_readable(watched, min(left, self._time_to_deadline()))
+            self._enforce_deadlines()
+            if self._wake in readable:
+                os.eventfd_read(self._wake)
+            if sock.fileno() not in readable:
+                continue
             data = sock.recv(1 << 16)
             if not data:
                 raise AttachError("the NodeActor closed the connection while we attached")
@@ -334,8 +375,7 @@ class WorkerLink:
         try:
             self._sock.sendall(wire.frame(batch))
         except OSError as error:
-            self._complain(f"the NodeActor does not take jobs: {error}")
-            self._disconnect()
+            self._disconnect(f"it does not take jobs: {error}")
 
     def _receive(self, sock: socket.socket) -> None:
         try:
@@ -345,8 +385,7 @@ class WorkerLink:
         except OSError:
             data = b""
         if not data:
-            self._complain("the NodeActor is gone")
-            self._disconnect()
+            self._disconnect("it is gone")
             return
         for raw in self._reader.feed(data):
             message = msgspec.msgpack.decode(raw, type=NodeMessage)
@@ -356,9 +395,13 @@ class WorkerLink:
 
     def _finish(self, result: JobResult) -> None:
         with self._lock:
-            if self._pending.pop(result.job_id, None) is None:
+            pending = self._pending.pop(result.job_id, None)
+            if pending is None:
                 return
-            self._results.append(result)
+            believed = believable(result, len(pending.request.handles.keys))
+            if believed is not result:
+                logger.warning("job %d counts as failed: what came is absurd", result.job_id)
+            self._results.append(believed)
             self._lock.notify_all()
 
     def _fail(self, pending: _Pending, refusal: Refusal) -> None:
@@ -381,8 +424,7 @@ class WorkerLink:
         if not late:
             return
         if any(pending.stage is _Stage.CANCELLING for pending in late):
-            self._complain("the NodeActor does not answer: ending it")
-            self._disconnect()
+            self._disconnect("it did not answer in time, and is ended")
             return
         for pending in late:
             self._cancel(pending, now)
@@ -397,37 +439,47 @@ class WorkerLink:
             pending.stage = _Stage.CANCELLING
             pending.deadline = now + self._settings.cancel_grace_s
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, reason: str) -> None:
         """Give the NodeActor up: make sure that it is dead, then fail all that was sent to it."""
         with self._lock:
             self._node_epoch = 0
             flying = [p for p in self._pending.values() if p.stage is not _Stage.QUEUED]
-        if flying:
-            self._end_node_actor()
+            call = self._breakers.begin(names.OWN_NODE, time.monotonic())
+        if call is not None:
+            self._failed(call, reason)
+        if flying and not self._end_node_actor():
+            return
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
         if self._sock is not None:
             self._sock.close()
             self._sock = None
-        self._retry_at = time.monotonic() + RECONNECT_S[0]
         for pending in flying:
             self._fail(pending, Refusal.NODE_LOST)
         self._fail_queued()
 
-    def _end_node_actor(self) -> None:
+    def _end_node_actor(self) -> bool:
         """Kill our node's NodeActor, also a stopped one, and wait for its exit.
 
         Ray starts it again. There is no other way on: while it lives it may write into blocks
-        that vLLM is about to give to another request. So this wait alone has no end; a process
-        that was killed exits, unless the kernel itself hangs.
+        that vLLM is about to give to another request. So this wait alone has no deadline but the
+        engine's end, when the answer is False; a process that was killed exits, unless the kernel
+        itself hangs.
         """
         if self._pidfd < 0:
-            return
+            return True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        while not select.select([self._pidfd], [], [], EXIT_POLL_S)[0]:
-            logger.error("the NodeActor was killed but has not exited yet")
+        while not self._stopping:
+            readable = wire.wait_readable([self._pidfd, self._wake], LINK_EXIT_LOOK_S)
+            if self._pidfd in readable:
+                return True
+            if self._wake in readable:
+                os.eventfd_read(self._wake)
+            else:
+                logger.error("the NodeActor was killed but has not exited yet")
+        return False
 
     def _abandon_all(self) -> None:
         """At the end: copies out of or into our memory must not outlive the engine's use of it."""
@@ -439,8 +491,3 @@ class WorkerLink:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-
-    def _complain(self, what: str) -> None:
-        if what != self._last_complaint:
-            logger.warning(what)
-            self._last_complaint = what

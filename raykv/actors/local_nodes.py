@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import ray
 
-from raykv.actors.cluster import START_DEADLINE_S, join, stop_group
+from raykv.actors.cluster import join
+from raykv.actors.processes import stop_group
+from raykv.config import RAY_LOOK_S, RAY_START_S
 from raykv.errors import ClusterError
 
 OBJECT_STORE_BYTES = 512 << 20
 """Enough for the pieces of fetches that are under way."""
-
-POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ def add_local_node(address: str, object_store_bytes: int = OBJECT_STORE_BYTES) -
             start_new_session=True,
             env=environment,
         )
-        give_up_at = time.monotonic() + START_DEADLINE_S
+        give_up_at = time.monotonic() + RAY_START_S
         while time.monotonic() < give_up_at and starter.poll() in (None, 0):
             new = _alive() - before
             if new and starter.poll() == 0:
                 return LocalNode(new.pop(), starter.pid)
-            time.sleep(POLL_S)
+            time.sleep(RAY_LOOK_S)
         stop_group(starter.pid)
         output.seek(0)
         raise ClusterError(f"no further Ray node started: {output.read().strip()[-2000:]}")

@@ -7,13 +7,20 @@ import hashlib
 RAY_NAMESPACE = "raykv"
 """The Ray namespace of all actors; always passed explicitly."""
 
+NODE_PREFIX = "node:"
+"""Of the names of all NodeActors; the node's id follows."""
+
 SCHEDULER = "scheduler"
 """The SchedulerActor."""
 
 
+OWN_NODE = "own node"
+"""How an engine calls its NodeActor in reports of its breakers."""
+
+
 def node_actor(node_id: str) -> str:
     """Name of a node's NodeActor."""
-    return f"node:{node_id}"
+    return f"{NODE_PREFIX}{node_id}"
 
 
 def node_socket(cluster_address: str, node_id: str) -> str:

@@ -4,11 +4,17 @@ Guarantees of its calls: each is idempotent. `describe` answers at once; `fetch`
 bytes in threads of their own and end by the deadline that they are given. One more thread reports
 to the scheduler actor: new READY chunks soon, a heartbeat every second, the whole inventory when it
 is asked for. Chunks stay reported-to-be until the scheduler actor has answered.
+
+A NodeActor whose pool does not fit into what limits its memory lives without one: it says why to
+whoever asks for its description, reports nothing, and looks from time to time whether it fits now.
+A constructor that raised would be run again by Ray for ever.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 import threading
 import time
@@ -20,6 +26,7 @@ import ray
 import raykv
 from raykv.actors import names
 from raykv.actors.fetching import FetchService
+from raykv.actors.host import host_facts
 from raykv.actors.keeper import inventory_of
 from raykv.actors.node_service import (
     NodeService,
@@ -27,9 +34,27 @@ from raykv.actors.node_service import (
     boot_epoch,
     process_id,
 )
+from raykv.actors.patience import within
 from raykv.actors.peers import Bytes, ObjectRefTransport
 from raykv.actors.reading import ReadService
+from raykv.config import (
+    GCS_S,
+    NODE_BATCH_PAUSE_S,
+    NODE_BIND_LOOK_S,
+    NODE_BIND_S,
+    NODE_HEARTBEAT_S,
+    NODE_REPORT_PAUSES_S,
+    NODE_REPORT_S,
+    NODE_ROOM_GRACE_LOOK_S,
+    NODE_ROOM_GRACE_S,
+    NODE_ROOM_LOOK_S,
+)
+from raykv.core.breaker import Breakers, Pauses, joined
 from raykv.core.geometry import PoolGeometry
+from raykv.errors import MessageError, RayKVError, SettingError, cause_of, first_line
+from raykv.findings import HostQuestion
+from raykv.handshake import receive
+from raykv.memory.limits import pool_objection
 from raykv.messages import (
     MAX_KEYS,
     PROTOCOL_VERSION,
@@ -47,24 +72,13 @@ from raykv.messages import (
 
 logger = logging.getLogger("raykv.node")
 
-HEARTBEAT_S = 1.0
-"""The scheduler actor forgets a node after five missed ones."""
-
-RPC_DEADLINE_S = 2.0
-"""For one report, which is answered in milliseconds. A report to a scheduler actor that has just
-died may wait in vain; the next one finds its successor."""
-
-BATCH_PAUSE_S = 0.002
-"""New chunks are collected for so long before they are reported."""
+HERE = "the NodeActor"
 
 MAX_PAGE = MAX_KEYS // 2
 """Chunks per report: with namespace and size columns they stay under 100 KiB."""
 
-BIND_DEADLINE_S = 10.0
-"""How long a new life waits for the last one to let go of the socket's name."""
 
-
-CONCURRENCY = {"fetch": 4, "read": 4}
+CONCURRENCY = {"fetch": 4, "read": 4, "host": 1}
 """Threads of the actor for each; further calls wait their turn."""
 
 
@@ -77,51 +91,103 @@ class NodeActor:
         self._node_id = node_id
         self._socket_name = socket_name
         self._pool_path = pool_path
-        settings = ServiceSettings(socket_name, PoolGeometry(pool_bytes, slab_bytes), pool_path)
-        self._service = NodeService(settings, boot_epoch())
+        self._settings = ServiceSettings(
+            socket_name, PoolGeometry(pool_bytes, slab_bytes), pool_path
+        )
         self._news = threading.Event()
-        keeper, epoch = self._service.keeper, self._service.epoch
-        self._reading = ReadService(keeper, epoch)
-        self._fetching = FetchService(keeper, epoch, ObjectRefTransport(), self._news.set)
         self._seq = 0
         self._scheduler_epoch = 0
         self._paused = False
         # A report that has not been answered yet; it is sent again as it was.
         self._unanswered: NodeReport | None = None
         self._scheduler: Any = None
-        self._start()
+        # The report thread opens and closes it.
+        self._breakers = Breakers(Pauses(*NODE_REPORT_PAUSES_S))
+        # Why there is no pool; empty as soon as there is one.
+        self._refusal = self._open_within(NODE_ROOM_GRACE_S)
+        if self._refusal:
+            logger.error("no pool on this node: %s", self._refusal)
+            threading.Thread(target=self._open_later, name="raykv-room", daemon=True).start()
+
+    def _open_within(self, seconds: float) -> str:
+        give_up_at = time.monotonic() + seconds
+        while (refusal := self._open()) and time.monotonic() < give_up_at:
+            time.sleep(NODE_ROOM_GRACE_LOOK_S)
+        return refusal
+
+    def _open_later(self) -> None:
+        while self._refusal:
+            time.sleep(NODE_ROOM_LOOK_S)
+            try:
+                self._refusal = self._open()
+            except Exception:
+                # Another life, from the beginning.
+                logger.exception("the pool can't be opened")
+                os._exit(1)
+        logger.warning("there is room for the pool now")
+
+    def _open(self) -> str:
+        """Make the pool and begin to serve; else return why that can't be, in a sentence."""
+        pool_bytes = self._settings.geometry.pool_bytes
+        refusal = pool_objection(pool_bytes, self._pool_path)
+        if refusal:
+            return refusal
+        try:
+            self._service = NodeService(self._settings, boot_epoch())
+        except RayKVError as error:
+            return str(error)
+        keeper, epoch = self._service.keeper, self._service.epoch
+        self._reading = ReadService(keeper, epoch)
+        self._fetching = FetchService(keeper, epoch, ObjectRefTransport(), self._news.set)
+        try:
+            self._start()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            self._service.stop()
+            return f"the pool {self._pool_path} can't be opened: {error}"
         threading.Thread(target=self._report_for_ever, name="raykv-report", daemon=True).start()
+        return ""
 
     def _start(self) -> None:
-        give_up_at = time.monotonic() + BIND_DEADLINE_S
+        give_up_at = time.monotonic() + NODE_BIND_S
         while True:
             try:
                 self._service.start(self._news.set)
                 return
-            except OSError:
-                if time.monotonic() > give_up_at:
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > give_up_at:
                     raise
-                time.sleep(0.1)
+                time.sleep(NODE_BIND_LOOK_S)
 
     # Calls
 
     def describe(self) -> bytes:
-        """→ `NodeDescription`."""
+        """→ `NodeDescription`; without a pool its sizes are those that it was to have."""
+        geometry = self._settings.geometry
+        description = NodeDescription(
+            version=PROTOCOL_VERSION,
+            raykv_version=raykv.__version__,
+            node_id=self._node_id,
+            epoch=0,
+            socket_name=self._socket_name,
+            pool_bytes=geometry.pool_bytes,
+            slab_bytes=geometry.slab_bytes,
+            prefaulted_bytes=0,
+            pid=process_id(),
+            num_workers=0,
+            pool_path=self._pool_path,
+            refusal=self._refusal,
+        )
+        if self._refusal:
+            return encode(description)
         stats = self._stats()
-        geometry = self._service.settings.geometry
         return encode(
-            NodeDescription(
-                version=PROTOCOL_VERSION,
-                raykv_version=raykv.__version__,
-                node_id=self._node_id,
+            msgspec.structs.replace(
+                description,
                 epoch=self._service.epoch,
-                socket_name=self._socket_name,
-                pool_bytes=geometry.pool_bytes,
-                slab_bytes=geometry.slab_bytes,
                 prefaulted_bytes=stats.prefaulted_bytes,
-                pid=process_id(),
                 num_workers=stats.num_workers,
-                pool_path=self._pool_path,
                 stats=stats,
             )
         )
@@ -129,13 +195,37 @@ class NodeActor:
     @ray.method(concurrency_group="fetch")
     def fetch(self, raw: bytes) -> bytes:
         """`FetchRequest` → `FetchResult`: chunks of other nodes into slots of this one."""
-        return encode(self._fetching.fetch(decode(raw, FetchRequest)))
+        self._refuse_without_pool()
+        request = receive(raw, FetchRequest, "the engine", HERE)
+        return encode(self._fetching.fetch(request))
 
     @ray.method(concurrency_group="read")
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
         """`ReadRequest` → `ReadReply` and the bytes: chunks of this node, for another one."""
-        reply, data = self._reading.read(decode(raw, ReadRequest))
+        self._refuse_without_pool()
+        reply, data = self._reading.read(receive(raw, ReadRequest, "another NodeActor", HERE))
         return encode(reply), data
+
+    @ray.method(concurrency_group="host")
+    def host(self, raw: bytes) -> bytes:
+        """`HostQuestion` → `HostFacts`."""
+        facts = host_facts(decode(raw, HostQuestion), self._pool_path)
+        if self._refusal:
+            return encode(msgspec.structs.replace(facts, refusal=self._refusal))
+        pool = self._service.keeper.pool
+        pool_bytes = self._settings.geometry.pool_bytes
+        return encode(
+            msgspec.structs.replace(
+                facts,
+                pool_bytes=pool_bytes,
+                left_bytes=pool_bytes - pool.prefaulted_bytes,
+                is_short=pool.is_short,
+            )
+        )
+
+    def _refuse_without_pool(self) -> None:
+        if self._refusal:
+            raise SettingError(self._refusal)
 
     def _stats(self) -> NodeStats:
         fetched = self._fetching.counters
@@ -146,10 +236,14 @@ class NodeActor:
             fetches_failed=fetched.fetches_failed,
             bytes_sent=self._reading.bytes_sent,
             reading=self._reading.reading,
+            breakers=joined(
+                [self._breakers.report(time.monotonic()), self._fetching.breaker_report()]
+            ),
         )
 
     def inventory(self) -> bytes:
         """→ `Inventory`: every READY chunk."""
+        self._refuse_without_pool()
         return encode(inventory_of(self._service.keeper.all_held()))
 
     def check(self) -> bool:
@@ -161,17 +255,31 @@ class NodeActor:
 
     def _report_for_ever(self) -> None:
         while True:
-            self._news.wait(HEARTBEAT_S)
+            self._news.wait(NODE_HEARTBEAT_S)
             if self._news.is_set():
                 self._news.clear()
-                time.sleep(BATCH_PAUSE_S)
-            try:
-                self._report()
-            except Exception as error:
-                # No scheduler actor now: what it should know stays here until it is back.
-                logger.warning("no report to the scheduler actor: %s", _short(error))
-                self._scheduler = None
-                time.sleep(0.2)
+                time.sleep(NODE_BATCH_PAUSE_S)
+            time.sleep(self._breakers.wait_s(names.SCHEDULER, time.monotonic()))
+            call = self._breakers.begin(names.SCHEDULER, time.monotonic())
+            if call is not None:
+                self._report_once(call)
+
+    def _report_once(self, call: int) -> None:
+        try:
+            self._report()
+        except Exception as error:
+            # No scheduler actor now: what it should know stays here until it is back.
+            self._scheduler = None
+            if isinstance(error, MessageError):
+                # A report that is refused for what it says must not be repeated.
+                self._unanswered = None
+            reason = first_line(cause_of(error))
+            if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
+                logger.warning("no report to the scheduler actor: %s", reason)
+            self._news.set()
+            return
+        if self._breakers.worked(names.SCHEDULER):
+            logger.warning("the scheduler actor takes reports again")
 
     def _report(self) -> None:
         """Send what is new, page by page, at least one page (the heartbeat)."""
@@ -222,9 +330,12 @@ class NodeActor:
 
     def _call(self, report: NodeReport) -> NodeReportReply:
         if self._scheduler is None:
-            self._scheduler = ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+            self._scheduler = within(
+                GCS_S, lambda: ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+            )
         ref = self._scheduler.report.remote(encode(report))
-        return decode(ray.get(ref, timeout=RPC_DEADLINE_S), NodeReportReply)
+        answer = ray.get(ref, timeout=NODE_REPORT_S)
+        return receive(answer, NodeReportReply, "the scheduler actor", HERE)
 
     def _take_reply(self, reply: NodeReportReply) -> None:
         self._scheduler_epoch = max(self._scheduler_epoch, reply.epoch)
@@ -240,7 +351,3 @@ class NodeActor:
             rest = inventory_of(self._service.keeper.only_ready(page))
             report = self._make_report(rest, FailedStores(), self._seq, number, len(pages))
             self._take_reply(self._call(report))
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

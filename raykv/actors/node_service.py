@@ -1,9 +1,11 @@
 """What a NodeActor does, without Ray: the pool, its slot table, the copy thread, the socket.
 
-Threads: one accepts connections, one per connected worker reads its jobs, one copies, one touches
-the pool's pages, and one loads the copy kernel while copies already run without it. The slot table
-and the queue are guarded by one lock, which nobody holds while bytes are copied or a socket is
-waited for.
+Threads: one accepts connections, one per connected worker reads its jobs, one notices that workers
+have died, one copies, one touches the pool's pages, and one loads the copy kernel while copies
+already run without it. The slot table and the queue are guarded by one lock, which nobody holds
+while bytes are copied or a socket is waited for.
+
+A worker's memory is mapped here no longer than its process lives, whatever its children keep open.
 """
 
 from __future__ import annotations
@@ -16,56 +18,65 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import msgspec
+from pathlib import Path
 
 from raykv.actors import wire
-from raykv.actors.attached import AttachedWorker, QueuedJob, close_all, receive_hello
+from raykv.actors.attached import (
+    AttachedWorker,
+    QueuedJob,
+    check_parts,
+    close_all,
+    read_batch,
+    receive_hello,
+)
+from raykv.actors.deaths import DeathWatch, Watch
+from raykv.actors.integrity import LOADS_PER_CHECK, Integrity
 from raykv.actors.keeper import PoolKeeper
+from raykv.config import (
+    NODE_ACCEPT_PAUSE_S,
+    NODE_COPY_WAIT_S,
+    NODE_HELLO_S,
+    NODE_LOOK_S,
+    NODE_SEND_S,
+    NODE_STOP_S,
+    NODE_STORE_EXPIRY_S,
+)
 from raykv.copy.engine import CopyBackend, JobQueue
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.copy.rows import RowCopier
 from raykv.core.geometry import PoolGeometry
+from raykv.core.room import NEAR_BYTES
 from raykv.core.slots import SlotState
 from raykv.errors import AttachError, RayKVError
 from raykv.memory.handles import open_kv
+from raykv.memory.limits import has_room, is_in_memory
 from raykv.memory.region import yield_to_others
 from raykv.memory.words import CancelWords
 from raykv.messages import (
-    PROTOCOL_VERSION,
     AttachWorker,
     JobBatch,
     JobResult,
     JobResults,
     NodeStats,
     WorkerAttached,
-    WorkerMessage,
 )
 from raykv.types import Direction, Epoch, Refusal
 
 logger = logging.getLogger("raykv.node")
 
-SEND_DEADLINE_S = 2.0
-"""A worker that does not read its results for so long is stuck; its connection is closed."""
-
-STOP_DEADLINE_S = 2.0
-"""For each thread at the end; a copy that runs is given up before its next run of bytes."""
-
-ATTACH_DEADLINE_S = 10.0
-"""From a connection's start to its attach message; guards against strangers that say nothing."""
-
 
 @dataclass(frozen=True)
 class ServiceSettings:
     """`copy_wait_s`: how long a store may wait for a slot's readers. `store_expiry_s`: how long
-    for the other ranks of the same store.
+    for the other ranks of the same store. `loads_per_check`: see `Integrity`.
     """
 
     socket_name: str
     geometry: PoolGeometry
     pool_path: str = ""
-    copy_wait_s: float = 10.0
-    store_expiry_s: float = 30.0
+    copy_wait_s: float = NODE_COPY_WAIT_S
+    store_expiry_s: float = NODE_STORE_EXPIRY_S
+    loads_per_check: int = LOADS_PER_CHECK
 
 
 @dataclass(slots=True)
@@ -90,12 +101,14 @@ class NodeService:
         self.settings = settings
         self.epoch = epoch
         self.keeper = PoolKeeper(settings.geometry, settings.pool_path)
+        self.integrity = Integrity(self.keeper, settings.loads_per_check)
         self.rows = RowCopier()
         self._counters = _Counters()
         self._queue: JobQueue[QueuedJob] = JobQueue()
         # Guards the queue and the counters too.
         self._lock = self.keeper.lock
         self._workers: set[AttachedWorker] = set()
+        self._deaths = DeathWatch()
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._stopping = False
@@ -114,6 +127,7 @@ class NodeService:
         self._on_stored = on_stored
         self._listener = wire.listen(self.settings.socket_name)
         self.keeper.recover()
+        self._threads.append(self._deaths.start())
         for target in (
             self._accept,
             self._copy_all,
@@ -127,7 +141,12 @@ class NodeService:
     def _prefault(self) -> None:
         """Touch the pool's pages, without slowing down the engines that start meanwhile."""
         yield_to_others()
-        self.keeper.pool.prefault()
+        path = self.settings.pool_path
+        if path and not is_in_memory(Path(path)):
+            # Pages of a file on a disk are written back when memory is short.
+            self.keeper.pool.prefault()
+        else:
+            self.keeper.pool.prefault(lambda: has_room(NEAR_BYTES))
 
     def stop(self) -> None:
         """End the connections and threads, free the pool; workers see their connection close."""
@@ -142,8 +161,9 @@ class NodeService:
         for worker in list(self._workers):
             worker.close_connection()
         self.keeper.pool.stop()
+        self._deaths.stop()
         for thread in self._threads:
-            thread.join(STOP_DEADLINE_S)
+            thread.join(NODE_STOP_S)
 
     # Connections
 
@@ -152,45 +172,50 @@ class NodeService:
         while not self._stopping:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not self._stopping:
+                    logger.warning("a connection can't be taken: %s", error)
+                    time.sleep(NODE_ACCEPT_PAUSE_S)
+                continue
             threading.Thread(
                 target=self._serve, args=(sock,), name="raykv-worker", daemon=True
             ).start()
 
     def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends."""
-        worker = None
+        worker = watch = None
         try:
-            wire.peer_of(sock)
-            sock.settimeout(ATTACH_DEADLINE_S)
+            watch = self._deaths.watch(sock)
             worker, reader = self._attach(sock)
-            self._read_jobs(sock, worker, reader)
-        except (OSError, RayKVError, PlanError, ValueError, msgspec.MsgspecError) as error:
+            self._read_jobs(watch, worker, reader)
+        except Exception as error:
+            # Whatever a stranger sends, or a worker of another version, ends its own line only.
             if not self._stopping:
-                logger.warning("a worker's connection ended: %s", error)
+                logger.warning("a worker's connection ended: %s: %s", type(error).__name__, error)
         finally:
             if worker is not None:
                 self._detach(worker)
+            if watch is not None:
+                self._deaths.unwatch(watch)
             sock.close()
 
     def _attach(self, sock: socket.socket) -> tuple[AttachedWorker, wire.FrameReader]:
         """Read the attach message and map what came with it."""
         reader = wire.FrameReader()
-        hello, fds = receive_hello(sock, reader)
         try:
+            hello, fds = receive_hello(sock, reader, NODE_HELLO_S)
             worker = self._admit(sock, hello, fds)
         except RayKVError as error:
             sock.sendall(wire.frame(WorkerAttached(self.epoch, str(error))))
             raise
         with self._lock:
             self._workers.add(worker)
-        wire.limit_sends(sock, SEND_DEADLINE_S)
+        wire.limit_sends(sock, NODE_SEND_S)
         worker.send(WorkerAttached(self.epoch))
         return worker, reader
 
-    def _admit(self, sock: socket.socket, hello: WorkerMessage, fds: list[int]) -> AttachedWorker:
-        if not isinstance(hello, AttachWorker) or len(fds) < 2:
+    def _admit(self, sock: socket.socket, hello: AttachWorker, fds: list[int]) -> AttachedWorker:
+        if len(fds) < 2:
             close_all(fds)
             raise AttachError("the first message must attach, with memory and cancel words")
         try:
@@ -205,40 +230,22 @@ class NodeService:
             raise
         worker = AttachedWorker(sock, hello, kv, words)
         try:
-            self._check(worker)
+            check_parts(worker)
         except (RayKVError, PlanError) as error:
             worker.unmap()
             raise AttachError(str(error)) from error
         return worker
 
-    def _check(self, worker: AttachedWorker) -> None:
-        """Refuse a worker of another RayKV, or one whose parts don't fit into their slots."""
-        hello = worker.hello
-        if hello.version != PROTOCOL_VERSION:
-            raise AttachError(
-                f"the worker speaks protocol {hello.version} of RayKV, this NodeActor "
-                f"{PROTOCOL_VERSION}: install the same version of RayKV on both"
-            )
-        for group_id, slot_bytes in hello.slot_bytes.items():
-            part = worker.planner.part_bytes(group_id)
-            if part * hello.num_ranks > slot_bytes:
-                raise AttachError(
-                    f"{hello.num_ranks} parts of {part} bytes of KV group {group_id} don't fit "
-                    f"into a slot of {slot_bytes} bytes"
-                )
-
-    def _read_jobs(
-        self, sock: socket.socket, worker: AttachedWorker, reader: wire.FrameReader
-    ) -> None:
+    def _read_jobs(self, watch: Watch, worker: AttachedWorker, reader: wire.FrameReader) -> None:
         while True:
-            data = sock.recv(1 << 18)
+            data = watch.sock.recv(1 << 18)
+            if watch.has_died:
+                # What it has sent before it died concerns nobody any more.
+                raise AttachError("its process has ended")
             if not data:
                 return
             for raw in reader.feed(data):
-                message = msgspec.msgpack.decode(raw, type=WorkerMessage)
-                if not isinstance(message, JobBatch):
-                    raise ValueError("only job batches may follow the attach message")
-                self._take_batch(worker, message)
+                self._take_batch(worker, read_batch(raw))
 
     def _take_batch(self, worker: AttachedWorker, batch: JobBatch) -> None:
         now = time.monotonic()
@@ -267,28 +274,39 @@ class NodeService:
             self._workers.discard(worker)
             # The running job sees that the connection is closed before its next run.
             while worker.running:
-                self._lock.wait(1.0)
+                self._lock.wait(NODE_LOOK_S)
         worker.unmap()
 
     # Copies
 
     def _copy_all(self) -> None:
-        while True:
-            with self._lock:
-                while not self._stopping and not len(self._queue):
-                    self._lock.wait(1.0)
-                    self.keeper.table.expire(time.monotonic())
-                if self._stopping:
-                    return
-                queued = self._queue.pop()
-                assert queued is not None
-                queued.worker.running += 1
+        while not self._stopping:
+            queued = self._next_job()
+            if queued is None:
+                continue
             try:
                 self._run(queued)
             finally:
                 with self._lock:
                     queued.worker.running -= 1
                     self._lock.notify_all()
+
+    def _next_job(self) -> QueuedJob | None:
+        """A job, which counts as running; None after a while without one: time for checksums."""
+        if not self._is_wanted() and self.integrity.work(self._is_wanted):
+            return None
+        with self._lock:
+            if not self._is_wanted():
+                self._lock.wait(NODE_LOOK_S)
+                self.keeper.table.expire(time.monotonic())
+            queued = None if self._stopping else self._queue.pop()
+            if queued is not None:
+                queued.worker.running += 1
+            return queued
+
+    def _is_wanted(self) -> bool:
+        """Whether the copy thread has something more urgent to do than checksums."""
+        return self._stopping or len(self._queue) > 0
 
     def _run(self, queued: QueuedJob) -> None:
         """Carry out one job; whatever goes wrong is an answer, never an exception."""
@@ -325,9 +343,13 @@ class NodeService:
     def _begin(self, queued: QueuedJob) -> list[int]:
         """Admit the job's chunks to the slot table; the others get their refusal."""
         give_up_at = time.monotonic() + self.settings.copy_wait_s
-        admitted = []
+        admitted: list[int] = []
         for chunk in range(len(queued.job.handles.keys)):
-            refusal = self._begin_chunk(queued, chunk, give_up_at)
+            try:
+                refusal = self._begin_chunk(queued, chunk, give_up_at)
+            except BaseException:
+                self._abandon(queued, admitted)
+                raise
             if refusal is Refusal.NONE:
                 admitted.append(chunk)
             else:
@@ -337,7 +359,7 @@ class NodeService:
     def _begin_chunk(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
         name = queued.name(chunk)
         if queued.direction is Direction.LOAD:
-            return self.keeper.begin_load(name)
+            return self.integrity.begin_load(name, lambda: queued.is_cancelled)
         hello = queued.worker.hello
         return self.keeper.begin_store(
             name,
@@ -421,6 +443,7 @@ class NodeService:
                 jobs_cancelled=self._counters.jobs_cancelled,
                 num_workers=len(self._workers),
                 queued_jobs=len(self._queue),
+                quarantined=self.keeper.num_quarantined,
             )
 
 

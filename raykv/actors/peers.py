@@ -14,8 +14,11 @@ import numpy.typing as npt
 import ray
 
 from raykv.actors import names
-from raykv.errors import RayKVError
-from raykv.messages import ReadReply, ReadRequest, decode, encode
+from raykv.actors.patience import within
+from raykv.config import GCS_S
+from raykv.errors import RayKVError, cause_of
+from raykv.handshake import receive
+from raykv.messages import ReadReply, ReadRequest, encode
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -59,14 +62,15 @@ class ObjectRefTransport:
             ref = self._handle(node_id).read.remote(encode(request))
         except Exception as error:
             self._forget(node_id)
-            raise PeerError(f"node {node_id}: {type(error).__name__}") from error
+            raise PeerError(f"node {node_id}: {what_failed(error)}") from error
         return _PendingRef(self, node_id, ref)
 
     def _handle(self, node_id: str) -> Any:
         with self._lock:
             handle = self._handles.get(node_id)
         if handle is None:
-            handle = ray.get_actor(names.node_actor(node_id), namespace=names.RAY_NAMESPACE)
+            name = names.node_actor(node_id)
+            handle = within(GCS_S, lambda: ray.get_actor(name, namespace=names.RAY_NAMESPACE))
             with self._lock:
                 self._handles[node_id] = handle
         return handle
@@ -86,7 +90,15 @@ class _PendingRef:
         """See `PendingRead.wait`."""
         try:
             raw, data = ray.get(self._ref, timeout=max(0.0, timeout_s))
-            return decode(raw, ReadReply), data
+            return receive(raw, ReadReply, "the source", "the NodeActor"), data
         except Exception as error:
             self._transport._forget(self._node_id)
-            raise PeerError(f"node {self._node_id}: {type(error).__name__}") from error
+            raise PeerError(f"node {self._node_id}: {what_failed(error)}") from error
+
+
+def what_failed(error: BaseException) -> str:
+    """The kind of an error; of a refusal in another actor, also what it says."""
+    cause = cause_of(error)
+    if isinstance(cause, RayKVError):
+        return f"{type(cause).__name__}: {cause}"
+    return type(cause).__name__

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import ray
 
+import raykv
+from raykv.config import READER_PATIENCE_S, READER_PAUSE_S, READER_S
 from raykv.core.replay import Replay
-from raykv.errors import ClusterError
+from raykv.errors import ClusterError, MessageError, RayKVError, VersionError, cause_of
 from raykv.event_types import Event, EventPage, EventsMissed, SnapshotPage, events_of
-from raykv.messages import decode
+from raykv.handshake import receive
+from raykv.types import EventKind
 
-POLL_S = 0.2
-"""Between two questions when nothing is new."""
+S = TypeVar("S", bound=msgspec.Struct)
 
-DEADLINE_S = 5.0
-"""For one answer."""
+SENDER, HERE = "the scheduler actor", "this process"
 
-PATIENCE_S = 30.0
-"""A scheduler actor that restarts is asked again for so long."""
+MAX_PLACE = (1 << 63) - 1
+"""Numbers of epochs and events that can be asked for."""
 
 MAX_SNAPSHOTS_BEGUN = 3
 """A snapshot that others have pushed out is begun anew so often."""
@@ -35,27 +37,60 @@ def read_events(
     """See `raykv.client.Cluster.events`; `find` returns the scheduler actor."""
     epoch, after = _place(find, since)
     while True:
-        page = decode(_ask(find, "events", epoch, after), EventPage)
+        page = _page(find, epoch, after)
+        events = _events(page, epoch, after)
         if page.is_gap:
             missed = page.first_seq - after - 1 if page.epoch == epoch else None
             is_past = missed is not None and missed > 0
             yield EventsMissed(
                 epoch=page.epoch, seq=page.first_seq, missed=missed if is_past else None
             )
-        yield from events_of(page)
+        yield from events
         epoch, after = page.epoch, page.first_seq + len(page) - 1
         if after >= page.last_seq:
             if not follow:
                 return
-            time.sleep(POLL_S)
+            time.sleep(READER_PAUSE_S)
 
 
 def _place(find: Callable[[], Any], since: int | tuple[int, int] | None) -> tuple[int, int]:
     """Epoch and number of the last event that the reader knows."""
+    numbers: tuple[Any, ...] = (
+        since if isinstance(since, tuple) else (0, 0 if since is None else since)
+    )
+    is_place = len(numbers) == 2 and all(
+        isinstance(number, int) and 0 <= number <= MAX_PLACE for number in numbers
+    )
+    if not is_place:
+        raise ClusterError(
+            f"events since={since!r}: give the number of an event, or its epoch and number"
+        )
     if isinstance(since, tuple):
         return since
-    newest = decode(_ask(find, "events", 0, 0), EventPage)
+    newest = _page(find, 0, 0)
     return newest.epoch, newest.last_seq if since is None else since
+
+
+def _page(find: Callable[[], Any], epoch: int, after: int) -> EventPage:
+    return _answer(find, EventPage, "events", epoch, after)
+
+
+def _events(page: EventPage, epoch: int, after: int) -> list[Event]:
+    """The events of a page that answers a question for what follows a place.
+
+    Raises:
+        MessageError: it answers another question, or none.
+    """
+    follows = page.epoch == epoch and page.first_seq == after + 1
+    begins_anew = page.kinds[:1] == [EventKind.EPOCH_BEGAN]
+    if not follows and not page.is_gap and not begins_anew:
+        raise MessageError(f"{SENDER} answered with events {page.first_seq} of {page.epoch}")
+    if not page.kinds and page.last_seq >= page.first_seq:
+        raise MessageError(f"{SENDER} has {page.last_seq} events and did not tell them")
+    try:
+        return list(events_of(page))
+    except (IndexError, ValueError) as error:
+        raise MessageError(f"{SENDER} sent events that can't be read: {error}") from error
 
 
 def take_snapshot(find: Callable[[], Any]) -> Replay:
@@ -64,25 +99,48 @@ def take_snapshot(find: Callable[[], Any]) -> Replay:
         replay = Replay()
         cursor = 0
         while True:
-            page = decode(_ask(find, "snapshot", cursor), SnapshotPage)
+            page = _answer(find, SnapshotPage, "snapshot", cursor)
             if page.error:
                 break
-            replay.load(page)
+            _load(replay, page)
             if page.is_last:
                 return replay
+            if page.cursor <= cursor:
+                raise MessageError(f"{SENDER} sent a page of a snapshot again and again")
             cursor = page.cursor
     raise ClusterError("no snapshot could be taken: too many are being read; try again")
 
 
-def _ask(find: Callable[[], Any], method: str, *arguments: Any) -> bytes:
+def _load(replay: Replay, page: SnapshotPage) -> None:
+    try:
+        replay.load(page)
+    except (IndexError, ValueError) as error:
+        raise MessageError(f"{SENDER} sent a snapshot that can't be read: {error}") from error
+
+
+def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: int) -> S:
+    """Raises:
+    VersionError: the scheduler actor's answers can't be read here.
+    """
+    raw = _ask(find, method, *arguments)
+    try:
+        return receive(raw, kind, SENDER, HERE)
+    except MessageError as error:
+        theirs = _ask(find, "ping")
+        raise VersionError(
+            f"{error}; the scheduler actor runs RayKV {theirs}, this process {raykv.__version__}"
+        ) from error
+
+
+def _ask(find: Callable[[], Any], method: str, *arguments: int) -> Any:
     """Call the scheduler actor, again and again while it restarts."""
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + READER_PATIENCE_S
     while True:
         try:
             ref = getattr(find(), method).remote(*arguments)
-            answer: bytes = ray.get(ref, timeout=DEADLINE_S)
-            return answer
+            return ray.get(ref, timeout=READER_S)
         except Exception as error:
-            if isinstance(error, ClusterError) or time.monotonic() > give_up_at:
-                raise ClusterError(f"no events: {error}") from error
-            time.sleep(POLL_S)
+            is_final = isinstance(error, RayKVError | ray.exceptions.RayTaskError)
+            if is_final or time.monotonic() > give_up_at:
+                raise ClusterError(f"no events: {cause_of(error)}") from error
+            time.sleep(READER_PAUSE_S)

@@ -11,6 +11,7 @@ import xxhash
 from raykv.actors.keeper import PoolKeeper
 from raykv.actors.peers import Bytes
 from raykv.actors.scratch import Scratch
+from raykv.core.sanity import check_read
 from raykv.core.slots import ChunkName
 from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest
 from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, Refusal, Slot
@@ -31,7 +32,12 @@ class ReadService:
         self.bytes_sent = 0
 
     def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
-        """Copy out what is asked for, as far as it is still there at its generation."""
+        """Copy out what is asked for, as far as it is still there at its generation.
+
+        Raises:
+            MessageError: the request can't be meant.
+        """
+        check_read(request, self._keeper.table.geometry.slab_bytes)
         num_chunks = len(request.handles)
         total = sum(request.slot_bytes)
         is_ours = request.version == PROTOCOL_VERSION and request.node_epoch == self._epoch
@@ -53,21 +59,32 @@ class ReadService:
         end = 0
         for name in _names(request):
             refusal = self._keeper.begin_load(name)
+            if refusal is Refusal.NONE:
+                refusal = self._copy(name, data[end : end + name.slot_bytes], checksums, request)
             refusals.append(int(refusal))
-            if refusal is not Refusal.NONE:
-                continue
-            try:
-                place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
-                ctypes.memmove(data.ctypes.data + end, place, name.slot_bytes)
-            finally:
-                self._keeper.end_load(name)
-            if request.with_checksums:
-                chunk = data[end : end + name.slot_bytes]
-                checksums.append(xxhash.xxh3_64_intdigest(chunk.data))
-            end += name.slot_bytes
+            if refusal is Refusal.NONE:
+                end += name.slot_bytes
         with self._lock:
             self.bytes_sent += end
         return ReadReply(self._epoch, refusals, checksums), data[:end]
+
+    def _copy(
+        self, name: ChunkName, to: Bytes, checksums: list[int], request: ReadRequest
+    ) -> Refusal:
+        """Copy a chunk whose reader we are, and compare it with what was stored."""
+        try:
+            place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
+            ctypes.memmove(to.ctypes.data, place, name.slot_bytes)
+            seal = self._keeper.seal_of(name)
+            if not request.with_checksums and (seal is None or seal.is_proven):
+                return Refusal.NONE
+            checksum = xxhash.xxh3_64_intdigest(to.data)
+            refusal = self._keeper.settle(name, checksum)
+        finally:
+            self._keeper.end_load(name)
+        if refusal is Refusal.NONE and request.with_checksums:
+            checksums.append(checksum)
+        return refusal
 
 
 def _names(request: ReadRequest) -> list[ChunkName]:

@@ -5,42 +5,49 @@ The only place where an engine's thread waits for Ray, apart from an explicit fl
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from raykv.actors import cluster
 from raykv.actors.fetch_client import FetchClient
+from raykv.actors.patience import within
 from raykv.actors.session import RayCalls, Session, SessionSettings
-from raykv.config import Settings, check_pool_bytes, default_pool_bytes
+from raykv.config import (
+    ATTACH_SAY_S,
+    LEAST_ATTACH_S,
+    LEAVE_S,
+    REPLACE_PAUSE_S,
+    SESSION_STOP_S,
+    Settings,
+    check_pool_bytes,
+    default_pool_bytes,
+)
 from raykv.core.geometry import PoolGeometry
+from raykv.core.room import human_bytes, tightest
 from raykv.core.view import EngineView
-from raykv.errors import ClusterError, RayKVError, VersionError
-from raykv.memory.limits import memory_limit
+from raykv.errors import ClusterError, RayKVError, SettingError, VersionError
+from raykv.memory.limits import memory_limit, worker_limits
 from raykv.messages import NodeDescription
 from raykv.types import NodeId
 
 logger = logging.getLogger("raykv")
-
-REPLACE_PAUSE_S = 0.5
-"""For Ray to forget the name of an actor that was ended."""
-
-STOP_DEADLINE_S = 2.0
-"""For the session's thread at shutdown."""
 
 
 @dataclass(frozen=True)
 class EngineIdentity:
     """Who the engine is to the actors; `slot_bytes` by KV group index.
 
-    `versions` is for people: of RayKV, vLLM and Ray.
+    `versions` is for people: of RayKV, vLLM and Ray. `traits` as in `AttachEngine`.
     """
 
     engine_id: str
@@ -49,6 +56,7 @@ class EngineIdentity:
     num_ranks: int
     slot_bytes: dict[int, int]
     versions: str
+    traits: dict[str, str] = field(default_factory=dict)
 
 
 class EngineRuntime:
@@ -65,7 +73,8 @@ class EngineRuntime:
         self._identity = identity
         self._check_sizes()
         self._joined_here = not ray.is_initialized()
-        found = self._join()
+        self._stopped = threading.Event()
+        self._joined = found = self._join()
         self.address = cluster.current_address()
         try:
             self.node_id = cluster.resolve_node_id(settings.node_id)
@@ -79,7 +88,7 @@ class EngineRuntime:
         calls = RayCalls(self._find_actors, settings.rpc_deadline_s)
         fetches = FetchClient(
             identity.namespace,
-            lambda: cluster.find_node_actor(self.node_id),
+            self._find_node_actor,
             settings.fetch_deadline_s,
             with_checksums=settings.fetch_checksums,
         )
@@ -112,24 +121,45 @@ class EngineRuntime:
             num_ranks=identity.num_ranks,
             slot_bytes=identity.slot_bytes,
             versions=identity.versions,
+            traits=identity.traits,
             heartbeat_s=self._settings.heartbeat_s,
             rpc_deadline_s=self._settings.rpc_deadline_s,
         )
 
     def _choose_geometry(self) -> PoolGeometry:
-        """Sizes of the pool, should this engine be the one that makes it."""
+        """Sizes of the pool, should this engine be the one that makes it.
+
+        What is free counts where the pool is made, which may be another control group: the
+        NodeActor looks again, at Ray's memory monitor and at the disk of a pool file too.
+        """
         chunk_bytes = max(self._identity.slot_bytes.values())
         limit = memory_limit()
         pool_bytes = self._settings.pool_bytes
         if pool_bytes is None:
-            pool_bytes = max(chunk_bytes, default_pool_bytes(limit.free_bytes))
+            free_bytes = tightest(worker_limits()).free_bytes
+            pool_bytes = max(chunk_bytes, default_pool_bytes(free_bytes))
         exists = cluster.find_node_actor(self.node_id) is not None
-        free_bytes = limit.total_bytes if exists else limit.free_bytes
+        # Pages of a file that are there already are not free either.
+        free_bytes = limit.total_bytes if exists or self._settings.pool_path else limit.free_bytes
         check_pool_bytes(pool_bytes, chunk_bytes, free_bytes, limit.source)
         return PoolGeometry.for_pool(pool_bytes, chunk_bytes)
 
+    def _find_node_actor(self) -> Any:
+        self._refuse_after_end()
+        return cluster.find_node_actor(self.node_id)
+
+    def _refuse_after_end(self) -> None:
+        """Once Ray has been left, any call of it would begin by starting a cluster.
+
+        Raises:
+            ClusterError: the engine is at its end.
+        """
+        if self._stopped.is_set():
+            raise ClusterError("the engine ends")
+
     def _find_actors(self) -> Any:
         """The scheduler actor; both actors are made if they are not there."""
+        self._refuse_after_end()
         geometry = self._geometry
         scheduler = cluster.scheduler_actor(self.address, self._settings.eviction_policy)
         cluster.node_actor(
@@ -142,43 +172,85 @@ class EngineRuntime:
         return scheduler
 
     def start(self) -> None:
-        """Attach, at most for the attach deadline; else go on trying in the background."""
+        """Attach, at most for the attach deadline; else go on trying in the background.
+
+        Raises:
+            SettingError: this node's NodeActor can't have the pool.
+        """
         give_up_at = time.monotonic() + self._settings.attach_deadline_s
         try:
-            self._find_actors()
-            self.node = self._describe_node(give_up_at)
-            self._warn_of_other_size(self.node)
-            self.session.attach(max(1.0, give_up_at - time.monotonic()))
+            with self._said_if_slow():
+                self._find_actors()
+                self.node = self._describe_node(give_up_at)
+                self._warn_of_other_size(self.node)
+                self.session.attach(max(LEAST_ATTACH_S, give_up_at - time.monotonic()))
             self._announce(self.node)
+        except SettingError:
+            self._leave()
+            raise
         except Exception as error:
             logger.warning("running without the cache for now, trying again: %s", error)
         self.session.start()
         if self.node is None:
             threading.Thread(target=self._keep_describing, name="raykv-find", daemon=True).start()
 
+    @contextmanager
+    def _said_if_slow(self) -> Iterator[None]:
+        """A person who waits for the engine is told what for."""
+        text = (
+            "waiting for RayKV's actors, at most %.0f s; where they start for the first time they "
+            "compile for a quarter of a minute"
+        )
+        saying = threading.Timer(
+            ATTACH_SAY_S, logger.info, (text, self._settings.attach_deadline_s)
+        )
+        saying.daemon = True
+        saying.start()
+        try:
+            yield
+        finally:
+            saying.cancel()
+
+    def _leave(self) -> None:
+        """Undo what was made for an engine that does not start."""
+        with contextlib.suppress(Exception):
+            cluster.end_node_actor(self.node_id)
+        if self._joined.started:
+            cluster.stop_started(self._joined.address)
+
     def _describe_node(self, give_up_at: float) -> NodeDescription:
         while True:
-            actor = cluster.find_node_actor(self.node_id)
+            actor = self._find_node_actor()
             if actor is None:
                 self._find_actors()
-                actor = cluster.find_node_actor(self.node_id)
+                actor = self._find_node_actor()
             if actor is None:
                 raise ClusterError(f"there is no NodeActor on node {self.node_id}")
             try:
-                return cluster.describe(actor, max(1.0, give_up_at - time.monotonic()))
+                node = cluster.describe(actor, max(LEAST_ATTACH_S, give_up_at - time.monotonic()))
+                if not node.refusal:
+                    return node
+                if node.pool_bytes == self._geometry.pool_bytes or time.monotonic() > give_up_at:
+                    raise SettingError(f"node {self.node_id[:12]} gives no pool: {node.refusal}")
+                # Another engine wanted that size; ours may fit.
+                cluster.end_node_actor(self.node_id)
+                self._stopped.wait(REPLACE_PAUSE_S)
             except VersionError as error:
                 if not error.is_mended or time.monotonic() > give_up_at:
                     raise
                 logger.warning("%s", error)
-                time.sleep(REPLACE_PAUSE_S)
+                self._stopped.wait(REPLACE_PAUSE_S)
 
     def _keep_describing(self) -> None:
         """Until the NodeActor has said where it listens; the socket's name never changes then."""
-        while self.node is None:
-            time.sleep(self._settings.heartbeat_s)
+        said = False
+        while self.node is None and not self._stopped.wait(self._settings.heartbeat_s):
             try:
                 self.node = self._describe_node(time.monotonic() + self._settings.rpc_deadline_s)
             except Exception as error:
+                if isinstance(error, SettingError) and not said:
+                    logger.warning("still without the cache: %s", error)
+                    said = True
                 logger.debug("still no NodeActor: %s", error)
 
     def _warn_of_other_size(self, node: NodeDescription) -> None:
@@ -206,20 +278,28 @@ class EngineRuntime:
         )
 
     def stop(self) -> None:
-        """End the session; leave the cluster if we joined it."""
-        self.session.stop(STOP_DEADLINE_S)
+        """End the session; leave the cluster if we joined it. Ends within seconds."""
+        self._stopped.set()
+        self.session.stop(SESSION_STOP_S)
         if self._joined_here:
             with _signal_handlers_kept():
-                ray.shutdown()
+                leave_ray(ray.shutdown, LEAVE_S)
 
 
-def human_bytes(num_bytes: float) -> str:
-    """For people: "8.0 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
+def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
+    """Disconnect from the cluster, at most for `deadline_s`; False if it took longer.
+
+    Ray waits long for parts of it that are dead. Then it is left as it is: what this process has
+    there is Ray's to clean up once it is gone, and its own clean-up at our exit, which would wait
+    again, is left out.
+    """
+    try:
+        within(deadline_s, shutdown)
+    except TimeoutError:
+        logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
+        atexit.unregister(ray.shutdown)
+        return False
+    return True
 
 
 @contextmanager

@@ -12,46 +12,49 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import ray
 
+from raykv.actors import names
 from raykv.actors.fetch_client import FetchClient, FetchEnded
+from raykv.breaker_types import BreakerReport
+from raykv.config import (
+    ATTACH_PAUSE_S,
+    EXCHANGE_PAUSE_S,
+    REPEAT_PAUSE_S,
+    SCHEDULER_PAUSES_S,
+    WANT_PAUSE_S,
+    Settings,
+)
+from raykv.core.breaker import Breakers, Pauses, aged, joined
+from raykv.core.sanity import check_reply
 from raykv.core.view import EngineView
-from raykv.errors import ClusterError
+from raykv.errors import ClusterError, cause_of, first_line
+from raykv.handshake import receive
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
     SyncReply,
     SyncRequest,
-    decode,
     encode,
 )
 from raykv.types import Epoch
 
 logger = logging.getLogger("raykv.session")
 
+SENDER = "the scheduler actor"
+
 MAX_INBOX = 4
 """Answers that the engine has not taken in; while there are so many, exchanges are heartbeats."""
-
-REPEAT_PAUSE_S = 0.02
-"""Between two questions about chunks that are being stored elsewhere."""
-
-MIN_PAUSE_S = 0.002
-"""Between two exchanges under load: news of some steps travel together."""
-
-IDLE_WANT_PAUSE_S = 0.05
-"""Between two requests for leases when the last one was not granted."""
-
-BREAKER_PAUSE_S = (0.1, 2.0)
-"""First and longest pause after a failed call; each further failure doubles it."""
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Who the engine is, and times in seconds."""
+    """Who the engine is, and times in seconds; `traits` as in `AttachEngine`."""
 
     engine_id: str
     node_id: str
@@ -60,8 +63,9 @@ class SessionSettings:
     num_ranks: int
     slot_bytes: dict[int, int]
     versions: str = ""
-    heartbeat_s: float = 1.0
-    rpc_deadline_s: float = 5.0
+    traits: dict[str, str] = field(default_factory=dict)
+    heartbeat_s: float = Settings.heartbeat_s
+    rpc_deadline_s: float = Settings.rpc_deadline_s
 
 
 class SchedulerCalls(Protocol):
@@ -142,8 +146,10 @@ class Session:
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._epoch = Epoch(0)
-        self._failures = 0
-        self._said: str = ""
+        # Only the exchange thread touches it, save for the attach before that begins.
+        self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
+        # What the workers say of their lines to the NodeActor, by rank, and when they said it.
+        self._lines: dict[int, tuple[float, BreakerReport]] = {}
         self._unanswered: SyncRequest | None = None
         self._refused_until = 0.0
         self._thread: threading.Thread | None = None
@@ -163,8 +169,8 @@ class Session:
                 break
             except Exception as error:
                 if time.monotonic() > give_up_at:
-                    raise ClusterError(f"cannot attach: {_first_line(error)}") from error
-                time.sleep(0.05)
+                    raise ClusterError(f"cannot attach: {first_line(cause_of(error))}") from error
+                time.sleep(ATTACH_PAUSE_S)
         self._fill(give_up_at)
 
     def _fill(self, give_up_at: float) -> None:
@@ -172,7 +178,8 @@ class Session:
         while True:
             is_complete = self._exchange_quietly()
             self.drain()
-            if is_complete or time.monotonic() > give_up_at:
+            is_hopeless = not self._breakers.is_closed(names.SCHEDULER)
+            if is_complete or is_hopeless or time.monotonic() > give_up_at:
                 return
 
     def start(self) -> None:
@@ -193,6 +200,11 @@ class Session:
                     self._view.apply(message.reply, message.request)
                 case FetchEnded():
                     self._view.finish_fetch(message.orders, message.result)
+
+    def take_lines(self, reports: dict[int, BreakerReport]) -> None:
+        """What the workers say of their lines to the NodeActor, by rank."""
+        now = time.monotonic()
+        self._lines |= {rank: (now, report) for rank, report in reports.items()}
 
     def nudge(self) -> None:
         """Something is in the outbox, or was taken out of the inbox."""
@@ -224,16 +236,12 @@ class Session:
                 return
             started = time.monotonic()
             self._exchange_quietly()
-            rest = MIN_PAUSE_S - (time.monotonic() - started)
-            if rest > 0:
-                time.sleep(rest)
+            self._stopped.wait(max(0.0, EXCHANGE_PAUSE_S - (time.monotonic() - started)))
 
     def _pause(self) -> float:
         """How long to wait for news before the next heartbeat."""
-        if self._failures:
-            first, longest = BREAKER_PAUSE_S
-            pause = min(longest, first * 2 ** min(self._failures - 1, 10))
-            self._stopped.wait(pause)
+        if not self._breakers.is_closed(names.SCHEDULER):
+            self._stopped.wait(self._breakers.wait_s(names.SCHEDULER, time.monotonic()))
             return 0.0
         if self._unanswered is not None:
             return 0.0
@@ -251,20 +259,24 @@ class Session:
 
     def _exchange_quietly(self) -> bool:
         """One exchange; a failure opens the breaker and is logged once. True: nothing is left."""
+        call = self._breakers.begin(names.SCHEDULER, time.monotonic())
+        if call is None:
+            return False
         try:
             if not self._epoch:
                 self._attach()
             is_complete = self._exchange()
         except Exception as error:
-            self._failures += 1
-            self._say(f"no exchange with the scheduler actor: {_first_line(error)}")
-            if self._failures > 1:
+            self._view.remote.is_cut_off = True
+            reason = first_line(cause_of(error))
+            if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
+                logger.warning("no exchange with the scheduler actor: %s", reason)
+            if self._breakers.failures_of(names.SCHEDULER) > 1:
                 self._epoch = Epoch(0)
             return False
-        if self._failures:
+        if self._breakers.worked(names.SCHEDULER):
             logger.warning("the exchange with the scheduler actor works again")
-        self._failures = 0
-        self._said = ""
+        self._view.remote.is_cut_off = False
         return is_complete
 
     def _attach(self) -> None:
@@ -279,8 +291,10 @@ class Session:
             slot_bytes=settings.slot_bytes,
             leases=self._view.declared_leases(),
             versions=settings.versions,
+            traits=settings.traits,
         )
-        answer = decode(self._calls.attach(encode(message)), EngineAttached)
+        raw = self._calls.attach(encode(message))
+        answer = receive(raw, EngineAttached, SENDER, "the engine")
         if answer.error:
             raise ClusterError(answer.error)
         self._epoch = Epoch(answer.epoch)
@@ -294,7 +308,8 @@ class Session:
             if request is None:
                 request = self._next_request()
             self._unanswered = request
-            reply = decode(self._calls.sync(encode(request)), SyncReply)
+            reply = receive(self._calls.sync(encode(request)), SyncReply, SENDER, "the engine")
+            check_reply(reply, request, self._settings.slot_bytes)
             self._unanswered = None
             if reply.attach:
                 self._epoch = Epoch(0)
@@ -303,7 +318,7 @@ class Session:
             if not request.idle or reply.cleared:
                 self._inbox.append(Exchanged(request, reply))
             if request.wanted and not reply.granted.slots:
-                self._refused_until = time.monotonic() + IDLE_WANT_PAUSE_S
+                self._refused_until = time.monotonic() + WANT_PAUSE_S
             has_more = reply.more or self._view.remote.has_questions
             if not has_more or self._num_unread >= MAX_INBOX or self._stopped.is_set():
                 return not reply.more
@@ -313,19 +328,18 @@ class Session:
         may_repeat = now >= self._repeat_at
         if may_repeat:
             self._repeat_at = now + REPEAT_PAUSE_S
-        return self._view.take_request(
+        request = self._view.take_request(
             self._epoch,
             may_grow=self._num_unread < MAX_INBOX,
             may_want=not self._num_unread,
             may_repeat=may_repeat,
         )
+        return msgspec.structs.replace(request, breakers=self._breaker_report(now))
 
-    def _say(self, what: str) -> None:
-        if what != self._said:
-            logger.warning(what)
-            self._said = what
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
+    def _breaker_report(self, now: float) -> BreakerReport:
+        """All breakers of the engine's processes."""
+        reports = [self._breakers.report(now)]
+        if self._fetches is not None:
+            reports.append(self._fetches.breaker_report(now))
+        reports += [aged(report, now - said_at) for said_at, report in list(self._lines.values())]
+        return joined(reports)

@@ -7,8 +7,10 @@ Both ends check that the other runs under the same user.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
+from array import array
 from dataclasses import dataclass
 
 import msgspec
@@ -134,6 +136,26 @@ class FrameReader:
 
 
 def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[list[bytes], list[int]]:
-    """Some bytes of a stream and the descriptors that came with them; no bytes at its end."""
-    data, fds, _, _ = socket.recv_fds(sock, 1 << 16, most_fds)
-    return [data], list(fds)
+    """Some bytes of a stream and the descriptors that came with them; no bytes at its end.
+
+    The descriptors are closed in programs that this process starts.
+    """
+    # Not `socket.recv_fds`, which drops its flags.
+    room = socket.CMSG_SPACE(most_fds * array("i").itemsize)
+    data, messages, _, _ = sock.recvmsg(1 << 16, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array("i")
+    for level, kind, raw in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+    return [data], fds.tolist()
+
+
+def wait_readable(fds: list[int], timeout_s: float) -> set[int]:
+    """Those of the descriptors that can be read, or have ended; waits until there is one.
+
+    Not `select.select`, which fails for descriptors above 1023: vLLM may have so many.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)}

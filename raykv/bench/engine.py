@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -9,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,21 @@ START_DEADLINE_S = 180.0
 """An engine starts in 10 to 20 s on a quiet machine, and in 80 s on a busy one."""
 
 ANSWER_DEADLINE_S = 120.0
+
+
+def started_together(*starts: Callable[[], EngineProcess]) -> list[EngineProcess]:
+    """Engines that start at the same time: most of a start is work for one core.
+
+    Raises:
+        EngineError: one of them did not start.
+    """
+    with ThreadPoolExecutor(len(starts)) as threads:
+        coming = [threads.submit(start) for start in starts]
+    if any(each.exception() for each in coming):
+        for each in coming:
+            if not each.exception():
+                each.result().stop()
+    return [each.result() for each in coming]
 
 
 class EngineError(RayKVError):
@@ -84,6 +102,11 @@ class EngineProcess:
             )
 
     @property
+    def pid(self) -> int:
+        """Of the engine's main process."""
+        return self._process.pid
+
+    @property
     def log_text(self) -> str:
         """All that the engine has printed."""
         return self._log.read_text(errors="replace")
@@ -133,8 +156,9 @@ class EngineProcess:
                 pipe.close()
 
     def kill(self) -> None:
-        """SIGKILL for the engine and all its children."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        """SIGKILL for the engine and all its children; nothing if it is dead."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30.0)
 
     def _send(self, command: dict[str, Any]) -> None:

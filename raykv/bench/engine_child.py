@@ -52,6 +52,9 @@ class Engine:
     def __init__(self, config: dict[str, Any]) -> None:
         from vllm import LLM
 
+        # Requests of `serve` so far.
+        self._served = 0
+
         watches_hooks = config.pop("watch_hooks", False)
         transfer = transfer_config(config.pop("raykv", None), config.pop("connector", None))
         if watches_hooks:
@@ -110,6 +113,49 @@ class Engine:
         outputs: list[Any] = self._llm.generate(requests, sampling, use_tqdm=False)
         return outputs
 
+    def serve(
+        self, requests: list[dict[str, Any]], params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Work on requests together; some are taken back after so many steps of the engine.
+
+        An output has its greedy tokens, their logprobs, and by how much each was likelier than the
+        next one. What was taken back comes with the reason "abort".
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        found: dict[str, dict[str, Any]] = {}
+        aborts: dict[str, int] = {}
+        began = time.monotonic()
+        for number, request in enumerate(requests):
+            self._served += 1
+            request_id = f"{number}-{self._served}"
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=request["max_tokens"],
+                detokenize=False,
+                ignore_eos=True,
+                logprobs=2,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"kv_transfer_params": params} if params else None,
+            )
+            engine.add_request(request_id, {"prompt_token_ids": request["prompt"]}, sampling)
+            found[request_id] = {"reason": "abort"}
+            if request.get("abort_after_steps"):
+                aborts[request_id] = request["abort_after_steps"]
+        steps = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = _answer(output, time.monotonic() - began)
+            steps += 1
+            gone = [request_id for request_id, after in aborts.items() if after == steps]
+            engine.abort_request(gone)
+        return {
+            "outputs": list(found.values()),
+            "preemptions": self.counters().get("vllm:num_preemptions", 0.0),
+        }
+
     def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
         """Serve batches of prompts one after the other; seconds in all, and per output token."""
         took_s = 0.0
@@ -165,6 +211,23 @@ class Engine:
     def shut_down(self) -> None:
         """End the engine in good order."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _answer(output: Any, seconds: float) -> dict[str, Any]:
+    """Of a request that is done."""
+    (only,) = output.outputs
+    ranked = [
+        sorted((each.logprob for each in step.values()), reverse=True)
+        for step in only.logprobs or []
+    ]
+    return {
+        "tokens": list(only.token_ids),
+        "logprobs": [some[0] for some in ranked],
+        "gaps": [some[0] - some[1] for some in ranked],
+        "cached": output.num_cached_tokens or 0,
+        "reason": only.finish_reason or "",
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """The fastest offloading that a single engine can have: all in its own process, for comparison.
 
-vLLM's own `CPUOffloadingManager` decides, and a thread of the engine's process copies between
-vLLM's KV cache and memory of the same process. Nobody else can use what it keeps, and it dies with
-the engine. vLLM's own worker for this can't run on CPUs. One block per chunk, one KV group.
+vLLM's own `CPUOffloadingManager` decides, and the engine's own thread copies at once between vLLM's
+KV cache and memory of the same process: a thread beside it would wait for Python's lock with every
+page. Nobody else can use what it keeps, it dies with the engine, and steps wait for it. vLLM's own
+worker for this can't run on CPUs. One block per chunk, one KV group.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import queue
-import threading
 import time
 from typing import Any
 
@@ -24,11 +23,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-SHUTDOWN_DEADLINE_S = 5.0
-WAIT_DEADLINE_S = 30.0
-
-MAX_QUEUED = 4096
 
 
 def connector(pool_bytes: int) -> dict[str, Any]:
@@ -54,7 +48,7 @@ class InProcessSpec(CPUOffloadingSpec):
 
 
 class InProcessWorker(OffloadingWorker):
-    """One thread that copies page by page; jobs in the order in which they came."""
+    """Copies page by page, before a job's submission returns."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
         tensors = [one.tensor for one in kv_caches.tensors]
@@ -71,12 +65,7 @@ class InProcessWorker(OffloadingWorker):
         array[:: mmap.PAGESIZE] = 0
         self._base = int(array.ctypes.data)
         self._array = array
-        self._jobs: queue.Queue[Any] = queue.Queue(MAX_QUEUED)
-        self._results: queue.Queue[TransferResult] = queue.Queue()
-        self._open: set[int] = set()
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="in-process-copies", daemon=True)
-        self._thread.start()
+        self._results: list[TransferResult] = []
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_later: Any
@@ -94,37 +83,21 @@ class InProcessWorker(OffloadingWorker):
         self, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec, *, is_store: bool
     ) -> bool:
         assert isinstance(chunks, CPULoadStoreSpec), chunks
-        with self._changed:
-            self._open.add(job_id)
-        job = (job_id, blocks.block_ids.tolist(), chunks.chunk_ids.tolist(), is_store)
-        self._jobs.put(job, timeout=WAIT_DEADLINE_S)
+        began = time.monotonic()
+        block_ids = blocks.block_ids.tolist()
+        self._copy(block_ids, chunks.chunk_ids.tolist(), is_store=is_store)
+        took_s = time.monotonic() - began
+        size = len(block_ids) * self._chunk_bytes
+        self._results.append(TransferResult(job_id, True, size, took_s))
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """See `OffloadingWorker.get_finished`."""
-        return [self._results.get_nowait() for _ in range(self._results.qsize())]
+        results, self._results = self._results, []
+        return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """See `OffloadingWorker.wait`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._open.isdisjoint(job_ids), WAIT_DEADLINE_S)
-
-    def shutdown(self) -> None:
-        """See `OffloadingWorker.shutdown`."""
-        self._jobs.put(None, timeout=SHUTDOWN_DEADLINE_S)
-        self._thread.join(SHUTDOWN_DEADLINE_S)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job_id, blocks, chunks, is_store = job
-            began = time.monotonic()
-            self._copy(blocks, chunks, is_store=is_store)
-            took_s = time.monotonic() - began
-            size = len(blocks) * self._chunk_bytes
-            self._results.put(TransferResult(job_id, True, size, took_s))
-            with self._changed:
-                self._open.discard(job_id)
-                self._changed.notify_all()
+        """See `OffloadingWorker.wait`: every job has ended."""
 
     def _copy(self, blocks: list[int], chunks: list[int], *, is_store: bool) -> None:
         move = ctypes.memmove

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 
+from raykv.bench.prompts import prompt
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Row, Verdict
-from raykv.bench.serving import BLOCK, Bed, prompt
+from raykv.bench.serving import BLOCK, Bed
 
 NONE, NEW, THERE = "without RayKV", "new pool", "pool that is there"
 MOST_ADDED_S = 1.0

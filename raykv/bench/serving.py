@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 import tempfile
 import time
 from contextlib import ExitStack
@@ -18,9 +18,6 @@ from raykv.models import smollm2, tiny_llama
 BLOCK = 128
 """Tokens in a block, and in a chunk."""
 
-VOCABULARY = 500
-"""Token ids that every model here has."""
-
 SETTLE_S = 0.4
 STORE_DEADLINE_S = 30.0
 POOL_DEADLINE_S = 60.0
@@ -35,12 +32,6 @@ RECOMPUTE, PREFIX_HIT, RAYKV, REMOTE = (
 IN_PROCESS, DISK = "in-process spec", "ExampleConnector (disk)"
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    """Random tokens; the same for the same arguments."""
-    source = random.Random(seed)
-    return [source.randrange(3, VOCABULARY) for _ in range(length)]
-
-
 class Bed:
     """What the benchmark has started; all of it ends with the context.
 
@@ -52,10 +43,11 @@ class Bed:
 
     def __init__(self, *, quick: bool, max_tokens: int, pool_bytes: int) -> None:
         self._quick = quick
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self.pool_bytes = pool_bytes
         self._stack = ExitStack()
         self._cluster: Cluster | None = None
+        self._numbers = itertools.count()
         self.folder = Path()
         self.model = Path()
 
@@ -63,7 +55,7 @@ class Bed:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-"))
         self.folder = Path(folder)
         if self._quick:
-            self.model = tiny_llama(self.folder / "model", max_position=self._max_tokens + BLOCK)
+            self.model = tiny_llama(self.folder / "model", max_position=self.max_tokens + BLOCK)
         else:
             self.model = smollm2()
         return self
@@ -82,6 +74,10 @@ class Bed:
             self._stack.callback(self._cluster.close)
             self._stack.callback(self._cluster.down)
         return self._cluster
+
+    def start_cluster(self) -> None:
+        """Have `cluster`, before several threads need it at the same time."""
+        assert self.cluster is not None
 
     def plain(self, **config: Any) -> EngineProcess:
         """vLLM without a connector."""
@@ -110,8 +106,8 @@ class Bed:
         return self._start(raykv=None, connector=connector, **config)
 
     def _start(self, **config: Any) -> EngineProcess:
-        number = len(list(self.folder.glob("*.log")))
-        options = {"max_model_len": self._max_tokens, "block_size": BLOCK, **config}
+        number = next(self._numbers)
+        options = {"max_model_len": self.max_tokens, "block_size": BLOCK, **config}
         engine = EngineProcess(self.model, self.folder / f"{number}.log", **options)
         self._stack.callback(engine.stop)
         return engine

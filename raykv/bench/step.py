@@ -12,9 +12,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from raykv.bench.prompts import prompt
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Row, Verdict, alternate
-from raykv.bench.serving import Bed, prompt
+from raykv.bench.serving import Bed
 from raykv.core.view import EngineView
 from raykv.messages import EngineAttached, Leases, SyncReply
 from raykv.types import EngineId

@@ -8,12 +8,14 @@ output token is measured while stores run.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from raykv.bench.engine import EngineProcess
+from raykv.bench.engine import EngineProcess, started_together
+from raykv.bench.prompts import prompt
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Row, Verdict
-from raykv.bench.serving import BLOCK, Bed, prompt
+from raykv.bench.serving import BLOCK, Bed
 
 WITHOUT, WITH = "without RayKV", "with RayKV"
 REUSE, NO_REUSE, DECODE = "documents are reused", "nothing is reused", "time per output token"
@@ -65,7 +67,9 @@ def run(options: Options) -> Result:
     context = load.document_tokens + 2 * BLOCK
     with Bed(quick=options.quick, max_tokens=context, pool_bytes=pool_bytes) as bed:
         config: dict[str, Any] = {"num_gpu_blocks_override": load.kv_blocks + 8}
-        engines = {WITHOUT: bed.plain(**config), WITH: bed.raykv(**config)}
+        bed.start_cluster()
+        starts = partial(bed.plain, **config), partial(bed.raykv, **config)
+        engines = dict(zip((WITHOUT, WITH), started_together(*starts), strict=True))
         bed.wait_for_pools()
         for engine in engines.values():
             engine.call("timed", batches=load.never_reused()[:1])

@@ -19,6 +19,9 @@ from raykv.types import SLOT_ALIGNMENT
 
 Column = npt.NDArray[np.int64]
 
+MAX_SLOTS = 1 << 32
+"""Of a pool; with them all arithmetic stays within 63 bits."""
+
 
 class PlanError(ValueError):
     """A job names blocks or groups that the KV cache does not have."""
@@ -120,6 +123,9 @@ class Planner:
             raise PlanError(f"job {job.job_id}: columns of different lengths")
         if sum(job.num_blocks) != len(job.block_ids):
             raise PlanError(f"job {job.job_id}: {len(job.block_ids)} blocks for {job.num_blocks}")
+        slots = job.handles.slots
+        if slots and not 0 <= min(slots) <= max(slots) < MAX_SLOTS:
+            raise PlanError(f"job {job.job_id}: slots from {min(slots)} to {max(slots)}")
         for group_id, count, first in zip(job.groups, job.num_blocks, job.first_block, strict=True):
             self.part_bytes(group_id)
             if count < 1 or first < 0 or first + count > self._blocks_per_chunk:

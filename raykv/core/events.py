@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from raykv.core.table import Changes
 from raykv.event_types import EventPage
+from raykv.messages import PROTOCOL_VERSION
 from raykv.types import Epoch, EventKind, Generation, Namespace, NodeId
 
 N = TypeVar("N", bound=str)
@@ -117,6 +118,7 @@ class EventLog:
         nodes = _numbered(run.node_id for run in runs)
         namespaces = _numbered(run.namespace for run in runs)
         return EventPage(
+            version=PROTOCOL_VERSION,
             epoch=self.epoch,
             first_seq=start,
             last_seq=self.last_seq,

@@ -9,8 +9,8 @@ from itertools import groupby
 from raykv.core.book import PoolBook
 from raykv.core.members import Node
 from raykv.core.table import Changes, Chunk, Name
-from raykv.messages import FailedStores, Inventory, NodeReport
-from raykv.types import NO_GENERATION, Generation, Key, Namespace, Slot
+from raykv.messages import FailedStores, Inventory, LostReplicas, NodeReport
+from raykv.types import NO_GENERATION, Generation, Key, Namespace, NodeId, Slot
 
 
 @dataclass(frozen=True)
@@ -105,3 +105,12 @@ def take_failed(node: Node, failed: FailedStores) -> None:
     node.book.drop_overwritten(chunk for chunk in writes if not node.book.is_settled(chunk))
     for chunk in writes:
         node.book.end_older_lease(chunk)
+
+
+def drop_lost(nodes: Mapping[NodeId, Node], namespace: Namespace, lost: LostReplicas) -> None:
+    """Forget what sources said they do not have, unless it has come there again since."""
+    for source, key, generation in zip(lost.nodes, lost.keys, lost.generations, strict=True):
+        node = nodes.get(NodeId(source))
+        chunk = None if node is None else node.book.find(namespace, Key(key))
+        if node is not None and chunk is not None and chunk.generation == generation:
+            node.book.drop(namespace, Key(key))

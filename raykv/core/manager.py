@@ -28,10 +28,11 @@ from raykv.core.book import PoolBook
 from raykv.core.dict_table import DictTable
 from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
-from raykv.core.inventory import take_failed, take_inventory, take_stored
+from raykv.core.inventory import drop_lost, take_failed, take_inventory, take_stored
 from raykv.core.leases import Generations, grant, take_declared
 from raykv.core.members import Engine, Node, engine_status, node_status
 from raykv.core.mirror import Mirror
+from raykv.core.miss_log import MissLog
 from raykv.core.policy import DEFAULT_POLICY, POLICIES
 from raykv.core.questions import Questions
 from raykv.core.reuse import ReuseGauges
@@ -41,19 +42,21 @@ from raykv.event_types import EventPage, SnapshotPage
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
-    ClusterStatus,
     EngineAttached,
     NodeReport,
     NodeReportReply,
     SyncReply,
     SyncRequest,
 )
+from raykv.miss_types import Explanations
+from raykv.status_types import ClusterStatus
 from raykv.types import (
     NO_GENERATION,
     EngineId,
     Epoch,
     Generation,
     Key,
+    MissReason,
     Namespace,
     NodeId,
     Slot,
@@ -103,6 +106,7 @@ class BlockManager:
         self._table = table or DictTable(self.settings.eviction_policy)
         self._questions = Questions(self._nodes, self._table)
         self._reuse = ReuseGauges()
+        self._misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
 
@@ -167,6 +171,7 @@ class BlockManager:
         del self._nodes[node.node_id]
         self._questions.nodes_changed()
         self._log.node_lost(node.node_id, node.epoch)
+        self._misses.lost(node)
         self._table.remove_node(node.node_id)
 
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
@@ -246,6 +251,7 @@ class BlockManager:
             model=message.model,
             num_ranks=message.num_ranks,
             versions=message.versions,
+            traits=message.traits,
             slot_bytes=dict(message.slot_bytes),
             last_seen=now,
             attached_at=now,
@@ -286,7 +292,7 @@ class BlockManager:
         if engine.reply is not None and request.seq == engine.reply.seq:
             return engine.reply
         self._reuse.count(engine, node, request.counters, num_nodes=len(self._by_node))
-        engine.counters = request.counters or engine.counters
+        engine.take_news(request)
         self._take_request(engine, node, request, now)
         engine.reply = self._answer(engine, node, request, now)
         return engine.reply
@@ -309,22 +315,12 @@ class BlockManager:
             self.clear(engine.namespace)
         node.book.release(request.released)
         node.book.drop_all(engine.namespace, request.dropped)
-        lost = zip(request.lost.nodes, request.lost.keys, request.lost.generations, strict=True)
-        for source, key, generation in lost:
-            self._drop_lost(NodeId(source), engine.namespace, Key(key), Generation(generation))
+        drop_lost(self._nodes, engine.namespace, request.lost)
         self._questions.announce(engine, request.announced)
         if request.pinned:
             node.book.table.pin(engine.namespace, request.pinned, now + self.settings.pin_s)
         if request.touched:
             node.book.table.touch(engine.namespace, request.touched)
-
-    def _drop_lost(
-        self, node_id: NodeId, namespace: Namespace, key: Key, generation: Generation
-    ) -> None:
-        """A source said that it does not have a chunk."""
-        node = self._nodes.get(node_id)
-        if node is not None and self.holds(node_id, namespace, key) == generation:
-            node.book.drop(namespace, key)
 
     def _answer(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> SyncReply:
         if request.idle:
@@ -351,6 +347,7 @@ class BlockManager:
             replicas=self._questions.answer(engine, request.asked, now, now + self.settings.pin_s),
             has_peers=self._has_peers(engine),
             store_share=self._reuse.store_share(engine.namespace),
+            refined=self._misses.take(engine, request.finished, now),
         )
 
     def _has_peers(self, engine: Engine) -> bool:
@@ -370,6 +367,8 @@ class BlockManager:
         (self._log.stored if changes.stored else self._log.removed)(node_id, changes)
         if changes.stored:
             self._questions.stored(changes.namespace, changes.keys)
+        else:
+            self._misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
         for engine in self._engines_on(node_id):
             if engine.namespace == changes.namespace:
                 engine.mirror.add(changes)
@@ -401,6 +400,7 @@ class BlockManager:
             self._cleared[name] = now_generation
             self._questions.forget_namespace(name)
             self._log.cleared(name, now_generation)
+            self._misses.cleared(name)
             for node in self._nodes.values():
                 self._clear_on(node, name)
 
@@ -454,6 +454,10 @@ class BlockManager:
                 self._log.epoch, self._log.last_seq, list(self._nodes.values())
             )
         return self._snapshots.page(cursor, self._nodes)
+
+    def why_miss(self, beginning: str, now: float) -> Explanations:
+        """What became of the prompt tokens of requests whose ids begin so; changes nothing."""
+        return self._misses.find(beginning, now)
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""

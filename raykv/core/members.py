@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from raykv.breaker_types import BreakerReport
 from raykv.core.book import PoolBook
+from raykv.core.breaker import aged
 from raykv.core.mirror import Mirror
-from raykv.messages import EngineStatus, NodeStats, NodeStatus, SyncReply
+from raykv.messages import NodeStats, SyncReply, SyncRequest
+from raykv.status_types import EngineStatus, NodeStatus
 from raykv.types import EngineId, Epoch, Namespace, NodeId
 
 
@@ -45,6 +48,13 @@ class Engine:
     void: bool = False
     cleared: int = 0
     counters: dict[str, int] = field(default_factory=dict)
+    traits: dict[str, str] = field(default_factory=dict)
+    breakers: BreakerReport = field(default_factory=BreakerReport)
+
+    def take_news(self, request: SyncRequest) -> None:
+        """What a message says of the engine itself."""
+        self.counters = request.counters or self.counters
+        self.breakers = request.breakers
 
 
 def node_status(node: Node, now: float) -> NodeStatus:
@@ -68,6 +78,8 @@ def node_status(node: Node, now: float) -> NodeStatus:
         num_workers=node.stats.num_workers,
         age_s=now - node.last_report,
         raykv_version=node.raykv_version,
+        quarantined=node.stats.quarantined,
+        breakers=aged(node.stats.breakers, now - node.last_report),
     )
 
 
@@ -84,4 +96,6 @@ def engine_status(engine: Engine, node: Node | None, now: float) -> EngineStatus
         age_s=now - engine.attached_at,
         versions=engine.versions,
         counters=engine.counters,
+        traits=engine.traits,
+        breakers=aged(engine.breakers, now - engine.last_seen),
     )

@@ -25,7 +25,17 @@ from raykv.core.outbox import columns, take
 from raykv.core.requests import Replica, RequestState
 from raykv.core.stock import LeaseStock
 from raykv.messages import FetchResult, Handle, Handles, LostReplicas, Replicas
-from raykv.types import Epoch, Generation, Key, Lookup, NodeId, Refusal, Slot, group_of
+from raykv.types import (
+    Epoch,
+    Generation,
+    Key,
+    Lookup,
+    MissReason,
+    NodeId,
+    Refusal,
+    Slot,
+    group_of,
+)
 
 MAX_QUESTIONS = 65_536
 """Keys that wait to be asked for; beyond it the oldest are lost, and count as unanswered until the
@@ -67,6 +77,26 @@ class FetchOrder:
     replicas: tuple[Replica, ...]
 
 
+@dataclass(frozen=True)
+class EndedFetch:
+    """A fetch that has ended, and where the chunk is now; None is nowhere, for that reason."""
+
+    order: FetchOrder
+    place: Handle | None
+    reason: MissReason = MissReason.FETCH_FAILED
+
+
+_LATE = MissReason.FETCH_FAILED
+
+_REASONS = {
+    Refusal.STALE: MissReason.EVICTED,
+    Refusal.CLEARED: MissReason.CLEARED,
+    Refusal.BAD_HANDLE: MissReason.NODE_LOST,
+    Refusal.NODE_LOST: MissReason.NODE_LOST,
+}
+"""Why a chunk did not come, where its source said more than that it failed."""
+
+
 class RemoteChunks:
     """See the module's docstring."""
 
@@ -75,6 +105,8 @@ class RemoteChunks:
         self.cost = cost
         # Whether there is anybody else who may have chunks of this namespace.
         self.has_peers = False
+        # Whether calls to the scheduler actor fail; set by the exchange thread.
+        self.is_cut_off = False
         # Found keys that no lease was left for.
         self.unleased: set[Key] = set()
         self.num_asked = 0
@@ -231,25 +263,26 @@ class RemoteChunks:
             stock: a fetch takes its lease from there.
         """
         if key in self._fetching:
-            return self._wait(
-                Lookup.HIT_PENDING, request.may_wait(now, self.settings.fetch_deadline_s)
-            )
+            may_wait = request.may_wait(now, self.settings.fetch_deadline_s)
+            return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, _LATE)
         if key in request.found:
             return self._fetch(request, key, now, stock)
         if key not in request.asked:
             self.ask(request, [key])
         if key in request.pending:
             may_wait = request.may_wait(now, self.settings.pending_deadline_s)
-            return self._wait(Lookup.HIT_PENDING, may_wait)
+            too_long = MissReason.PENDING_TOO_LONG
+            return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, too_long)
         if key in request.unanswered:
             may_ask = request.may_ask(now, self.settings.query_deadline_s)
-            return self._wait(Lookup.RETRY, may_ask)
-        return Lookup.MISS
+            silent = MissReason.BREAKER_OPEN if self.is_cut_off else MissReason.UNANSWERED
+            return Lookup.RETRY if may_ask else self._give_up(request, key, silent)
+        return request.missed(key, request.unfetched.get(key, MissReason.NEVER_STORED))
 
-    def _wait(self, answer: Lookup, may_wait: bool) -> Lookup:
-        """`answer`, or MISS once the deadline has passed."""
-        self.num_timed_out += not may_wait
-        return answer if may_wait else Lookup.MISS
+    def _give_up(self, request: RequestState, key: Key, reason: MissReason) -> Lookup:
+        """The deadline has passed."""
+        self.num_timed_out += 1
+        return request.missed(key, reason)
 
     def _fetch(
         self,
@@ -260,14 +293,16 @@ class RemoteChunks:
     ) -> Lookup:
         if request.fetches is None:
             request.fetches = self._is_worth_it(request)
-        if not request.fetches or request.has_waited(now, self.settings.fetch_deadline_s):
-            return Lookup.MISS
+        if not request.fetches:
+            return request.missed(key, MissReason.FETCH_SLOWER)
+        if request.has_waited(now, self.settings.fetch_deadline_s):
+            return request.missed(key, _LATE)
         handle = stock.take(group_of(key))
         if handle is None:
             self.unleased.add(key)
             is_dry = stock.is_dry(group_of(key))
             may_ask = not is_dry and request.may_ask(now, self.settings.query_deadline_s)
-            return Lookup.RETRY if may_ask else Lookup.MISS
+            return Lookup.RETRY if may_ask else request.missed(key, MissReason.POOL_FULL)
         self.unleased.discard(key)
         size = self.settings.size_of(key).num_bytes
         order = FetchOrder(key, handle, size, request.found[key])
@@ -303,8 +338,8 @@ class RemoteChunks:
 
     def finish(
         self, orders: Iterable[FetchOrder], result: FetchResult | None
-    ) -> Iterator[tuple[FetchOrder, Handle | None]]:
-        """A fetch has ended; gives for each order where the chunk is now, None for nowhere.
+    ) -> Iterator[EndedFetch]:
+        """A fetch has ended; gives for each order where the chunk is now.
 
         Orders that were forgotten meanwhile are left out.
         """
@@ -317,11 +352,12 @@ class RemoteChunks:
             if known is None or known.handle != order.handle:
                 continue
             self._drop(order)
-            place = None
-            if result is not None and result.refusals[position] == Refusal.NONE:
-                slot, generation = result.slots[position], result.generations[position]
-                place = Handle(Slot(slot), Generation(generation))
-            yield order, place
+            refusal = Refusal.TOO_LATE if result is None else Refusal(result.refusals[position])
+            if result is None or refusal is not Refusal.NONE:
+                yield EndedFetch(order, None, _REASONS.get(refusal, MissReason.FETCH_FAILED))
+                continue
+            slot, generation = result.slots[position], result.generations[position]
+            yield EndedFetch(order, Handle(Slot(slot), Generation(generation)))
 
     def take_lost(self, most: int) -> LostReplicas:
         """What sources said they don't have."""
@@ -356,10 +392,13 @@ class RemoteChunks:
         self._announced.clear()
         self.unleased.clear()
 
-    def forget_found(self, requests: Iterable[RequestState], key: Key | None) -> None:
-        """The answers that requests were given do not hold: about a key, or (None) all."""
+    def forget_found(self, requests: Iterable[RequestState]) -> None:
+        """The answers that requests were given do not hold."""
         for request in requests:
-            if key is None:
-                request.found.clear()
-            else:
-                request.found.pop(key, None)
+            request.found.clear()
+
+    def forget_source(self, requests: Iterable[RequestState], key: Key, reason: MissReason) -> None:
+        """A chunk did not come: for who knows of it that is how it is."""
+        for request in requests:
+            if request.found.pop(key, None) is not None:
+                request.unfetched[key] = reason

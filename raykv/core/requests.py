@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raykv.messages import Handle
-from raykv.types import Epoch, Generation, Key, NodeId
+from raykv.types import Epoch, Generation, Key, Lookup, MissReason, NodeId
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,14 @@ class RequestOptions:
     store: bool = True
 
 
+@dataclass(frozen=True)
+class Miss:
+    """A chunk that a lookup did not find, and why."""
+
+    key: Key
+    reason: MissReason
+
+
 @dataclass(slots=True)
 class RequestState:
     """A request from its first sight to its end.
@@ -33,7 +41,8 @@ class RequestState:
     first found a chunk that was not READY yet. Of the keys that were `asked` for elsewhere some are
     `unanswered`, some `pending` (being stored elsewhere), some `found`; the others are a MISS.
     `asking_since` is when a lookup first found a key without an answer. `fetches`: whether the
-    found ones are worth a fetch, once that is decided.
+    found ones are worth a fetch, once that is decided. `unfetched`: found ones that did not come.
+    `miss` is what the latest lookup that was a MISS did not find.
     """
 
     options: RequestOptions
@@ -45,7 +54,20 @@ class RequestState:
     found: dict[Key, tuple[Replica, ...]] = field(default_factory=dict)
     asking_since: float | None = None
     fetches: bool | None = None
+    unfetched: dict[Key, MissReason] = field(default_factory=dict)
+    miss: Miss | None = None
     is_known: bool = True
+
+    def barrier(self, key: Key) -> MissReason | None:
+        """Why this request must not have a chunk, should it be here."""
+        if not self.options.load:
+            return MissReason.OPTED_OUT
+        return MissReason.LOAD_FAILED if key in self.barred else None
+
+    def missed(self, key: Key, reason: MissReason) -> Lookup:
+        """A lookup's MISS, remembered with its reason."""
+        self.miss = Miss(key, reason)
+        return Lookup.MISS
 
     def may_wait(self, now: float, deadline_s: float) -> bool:
         """Whether the request may still wait for chunks; the clock starts with the first call."""
@@ -77,6 +99,11 @@ class FailedLoad:
     generation: Generation
     node_epoch: Epoch
     is_gone: bool
+
+    @property
+    def reason(self) -> MissReason:
+        """Why later requests won't have the chunk."""
+        return MissReason.EVICTED if self.is_gone else MissReason.LOAD_FAILED
 
 
 @dataclass(frozen=True)

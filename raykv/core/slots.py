@@ -12,6 +12,8 @@ Invariants:
 3. A slot with readers is never written; a slot being written has no readers.
 4. All slots in a slab have the slab's slot size, and no generation in a slab is above the slab's.
 5. A key is read only under the namespace, the key and the generation that it was stored with.
+6. A slot's checksum is that of its bytes at its generation; one that is not proven was restored
+   and has not been compared with the bytes yet.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from raykv.core.geometry import PoolGeometry
-from raykv.types import NO_GENERATION, Generation, Key, Namespace, Refusal, Slot
+from raykv.types import (
+    MAX_GENERATION,
+    MAX_KEY_BYTES,
+    NO_GENERATION,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Slot,
+)
 
 MAX_FAILED = 10_000
 """Failed stores that are remembered until `take_failed`; the oldest go first."""
@@ -62,6 +73,20 @@ class ChunkName:
     generation: Generation
     slot_bytes: int
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether anybody could have been granted this; a key may have any bytes."""
+        is_key = 0 < len(self.key) <= MAX_KEY_BYTES
+        return is_key and NO_GENERATION < self.generation <= MAX_GENERATION
+
+
+@dataclass(frozen=True)
+class Seal:
+    """A READY chunk's checksum; `is_proven`: it has been compared with the bytes in this life."""
+
+    checksum: int
+    is_proven: bool
+
 
 @dataclass(frozen=True)
 class FailedStore:
@@ -86,6 +111,7 @@ class _Record:
     stored: set[int] = field(default_factory=set)
     poisoned: bool = False
     expires_at: float = 0.0
+    checksum: int | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -112,6 +138,8 @@ class SlotTable:
         self._cleared: dict[Namespace, Generation] = {}
         # Slots in WRITING, so that `expire` need not look at the others.
         self._writing: set[Slot] = set()
+        # READY slots whose checksums are not proven.
+        self._unproven: set[Slot] = set()
         self._failed: deque[FailedStore] = deque(maxlen=MAX_FAILED)
         self.highest_generation = NO_GENERATION
         self.num_ready = 0
@@ -128,7 +156,7 @@ class SlotTable:
         have not come by `expires_at` is poisoned by `expire`.
         """
         assert 0 <= rank < num_ranks, (rank, num_ranks)
-        if not self.geometry.is_place(name.slot, name.slot_bytes):
+        if not self.geometry.is_place(name.slot, name.slot_bytes) or not name.is_sound:
             return StoreAnswer(Admission.REFUSED, Refusal.BAD_HANDLE)
         if name.generation <= self._cleared.get(name.namespace, NO_GENERATION):
             return StoreAnswer(Admission.REFUSED, Refusal.CLEARED)
@@ -316,7 +344,9 @@ class SlotTable:
             self.num_ready -= 1
             self.used_bytes -= slab.slot_bytes
         self._writing.discard(slot)
+        self._unproven.discard(slot)
         record.state = SlotState.EMPTY
+        record.checksum = None
 
     def state_of(self, slot: Slot) -> SlotState:
         """EMPTY also for places that were never used."""
@@ -355,11 +385,61 @@ class SlotTable:
         """Stores that have failed since the last call, `most` at a time."""
         return [self._failed.popleft() for _ in range(min(most, len(self._failed)))]
 
-    def restore(self, name: ChunkName) -> None:
-        """Take back a chunk that outlived the NodeActor's last life (a file-backed pool)."""
+    def restore(self, name: ChunkName, checksum: int) -> bool:
+        """Take back a chunk that outlived the NodeActor's last life (a file-backed pool).
+
+        Its checksum is not proven. False if it can't be there; then nothing has changed.
+        """
         answer = self.begin_store(name, rank=0, num_ranks=1, expires_at=0.0)
-        assert answer.admission is Admission.GO, (name, answer)
+        if answer.admission is not Admission.GO:
+            return False
         self.finish_store(name.slot, name.generation, rank=0, ok=True)
+        is_there = self.seal(name, checksum)
+        assert is_there, name
+        self._unproven.add(name.slot)
+        return True
+
+    # Checksums
+
+    @property
+    def num_unproven(self) -> int:
+        """READY chunks whose checksums were restored and not compared yet."""
+        return len(self._unproven)
+
+    def _ready_record(self, name: ChunkName) -> _Record | None:
+        return self._record(name.slot) if self.is_ready(name) else None
+
+    def seal(self, name: ChunkName, checksum: int) -> bool:
+        """Remember the checksum of a READY chunk; False if it is not there any more."""
+        record = self._ready_record(name)
+        if record is not None:
+            record.checksum = checksum
+        return record is not None
+
+    def seal_of(self, name: ChunkName) -> Seal | None:
+        """None for a chunk that has no checksum yet, or is not there."""
+        record = self._ready_record(name)
+        if record is None or record.checksum is None:
+            return None
+        return Seal(record.checksum, is_proven=name.slot not in self._unproven)
+
+    def prove(self, name: ChunkName) -> None:
+        """A chunk's bytes are those of its checksum."""
+        if self.is_ready(name):
+            self._unproven.discard(name.slot)
+
+    def quarantine(self, name: ChunkName) -> bool:
+        """Discard a READY chunk whose bytes are damaged; False if it is not there any more.
+
+        To others it is as if a store at the next generation had failed there. Readers finish; the
+        slot is written again with a higher generation.
+        """
+        if not self.is_ready(name):
+            return False
+        self._empty(name.slot, self._slabs[self.geometry.slab_of(name.slot)])
+        later = Generation(min(name.generation + 1, MAX_GENERATION))
+        self._failed.append(FailedStore(name.slot, later, name.slot_bytes))
+        return True
 
     def check(self) -> None:
         """Assert the invariants over the whole table; for tests and idle moments."""
@@ -371,6 +451,8 @@ class SlotTable:
                 assert not (record.readers and record.writers), (slot, record)
                 assert record.state is SlotState.WRITING or not record.writers, (slot, record)
                 assert (slot in self._writing) == (record.state is SlotState.WRITING), slot
+                assert record.checksum is None or record.state is SlotState.READY, (slot, record)
+                assert slot not in self._unproven or record.checksum is not None, (slot, record)
                 if record.state is SlotState.READY:
                     ready += 1
                     used += slab.slot_bytes

@@ -14,7 +14,7 @@ from typing import Any
 
 from raykv.core.members import Node
 from raykv.event_types import SnapshotPage
-from raykv.messages import Inventory
+from raykv.messages import PROTOCOL_VERSION, Inventory
 from raykv.types import NodeId
 
 MAX_OPEN = 4
@@ -54,7 +54,8 @@ class Snapshots:
         number, position = cursor >> _POSITION_BITS, cursor & ((1 << _POSITION_BITS) - 1)
         snapshot = self._open.get(number)
         if snapshot is None:
-            return SnapshotPage(0, 0, 0, error="the snapshot is not kept any more: begin anew")
+            what = "the snapshot is not kept any more: begin anew"
+            return SnapshotPage(PROTOCOL_VERSION, 0, 0, 0, error=what)
         skipped = 0
         for node_id, node_epoch, places in snapshot.parts:
             # A node without chunks has one page too.
@@ -63,6 +64,7 @@ class Snapshots:
                 first = position - skipped
                 page = places[first : first + MAX_PAGE]
                 return SnapshotPage(
+                    PROTOCOL_VERSION,
                     snapshot.epoch,
                     snapshot.seq,
                     cursor + max(1, len(page)),
@@ -71,7 +73,8 @@ class Snapshots:
                     _held(page, nodes.get(node_id), node_epoch),
                 )
             skipped += room
-        return SnapshotPage(snapshot.epoch, snapshot.seq, cursor, is_last=True)
+        seq = snapshot.seq
+        return SnapshotPage(PROTOCOL_VERSION, snapshot.epoch, seq, cursor, is_last=True)
 
 
 def _held(places: Sequence[Any], node: Node | None, node_epoch: int) -> Inventory:

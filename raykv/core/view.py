@@ -24,21 +24,18 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import islice
+from itertools import chain, islice
 
+from raykv.core.accounts import Accounts
 from raykv.core.cost import FetchCost
+from raykv.core.departures import Departures, explain
 from raykv.core.orphans import Orphans
-from raykv.core.outbox import columns, lease_columns, rows, take
+from raykv.core.outbox import Outbox, lease_columns, rows
 from raykv.core.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
-from raykv.core.requests import (
-    FailedLoad,
-    RequestOptions,
-    RequestState,
-    StorePlan,
-    ViewCounters,
-)
+from raykv.core.request_table import RequestTable
+from raykv.core.requests import FailedLoad, RequestOptions, StorePlan, ViewCounters
 from raykv.core.reuse import StoreSampler
 from raykv.core.stock import LeaseStock
 from raykv.core.tombstones import Tombstones
@@ -59,13 +56,11 @@ from raykv.types import (
     Generation,
     Key,
     Lookup,
+    MissReason,
     NodeId,
     Slot,
     group_of,
 )
-
-MAX_TOUCHES = 65_536
-"""Touches waiting for an exchange; beyond it the oldest are lost, which only ages them."""
 
 
 class EngineView:
@@ -105,10 +100,10 @@ class EngineView:
         self._ready: dict[Key, Handle] = {}
         self._pending: dict[Key, Handle] = {}
         self._tombstones = Tombstones()
-        self._requests: dict[str, RequestState] = {}
+        self.requests = RequestTable()
         # Requests of which every chunk that is READY may be loaded, and those chunks (none while
         # the cache is paused or the link is down): what a caller may look at before `lookup`.
-        self.plain_requests: set[str] = set()
+        self.plain_requests = self.requests.plain
         self.loadable: Mapping[Key, Handle] = self._ready
         self.plain_hits = 0
         # PENDING keys that won't be READY when vLLM completes their job; their slots are not ours.
@@ -120,45 +115,40 @@ class EngineView:
         self._resets = 0
         self._resets_confirmed = 0
         self._link_up = True
+        # Why no chunk may be loaded or stored now.
+        self._off: MissReason | None = None
         self._seq = 0
-        self._touched: deque[Key] = deque(maxlen=MAX_TOUCHES)
-        self._pinned: deque[Key] = deque(maxlen=MAX_TOUCHES)
-        self._released: deque[tuple[int, Handle]] = deque()
-        self._dropped: deque[tuple[Key, Handle]] = deque(maxlen=MAX_TOUCHES)
+        self._outbox = Outbox()
+        # For people: what became of requests' tokens, and why chunks are not here.
+        self.accounts = Accounts()
+        self._departures: Departures[MissReason] = Departures()
 
     # Requests
 
     def start_request(self, request_id: str, options: RequestOptions) -> None:
         """A request is new; a second call for the same id changes nothing."""
-        if request_id not in self._requests:
-            self._requests[request_id] = RequestState(self.sampler.limit(options))
-            if options.load:
-                self.plain_requests.add(request_id)
+        if request_id not in self.requests:
+            self.requests.start(request_id, self.sampler.limit(options))
 
     def finish_request(self, request_id: str) -> None:
         """No more lookups, loads or stores will be asked for this request."""
-        request = self._requests.pop(request_id, None)
-        self.plain_requests.discard(request_id)
+        request = self.requests.finish(request_id)
         if request is not None:
             self.remote.finish_request(request)
 
     def ask(self, request_id: str, keys: Iterable[Key]) -> None:
         """Find out early who has what this node does not have; nothing for an unknown request."""
-        request = self._requests.get(request_id)
+        request = self.requests.find(request_id)
         if request is None or self.paused or not request.options.load:
             return
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
         self.remote.ask(request, islice(absent, MAX_ASKED))
 
-    def _request(self, request_id: str) -> RequestState:
-        found = self._requests.get(request_id)
-        return RequestState(RequestOptions(), is_known=False) if found is None else found
-
     def lookup(self, request_id: str, key: Key, now: float) -> Lookup:
         """HIT if the chunk can be loaded now, HIT_PENDING while this engine stores it."""
-        request = self._request(request_id)
-        if self.paused or not self._link_up or not request.options.load or key in request.barred:
-            return Lookup.MISS
+        request = self.requests.get(request_id)
+        if (barrier := self._off or request.barrier(key)) is not None:
+            return request.missed(key, barrier)
         if key in self._ready:
             self.counters.hits += 1
             return Lookup.HIT
@@ -167,16 +157,18 @@ class EngineView:
                 return Lookup.HIT_PENDING
             self.counters.lookups_timed_out += 1
             self.counters.misses += 1
-            return Lookup.MISS
+            return request.missed(key, MissReason.PENDING_TOO_LONG)
         found = self.remote.lookup(request, key, now, self._stock)
-        self.counters.misses += found is Lookup.MISS
+        if found is Lookup.MISS:
+            self.counters.misses += 1
+            explain(request, self._departures, is_attached=self.epoch != 0)
         return found
 
     # Fetches
 
     def was_fetched(self, request_id: str, key: Key) -> bool:
         """Whether the request has a chunk because another node had it."""
-        return key in self._request(request_id).found
+        return key in self.requests.get(request_id).found
 
     def finish_fetch(self, orders: Iterable[FetchOrder], result: FetchResult | None) -> None:
         """A fetch has ended; None: there was no answer. What arrived is READY.
@@ -184,12 +176,13 @@ class EngineView:
         What did not is a MISS for the requests that know of it; a later one asks anew.
         """
         self.counters.bytes_fetched += 0 if result is None else result.num_bytes
-        for order, place in self.remote.finish(orders, result):
+        for ended in self.remote.finish(orders, result):
+            order, place = ended.order, ended.place
             if place != order.handle:
-                self._released.append((group_of(order.key), order.handle))
+                self._outbox.released.append((group_of(order.key), order.handle))
             if place is None:
                 self.counters.fetches_failed += 1
-                self.remote.forget_found(self._requests.values(), order.key)
+                self.remote.forget_source(self.requests.values(), order.key, ended.reason)
                 continue
             self.counters.chunks_fetched += 1
             is_current = result is not None and result.node_epoch == self.node_epoch
@@ -204,8 +197,8 @@ class EngineView:
 
         A key that is not READY gets a handle that every NodeActor refuses.
         """
-        self._pinned.extend(keys)
-        self._touched.extend(reversed(list(keys)))
+        self._outbox.pinned.extend(keys)
+        self._outbox.touched.extend(reversed(list(keys)))
         refused = Handle(Slot(0), NO_GENERATION)
         return [self._ready.get(key, refused) for key in keys]
 
@@ -219,17 +212,17 @@ class EngineView:
         A failure in an earlier life of the NodeActor says nothing about this one's chunks.
         """
         self.counters.loads_failed += 1
-        request = self._requests.get(failed.request_id)
+        request = self.requests.bar(failed.request_id)
         if request is not None:
             request.barred.add(failed.key)
-            self.plain_requests.discard(failed.request_id)
         handle = self._ready.get(failed.key)
         is_this_life = failed.node_epoch == self.node_epoch
         if handle is not None and handle.generation == failed.generation and is_this_life:
             del self._ready[failed.key]
             self._tombstones.bury(failed.key, failed.generation)
+            self._departures.note([failed.key], failed.reason)
             if failed.is_gone:
-                self._dropped.append((failed.key, handle))
+                self._outbox.dropped.append((failed.key, handle))
 
     # Stores
 
@@ -241,31 +234,38 @@ class EngineView:
         has changed.
         """
         plan = StorePlan([], [])
-        if self.paused or not self._link_up or not self._request(request_id).options.store:
+        if self._off or not self.requests.get(request_id).options.store:
+            self._departures.note(keys, MissReason.STORES_OFF)
             return plan
         exhausted: set[int] = set()
         present: list[Key] = []
+        skipped: list[Key] = []
         ready, pending, is_fetching = self._ready, self._pending, self.remote.is_fetching
         for key in keys:
             if key in ready or key in pending or is_fetching(key):
                 present.append(key)
-            elif (group := group_of(key)) not in exhausted:
-                lease = self._stock.take(group)
-                if lease is None:
-                    exhausted.add(group)
-                else:
-                    plan.keys.append(key)
-                    plan.handles.append(lease)
+            elif (group := group_of(key)) in exhausted or not (lease := self._stock.take(group)):
+                exhausted.add(group)
+                skipped.append(key)
+            else:
+                plan.keys.append(key)
+                plan.handles.append(lease)
         if exhausted:
             self.counters.stores_without_lease += 1
+            self._departures.note(skipped, self._why_no_lease)
             if not plan.keys:
                 return None
-        self._touched.extend(reversed(present))
+        self._outbox.touched.extend(reversed(present))
         for key, handle in zip(plan.keys, plan.handles, strict=True):
             self._pending[key] = handle
             self.remote.announce(key, handle)
         self.counters.chunks_offered += len(plan.keys)
         return plan
+
+    @property
+    def _why_no_lease(self) -> MissReason:
+        off = MissReason.BREAKER_OPEN if self.remote.is_cut_off else MissReason.POOL_FULL
+        return off if self.epoch else MissReason.NOT_ATTACHED
 
     def fail_store(self, key: Key, generation: Generation) -> None:
         """A chunk could not be stored: it won't become READY, and its slot is given back."""
@@ -274,7 +274,8 @@ class EngineView:
         if handle is None or handle.generation != generation or key in self._failed_stores:
             return
         self._failed_stores.add(key)
-        self._released.append((group_of(key), handle))
+        self._departures.note([key], MissReason.STORE_FAILED)
+        self._outbox.released.append((group_of(key), handle))
 
     def pending_handle(self, key: Key) -> Handle | None:
         """Where a chunk is being stored."""
@@ -303,7 +304,7 @@ class EngineView:
 
         vLLM does not complete the jobs that it has begun before.
         """
-        self._forget_all()
+        self._forget_all(MissReason.CLEARED)
         self._orphans.clear()
         self._resets += 1
 
@@ -311,17 +312,15 @@ class EngineView:
     def _is_clearing(self) -> bool:
         return self._resets != self._resets_confirmed
 
-    def _forget_all(self) -> None:
+    def _forget_all(self, why: MissReason) -> None:
+        self._departures.note(chain(self._pending, reversed(self._ready)), why)
         self._orphans.add(self._pending)
         self._ready.clear()
         self._pending.clear()
         self._failed_stores.clear()
-        self._released.clear()
-        self._dropped.clear()
-        self._pinned.clear()
-        self._touched.clear()
+        self._outbox.clear()
         self.remote.forget_all()
-        self.remote.forget_found(self._requests.values(), None)
+        self.remote.forget_found(self.requests.values())
         self._stock.clear()
 
     def set_link(self, up: bool) -> None:
@@ -331,7 +330,8 @@ class EngineView:
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
-        self.loadable = self._ready if self._link_up and not paused else {}
+        self._off = MissReason.PAUSED if paused else None if self._link_up else MissReason.NODE_LOST
+        self.loadable = {} if self._off else self._ready
 
     def node_restarted(self, node_epoch: Epoch) -> None:
         """The node's pool began anew: no chunk and no lease of the old one is any good.
@@ -341,9 +341,9 @@ class EngineView:
         if node_epoch > self.node_epoch:
             self.node_epoch = node_epoch
             leases = self._lease_rows()
-            self._forget_all()
+            self._forget_all(MissReason.NODE_LOST)
             self._tombstones.clear()
-            self._released.extend(leases)
+            self._outbox.released.extend(leases)
 
     def attached(self, message: EngineAttached) -> None:
         """The scheduler actor has taken the engine in; a snapshot of the mirror will follow."""
@@ -370,6 +370,7 @@ class EngineView:
         if reply.epoch != self.epoch:
             return
         self._set_paused(reply.paused)
+        self.accounts.refine(reply.refined)
         self.remote.has_peers, self.sampler.share = reply.has_peers, reply.store_share
         self.node_restarted(Epoch(reply.node_epoch))
         is_uncleared = self._is_clearing and reply.cleared < self._resets
@@ -379,9 +380,11 @@ class EngineView:
             return
         self._resets_confirmed = self._resets
         if reply.void:
-            self._forget_all()
+            self._forget_all(MissReason.CLEARED)
         if reply.reset:
+            self._departures.note(reversed(self._ready), MissReason.EVICTED)
             self._ready.clear()
+        self._departures.note(reply.removed.keys, MissReason.EVICTED)
         for key, handle in rows(reply.removed):
             self._remove(key, handle)
         for key, handle in rows(reply.stored):
@@ -451,15 +454,13 @@ class EngineView:
             epoch=epoch,
             seq=self._seq,
             wanted=self._wanted() if may_want else {},
-            touched=[*take(self._touched, MAX_KEYS // 2)],
-            pinned=[*take(self._pinned, MAX_KEYS // 2)],
-            released=lease_columns(take(self._released, MAX_KEYS // 2)),
-            dropped=columns(take(self._dropped, MAX_KEYS // 4)),
+            **self._outbox.fields(),
             lost=self.remote.take_lost(MAX_KEYS // 4),
             asked=self.remote.take_questions(MAX_ASKED, may_repeat),
             announced=self.remote.take_announced(MAX_KEYS // 2),
             clear=clear,
             counters=self.counter_values(),
+            finished=self.accounts.take_records(),
         )
 
     def counter_values(self) -> dict[str, int]:
@@ -467,7 +468,7 @@ class EngineView:
         own = {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
         own["hits"] += self.plain_hits
         own["requests_not_stored"] = self.sampler.num_left_out
-        return {**own, **self.remote.counter_values()}
+        return {**own, **self.remote.counter_values(), **self.accounts.counter_values()}
 
     def _wanted(self) -> dict[int, int]:
         """Leases to ask for: what the stock lacks, and what was found elsewhere and has none."""
@@ -478,8 +479,7 @@ class EngineView:
     @property
     def has_news(self) -> bool:
         """Whether the outbox has something that should not wait for the next heartbeat."""
-        waiting = self._pinned or self._released or self._dropped
-        return self._is_clearing or bool(waiting) or self.remote.has_news
+        return self._is_clearing or self._outbox.has_news or self.remote.has_news
 
     @property
     def wants_leases(self) -> bool:

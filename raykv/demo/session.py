@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from raykv.demo.engine import Engine, Setup
     from raykv.demo.prompts import Prompt, Step
-    from raykv.messages import ClusterStatus
+    from raykv.status_types import ClusterStatus
 
 _POLL_S = 0.05
 _SETTLE_S = 0.4  # stores are over when the counts have stood still for so long

@@ -16,6 +16,10 @@ from raykv.messages import KVLayout
 
 MEMFD = "memfd"
 
+MAX_KV_BYTES = 1 << 46
+MAX_BLOCKS_PER_CHUNK = 1 << 16
+"""Beyond what any machine or engine has; with them all arithmetic stays within 63 bits."""
+
 
 class OpenedKV(Protocol):
     """A worker's KV cache in the address space of the NodeActor."""
@@ -81,16 +85,22 @@ def check_layout(layout: KVLayout) -> None:
     Raises:
         HandleError: with what is wrong.
     """
-    if layout.blocks_per_chunk < 1 or len(layout.groups) != len(layout.group_ids):
+    has_groups = len(layout.groups) == len(set(layout.group_ids)) == len(layout.group_ids)
+    if not 1 <= layout.blocks_per_chunk <= MAX_BLOCKS_PER_CHUNK or not has_groups:
         raise HandleError(f"malformed KV layout: {layout}")
+    if not 0 < layout.num_bytes <= MAX_KV_BYTES:
+        raise HandleError(f"malformed KV layout: a KV cache of {layout.num_bytes} bytes")
     for tensor in layout.tensors:
         sizes_ok = tensor.page_bytes > 0 and tensor.num_blocks > 0
+        sizes_ok &= max(tensor.block_stride, tensor.num_blocks) <= MAX_KV_BYTES
         last = tensor.offset + (tensor.num_blocks - 1) * tensor.block_stride + tensor.page_bytes
         if not sizes_ok or tensor.offset < 0 or tensor.block_stride < tensor.page_bytes:
             raise HandleError(f"malformed KV tensor: {tensor}")
         if last > layout.num_bytes:
             raise HandleError(f"{tensor} ends at {last}, outside of {layout.num_bytes} bytes")
     for group in layout.groups:
+        if not group:
+            raise HandleError("a KV group has no tensor")
         if any(not 0 <= index < len(layout.tensors) for index in group):
             raise HandleError(f"a KV group names a tensor that is not there: {group}")
 

@@ -2,23 +2,124 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
+from raykv.core.room import (
+    MemoryLimit,
+    MonitorSettings,
+    PoolNeeds,
+    monitor_limit,
+    monitor_settings,
+    objection,
+    tightest,
+)
 
-@dataclass(frozen=True)
-class MemoryLimit:
-    """`source` names what limits, for messages."""
+_MACHINE = "this machine's memory"
 
-    free_bytes: int
-    total_bytes: int
-    source: str
+_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """The tightest limit that applies to this process. `root` stands in for `/` in tests."""
+    """The tightest limit of machine and control groups. `root` stands in for `/` in tests."""
+    return tightest([_machine(root), *_cgroups(root)])
+
+
+def worker_limits(
+    environment: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> list[MemoryLimit]:
+    """All limits of a process that a raylet started, whose environment it has.
+
+    They are those of machine and control groups, and that of Ray's memory monitor: it kills
+    processes long before the kernel would.
+    """
     limits = [_machine(root), *_cgroups(root)]
-    return min(limits, key=lambda limit: limit.free_bytes)
+    monitor = ray_monitor(monitor_settings(environment), root)
+    return limits if monitor is None else [*limits, monitor]
+
+
+def ray_monitor(settings: MonitorSettings, root: Path = Path("/")) -> MemoryLimit | None:
+    """What Ray's memory monitor leaves, from what it reads itself; None if it is off.
+
+    It knows the control group that is mounted at `/sys/fs/cgroup` only, and counts no page cache:
+    see `memory_monitor_utils.cc` of Ray.
+    """
+    machine = _machine(root)
+    group = root / "sys/fs/cgroup"
+    found = _monitored(group, "memory.max", "memory.current", "")
+    if found is None:
+        found = _monitored(
+            group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        )
+    if found is not None and found.total_bytes <= machine.total_bytes:
+        used = found.total_bytes - found.free_bytes
+        return monitor_limit(settings, used, found.total_bytes, "the container's memory")
+    used = machine.total_bytes - machine.free_bytes
+    return monitor_limit(settings, used, machine.total_bytes, _MACHINE)
+
+
+def _monitored(folder: Path, limit: str, usage: str, prefix: str) -> MemoryLimit | None:
+    """A control group in Ray's eyes; None when it has no limit."""
+    keys = (f"{prefix}inactive_file", f"{prefix}active_file")
+    return _cgroup(folder, limit, usage, keys)
+
+
+def pool_objection(
+    pool_bytes: int,
+    pool_path: str,
+    environment: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> str:
+    """Why this process should not allocate a pool now, in a sentence; empty if it may."""
+    limits = worker_limits(environment, root)
+    if not pool_path:
+        return objection(PoolNeeds(pool_bytes), limits, None)
+    path = Path(pool_path)
+    in_memory = is_in_memory(path, root)
+    needs = PoolNeeds(pool_bytes, _allocated(path, pool_bytes), in_memory)
+    return objection(needs, limits, disk_limit(path))
+
+
+def has_room(floor_bytes: int, root: Path = Path("/")) -> bool:
+    """Whether all limits of this process leave more than `floor_bytes`."""
+    return tightest(worker_limits(root=root)).free_bytes > floor_bytes
+
+
+def disk_limit(path: Path) -> MemoryLimit | None:
+    """Room of the file system that `path` is, or will be, in; None if it can't be told."""
+    try:
+        found = os.statvfs(path if path.exists() else path.parent)
+    except OSError:
+        return None
+    size = found.f_frsize
+    source = f"the file system of {path}"
+    return MemoryLimit(found.f_bavail * size, found.f_blocks * size, source)
+
+
+def is_in_memory(path: Path, root: Path = Path("/")) -> bool:
+    """Whether a file there is memory itself (tmpfs), not page cache over a disk."""
+    try:
+        place = path.parent.resolve()
+        lines = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    best, kind = Path("/"), ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = Path(left.split()[4])
+        # Of several at one place the last one hides the others.
+        if place.is_relative_to(mount) and len(mount.parts) >= len(best.parts):
+            best, kind = mount, right.split()[0]
+    return kind in _MEMORY_FILE_SYSTEMS
+
+
+def _allocated(path: Path, most: int) -> int:
+    """Bytes of a file that have their place already."""
+    try:
+        return min(most, path.stat().st_blocks * 512)
+    except OSError:
+        return 0
 
 
 def _machine(root: Path) -> MemoryLimit:
@@ -26,7 +127,7 @@ def _machine(root: Path) -> MemoryLimit:
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         fields[name] = int(rest.split()[0]) * 1024
-    return MemoryLimit(fields["MemAvailable"], fields["MemTotal"], "this machine's memory")
+    return MemoryLimit(fields["MemAvailable"], fields["MemTotal"], _MACHINE)
 
 
 def _cgroups(root: Path) -> list[MemoryLimit]:
@@ -51,25 +152,29 @@ def _cgroups(root: Path) -> list[MemoryLimit]:
     return found
 
 
-def _cgroup(folder: Path, limit_name: str, usage_name: str) -> MemoryLimit | None:
+def _cgroup(
+    folder: Path, limit_name: str, usage_name: str, cache_keys: tuple[str, ...] = ()
+) -> MemoryLimit | None:
     try:
         limit = (folder / limit_name).read_text().strip()
         usage = int((folder / usage_name).read_text())
-        cache = _reclaimable(folder)
+        cache = _page_cache(folder, cache_keys)
+        if limit == "max" or int(limit) > 1 << 60:
+            return None
     except (OSError, ValueError):
         return None
-    if limit == "max" or int(limit) > 1 << 60:
-        return None
     total = int(limit)
-    free = max(0, total - usage + cache)
+    free = min(total, max(0, total - usage + cache))
     return MemoryLimit(free, total, f"the control group {folder}")
 
 
-def _reclaimable(folder: Path) -> int:
-    """Page cache that counts as usage but is given back under pressure."""
+def _page_cache(folder: Path, keys: tuple[str, ...]) -> int:
+    """Page cache that counts as usage: of `keys`, else what is given back under pressure."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     fields = dict(line.split() for line in lines if len(line.split()) == 2)
+    if keys:
+        return sum(int(fields.get(key, 0)) for key in keys)
     return int(fields.get("inactive_file", fields.get("total_inactive_file", 0)))

@@ -4,7 +4,11 @@ The journal makes a pool survive its NodeActor, not its host: page cache outlive
 but not a crash, so a journal that another boot of the host wrote is ignored. A slot is struck off
 *before* its bytes are overwritten and entered *after* they have arrived; a process that is killed
 in between leaves a slot that is not believed. A journal that is damaged anywhere, or that could not
-be written, is not believed at all: what is missing may be that a slot was struck off.
+be written, is not believed at all: what is missing may be that a slot was struck off. It is set
+aside, for whoever wants to find out why.
+
+An entry has the checksum of the chunk's bytes. Nothing here reads those: that would make the start
+of a large pool slow. Who serves a chunk that was found compares it first.
 """
 
 from __future__ import annotations
@@ -13,21 +17,28 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from raykv.config import NODE_ROOM_LOOK_S
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import ChunkName
-from raykv.memory.region import Region
-from raykv.types import Generation, Key, Namespace, Slot
+from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
+from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot
 
 logger = logging.getLogger("raykv.node")
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 COMPACT_FACTOR = 4
 """The journal is rewritten when it has so many times more records than the pool has chunks."""
+
+_ROOM_CHECK_BYTES = 16 * PREFAULT_PIECE_BYTES
+"""Between two looks at how much memory is left, each some files to read."""
+
+MAX_SET_ASIDE = 4
+"""Damaged journals that are kept beside a pool file; then the oldest goes."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -47,6 +58,16 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     generation: int = 0
     namespace: str = ""
     key: bytes = b""
+    checksum: int = 0
+
+    @property
+    def name(self) -> ChunkName:
+        namespace, generation = Namespace(self.namespace), Generation(self.generation)
+        return ChunkName(namespace, Key(self.key), Slot(self.slot), generation, self.slot_bytes)
+
+
+class _DamagedError(ValueError):
+    """A journal that can't be believed, with why."""
 
 
 class Journal:
@@ -60,37 +81,56 @@ class Journal:
         self._entries: dict[int, _Record] = {}
         self._num_records = 0
         self._file = -1
+        self.num_set_aside = 0
 
     def open(self) -> list[_Record]:
         """Read what an earlier life left, and start a compact journal with it."""
-        self._entries = {record.slot: record for record in self._read()}
+        try:
+            self._entries = self._read()
+        except (ValueError, msgspec.MsgspecError) as error:
+            logger.warning("the journal %s is not believed: %s", self._path, error)
+            self._set_aside()
         self._rewrite()
         return list(self._entries.values())
 
-    def _read(self) -> Iterator[_Record]:
-        """Records of the file; none if it is damaged or not ours."""
+    def _read(self) -> dict[int, _Record]:
+        """Entries of the file by slot; none if there is no file, or the host has booted since.
+
+        Raises:
+            ValueError: it is damaged, or of another pool.
+            msgspec.MsgspecError: it has something else than a journal has.
+        """
         try:
-            raw = self._path.read_bytes()
+            payloads = _payloads(self._path.read_bytes())
         except FileNotFoundError:
-            return
-        payloads = _payloads(raw)
-        try:
-            header = msgspec.msgpack.decode(payloads[0], type=_Header) if payloads else None
-        except msgspec.DecodeError:
-            header = None
-        if header != self._header:
-            logger.warning(
-                "the journal %s is damaged, or not of this boot and pool: starting empty",
-                self._path,
-            )
-            return
+            return {}
+        if not payloads:
+            logger.info("the journal %s was given up: starting empty", self._path)
+            return {}
+        header = msgspec.msgpack.decode(payloads[0], type=_Header)
+        expected = self._header
+        if msgspec.structs.replace(header, boot_id=expected.boot_id) != expected:
+            raise _DamagedError(f"it is of another pool or version, {header}, not {expected}")
+        if header != expected:
+            logger.info("the host has booted since %s was written: starting empty", self._path)
+            return {}
         entries: dict[int, _Record] = {}
         for payload in payloads[1:]:
             record = msgspec.msgpack.decode(payload, type=_Record)
             entries.pop(record.slot, None)
             if record.slot_bytes:
                 entries[record.slot] = record
-        yield from entries.values()
+        return entries
+
+    def _set_aside(self) -> None:
+        """Keep the file under another name; of many the latest ones."""
+        self.num_set_aside += 1
+        name = f"{self._path.name}.quarantined-"
+        places = [self._path.with_name(f"{name}{number}") for number in range(1, MAX_SET_ASIDE + 1)]
+        free = [place for place in places if not place.exists()]
+        place = free[0] if free else min(places, key=lambda old: old.stat().st_mtime_ns)
+        self._path.replace(place)
+        logger.warning("it is kept as %s; its chunks are not served", place)
 
     def _rewrite(self) -> None:
         temporary = self._path.with_suffix(".new")
@@ -154,7 +194,11 @@ def _framed(struct: msgspec.Struct) -> bytes:
 
 
 def _payloads(raw: bytes) -> list[bytes]:
-    """All payloads; none if any of them is damaged."""
+    """All payloads.
+
+    Raises:
+        _DamagedError: one of them is damaged.
+    """
     payloads = []
     at = 0
     while at < len(raw):
@@ -162,7 +206,7 @@ def _payloads(raw: bytes) -> list[bytes]:
         checksum = int.from_bytes(raw[at + 4 : at + 8], "little")
         payload = raw[at + 8 : at + 8 + size]
         if not 0 < size == len(payload) or zlib.crc32(payload) != checksum:
-            return []
+            raise _DamagedError(f"it is damaged at byte {at} of {len(raw)}")
         payloads.append(payload)
         at += 8 + size
     return payloads
@@ -176,6 +220,9 @@ class Pool:
         self._journal: Journal | None = None
         self._stopped = threading.Event()
         self.prefaulted_bytes = 0
+        self.is_short = False
+        self._has_said_so = False
+        self.room_poll_s = NODE_ROOM_LOOK_S
         # Slot size of each slab of a pool file that has been stored into.
         self._slab_sizes: dict[int, int] = {}
         if pool_path:
@@ -190,32 +237,34 @@ class Pool:
         """Where the pool is mapped in this process."""
         return self._region.address
 
-    def recover(self) -> list[ChunkName]:
-        """Chunks that an earlier life of the NodeActor left in the pool file."""
-        if self._journal is None:
-            return []
-        records = [
-            record
-            for record in self._journal.open()
-            if self._geometry.is_place(Slot(record.slot), record.slot_bytes)
-        ]
-        self._slab_sizes = {self._slab_of(record): record.slot_bytes for record in records}
-        return [
-            ChunkName(
-                Namespace(record.namespace),
-                Key(record.key),
-                Slot(record.slot),
-                Generation(record.generation),
-                record.slot_bytes,
-            )
-            for record in records
-        ]
+    @property
+    def num_set_aside(self) -> int:
+        """Journals that were not believed."""
+        return 0 if self._journal is None else self._journal.num_set_aside
 
-    def remember(self, name: ChunkName) -> None:
-        """A chunk is READY."""
+    def recover(self) -> dict[ChunkName, int]:
+        """Chunks that an earlier life of the NodeActor left in the pool file, and their checksums.
+
+        Whether a chunk can be where it says, and has the bytes, is for the caller to find out.
+        """
+        if self._journal is None:
+            return {}
+        records = self._journal.open()
+        self._slab_sizes = {self._slab_of(record): record.slot_bytes for record in records}
+        return {record.name: record.checksum for record in records}
+
+    def remember(self, name: ChunkName, checksum: int) -> None:
+        """A chunk is READY, and its bytes have that checksum."""
         if self._journal is not None:
-            record = _Record(name.slot, name.slot_bytes, name.generation, name.namespace, name.key)
+            record = _Record(
+                name.slot, name.slot_bytes, name.generation, name.namespace, name.key, checksum
+            )
             self._journal.enter(record)
+
+    def strike(self, slot: Slot) -> None:
+        """What a slot holds is not to be believed."""
+        if self._journal is not None:
+            self._journal.strike(slot)
 
     def forget(self, slot: Slot, slot_bytes: int) -> None:
         """A slot's bytes are about to change; its slab holds slots of `slot_bytes` from now on."""
@@ -237,13 +286,40 @@ class Pool:
                 lambda record: record.namespace == namespace and record.generation <= up_to
             )
 
-    def prefault(self) -> None:
-        """Touch all pages; runs in a thread of its own until done or stopped."""
-        self._region.prefault(self._progress)
+    def prefault(self, has_room: Callable[[], bool] = lambda: True) -> None:
+        """Touch all pages; runs in a thread of its own until done or stopped.
 
-    def _progress(self, done: int) -> bool:
+        Where `has_room` says no, or no page can be had, it waits until there is room again.
+        Meanwhile `is_short` is set, and nothing may be stored where no page has been touched.
+        """
+        while True:
+            self._region.prefault(
+                lambda done: self._progress(done, has_room), self.prefaulted_bytes
+            )
+            if self.prefaulted_bytes == self._geometry.pool_bytes or self._stopped.is_set():
+                break
+            self.is_short = True
+            if not self._has_said_so:
+                self._has_said_so = True
+                logger.warning(
+                    "memory is short: %d of the pool's %d bytes are touched, and no more are until "
+                    "some memory is free again; `raykv doctor` names the limit",
+                    self.prefaulted_bytes,
+                    self._geometry.pool_bytes,
+                )
+            while not self._stopped.wait(self.room_poll_s) and not has_room():
+                pass
+        self.is_short = False
+
+    def _progress(self, done: int, has_room: Callable[[], bool]) -> bool:
         self.prefaulted_bytes = done
-        return not self._stopped.is_set()
+        if done % _ROOM_CHECK_BYTES == 0:
+            self.is_short = not has_room()
+        return not self.is_short and not self._stopped.is_set()
+
+    def may_touch(self, slot: Slot, slot_bytes: int) -> bool:
+        """Whether a slot's pages are there, or may be touched now."""
+        return not self.is_short or slot * SLOT_ALIGNMENT + slot_bytes <= self.prefaulted_bytes
 
     def stop(self) -> None:
         """End the prefaulting. The memory goes with the process."""

@@ -7,6 +7,7 @@ last process that has it open or mapped, however that process ends.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -15,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from raykv.errors import HandleError
+from raykv.memory.limits import is_in_memory
 
 PREFAULT_PIECE_BYTES = 4 << 20
 """A millisecond or two of page faults: how long who maps or closes something waits for it. On a
@@ -24,6 +26,8 @@ _LOWEST_PRIORITY = 19
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14; from the kernel's include/uapi/asm-generic/mman-common.h."""
+
+_MADV_DONTFORK = 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -37,6 +41,7 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -44,6 +49,18 @@ def yield_to_others() -> None:
     """Give the calling thread only the processor time that hardly anybody else wants."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+
+
+def _reserve(fd: int, num_bytes: int) -> None:
+    """Give all of a file its place; what is there stays. Nothing where that is not known.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if _libc.fallocate(fd, 0, 0, num_bytes):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+            raise OSError(code, os.strerror(code))
 
 
 class Region:
@@ -71,13 +88,31 @@ class Region:
 
     @classmethod
     def in_file(cls, path: Path, num_bytes: int) -> Region:
-        """A file of exactly `num_bytes`, created when missing; its contents are kept."""
+        """A file of exactly `num_bytes`, created when missing; its contents are kept.
+
+        Where the file system can, all of it has its place on the disk from now on: a page of a
+        mapped file that finds no place kills whoever touches it.
+
+        Raises:
+            HandleError: it can't be opened, or there is no room for it.
+        """
+        fd = -1
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if os.fstat(fd).st_size != num_bytes:
                 os.ftruncate(fd, num_bytes)
+            if not is_in_memory(path):
+                _reserve(fd, num_bytes)
         except OSError as error:
-            raise HandleError(f"cannot open the pool file {path}: {error.strerror}") from error
+            if fd >= 0:
+                os.close(fd)
+            what = f"cannot open the pool file {path}: {error.strerror}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                what = (
+                    f"the pool file {path} can't have {num_bytes} bytes: {error.strerror}. Free "
+                    "some space there, or set a smaller pool_bytes or another pool_path"
+                )
+            raise HandleError(what) from error
         return cls(fd, num_bytes, f"the pool file {path}")
 
     @classmethod
@@ -91,18 +126,27 @@ class Region:
             size = os.fstat(fd).st_size
             os.close(fd)
             raise HandleError(f"the peer's memory has {size} bytes, not {num_bytes} as it said")
-        return cls(fd, num_bytes, "the peer's memory")
+        region = cls(fd, num_bytes, "the peer's memory")
+        # A child that this process forks must not hold it when we have let go of it.
+        _libc.madvise(region.address, num_bytes, _MADV_DONTFORK)
+        return region
 
     def array(self) -> ctypes.Array[ctypes.c_ubyte]:
         """The bytes as a ctypes array: a writable buffer without a copy, valid until `close`."""
         return (ctypes.c_ubyte * self.num_bytes).from_address(self.address)
 
-    def prefault(self, progress: Callable[[int], bool]) -> None:
-        """Touch all pages piece by piece; `progress` gets the bytes done, False stops it."""
-        done = 0
+    def prefault(self, progress: Callable[[int], bool], start: int = 0) -> None:
+        """Touch the pages from `start` on, piece by piece.
+
+        `progress` gets the bytes done, False stops it. It also stops where there is no memory, or
+        no room in the region's file, for a page.
+        """
+        done = start
         while done < self.num_bytes:
             size = min(PREFAULT_PIECE_BYTES, self.num_bytes - done)
             if _libc.madvise(self.address + done, size, _MADV_POPULATE_WRITE):
+                if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
+                    return
                 self._touch(done, size)
             done += size
             if not progress(done):

@@ -32,9 +32,12 @@ from raykv.actors.link import LinkTarget
 from raykv.actors.runtime import EngineIdentity, EngineRuntime
 from raykv.config import load_settings
 from raykv.errors import RayKVError
+from raykv.types import MissReason
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.namespace import engine_facts, namespace_of
+from raykv.vllm.misses import unregister_metrics
+from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
+from raykv.vllm.params import only_documented
 from raykv.vllm.spec import RayKVOffloadingSpec, refuse_several_nodes, use_our_spec
 from raykv.vllm.versions import check_vllm_version, vllm_version
 from raykv.vllm.worker import (
@@ -110,13 +113,21 @@ class RayKVConnector(OffloadingConnector):
             model=spec.config.model.name,
             num_ranks=spec.config.parallel.world_size,
             slot_bytes=spec.slot_bytes_by_group(),
+            traits=traits_of(facts),
             versions=f"RayKV {raykv.__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
         )
         self._identity = identity
         self._manager = manager
         self._runtime = EngineRuntime(spec.settings, manager.view, identity)
         manager.session = self._runtime.session
+        manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         self._runtime.start()
+
+    def _tokens_per_chunk(self) -> list[int]:
+        """Of each KV group that is loaded as whole prefixes; of all if none is."""
+        groups = self.scheduler.config.kv_group_configs
+        prefixes = [each for each in groups if each.sliding_window_size_in_chunks is None]
+        return [each.tokens_per_chunk for each in prefixes or groups]
 
     @staticmethod
     def _offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
@@ -149,6 +160,7 @@ class RayKVConnector(OffloadingConnector):
     ) -> Any:
         """See `OffloadingConnector.build_prom_metrics`; runs in the API server's process."""
         use_our_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        unregister_metrics()
         return super().build_prom_metrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
@@ -215,7 +227,10 @@ class RayKVConnector(OffloadingConnector):
     @guarded(nothing)
     def on_new_request(self, request: Any) -> None:
         """See `KVConnectorBase_V1.on_new_request`; asks at once who has the prompt's chunks."""
-        super().on_new_request(request)
+        if self._manager is not None:
+            self._manager.misses.began(request)
+        with only_documented(request):
+            super().on_new_request(request)
         if self._manager is None or request.skip_reading_prefix_cache:
             return
         status = self.scheduler._req_status[request.request_id]
@@ -228,6 +243,10 @@ class RayKVConnector(OffloadingConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See `KVConnectorBase_V1.get_num_new_matched_tokens`."""
+        if self._manager is not None:
+            status = self.scheduler._req_status.get(request.request_id)
+            most = getattr(status, "max_load_tokens", None)
+            self._manager.misses.looks(request, num_computed_tokens, most)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     @guarded(lambda *_: {})
@@ -243,12 +262,17 @@ class RayKVConnector(OffloadingConnector):
         If it fails there is no load job, but vLLM waits for one: the workers are told to report
         the request as failed, so that it is computed.
         """
+        misses = None if self._manager is None else self._manager.misses
+        if misses is not None:
+            misses.admitted(request, num_external_tokens)
         try:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
         except Exception:
             report("RayKVConnector.update_state_after_alloc")
             if num_external_tokens:
                 self._stranded.append(request.request_id)
+                if misses is not None:
+                    misses.failed(request.request_id, MissReason.OTHER)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `KVConnectorBase_V1.build_connector_meta`."""
@@ -301,6 +325,8 @@ class RayKVConnector(OffloadingConnector):
             if meta.node_epochs:
                 self._node_epochs.update(meta.node_epochs)
                 self._manager.take_node_epoch(min(self._node_epochs.values()))
+            if meta.lines and self._runtime is not None:
+                self._runtime.session.take_lines(meta.lines)
         super().update_connector_output(connector_output)
 
     @guarded(lambda *_: (False, None))
@@ -308,6 +334,7 @@ class RayKVConnector(OffloadingConnector):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See `KVConnectorBase_V1.request_finished`."""
+        self._ended(request)
         return super().request_finished(request, block_ids)
 
     @guarded(lambda *_: (False, None))
@@ -315,7 +342,12 @@ class RayKVConnector(OffloadingConnector):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See `SupportsHMA.request_finished_all_groups`."""
+        self._ended(request)
         return super().request_finished_all_groups(request, block_ids)
+
+    def _ended(self, request: Any) -> None:
+        if self._manager is not None:
+            self._manager.misses.ended(request)
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable
-from typing import Any, cast
+from typing import cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingManager,
@@ -23,11 +26,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.actors.session import Session
-from raykv.core.requests import FailedLoad, RequestOptions
+from raykv.core.requests import FailedLoad
 from raykv.core.view import EngineView
 from raykv.messages import Handle
-from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup
+from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup, MissReason
 from raykv.vllm.guard import guarded, nothing
+from raykv.vllm.misses import MissReporter
+from raykv.vllm.params import request_options
 from raykv.vllm.spec import PoolSpec
 
 logger = logging.getLogger("raykv")
@@ -40,22 +45,6 @@ _RESULTS = {
     Lookup.HIT_PENDING: LookupResult.HIT_PENDING,
     Lookup.RETRY: LookupResult.RETRY,
 }
-
-
-def request_options(params: dict[str, Any] | None) -> RequestOptions:
-    """What a request's `kv_transfer_params` allow: `raykv_load` and `raykv_store`, both true.
-
-    A client's mistake must not fail its request: what is not a truth value is ignored.
-    """
-    params = params or {}
-    values = {}
-    for name in ("load", "store"):
-        value = params.get(f"raykv_{name}", True)
-        if not isinstance(value, bool):
-            logger.warning("kv_transfer_params: raykv_%s=%r is not a bool; ignored", name, value)
-            value = True
-        values[name] = value
-    return RequestOptions(**values)
 
 
 def _refused_load(
@@ -72,6 +61,7 @@ class RayOffloadingManager(OffloadingManager):
     def __init__(self, view: EngineView) -> None:
         self.view = view
         self.session: Session | None = None
+        self.misses = MissReporter(view)
         self._no_lease_logged_at = float("-inf")
         self._logged_sampling = False
 
@@ -227,6 +217,7 @@ class RayOffloadingManager(OffloadingManager):
         """
         for failed in failed_loads:
             self.view.fail_load(failed)
+            self.misses.failed(failed.request_id, MissReason.LOAD_FAILED)
         for key, generation in failed_stores:
             self.view.fail_store(Key(key), Generation(generation))
 
@@ -236,6 +227,11 @@ class RayOffloadingManager(OffloadingManager):
         self.view.set_link(node_epoch != 0)
         if node_epoch:
             self.view.node_restarted(Epoch(node_epoch))
+
+    @guarded(nothing)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """See `OffloadingManager.get_stats`: tokens by source, and why some were computed."""
+        return self.misses.take_stats()
 
     @guarded(nothing)
     def shutdown(self) -> None:

@@ -10,6 +10,10 @@ from typing import Any
 
 from raykv.types import Namespace
 
+RANDOM_SEED = "random in "
+"""How a seed of block hashes begins that no other process has."""
+
+_LONGEST_TRAIT = 64
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
@@ -18,6 +22,31 @@ def namespace_of(facts: dict[str, Any]) -> Namespace:
     """Digest of `facts`, which must be JSON; equal facts give equal namespaces."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return Namespace(hashlib.sha256(text.encode()).hexdigest()[:32])
+
+
+def traits_of(facts: dict[str, Any]) -> dict[str, str]:
+    """`facts` in short texts that can be compared and shown; all of them, so that a difference of
+    two namespaces always has a name. Secrets, as a seed may be one, are digests.
+    """
+    algorithm, seed = facts["hash"]
+    is_random = seed.startswith(RANDOM_SEED)
+    traits = {
+        "hash_algorithm": algorithm,
+        "hash_seed": "random" if is_random else _digest(seed),
+        "config": _digest(facts["model"]["config"]),
+    }
+    rest = {**facts["model"], **facts}
+    for name in ("model", "hash", "config"):
+        del rest[name]
+    for name, value in rest.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        traits[name] = text if len(text) <= _LONGEST_TRAIT else _digest(value)
+    return traits
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def engine_facts(
@@ -65,7 +94,7 @@ def hash_facts(vllm_config: Any) -> list[str]:
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     seed = os.getenv("PYTHONHASHSEED")
     if seed is None and "xxhash" in algorithm:
-        seed = f"random in {vllm_config.kv_transfer_config.engine_id}"
+        seed = f"{RANDOM_SEED}{vllm_config.kv_transfer_config.engine_id}"
     return [algorithm, DEFAULT_NONE_HASH_SEED if seed is None else seed]
 
 

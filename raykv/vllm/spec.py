@@ -7,7 +7,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, OffloadingSpec
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    LoadStoreSpec,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+)
 
 from raykv.actors.link import LinkSettings, WorkerLink
 from raykv.config import Settings, load_settings
@@ -58,6 +63,15 @@ class RayKVOffloadingSpec(OffloadingSpec):
         self.shared_allocation: Any = None
         self._manager: RayOffloadingManager | None = None
         refuse_unsupported(config)
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """See `OffloadingSpec.build_metric_definitions`; also in the API server's process."""
+        from raykv.vllm.misses import metric_definitions
+
+        return {**super().build_metric_definitions(extra_config), **metric_definitions()}
 
     @property
     def slot_bytes(self) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.breaker_types import BreakerReport
 from raykv.errors import SettingError
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
@@ -164,6 +165,10 @@ class StagedLink:
     def node_epoch(self) -> int:
         """See `WorkerLink.node_epoch`."""
         return self._link.node_epoch
+
+    def breaker_report(self) -> BreakerReport:
+        """See `WorkerLink.breaker_report`."""
+        return self._link.breaker_report()
 
     def set_target(self, target: LinkTarget) -> None:
         """See `WorkerLink.set_target`."""

@@ -26,6 +26,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from raykv.actors.link import JobRequest, LinkTarget, WorkerLink
+from raykv.breaker_types import BreakerReport
+from raykv.config import LINK_CLOSE_S
 from raykv.core.requests import FailedLoad
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
@@ -34,9 +36,6 @@ from raykv.vllm.spec import PoolSpec
 from raykv.vllm.staging import StagedLink
 
 logger = logging.getLogger("raykv")
-
-CLOSE_DEADLINE_S = 5.0
-"""For the link's thread at shutdown."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,14 @@ class RayKVTransferResult(TransferResult):
 class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     """vLLM's metadata, with what failed; see `RayOffloadingManager.take_failures`.
 
-    `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none.
+    `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none; `lines` what
+    each says of its breaker, when that has changed.
     """
 
     failed_loads: list[FailedLoad] = field(default_factory=list)
     failed_stores: list[tuple[bytes, int]] = field(default_factory=list)
     node_epochs: dict[int, int] = field(default_factory=dict)
+    lines: dict[int, BreakerReport] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RayKVWorkerMetadata:
         """See `OffloadingWorkerMetadata.aggregate`."""
@@ -80,6 +81,7 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
                 merged.failed_loads += part.failed_loads
                 merged.failed_stores += part.failed_stores
                 merged.node_epochs.update(part.node_epochs)
+                merged.lines.update(part.lines)
         return merged
 
 
@@ -110,6 +112,10 @@ class RayOffloadingWorker(OffloadingWorker):
     def node_epoch(self) -> int:
         """Epoch of the NodeActor that is reached; 0 for none."""
         return self._link.node_epoch
+
+    def breaker_report(self) -> BreakerReport:
+        """Whether the NodeActor is left alone."""
+        return self._link.breaker_report()
 
     def set_target(self, target: LinkTarget | None) -> None:
         """Where the NodeActor is; None leaves it as it was."""
@@ -161,7 +167,7 @@ class RayOffloadingWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """See `OffloadingWorker.shutdown`."""
-        self._link.close(CLOSE_DEADLINE_S)
+        self._link.close(LINK_CLOSE_S)
 
 
 def job_request(
@@ -249,6 +255,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._meta = RayKVWorkerMetadata()
         self._reported_epoch = 0
+        self._reported_line = BreakerReport()
         # With several KV groups block ids are ambiguous: then whole requests are reported.
         self._by_request = len(kv_cache_config.kv_cache_groups) > 1
         self._invalid_block_ids: set[int] = set()
@@ -328,7 +335,20 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         if epoch != self._reported_epoch:
             self._reported_epoch = epoch
             meta.node_epochs[self.spec.config.parallel.rank] = epoch
+        self._report_line(meta)
         is_empty = not (
-            meta.completed_jobs or meta.failed_loads or meta.failed_stores or meta.node_epochs
+            meta.completed_jobs
+            or meta.failed_loads
+            or meta.failed_stores
+            or meta.node_epochs
+            or meta.lines
         )
         return None if is_empty else meta
+
+    def _report_line(self, meta: RayKVWorkerMetadata) -> None:
+        """Only when a breaker has opened or closed, not for every further failure."""
+        line = BreakerReport() if self._raykv is None else self._raykv.breaker_report()
+        known = self._reported_line
+        if (line.opened, len(line.peers)) != (known.opened, len(known.peers)):
+            self._reported_line = line
+            meta.lines[self.spec.config.parallel.rank] = line

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -44,30 +44,6 @@ from tests.contract.peers_in_process import (
 from tests.waiting import wait_until
 
 NONE = Refusal.NONE
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    made = Network()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def here(network: Network) -> Node:
-    """The destination. Its epoch is not that of the sources."""
-    return network.node("here", epoch=9)
-
-
-@pytest.fixture
-def source(network: Network) -> Node:
-    return network.node("source")
-
-
-@pytest.fixture
-def other(network: Network) -> Node:
-    """Another source."""
-    return network.node("other", epoch=8)
 
 
 @pytest.fixture
@@ -273,7 +249,7 @@ def test_fetch_waits_for_the_reader_of_its_slot(here: Node, source: Node) -> Non
 def test_fetch_gives_up_a_slot_whose_reader_stays(
     here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.fetching, "MAX_WAIT_FOR_SLOT_S", 0.2)
+    monkeypatch.setattr(raykv.actors.fetching, "FETCH_SLOT_WAIT_S", 0.2)
     old = here.store(key(1))
     assert here.keeper.begin_load(old) is NONE
     replica = source.replica(source.store(key(0)))

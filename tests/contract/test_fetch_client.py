@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 import raykv.actors.fetch_client
+from raykv.actors import names
 from raykv.actors.fetch_client import (
     MAX_BYTES,
     MAX_CHUNKS,
@@ -22,15 +23,18 @@ from raykv.actors.fetch_client import (
     fetch_request,
     split,
 )
+from raykv.core.breaker import BreakerState, Pauses
 from raykv.core.remote import FetchOrder
 from raykv.core.requests import Replica
 from raykv.messages import PROTOCOL_VERSION, FetchRequest, FetchResult, Handle, decode, encode
-from raykv.types import Epoch, Generation, Key, NodeId, Slot, make_generation
+from raykv.types import Epoch, Generation, Key, NodeId, Refusal, Slot, make_generation
 from tests.contract.peers_in_process import LONG_S, NAMESPACE, key
 from tests.waiting import wait_until
 
 DEADLINE_S = 0.3
 GRACE_S = 0.2
+NO_PAUSES = Pauses(0.0, 0.0, 0.0)
+"""The breaker refuses nothing."""
 
 
 def handle(number: int) -> Handle:
@@ -85,9 +89,16 @@ class Engine:
         self.ended: list[FetchEnded] = []
         self.connect()
 
-    def connect(self, *, deadline_s: float = LONG_S, with_checksums: bool = True) -> None:
+    def connect(
+        self,
+        *,
+        deadline_s: float = LONG_S,
+        with_checksums: bool = True,
+        pauses: Pauses = NO_PAUSES,
+    ) -> None:
         """Begin with a new client, which is not started."""
         self.client = FetchClient(NAMESPACE, self._find, deadline_s, with_checksums=with_checksums)
+        self.client.breakers.pauses = pauses
 
     def _find(self) -> Any:
         self.num_found += 1
@@ -116,8 +127,8 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """Nothing is delivered twice, and the thread ends."""
-    monkeypatch.setattr(raykv.actors.fetch_client, "GRACE_S", GRACE_S)
-    monkeypatch.setattr(raykv.actors.fetch_client, "POLL_S", 0.05)
+    monkeypatch.setattr(raykv.actors.fetch_client, "FETCH_GRACE_S", GRACE_S)
+    monkeypatch.setattr(raykv.actors.fetch_client, "FETCH_LOOK_S", 0.05)
     made = Engine(Actor())
     yield made
     made.client.stop()
@@ -391,6 +402,75 @@ def test_stop_ends_the_thread_and_what_is_under_way_ends_at_most_once(engine: En
     engine.actor.futures[0].set_result(answer(engine.actor.requests[0]))
     assert engine.ended == [FetchEnded([order(0)], result_of(engine.actor.requests[0]))]
     assert len(engine.actor.requests) == 1
+
+
+# The breaker
+
+
+def breaker_of(engine: Engine) -> BreakerState:
+    return engine.client.breakers.state_of(names.OWN_NODE)
+
+
+def test_orders_end_at_once_while_the_breaker_is_open(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.connect(pauses=Pauses(LONG_S, LONG_S))
+    engine.actor.error = ConnectionError("no actor")
+    engine.start()
+    engine.submit(order(0))
+    assert engine.wait_for_ends(1) == [None]
+    engine.actor.error, engine.actor.reply = None, answer
+    for number in range(1, 4):
+        engine.submit(order(number), order(10 + number))
+        refused = engine.ended[-1].result
+        assert refused is not None
+        assert refused.refusals == [Refusal.BREAKER_OPEN] * 2
+        assert refused.node_epoch == 5
+        assert engine.ended[-1].orders == [order(number), order(10 + number)]
+    assert len(engine.actor.requests) == 1
+    report = engine.client.breaker_report(time.monotonic())
+    assert (report.peers, report.reasons) == ([names.OWN_NODE], ["ConnectionError"])
+    assert (report.opened, report.failed, report.refused) == (1, 1, 3)
+    assert caplog.text.count("the NodeActor does not fetch") == 1
+
+
+def test_one_order_tries_whether_the_node_is_back(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.connect(pauses=Pauses(0.05, 0.05))
+    engine.actor.error = ConnectionError("no actor")
+    engine.start()
+    engine.submit(order(0))
+    engine.wait_for_ends(1)
+    engine.actor.error = None
+
+    def is_asked() -> bool:
+        engine.submit(order(1))
+        return len(engine.actor.futures) > 0
+
+    wait_until(is_asked, LONG_S, "the trial")
+    assert breaker_of(engine) is BreakerState.HALF_OPEN
+    engine.submit(order(2))
+    refused = engine.ended[-1].result
+    assert refused is not None
+    assert refused.refusals == [Refusal.BREAKER_OPEN]
+    engine.actor.futures[0].set_result(answer(engine.actor.requests[-1]))
+    assert breaker_of(engine) is BreakerState.CLOSED
+    assert len(engine.actor.futures) == 1
+    assert caplog.text.count("the NodeActor fetches again") == 1
+    engine.client.stop()
+    engine.ended.clear()
+
+
+def test_silence_of_the_node_opens_the_breaker(engine: Engine) -> None:
+    engine.connect(deadline_s=DEADLINE_S, pauses=Pauses(LONG_S, LONG_S))
+    engine.start()
+    engine.submit(order(0))
+    assert engine.wait_for_ends(1) == [None]
+    assert breaker_of(engine) is BreakerState.OPEN
+    # A late answer says that it lives.
+    engine.actor.futures[0].set_result(answer(engine.actor.requests[0]))
+    assert breaker_of(engine) is BreakerState.CLOSED
 
 
 class MoodyActor(Actor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -18,6 +18,7 @@ import xxhash
 
 import raykv.actors.fetching
 import raykv.actors.reading
+from raykv.core.breaker import Pauses
 from raykv.core.slots import ChunkName
 from raykv.messages import PROTOCOL_VERSION, Handles, LostReplicas, ReadReply, ReadRequest
 from raykv.types import Generation, Key, Refusal, Slot
@@ -54,30 +55,6 @@ from tests.contract.peers_in_process import (
 from tests.waiting import wait_until
 
 NONE = Refusal.NONE
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    made = Network()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def source(network: Network) -> Node:
-    return network.node("source")
-
-
-@pytest.fixture
-def other(network: Network) -> Node:
-    """Another source."""
-    return network.node("other", epoch=8)
-
-
-@pytest.fixture
-def here(network: Network) -> Node:
-    """The destination."""
-    return network.node("here", epoch=9)
 
 
 def question(source: Node, *names: ChunkName) -> ReadRequest:
@@ -330,7 +307,7 @@ def test_malformed_answer_counts_as_none(
     assert result.lost == LostReplicas()
     assert_nothing_there(here, order)
     source.faults = Faults()
-    assert refusals(here.fetch(here.orders((source, name)))) == [Refusal.NODE_LOST]
+    assert refusals(here.fetch(here.orders((source, name)))) == [Refusal.BREAKER_OPEN]
     assert network.num_reads(source) == 1
 
 
@@ -358,8 +335,8 @@ def test_next_replica_is_read_when_the_first_sends_corrupt_bytes(
 FAILURES = {"unreachable": Faults(is_unreachable=True), "dies": Faults(dies_after_read=True)}
 
 
-def set_breaker(monkeypatch: pytest.MonkeyPatch, first_s: float, longest_s: float) -> None:
-    monkeypatch.setattr(raykv.actors.fetching, "BREAKER_S", (first_s, longest_s))
+def set_breaker(here: Node, first_s: float, longest_s: float) -> None:
+    here.fetcher.breakers.pauses = Pauses(first_s, longest_s)
 
 
 @pytest.fixture
@@ -447,17 +424,91 @@ def test_source_that_did_not_answer_is_left_alone(
     names = source.store(key(0)), other.store(key(0))
     assert refusals(here.fetch(here.orders((source, names[0])), 0.1)) == [Refusal.TOO_LATE]
     source.faults = Faults()
-    assert refusals(here.fetch(here.orders((source, names[0])))) == [Refusal.NODE_LOST]
+    assert refusals(here.fetch(here.orders((source, names[0])))) == [Refusal.BREAKER_OPEN]
     order = here.order_of((source, names[0]), (other, names[1]))
     assert refusals(here.fetch([order])) == [NONE]
     assert (network.num_reads(source), network.num_reads(other)) == (1, 1)
     assert_right(here, [order])
 
 
-def test_source_is_asked_again_after_a_while(
-    network: Network, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+def test_fetch_from_a_source_that_is_left_alone_is_refused_at_once_and_takes_no_slot(
+    network: Network, here: Node, source: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_breaker(monkeypatch, 0.3, 100.0)
+    source.faults.is_unreachable = True
+    name = source.store(key(0))
+    here.fetch(here.orders((source, name)))
+    # A reader of the slot: a store would wait for it.
+    old = here.store(key(1))
+    assert here.keeper.begin_load(old) is NONE
+    order = here.order(key(0), source.replica(name), at=here.lease(slot=old.slot))
+    with within(0.0, 0.1):
+        assert refusals(here.fetch([order])) == [Refusal.BREAKER_OPEN]
+    here.keeper.end_load(old)
+    assert here.load(old) == content(old)
+    assert network.num_reads(source) == 1
+    report = here.fetcher.breaker_report()
+    assert (report.peers, report.states) == (["node:source"], ["open"])
+    assert (report.opened, report.failed, report.refused) == (1, 1, 1)
+    assert caplog.text.count("no answer") == 1
+
+
+def test_chunk_that_is_there_already_needs_no_source(here: Node, source: Node) -> None:
+    orders = here.orders((source, source.store(key(0))))
+    assert refusals(here.fetch(orders)) == [NONE]
+    source.faults.is_unreachable = True
+    here.fetch(here.orders((source, source.store(key(1)))))
+    assert refusals(here.fetch(orders)) == [NONE]
+
+
+@pytest.mark.usefixtures("one_chunk_a_piece")
+def test_all_chunks_of_the_fetch_that_finds_a_source_back_are_read(
+    network: Network, here: Node, source: Node
+) -> None:
+    set_breaker(here, 0.0, 0.0)
+    source.faults.is_unreachable = True
+    names = [source.store(key(i)) for i in range(6)]
+    here.fetch(here.orders((source, names[0])))
+    source.faults = Faults(delay_s=0.05)
+    network.most_under_way = 0
+    assert refusals(here.fetch(here.orders(*((source, name) for name in names)))) == [NONE] * 6
+    assert here.fetcher.breaker_report().peers == []
+
+
+@pytest.mark.usefixtures("one_chunk_a_piece")
+def test_one_piece_alone_tries_a_source_that_was_left_alone(
+    network: Network, here: Node, source: Node
+) -> None:
+    set_breaker(here, 0.0, 0.0)
+    source.faults.is_unreachable = True
+    names = [source.store(key(i)) for i in range(3)]
+    here.fetch(here.orders((source, names[0])))
+    source.faults = Faults(gate=threading.Event())
+    before = network.num_reads(source)
+    fetch = here.begin_fetch(here.orders(*((source, name) for name in names[:2])))
+    wait_until(lambda: network.num_reads(source) > before, LONG_S, "the trial")
+    assert refusals(here.fetch(here.orders((source, names[2])))) == [Refusal.BREAKER_OPEN]
+    assert network.num_reads(source) == before + 1
+    network.open_gates()
+    assert refusals(fetch.result(LONG_S)) == [NONE] * 2
+
+
+def test_trial_that_its_fetch_did_not_wait_for_is_made_again(
+    network: Network, here: Node, source: Node, other: Node
+) -> None:
+    """The fetch is over before the trial's answer is in: that says nothing of the source."""
+    set_breaker(here, 0.0, 0.0)
+    source.faults.is_unreachable = True
+    names = source.store(key(0)), other.store(key(1))
+    here.fetch(here.orders((source, names[0])))
+    source.faults, other.faults = Faults(is_silent=True), Faults(is_silent=True)
+    orders = here.orders((other, names[1]), (source, names[0]))
+    assert refusals(here.fetch(orders, deadline_s=0.3)) == [Refusal.TOO_LATE] * 2
+    source.faults = Faults()
+    assert refusals(here.fetch(here.orders((source, names[0])))) == [NONE]
+
+
+def test_source_is_asked_again_after_a_while(network: Network, here: Node, source: Node) -> None:
+    set_breaker(here, 0.3, 100.0)
     source.faults.is_silent = True
     name = source.store(key(0))
     here.fetch(here.orders((source, name)), 0.1)
@@ -469,9 +520,9 @@ def test_source_is_asked_again_after_a_while(
 
 
 def test_pause_grows_with_each_failure_up_to_a_bound(
-    network: Network, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+    network: Network, here: Node, source: Node
 ) -> None:
-    set_breaker(monkeypatch, 0.1, 0.2)
+    set_breaker(here, 0.1, 0.2)
     source.faults.is_unreachable = True
     name = source.store(key(0))
     here.fetch(here.orders((source, name)))
@@ -482,16 +533,16 @@ def test_pause_grows_with_each_failure_up_to_a_bound(
 
 
 def test_one_answer_makes_the_failures_before_it_forgotten(
-    network: Network, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+    network: Network, here: Node, source: Node
 ) -> None:
     name = source.store(key(0))
-    set_breaker(monkeypatch, 0.0, 0.0)
+    set_breaker(here, 0.0, 0.0)
     source.faults.is_unreachable = True
     for _ in range(6):
         here.fetch(here.orders((source, name)))
     source.faults = Faults()
     assert refusals(here.fetch(here.orders((source, name)))) == [NONE]
-    set_breaker(monkeypatch, 0.1, 100.0)
+    set_breaker(here, 0.1, 100.0)
     source.faults.is_unreachable = True
     here.fetch(here.orders((source, name)))
     assert pause_s(network, here, source, name) < 3.0  # not forgotten: 6.4
@@ -499,9 +550,9 @@ def test_one_answer_makes_the_failures_before_it_forgotten(
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
 def test_death_of_a_source_counts_once_however_many_pieces_are_under_way(
-    network: Network, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+    network: Network, here: Node, source: Node
 ) -> None:
-    set_breaker(monkeypatch, 0.4, 100.0)
+    set_breaker(here, 0.4, 100.0)
     source.faults.dies_after_read = True
     names = [source.store(key(i)) for i in range(3)]
     here.fetch(here.orders(*((source, name) for name in names)))

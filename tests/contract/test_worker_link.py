@@ -7,8 +7,10 @@ import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+import raykv.actors.link
+from raykv.actors import wire
 from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
 from raykv.core.geometry import aligned
 from raykv.memory.region import Region
@@ -37,14 +41,15 @@ _job_ids = itertools.count(1)
 class Node:
     """A NodeService in a process of its own."""
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, *options: str) -> None:
+        self.options = options
         self.name = f"raykv-test/{os.getpid()}/{next(_names)}"
         self.slot_bytes = slot_bytes
         self.start()
 
     def start(self) -> None:
         command = [sys.executable, str(Path(__file__).parents[1] / "node_child.py")]
-        command += [self.name, str(NUM_SLOTS), str(self.slot_bytes)]
+        command += [self.name, str(NUM_SLOTS), str(self.slot_bytes), *self.options]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -332,3 +337,157 @@ def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None
     assert link.node_epoch == 0
     assert node.process.poll() is None
     link.close(5.0)
+
+
+# The breaker, and the end
+
+
+PATIENT = LinkSettings(
+    load_deadline_s=60.0,
+    store_deadline_s=60.0,
+    flush_deadline_s=60.0,
+    cancel_grace_s=60.0,
+    connect_deadline_s=60.0,
+)
+"""Longer than any of these tests may take."""
+SECONDS = 3.0
+
+
+class Line:
+    """A link without a KV cache of interest."""
+
+    def __init__(self, node: Node, settings: LinkSettings) -> None:
+        self.kv = Region.anonymous(4096, "test-kv")
+        layout = KVLayout("memfd", 4096, 1, [TensorLayout(0, 16, 256, 256)], [0], [[0]])
+        self.link = WorkerLink(0, layout, [self.kv.fd], settings)
+        self.link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: node.slot_bytes}))
+
+    def submit(self) -> int:
+        job_id = next(_job_ids)
+        handles = Handles([b"k" * 36], [0], [1])
+        epoch = self.link.node_epoch or 1
+        self.link.submit(JobRequest(job_id, Direction.LOAD, epoch, handles, [0], [1], [0], [0]))
+        return job_id
+
+    def end_in_time(self) -> None:
+        started = time.monotonic()
+        self.link.close(LONG_S)
+        assert time.monotonic() - started < SECONDS
+        assert not self.link._thread.is_alive()
+
+
+LONG_S = 30.0
+
+
+@pytest.fixture
+def lines() -> Iterator[list[Line]]:
+    made: list[Line] = []
+    yield made
+    for line in made:
+        line.end_in_time()
+        line.kv.close()
+
+
+def ended(line: Line, deadline_s: float) -> list[Refusal]:
+    """Of the one job that was submitted."""
+    found: list[JobResult] = []
+
+    def is_there() -> bool:
+        found.extend(line.link.drain())
+        return bool(found)
+
+    wait_until(is_there, deadline_s, "the job ends")
+    return failures(found[0])
+
+
+def test_job_fails_at_once_while_there_is_no_node(
+    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.actors.link, "LINK_PAUSES_S", (LONG_S, LONG_S))
+    node.end()
+    lines.append(Line(node, PATIENT))
+    link = lines[0].link
+    wait_until(lambda: link.breaker_report().opened == 1, LONG_S, "the breaker opens")
+    lines[0].submit()
+    assert ended(lines[0], SECONDS) == [Refusal.NODE_LOST]
+
+
+def test_node_that_is_gone_is_said_once_and_its_return_too(
+    node: Node, lines: list[Line], caplog: pytest.LogCaptureFixture
+) -> None:
+    lines.append(Line(node, PATIENT))
+    link = lines[0].link
+    wait_until(lambda: link.node_epoch != 0, LONG_S, "the worker attaches")
+    assert link.breaker_report().peers == []
+    node.end()
+    wait_until(lambda: link.breaker_report().failed > 4, LONG_S, "some attempts fail")
+    report = link.breaker_report()
+    assert (report.peers, report.opened) == (["own node"], 1)
+    node.start()
+    wait_until(lambda: link.node_epoch != 0, LONG_S, "the worker attaches again")
+    assert link.breaker_report().peers == []
+    assert caplog.text.count("no line to the NodeActor: it is gone") == 1
+    assert caplog.text.count("no line to the NodeActor") == 1
+    assert caplog.text.count("is there again") == 1
+
+
+def test_frozen_node_costs_a_job_its_deadline_at_most_while_the_worker_attaches(
+    node: Node, lines: list[Line]
+) -> None:
+    freeze(node.process.pid)
+    lines.append(Line(node, replace(PATIENT, load_deadline_s=0.3)))
+    lines[0].submit()
+    assert ended(lines[0], SECONDS) == [Refusal.NODE_LOST]
+
+
+def test_engine_ends_in_time_while_it_attaches_to_a_frozen_node(
+    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze(node.process.pid)
+    begun = threading.Event()
+    connect = wire.connect
+
+    def connect_and_tell(name: str, timeout_s: float) -> socket.socket:
+        begun.set()
+        return connect(name, timeout_s)
+
+    monkeypatch.setattr(wire, "connect", connect_and_tell)
+    lines.append(Line(node, PATIENT))
+    assert begun.wait(LONG_S)
+    lines[0].end_in_time()
+
+
+def test_engine_ends_in_time_while_a_frozen_node_has_its_job(node: Node, lines: list[Line]) -> None:
+    lines.append(Line(node, PATIENT))
+    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    freeze(node.process.pid)
+    lines[0].submit()
+    lines[0].end_in_time()
+    assert lines[0].link.drain() == []
+
+
+def test_flush_ends_with_the_engine(node: Node, lines: list[Line]) -> None:
+    lines.append(Line(node, PATIENT))
+    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    freeze(node.process.pid)
+    job_id = lines[0].submit()
+    flush = threading.Thread(target=lines[0].link.wait, args=([job_id],))
+    flush.start()
+    lines[0].end_in_time()
+    flush.join(SECONDS)
+    assert not flush.is_alive()
+
+
+def test_engine_ends_in_time_while_a_killed_node_does_not_exit(
+    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is not reported: its copy may still be made."""
+    killed = threading.Event()
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: killed.set())
+    lines.append(Line(node, replace(PATIENT, load_deadline_s=0.2, cancel_grace_s=0.2)))
+    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    freeze(node.process.pid)
+    lines[0].submit()
+    assert killed.wait(LONG_S)
+    lines[0].end_in_time()
+    assert lines[0].link.drain() == []

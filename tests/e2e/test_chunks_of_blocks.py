@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from raykv.bench.engine import EngineProcess
+from raykv.bench.prompts import prompt
 from raykv.client import Cluster
-from tests.prompts import prompt
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e

@@ -45,25 +45,14 @@ def demo(cluster: Cluster, path: Path, *options: str) -> tuple[dict[str, Any], s
 
 
 @pytest.mark.timeout(400)
-def test_tiny_demo_loads_and_gives_equal_answers(cluster: Cluster, tmp_path: Path) -> None:
-    data, output = demo(cluster, tmp_path / "demo.json")
+def test_tiny_demo_loads_fetches_and_ends_the_second_node(cluster: Cluster, tmp_path: Path) -> None:
+    raylets, nodes = raylets_of(cluster.address), alive_nodes()
+    assert raylets
+    data, output = demo(cluster, tmp_path / "demo.json", "--nodes", "2")
     assert all(key in data for key in KEYS)
     assert data["tokens_equal"] is True
     assert data["hit_tokens"] > 0
     assert data["bytes_loaded"] > 0
-    assert data["ttft_remote_s"] is None
-    assert "RayKV" in output
-    assert "other node" not in output
-
-
-@pytest.mark.timeout(400)
-def test_tiny_demo_fetches_from_the_first_node_and_ends_the_second(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    raylets, nodes = raylets_of(cluster.address), alive_nodes()
-    assert raylets
-    data, output = demo(cluster, tmp_path / "demo.json", "--nodes", "2")
-    assert data["tokens_equal"] is True
     assert data["ttft_remote_s"] > 0
     assert data["bytes_fetched"] > 0
     asks = [ask for ask in data["asks"] if ask["phase"] == "remote"]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from raykv.bench.engine import EngineProcess
+from raykv.bench.prompts import prompt
+from raykv.cli import app
 from raykv.client import Cluster
 from raykv.errors import ClusterError
-from raykv.messages import NodeStatus
+from raykv.miss_types import MissRecord
+from raykv.status_types import NodeStatus
 from tests.processes import freeze
-from tests.prompts import prompt
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -26,6 +31,9 @@ LOAD_DEADLINE_S = 1.0
 
 RECOVERY_DEADLINE_S = 60.0
 """Ray starts a killed actor again after 1 to 4 s on a quiet machine."""
+
+TOLD_S = 20.0
+"""The record of a request comes with the next exchange, within about a second."""
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +213,132 @@ def test_request_aborted_during_load_leaves_engine_in_order(
     assert engine.tokens(tokens) == reference
     engine.reset()
     assert node(cluster).pid == pid
+
+
+# What `raykv why-miss` says agrees with what vLLM counts
+
+
+class Asker:
+    """Asks the engine one prompt at a time, and the cluster what became of its tokens."""
+
+    def __init__(self, engine: EngineProcess, cluster: Cluster) -> None:
+        self.engine = engine
+        self._cluster = cluster
+        self._seen = {record.request_id for record in self.records()}
+
+    def records(self) -> list[MissRecord]:
+        try:
+            return [each.record for each in self._cluster.why_miss("")]
+        except ClusterError:
+            return []
+
+    def ask(self, tokens: list[int], **arguments: object) -> MissRecord:
+        """The record of one request; its sums agree with what vLLM says was cached."""
+        (cached,) = self.engine.cached([tokens], **arguments)
+        new: list[MissRecord] = []
+
+        def is_told() -> bool:
+            new[:] = [record for record in self.records() if record.request_id not in self._seen]
+            return bool(new)
+
+        wait_until(is_told, TOLD_S, "the request's record comes")
+        (record,) = new
+        self._seen.add(record.request_id)
+        assert record.prompt == len(tokens)
+        assert record.own + record.loaded == cached
+        assert sum(record.missed.values()) == len(tokens) - cached
+        return record
+
+    def settle(self) -> None:
+        """Wait until nothing is being stored, then drop vLLM's own cache."""
+        last = [-1]
+
+        def unchanged() -> bool:
+            (node,) = self._cluster.status().nodes
+            before, last[0] = last[0], node.bytes_stored
+            return before == last[0]
+
+        wait_until(unchanged, 20.0, "stores come to an end")
+        self.engine.reset()
+
+
+@pytest.fixture(scope="module")
+def asker(engine: EngineProcess, cluster: Cluster) -> Asker:
+    # The records of the requests before are in by then.
+    time.sleep(2.0)
+    return Asker(engine, cluster)
+
+
+def test_new_prompt_was_never_stored_and_is_loaded_or_cached_afterwards(asker: Asker) -> None:
+    tokens = prompt(901, 10 * BLOCK + 5)
+    record = asker.ask(tokens)
+    assert record.missed == {"never_stored": 10 * BLOCK, "incomplete_chunk": 5}
+    assert (record.own, record.loaded) == (0, 0)
+    again = asker.ask(tokens)
+    assert (again.own, again.missed) == (10 * BLOCK, {"incomplete_chunk": 5})
+    asker.settle()
+    loaded = asker.ask(tokens)
+    assert (loaded.own, loaded.loaded) == (0, 10 * BLOCK)
+    assert loaded.missed == {"incomplete_chunk": 5}
+
+
+def test_whole_prompt_of_full_chunks_misses_nothing(asker: Asker) -> None:
+    tokens = prompt(902, 8 * BLOCK)
+    asker.ask(tokens)
+    asker.settle()
+    record = asker.ask(tokens)
+    assert (record.loaded, record.missed) == (8 * BLOCK, {})
+
+
+def test_known_document_with_a_new_question_names_the_first_chunk_of_the_question(
+    asker: Asker,
+) -> None:
+    document = prompt(903, 6 * BLOCK)
+    asker.ask(document)
+    asker.settle()
+    record = asker.ask(document + prompt(904, 3 * BLOCK))
+    assert (record.loaded, record.missed) == (6 * BLOCK, {"never_stored": 3 * BLOCK})
+    assert record.missing
+
+
+def test_request_that_opts_out_says_so(asker: Asker) -> None:
+    tokens = prompt(905, 4 * BLOCK)
+    asker.ask(tokens, params={"raykv_store": False})
+    asker.engine.reset()
+    assert asker.ask(tokens).missed == {"stores_off": 4 * BLOCK}
+    asker.settle()
+    assert asker.ask(tokens, params={"raykv_load": False}).missed == {"opted_out": 4 * BLOCK}
+    asker.engine.reset()
+
+
+def test_cleared_cache_is_the_reason_after_it(asker: Asker, cluster: Cluster) -> None:
+    tokens = prompt(906, 4 * BLOCK)
+    asker.ask(tokens)
+    asker.settle()
+    cluster.clear()
+
+    def is_cleared() -> bool:
+        asker.ask(prompt(907, 1))
+        asker.engine.reset()
+        return cluster.status().nodes[0].chunks == 0
+
+    wait_until(is_cleared, TOLD_S, "the cache is empty")
+    assert asker.ask(tokens).missed == {"cleared": 4 * BLOCK}
+
+
+def test_command_prints_it_and_status_has_the_sums(asker: Asker, cluster: Cluster) -> None:
+    record = asker.ask(prompt(908, 4 * BLOCK))
+    arguments = ["why-miss", record.request_id[:-3], "--ray-address", cluster.address]
+    shown = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    assert "computed: never_stored" in shown.output
+    shown = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert json.loads(shown.output)[0]["missed_tokens"] == {"never_stored": 4 * BLOCK}
+    counters = cluster.status().engines[0].counters
+    missed = sum(count for name, count in counters.items() if name.startswith("missed_tokens_"))
+    cached = counters["own_cache_tokens"] + counters["loaded_tokens"]
+    assert counters["prompt_tokens"] == cached + missed
+    assert counters["missed_tokens_never_stored"] >= 4 * BLOCK
 
 
 def test_node_actor_killed_while_idle_costs_no_request(

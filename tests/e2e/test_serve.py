@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from raykv.client import Cluster
+from raykv.errors import ClusterError
+from raykv.miss_types import MissRecord
 from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from tests.waiting import wait_until
 
@@ -127,6 +129,35 @@ def test_client_opts_out_of_storing(server: Server) -> None:
     before = server.counter("vllm:external_prefix_cache_hits_total")
     assert server.complete(other) == first
     assert server.counter("vllm:external_prefix_cache_hits_total") == before
+
+
+def test_answers_id_leads_to_its_misses_and_metrics_have_their_sum(
+    server: Server, cluster: Cluster
+) -> None:
+    before = server.counter("raykv_missed_tokens_total")
+    text = "Call me Ishmael. Some years ago - never mind how long precisely. " * 8
+    body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0}
+    answer = server.post("/v1/completions", body)
+    found: list[MissRecord] = []
+
+    def is_told() -> bool:
+        try:
+            found[:] = [each.record for each in cluster.why_miss(answer["id"])]
+        except ClusterError:
+            return False
+        return True
+
+    wait_until(is_told, 20.0, "the request's record comes")
+    (record,) = found
+    assert record.prompt == answer["usage"]["prompt_tokens"]
+    missed = sum(record.missed.values())
+    assert "never_stored" in record.missed
+    wait_until(
+        lambda: server.counter("raykv_missed_tokens_total") - before == missed,
+        20.0,
+        "the metrics have it",
+    )
+    assert server.counter("raykv_prompt_tokens_total") >= record.prompt
 
 
 def test_interrupt_ends_server_and_leaves_cluster(server: Server, cluster: Cluster) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from raykv.bench.engine import EngineProcess
+from raykv.bench.prompts import prompt
 from raykv.client import Cluster
 from raykv.core.geometry import aligned
-from tests.prompts import prompt
 
 pytestmark = pytest.mark.e2e
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,27 @@ import ray
 import raykv
 from raykv.actors import cluster as actors
 from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.bench.engine import EngineProcess
+from raykv.bench.engine import EngineProcess, started_together
+from raykv.bench.prompts import prompt
 from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.event_types import NodeLost
-from raykv.messages import NodeStatus
+from raykv.status_types import NodeStatus
 from tests.processes import freeze
-from tests.prompts import prompt
 from tests.truth import directory_of, inventories
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 32
-FETCH_DEADLINE_S = 2.0
+FETCH_DEADLINE_S = 5.0
+PATIENCE = {"fetch_deadline_s": FETCH_DEADLINE_S, "query_deadline_s": 10.0, "load_deadline_s": 20.0}
+"""A machine that does something else for a second is no fault of the cache."""
+
 RECOVERY_DEADLINE_S = 60.0
+
+ALWAYS_FETCH = {"fetch_bytes_per_s": 1e15, "prefill_tokens_per_s": 1.0}
+"""However fast this small model computes on this machine."""
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +57,19 @@ def engines(
     """One on the head node, one on the second."""
     cluster.down()
     logs = tmp_path_factory.mktemp("engines")
-    started: list[EngineProcess] = []
-    for number, node_id in enumerate((actors.resolve_node_id(""), second.node_id)):
+    nodes = (actors.resolve_node_id(""), second.node_id)
+
+    def start(number: int) -> EngineProcess:
         settings = {
             "ray_address": cluster.address,
-            "node_id": node_id,
+            "node_id": nodes[number],
             "pool_bytes": "128MiB",
-            "fetch_deadline_s": FETCH_DEADLINE_S,
+            **PATIENCE,
+            **ALWAYS_FETCH,
         }
-        log = logs / f"{number}.log"
-        started.append(EngineProcess(tiny_model, log, settings, cores=str(number)))
+        return EngineProcess(tiny_model, logs / f"{number}.log", settings, cores=str(number))
+
+    started = started_together(partial(start, 0), partial(start, 1))
     yield started
     for engine in started:
         engine.stop()
@@ -95,6 +105,15 @@ def computed(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> list
     return reference
 
 
+def loaded(
+    engine: EngineProcess, cluster: Cluster, tokens: list[int], num_tokens: int
+) -> list[int]:
+    """The answer to a prompt of which so many tokens must come out of a cache."""
+    (output,) = engine.call("generate", prompts=[tokens])
+    assert output["cached"] == num_tokens, [each.record for each in cluster.why_miss("")]
+    return list(output["tokens"])
+
+
 @pytest.mark.parametrize("length", [BLOCK * 8 - 1, BLOCK * 8, BLOCK * 8 + 1, BLOCK * 40])
 def test_prompt_of_one_node_is_loaded_on_the_other_with_equal_tokens(
     engines: list[EngineProcess], cluster: Cluster, second: LocalNode, length: int
@@ -102,9 +121,7 @@ def test_prompt_of_one_node_is_loaded_on_the_other_with_equal_tokens(
     tokens = prompt(100 + length, length)
     reference = computed(engines[0], cluster, tokens)
     fetched = node_of(cluster, second.node_id).bytes_fetched
-    (output,) = engines[1].call("generate", prompts=[tokens])
-    assert output["tokens"] == reference
-    assert output["cached"] == length // BLOCK * BLOCK
+    assert loaded(engines[1], cluster, tokens, length // BLOCK * BLOCK) == reference
     assert node_of(cluster, second.node_id).bytes_fetched > fetched
     engines[1].reset()
 
@@ -119,9 +136,7 @@ def test_fetched_chunks_are_loaded_again_without_asking_anybody(
     time.sleep(1.2)
     asked = counter(cluster, second.node_id, "chunks_asked")
     fetched = node_of(cluster, second.node_id).bytes_fetched
-    (output,) = engines[1].call("generate", prompts=[tokens])
-    assert output["tokens"] == reference
-    assert output["cached"] == len(tokens)
+    assert loaded(engines[1], cluster, tokens, len(tokens)) == reference
     time.sleep(1.2)
     assert counter(cluster, second.node_id, "chunks_asked") == asked
     assert node_of(cluster, second.node_id).bytes_fetched == fetched
@@ -133,9 +148,7 @@ def test_prefix_that_lies_on_both_nodes_is_put_together(
     tokens = prompt(8, BLOCK * 16)
     computed(engines[1], cluster, tokens[: BLOCK * 8])
     reference = computed(engines[0], cluster, tokens)
-    (output,) = engines[1].call("generate", prompts=[tokens])
-    assert output["tokens"] == reference
-    assert output["cached"] == len(tokens)
+    assert loaded(engines[1], cluster, tokens, len(tokens)) == reference
     engines[1].reset()
 
 
@@ -179,7 +192,7 @@ def test_source_that_is_frozen_or_killed_during_a_fetch_costs_a_recomputation(
         began = time.monotonic()
         assert engines[1].tokens([frozen]) == [references[0]]
         assert time.monotonic() - began < FETCH_DEADLINE_S + 5.0
-        time.sleep(2.5)
+        time.sleep(FETCH_DEADLINE_S + 0.5)
         engines[1].begin("generate", prompts=[killed])
         time.sleep(0.3)
     finally:
@@ -281,7 +294,8 @@ def test_lost_node_leaves_the_directory_and_a_new_one_takes_part(
             "ray_address": cluster.address,
             "node_id": third.node_id,
             "pool_bytes": "128MiB",
-            "fetch_deadline_s": FETCH_DEADLINE_S,
+            **PATIENCE,
+            **ALWAYS_FETCH,
         }
         newcomer = EngineProcess(tiny_model, tmp_path / "third.log", settings)
         check_three_nodes([*engines, newcomer], cluster)
@@ -297,9 +311,7 @@ def check_three_nodes(engines: list[EngineProcess], cluster: Cluster) -> None:
     tokens = prompt(14, BLOCK * 16)
     computed(engines[0], cluster, tokens[: BLOCK * 8])
     reference = computed(engines[1], cluster, tokens)
-    (output,) = engines[2].call("generate", prompts=[tokens])
-    assert output["tokens"] == reference
-    assert output["cached"] == len(tokens)
+    assert loaded(engines[2], cluster, tokens, len(tokens)) == reference
 
 
 def check_loss(engines: list[EngineProcess], cluster: Cluster, lost: LocalNode) -> None:
@@ -319,10 +331,10 @@ def check_loss(engines: list[EngineProcess], cluster: Cluster, lost: LocalNode) 
     assert all(output["reason"] == "length" for output in outputs)
     wait_until(lambda: has_left(cluster, place, lost.node_id), 10.0, "the node is forgotten")
     assert all(node_id != lost.node_id for node_id, *_ in directory_of(cluster))
+    # vLLM begins the stores of a step with the next one.
+    assert engines[0].tokens(prompts) == references
     settle(engines[0], cluster)
-    (output,) = engines[2].call("generate", prompts=prompts[:1])
-    assert output["tokens"] == references[0]
-    assert output["cached"] == len(prompts[0])
+    assert loaded(engines[2], cluster, prompts[0], len(prompts[0])) == references[0]
 
 
 def has_left(cluster: Cluster, place: tuple[int, int], node_id: str) -> bool:

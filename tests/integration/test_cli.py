@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import ray
 from typer.testing import CliRunner
@@ -14,14 +13,16 @@ from typer.testing import CliRunner
 from raykv.actors import cluster as clusters
 from raykv.cli import app
 from raykv.client import Cluster
-from raykv.errors import ClusterError
+from raykv.errors import ClusterError, MessageError
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
+    SyncRequest,
     decode,
     encode,
 )
+from raykv.miss_types import MissRecord
 from tests.one_node import actors_of_one_node
 from tests.waiting import wait_until
 
@@ -87,6 +88,25 @@ def test_pause_is_seen_and_outlives_scheduler_actor(running: Cluster) -> None:
     assert not running.status().paused
 
 
+def test_request_that_has_ended_is_explained_by_the_beginning_of_its_id(running: Cluster) -> None:
+    scheduler = clusters.find_scheduler_actor()
+    assert scheduler is not None
+    node_id = clusters.resolve_node_id("")
+    hello = AttachEngine(PROTOCOL_VERSION, "played", node_id, "ns", "model", 1, {0: 4096})
+    attached = decode(ray.get(scheduler.attach.remote(encode(hello)), timeout=10), EngineAttached)
+    assert not attached.error
+    record = MissRecord("cmpl-7-0-abcd", 100, 30, 20, {"evicted": 50}, b"key" + bytes(4))
+    message = SyncRequest("played", attached.epoch, 1, finished=[record])
+    ray.get(scheduler.sync.remote(encode(message)), timeout=10)
+    (row,) = json.loads(run("why-miss", "cmpl-7", "--json"))
+    assert row["missed_tokens"] == {"evicted": 50}
+    assert row["node_id"] == node_id
+    assert "computed: evicted" in run("why-miss", "cmpl-7-0-abcd")
+    with pytest.raises(ClusterError, match="among the latest 1 that have ended"):
+        running.why_miss("cmpl-8")
+    ray.get(scheduler.detach.remote("played"), timeout=10)
+
+
 def test_creators_that_race_get_one_actor_each(running: Cluster) -> None:
     node_id = clusters.resolve_node_id("")
     before = running.status().nodes[0].pid
@@ -112,7 +132,7 @@ def test_engine_of_other_protocol_is_refused_by_name(running: Cluster) -> None:
 def test_garbage_message_leaves_scheduler_actor_alive(running: Cluster) -> None:
     scheduler = clusters.find_scheduler_actor()
     assert scheduler is not None
-    with pytest.raises(msgspec.MsgspecError):
+    with pytest.raises(MessageError):
         ray.get(scheduler.sync.remote(b"\xff\x00nonsense"), timeout=10)
     assert running.status().nodes
 

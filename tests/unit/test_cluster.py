@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 import pytest
@@ -55,3 +56,13 @@ def test_unreachable_cluster_is_refused_at_once() -> None:
 def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ClusterError, match="no Ray cluster can be reached"):
         cluster.check_reachable(address)
+
+
+def test_fresh_randomness_is_that_of_no_other_process_and_leaves_the_seeded_one_as_it_was() -> None:
+    random.seed(0)
+    seeded = [random.random() for _ in range(4)]
+    random.seed(0)
+    with cluster._fresh_randomness():
+        fresh = [random.random() for _ in range(4)]
+    assert fresh != seeded
+    assert [random.random() for _ in range(4)] == seeded

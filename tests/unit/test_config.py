@@ -13,9 +13,9 @@ from raykv.config import (
     check_pool_bytes,
     default_pool_bytes,
     load_settings,
-    parse_size,
 )
 from raykv.errors import SettingError
+from raykv.parsing import parse_size
 
 SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s") and "_per_s" not in f.name]
 

@@ -187,7 +187,7 @@ class Fetcher:
         result.slots.extend(place.slot for place in places)
         result.generations.extend(place.generation for place in places)
         ended = self.remote.finish(orders, result)
-        assert [place for _, place in ended] == places
+        assert [each.place for each in ended] == places
 
 
 def key(name: str, group: int = 0) -> Key:

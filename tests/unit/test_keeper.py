@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import raykv.actors.keeper
+from raykv.actors.integrity import Integrity
 from raykv.actors.keeper import PoolKeeper, inventory_of
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import ChunkName, SlotState
@@ -57,6 +58,13 @@ def store(keeper: PoolKeeper, *names: ChunkName) -> None:
     for name in names:
         assert begin(keeper, name) is NONE
         assert keeper.end_store(name, 0, ok=True) is SlotState.READY
+
+
+def make_checksums(keeper: PoolKeeper) -> None:
+    """As the copy thread does it when it has nothing else to do."""
+    integrity = Integrity(keeper)
+    while integrity.work(lambda: False):
+        pass
 
 
 def can_load(keeper: PoolKeeper, name: ChunkName) -> bool:
@@ -123,7 +131,7 @@ def test_store_of_another_slot_size_waits_for_the_readers_of_the_slab(
 def test_waiting_store_is_woken_by_the_last_reader(
     keeper: PoolKeeper, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.keeper, "POLL_S", 2 * LONG_S)
+    monkeypatch.setattr(raykv.actors.keeper, "SLOT_LOOK_S", 2 * LONG_S)
     store(keeper, chunk(1))
     assert keeper.begin_load(chunk(1)) is NONE
     storing = threads.submit(begin, keeper, chunk(2), LONG_S)
@@ -135,7 +143,7 @@ def test_waiting_store_is_woken_by_the_last_reader(
 def test_waiting_store_is_woken_by_the_last_writer(
     keeper: PoolKeeper, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.keeper, "POLL_S", 2 * LONG_S)
+    monkeypatch.setattr(raykv.actors.keeper, "SLOT_LOOK_S", 2 * LONG_S)
     assert begin(keeper, chunk(1)) is NONE
     storing = threads.submit(begin, keeper, chunk(2), LONG_S)
     assert_waits(storing)
@@ -386,6 +394,7 @@ def test_keeper_of_a_pool_file_finds_what_was_ready_and_nothing_else(tmp_path: P
     kept, overwritten = chunk(1), chunk(2, slot=1)
     discarded = chunk(3, slot=2, namespace="other")
     store(first, kept, overwritten, discarded)
+    make_checksums(first)
     assert begin(first, replace(overwritten, generation=Generation(4))) is NONE
     assert begin(first, chunk(5, slot=3)) is NONE
     first.clear({"other": 3})
@@ -405,6 +414,7 @@ def test_chunks_of_an_earlier_life_are_in_the_inventory_and_need_no_report(
     first = PoolKeeper(GEOMETRY, path)
     first.recover()
     store(first, chunk(1))
+    make_checksums(first)
     again = PoolKeeper(GEOMETRY, path)
     again.recover()
     assert len(again.take_unreported(10)) == 0
@@ -425,3 +435,18 @@ def test_pages_of_an_inventory_leave_out_what_was_overwritten_meanwhile(tmp_path
     assert keeper.take_failed(10) == FailedStores([0], [3], [chunk(3).slot_bytes])
     assert keeper.take_failed(10) == FailedStores()
     keeper.pool._region.close()
+
+
+def test_chunk_without_a_checksum_is_not_found_in_the_next_life(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    first = PoolKeeper(GEOMETRY, path)
+    first.recover()
+    store(first, chunk(1))
+    make_checksums(first)
+    store(first, chunk(2, slot=1))
+    again = PoolKeeper(GEOMETRY, path)
+    again.recover()
+    assert again.all_ready() == [chunk(1)]
+    assert again.num_quarantined == 0
+    for each in (first, again):
+        each.pool._region.close()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from raykv.memory.limits import memory_limit
+from raykv.core.room import MemoryLimit, monitor_settings
+from raykv.memory.limits import (
+    is_in_memory,
+    memory_limit,
+    pool_objection,
+    ray_monitor,
+    worker_limits,
+)
 
 GIB = 1 << 30
 TOTAL = 64 * GIB
@@ -133,6 +141,88 @@ def test_group_that_cannot_be_read_does_not_limit(v2: Host, text: str) -> None:
     v2.v2("pod/box", str(8 * GIB), GIB)
     v2.write("sys/fs/cgroup/pod/box/memory.current", text)
     assert v2.free() == AVAILABLE
+
+
+def monitored(host: Host, **environment: str) -> MemoryLimit | None:
+    """What Ray's memory monitor leaves, for a raylet with that environment."""
+    return ray_monitor(monitor_settings(environment), host.root)
+
+
+def test_ray_counts_the_machines_memory_when_no_group_limits(v2: Host) -> None:
+    limit = monitored(v2)
+    assert limit is not None
+    assert limit.total_bytes == int(TOTAL * 0.95)
+    assert limit.free_bytes == int(TOTAL * 0.95) - (TOTAL - AVAILABLE)
+    assert "this machine's memory" in limit.source
+
+
+def test_ray_counts_the_containers_group_without_any_page_cache(v2: Host) -> None:
+    stat = f"inactive_file {GIB}\nactive_file {2 * GIB}\n"
+    v2.v2("", str(10 * GIB), 8 * GIB, stat)
+    limit = monitored(v2)
+    assert limit is not None
+    assert limit.free_bytes == int(10 * GIB * 0.95) - 5 * GIB
+    assert "the container's memory" in limit.source
+
+
+def test_ray_counts_the_containers_group_of_version_1(v1: Host) -> None:
+    v1.v1("", 10 * GIB, 8 * GIB, f"total_inactive_file {GIB}\ntotal_active_file {GIB}\n")
+    limit = monitored(v1)
+    assert limit is not None
+    assert limit.free_bytes == int(10 * GIB * 0.95) - 6 * GIB
+
+
+def test_ray_does_not_see_a_group_below_the_mount(v2: Host) -> None:
+    v2.v2("pod/box", str(8 * GIB), 3 * GIB)
+    limit = monitored(v2)
+    assert limit is not None
+    assert limit.total_bytes == int(TOTAL * 0.95)
+
+
+def test_limits_of_a_worker_include_rays_unless_it_is_off(v2: Host) -> None:
+    v2.v2("pod/box", str(60 * GIB), GIB)
+    sources = [limit.source for limit in worker_limits({}, v2.root)]
+    assert len(sources) == 3
+    assert any("Ray's memory monitor" in source for source in sources)
+    off = worker_limits({"RAY_memory_monitor_refresh_ms": "0"}, v2.root)
+    assert not any("Ray" in limit.source for limit in off)
+
+
+def test_pool_is_refused_when_ray_would_kill_for_it(v2: Host) -> None:
+    size = AVAILABLE - 2 * GIB
+    assert pool_objection(size, "", {"RAY_memory_monitor_refresh_ms": "0"}, v2.root) == ""
+    text = pool_objection(size, "", {}, v2.root)
+    assert "Ray's memory monitor (RAY_memory_usage_threshold=0.95" in text
+    assert "would fit" in text
+
+
+def test_pool_file_is_refused_when_its_disk_has_no_room(v2: Host, tmp_path: Path) -> None:
+    v2.write("proc/self/mountinfo", f"1 0 8:1 / {tmp_path} rw - ext4 /dev/x rw\n")
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    (v2.root / "proc/meminfo").write_text(
+        f"MemTotal: {free} kB\nMemAvailable: {free} kB\n"  # far more than the disk has
+    )
+    path = str(tmp_path / "pool")
+    assert pool_objection(GIB >> 10, path, {}, v2.root) == ""
+    text = pool_objection(2 * free, path, {}, v2.root)
+    assert f"the file system of {path}" in text
+    assert not Path(path).exists()
+
+
+def test_pool_file_in_tmpfs_counts_as_memory(v2: Host, tmp_path: Path) -> None:
+    pool = str(tmp_path / "ram" / "pool")
+    mounts = [f"1 0 8:1 / {tmp_path} rw - ext4 /dev/x rw"]
+    v2.write("proc/self/mountinfo", "\n".join(mounts))
+    assert not is_in_memory(Path(pool), v2.root)
+    mounts.append(f"2 1 0:5 / {tmp_path}/ram rw shared:2 - tmpfs tmpfs rw")
+    v2.write("proc/self/mountinfo", "\n".join(mounts))
+    assert is_in_memory(Path(pool), v2.root)
+    assert not is_in_memory(tmp_path / "rambo" / "pool", v2.root)
+
+
+def test_kind_of_this_machines_file_systems_is_known() -> None:
+    assert is_in_memory(Path("/dev/shm/pool"))
+    assert not is_in_memory(Path("/proc/pool"))
 
 
 def test_limit_of_this_machine_is_a_plausible_one() -> None:

@@ -1223,3 +1223,14 @@ def test_nothing_is_decided_before_the_pools_were_filled_once() -> None:
     desk.attach()
     assert desk.sync(counters={"chunks_stored": 2 * MIN_SAMPLE - 1}).store_share == 1
     assert desk.sync(counters={"chunks_stored": 2 * MIN_SAMPLE}).store_share == SOME
+
+
+def test_status_has_the_traits_that_an_engine_told(desk: Desk) -> None:
+    desk.report()
+    traits = {"hash_algorithm": "sha256"}
+    message = AttachEngine(
+        PROTOCOL_VERSION, "engine", "node", "model", "tiny", 1, {0: PAGE}, traits=traits
+    )
+    assert not desk.manager.attach_engine(message, desk.now).error
+    status = desk.manager.status("ray://x", "1.2.3", desk.now)
+    assert status.engines[0].traits == traits

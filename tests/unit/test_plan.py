@@ -241,3 +241,11 @@ def test_part_bytes_names_the_groups_that_there_are() -> None:
     of = layout((0, 10, PAGE, PAGE), groups={2: [0]})
     with pytest.raises(PlanError, match=r"no KV group 1; there are \[2\]"):
         Planner(of, 0).part_bytes(1)
+
+
+@pytest.mark.parametrize("slot", [-1, 1 << 32, 1 << 62, (1 << 64) - 1])
+def test_slot_beyond_all_pools_is_refused(slot: int) -> None:
+    layout = KVLayout("memfd", 64, 1, [TensorLayout(0, 1, 64, 64)], [0], [[0]])
+    job = CopyJob(1, 0, 1, Handles([b"k"], [slot], [1]), [0], [1], [0], [0])
+    with pytest.raises(PlanError, match="slots from"):
+        Planner(layout, rank=0).plan(job)

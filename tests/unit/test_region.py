@@ -111,6 +111,39 @@ def test_file_region_names_the_path_when_it_cannot_be_opened(tmp_path: Path) -> 
         Region.in_file(path, SIZE)
 
 
+def test_file_region_has_its_place_on_the_disk_from_the_start(tmp_path: Path) -> None:
+    region = Region.in_file(tmp_path / "pool", 1 << 20)
+    assert allocated(region) >= 1 << 20
+    region.close()
+
+
+def test_file_region_is_refused_when_the_disk_has_no_room(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(HandleError, match=r"pool file .* can't have .*smaller pool_bytes"):
+        Region.in_file(tmp_path / "pool", 1 << 46)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_prefault_goes_on_from_where_it_is_told(tmp_path: Path) -> None:
+    region = Region.anonymous(2 * PREFAULT_PIECE_BYTES, "test")
+    done: list[int] = []
+    region.prefault(lambda so_far: not done.append(so_far), PREFAULT_PIECE_BYTES)  # type: ignore[func-returns-value]
+    assert done == [2 * PREFAULT_PIECE_BYTES]
+    assert allocated(region) < 2 * PREFAULT_PIECE_BYTES
+    region.close()
+
+
+def test_prefault_stops_where_the_file_has_no_room_for_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    region = Region.in_file(path, 3 * PREFAULT_PIECE_BYTES)
+    # Like a disk that is full: no page behind the first piece can be had.
+    os.truncate(path, PREFAULT_PIECE_BYTES)
+    done: list[int] = []
+    region.prefault(lambda so_far: not done.append(so_far))  # type: ignore[func-returns-value]
+    assert done == [PREFAULT_PIECE_BYTES]
+    region.close()
+
+
 def test_prefault_allocates_all_pages_and_says_how_far_it_is() -> None:
     size = 2 * PREFAULT_PIECE_BYTES + 4096
     region = Region.anonymous(size, "test")

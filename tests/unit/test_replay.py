@@ -179,15 +179,15 @@ def test_missed_events_change_nothing() -> None:
 
 def test_snapshot_page_without_a_node_changes_its_place_only() -> None:
     replay = replay_of(joined("one", 7), stored("a"))
-    replay.load(SnapshotPage(2, 17, 0, is_last=True))
+    replay.load(SnapshotPage(PROTOCOL_VERSION, 2, 17, 0, is_last=True))
     assert (replay.nodes, known(replay), replay.place) == ({"one": 7}, {("one", "a"): 5}, (2, 17))
 
 
 def test_snapshot_page_adds_to_what_is_known() -> None:
     replay = replay_of(joined("one", 7), stored("a"))
     chunks = Inventory(["model"], [0, 0], [key("b"), key("c")], [3, 4], [8, 9], [PAGE, PAGE])
-    replay.load(SnapshotPage(1, 17, 0, "one", 7, chunks))
-    replay.load(SnapshotPage(1, 17, 0, "two", 8))
+    replay.load(SnapshotPage(PROTOCOL_VERSION, 1, 17, 0, "one", 7, chunks))
+    replay.load(SnapshotPage(PROTOCOL_VERSION, 1, 17, 0, "two", 8))
     assert known(replay) == {("one", "a"): 5, ("one", "b"): 8, ("one", "c"): 9}
     assert replay.chunks[NodeId("one"), Namespace("model"), key("c")] == (4, 9)
     assert replay.nodes == {"one": 7, "two": 8}

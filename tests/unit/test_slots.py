@@ -5,14 +5,32 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import Admission, ChunkName, FailedStore, SlotState, SlotTable, StoreAnswer
-from raykv.types import NO_GENERATION, SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+from raykv.core.slots import (
+    Admission,
+    ChunkName,
+    FailedStore,
+    Seal,
+    SlotState,
+    SlotTable,
+    StoreAnswer,
+)
+from raykv.types import (
+    MAX_GENERATION,
+    NO_GENERATION,
+    SLOT_ALIGNMENT,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Slot,
+)
 
 EMPTY, WRITING, READY = SlotState.EMPTY, SlotState.WRITING, SlotState.READY
 GO = StoreAnswer(Admission.GO)
@@ -186,7 +204,8 @@ def test_highest_generation_is_that_of_any_store_ever_begun(table: SlotTable) ->
 
 
 def test_restored_chunk_is_ready_at_its_generation(table: SlotTable) -> None:
-    table.restore(chunk(7, slot=4, pages=2))
+    assert table.restore(chunk(7, slot=4, pages=2), checksum=9)
+    assert table.seal_of(chunk(7, slot=4, pages=2)) == Seal(9, is_proven=False)
     assert table.begin_load(chunk(7, slot=4, pages=2)) is Refusal.NONE
     assert table.highest_generation == 7
     assert table.used_bytes == 2 * SLOT_ALIGNMENT
@@ -580,3 +599,26 @@ def test_store_that_ends_after_its_namespace_was_cleared_is_told_as_failed(
     finish(table, chunk(2))
     told = table.take_failed(10)
     assert [(failed.slot, failed.generation) for failed in told] == [(0, 2)]
+
+
+# Names that nobody was granted
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"key": b""},
+        {"key": b"k" * 129},
+        {"generation": NO_GENERATION},
+        {"generation": -1},
+        {"generation": MAX_GENERATION + 1},
+        {"slot": -1},
+        {"slot": 1 << 64},
+    ],
+)
+def test_name_that_can_not_be_granted_is_refused(table: SlotTable, wrong: dict[str, Any]) -> None:
+    name = replace(chunk(5), **wrong)
+    assert begin(table, name).refusal is Refusal.BAD_HANDLE
+    assert not table.restore(name, 1)
+    assert table.highest_generation == NO_GENERATION
+    table.check()

@@ -88,11 +88,12 @@ def store(view: EngineView, names: str) -> list[Handle]:
 
 
 def changes(view: EngineView, call: Callable[[], Any]) -> bool:
-    """Whether the call changed what the view knows; counters don't count."""
+    """Whether the call changed what the view acts on; what is for people does not count."""
 
     def picture() -> dict[str, Any]:
         parts = {**vars(view), **vars(view.remote), **vars(view._stock)}
-        left_out = ("counters", "remote", "settings", "cost", "_stock", "num_timed_out")
+        for_people = ("counters", "accounts", "_departures", "num_timed_out")
+        left_out = (*for_people, "remote", "settings", "cost", "_stock")
         return copy.deepcopy({k: v for k, v in parts.items() if k not in left_out})
 
     before = picture()

@@ -1,0 +1,255 @@
+"""What a chaos run has seen, and the verdict on it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+LOGPROB_TOLERANCE = 0.01
+"""Between two computations of a token. Rounding in float32 moves it by 1e-5, a wrong block of KV by
+more than 0.1."""
+
+MORE_FDS = 16
+MORE_BYTES = 128 << 20
+"""By which a process may have grown at the end. vLLM's allocators keep what their largest batch so
+far has needed: 80 MiB were seen."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one request; `reason` is why it ended, "length" if regularly.
+
+    `gaps`: by how much the logprob of each token is above that of the next best one.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    gaps: tuple[float, ...]
+    reason: str
+    cached: int
+    seconds: float
+
+    def agrees(self, reference: Answer) -> bool:
+        """Whether it is the beginning of what the reference says, with the same certainty.
+
+        Where rounding may decide between two tokens, the rest may be another text.
+        """
+        for number, token in enumerate(self.tokens):
+            ours, theirs = self.logprobs[number], reference.logprobs[number]
+            if not math.isclose(ours, theirs, abs_tol=LOGPROB_TOLERANCE):
+                return False
+            if token != reference.tokens[number]:
+                return reference.gaps[number] < LOGPROB_TOLERANCE
+        return True
+
+
+@dataclass(frozen=True)
+class Process:
+    """A part of RayKV, or an engine: resident bytes of its own, and open file descriptors."""
+
+    name: str
+    pid: int
+    num_bytes: int
+    num_fds: int
+
+
+@dataclass
+class FaultSeen:
+    """A fault, and what became of it.
+
+    `loads_again_s`: from its end until every engine had stored a new prompt and loaded it back;
+    `fetches_again_s`: until another node's engine loaded it too. None: not within the deadline, or
+    not waited for.
+    """
+
+    number: int
+    kind: str
+    node: int
+    frozen_s: float
+    at_s: float
+    note: str = ""
+    waited: bool = False
+    loads_again_s: float | None = None
+    fetches_again_s: float | None = None
+
+    @property
+    def is_mended(self) -> bool:
+        return not self.waited or (
+            self.loads_again_s is not None and self.fetches_again_s is not None
+        )
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What came of requests: those of one engine, or of all."""
+
+    requests: int = 0
+    aborted: int = 0
+    lost_with_engine: int = 0
+    failed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    probes: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    worst_stall_s: float = 0.0
+
+    def add(self, other: Seen) -> None:
+        """What another engine has seen; of stalls the worst counts."""
+        for each in fields(Seen):
+            mine, more = getattr(self, each.name), getattr(other, each.name)
+            is_worst = each.name == "worst_stall_s"
+            setattr(self, each.name, max(mine, more) if is_worst else mine + more)
+
+
+@dataclass
+class Report(Seen):
+    """All numbers of a run."""
+
+    seed: int
+    num_nodes: int
+    num_engines: int
+    seconds: float = 0.0
+    bytes_stored: int = 0
+    bytes_fetched: int = 0
+    faults: list[FaultSeen] = field(default_factory=list)
+    before: list[Process] = field(default_factory=list)
+    after: list[Process] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
+
+    @property
+    def grown(self) -> list[str]:
+        """Processes that have more memory or descriptors than any of their name had before."""
+        return [*self._grown()]
+
+    def _grown(self) -> Iterator[str]:
+        for process in self.after:
+            known = [other for other in self.before if other.name == process.name]
+            if not known:
+                continue
+            fds = process.num_fds - max(other.num_fds for other in known)
+            more = process.num_bytes - max(other.num_bytes for other in known)
+            if fds > MORE_FDS:
+                yield f"{process.name} ({process.pid}) has {fds} more file descriptors"
+            if more > MORE_BYTES:
+                yield f"{process.name} ({process.pid}) has {more >> 20} MiB more"
+
+    @property
+    def problems(self) -> list[str]:
+        """Each in a sentence; none: all is well."""
+        found = [f"failed request: {text}" for text in self.failed]
+        found += [f"wrong answer: {text}" for text in self.wrong]
+        found += [
+            f"fault {seen.number} ({seen.kind}): offloading did not work again"
+            for seen in self.faults
+            if not seen.is_mended
+        ]
+        found += self.grown
+        found += [f"left over: {what}" for what in self.left_over]
+        if not self.requests:
+            found.append("no request was served")
+        return found
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.problems else 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "grown": self.grown, "problems": self.problems}
+
+
+def show(report: Report) -> RenderableType:
+    """For a person."""
+    parts: list[RenderableType] = [_numbers(report), _faults(report.faults), _kinds(report.faults)]
+    parts.append(_processes(report))
+    if report.problems:
+        parts += [Text(f"✗ {problem}", style="bold red") for problem in report.problems]
+    else:
+        parts.append(
+            Text(
+                f"✓ {report.requests} requests, {len(report.faults)} faults: none failed, "
+                "none was answered wrongly, and offloading came back each time.",
+                style="bold green",
+            )
+        )
+    return Group(*parts)
+
+
+def _numbers(report: Report) -> Table:
+    table = Table("", "", box=SIMPLE_HEAD, show_header=False)
+    cached = 100 * report.cached_tokens / max(1, report.prompt_tokens)
+    rows = {
+        "seed, nodes, engines": f"{report.seed}, {report.num_nodes}, {report.num_engines}",
+        "seconds under load": f"{report.seconds:.0f}",
+        "requests": f"{report.requests} ({report.aborted} taken back, "
+        f"{report.lost_with_engine} lost with a killed engine)",
+        "failed requests": str(len(report.failed)),
+        "wrong answers": str(len(report.wrong)),
+        "probes, each asked twice": str(report.probes),
+        "prompt tokens out of a cache": f"{cached:.0f} %",
+        "pre-emptions": str(report.preemptions),
+        "stored, fetched": f"{report.bytes_stored >> 20} MiB, {report.bytes_fetched >> 20} MiB",
+        "worst stall": f"{report.worst_stall_s:.1f} s",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _faults(seen: Sequence[FaultSeen]) -> Table:
+    headings = ("#", "at, s", "fault", "node", "frozen, s", "loads again, s", "fetches again, s")
+    table = Table(*headings, "", box=SIMPLE_HEAD, title="Faults", title_justify="left")
+    for each in seen:
+        table.add_row(
+            str(each.number),
+            f"{each.at_s:.0f}",
+            each.kind,
+            str(each.node),
+            f"{each.frozen_s:.1f}" if each.frozen_s else "",
+            _seconds(each.loads_again_s, waited=each.waited),
+            _seconds(each.fetches_again_s, waited=each.waited),
+            each.note,
+        )
+    return table
+
+
+def _kinds(seen: Sequence[FaultSeen]) -> Table:
+    headings = ("fault", "times", "loads again, median s", "fetches again, median s")
+    table = Table(*headings, box=SIMPLE_HEAD)
+    for kind in dict.fromkeys(each.kind for each in seen):
+        some = [each for each in seen if each.kind == kind]
+        loads = [each.loads_again_s for each in some if each.loads_again_s is not None]
+        fetches = [each.fetches_again_s for each in some if each.fetches_again_s is not None]
+        table.add_row(
+            kind,
+            str(len(some)),
+            f"{median(loads):.1f}" if loads else "",
+            f"{median(fetches):.1f}" if fetches else "",
+        )
+    return table
+
+
+def _seconds(value: float | None, *, waited: bool) -> str:
+    if value is not None:
+        return f"{value:.1f}"
+    return "never" if waited else ""
+
+
+def _processes(report: Report) -> Table:
+    headings = ("process", "MiB before", "MiB after", "fds before", "fds after")
+    table = Table(*headings, box=SIMPLE_HEAD)
+    for name in dict.fromkeys(process.name for process in (*report.before, *report.after)):
+        before = [process for process in report.before if process.name == name]
+        after = [process for process in report.after if process.name == name]
+        sizes = [[each.num_bytes >> 20 for each in some] for some in (before, after)]
+        fds = [[each.num_fds for each in some] for some in (before, after)]
+        table.add_row(name, *(", ".join(map(str, some)) for some in (*sizes, *fds)))
+    return table

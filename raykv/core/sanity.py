@@ -1,0 +1,265 @@
+"""What no honest peer sends: messages that can be read and yet can't be meant.
+
+A message is looked at as a whole before anything of it is carried out, so that a refused one
+changes nothing. All numbers that pass fit into the tables of `raykv/directory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+
+from raykv.core.geometry import PoolGeometry
+from raykv.errors import MessageError
+from raykv.messages import (
+    AttachEngine,
+    FailedStores,
+    FetchResult,
+    Handles,
+    Inventory,
+    JobResult,
+    Leases,
+    LostReplicas,
+    NodeReport,
+    ReadRequest,
+    SyncReply,
+    SyncRequest,
+)
+from raykv.types import (
+    MAX_EPOCH,
+    MAX_GENERATION,
+    MAX_KEY_BYTES,
+    SLOT_ALIGNMENT,
+    Generation,
+    Refusal,
+    epoch_of,
+)
+
+MAX_ROWS = 1 << 17
+"""Of any column; honest ones have a few thousand."""
+
+MAX_NAME = 4096
+"""Characters of an id, a namespace or a name for people."""
+
+MAX_SLOTS = 1 << 32
+MAX_POOL_BYTES = MAX_SLOTS * SLOT_ALIGNMENT
+MAX_SLABS = 1 << 20
+MAX_GROUPS = 1 << 16
+MAX_NUMBER = (1 << 63) - 1
+
+_REFUSALS = frozenset(int(refusal) for refusal in Refusal)
+
+
+def require(condition: bool, what: str) -> None:
+    """Refuse a message if a condition does not hold.
+
+    Raises:
+        MessageError: it does not.
+    """
+    if not condition:
+        raise MessageError(f"a message that can't be meant: {what}")
+
+
+def _numbers(what: str, numbers: Collection[int], least: int, most: int) -> None:
+    if numbers:
+        low, high = min(numbers), max(numbers)
+        require(least <= low and high <= most, f"{what} from {low} to {high}")
+
+
+def _rows(what: str, first: Sized, *others: Sized) -> None:
+    count = len(first)
+    require(count <= MAX_ROWS, f"{count} {what}")
+    for other in others:
+        require(len(other) == count, f"{what}: columns of {count} and {len(other)} rows")
+
+
+def _keys(what: str, keys: Sequence[bytes]) -> None:
+    _rows(what, keys)
+    _numbers(f"lengths of {what}", set(map(len, keys)), 1, MAX_KEY_BYTES)
+
+
+def _names(what: str, names: Iterable[str]) -> None:
+    for name in names:
+        require(len(name) <= MAX_NAME, f"{what} of {len(name)} characters")
+
+
+def _places(what: str, slots: Sequence[int], generations: Sequence[int]) -> None:
+    _rows(what, slots, generations)
+    _numbers(f"slots of {what}", slots, 0, MAX_SLOTS - 1)
+    _numbers(f"generations of {what}", generations, 0, MAX_GENERATION)
+
+
+def _handles(what: str, handles: Handles) -> None:
+    _keys(f"keys of {what}", handles.keys)
+    _rows(what, handles.keys, handles.slots)
+    _places(what, handles.slots, handles.generations)
+
+
+def _leases(what: str, leases: Leases) -> None:
+    _rows(what, leases.groups, leases.slots)
+    _numbers(f"KV groups of {what}", leases.groups, 0, MAX_GROUPS - 1)
+    _places(what, leases.slots, leases.generations)
+
+
+def _lost(lost: LostReplicas) -> None:
+    _rows("lost chunks", lost.keys, lost.nodes, lost.generations)
+    _keys("lost keys", lost.keys)
+    _numbers("lost generations", lost.generations, 0, MAX_GENERATION)
+
+
+# To the scheduler actor
+
+
+def check_attach(message: AttachEngine) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _names("a name", (message.engine_id, message.node_id, message.namespace, message.model))
+    require(bool(message.engine_id), "an engine without an id")
+    require(0 < message.num_ranks <= MAX_GROUPS, f"{message.num_ranks} ranks")
+    require(bool(message.slot_bytes), "an engine without KV groups")
+    _numbers("KV groups", message.slot_bytes, 0, MAX_GROUPS - 1)
+    _sizes(set(message.slot_bytes.values()))
+    _leases("leases", message.leases)
+
+
+def _sizes(sizes: set[int]) -> None:
+    _numbers("slot sizes", sizes, SLOT_ALIGNMENT, MAX_POOL_BYTES)
+    require(not any(size % SLOT_ALIGNMENT for size in sizes), f"slot sizes {sizes}")
+
+
+def check_sync(request: SyncRequest) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _numbers("a message's numbers", (request.seq, request.clear, request.epoch), 0, MAX_NUMBER)
+    _rows("wanted KV groups", request.wanted)
+    _numbers("wanted leases", request.wanted.values(), 0, MAX_NUMBER)
+    for what, keys in (
+        ("touched keys", request.touched),
+        ("pinned keys", request.pinned),
+        ("asked keys", request.asked),
+    ):
+        _keys(what, keys)
+    _leases("released leases", request.released)
+    _handles("dropped chunks", request.dropped)
+    _handles("announced chunks", request.announced)
+    _lost(request.lost)
+    _counters(request.counters)
+
+
+def _counters(counters: Mapping[str, int]) -> None:
+    _rows("counters", counters)
+    _numbers("counters", counters.values(), 0, MAX_NUMBER)
+    _names("a counter's name", counters)
+
+
+def check_report(report: NodeReport) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _names("a name", (report.node_id, report.hostname, report.raykv_version))
+    require(bool(report.node_id), "a node without an id")
+    _numbers("a report's numbers", (report.epoch, report.seq, report.page), 0, MAX_NUMBER)
+    slab_bytes, pool_bytes = report.slab_bytes, report.pool_bytes
+    is_cut = 0 < slab_bytes <= pool_bytes <= MAX_POOL_BYTES and slab_bytes % SLOT_ALIGNMENT == 0
+    require(is_cut, f"a pool of {pool_bytes} bytes in slabs of {slab_bytes}")
+    num_slabs = PoolGeometry(pool_bytes, slab_bytes).num_slabs
+    require(num_slabs <= MAX_SLABS, f"a pool of {num_slabs} slabs")
+    heard = (report.scheduler_epoch, epoch_of(Generation(report.highest_generation)))
+    _numbers("epochs of the scheduler actor", heard, 0, MAX_EPOCH)
+    _inventory(report.stored, slab_bytes)
+    _failed(report.failed, slab_bytes)
+    _rows("cleared namespaces", report.cleared)
+    _names("a namespace", report.cleared)
+    _numbers("generations of clearings", report.cleared.values(), 0, MAX_GENERATION)
+
+
+def _inventory(stored: Inventory, slab_bytes: int) -> None:
+    _keys("keys of stored chunks", stored.keys)
+    _rows("stored chunks", stored.keys, stored.slots, stored.slot_bytes, stored.namespace_index)
+    _places("stored chunks", stored.slots, stored.generations)
+    _names("a namespace", stored.namespaces)
+    _numbers("numbers of namespaces", stored.namespace_index, 0, len(stored.namespaces) - 1)
+    _sizes_in(stored.slot_bytes, slab_bytes)
+
+
+def _failed(failed: FailedStores, slab_bytes: int) -> None:
+    _rows("failed stores", failed.slots, failed.slot_bytes)
+    _places("failed stores", failed.slots, failed.generations)
+    _sizes_in(failed.slot_bytes, slab_bytes)
+
+
+def _sizes_in(slot_bytes: Sequence[int], slab_bytes: int) -> None:
+    sizes = set(slot_bytes)
+    _sizes(sizes)
+    _numbers("slot sizes", sizes, SLOT_ALIGNMENT, slab_bytes)
+
+
+def check_read(request: ReadRequest, slab_bytes: int) -> None:
+    """A read out of a pool that is cut into slabs.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    handles = request.handles
+    _rows("chunks", handles.keys, handles.slots, handles.generations, request.slot_bytes)
+    _numbers("slot sizes", request.slot_bytes, 1, slab_bytes)
+
+
+# To an engine
+
+
+def check_reply(reply: SyncReply, request: SyncRequest, groups: Collection[int]) -> None:
+    """An answer to `request` of an engine that has these KV groups.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    _handles("stored chunks", reply.stored)
+    _handles("removed chunks", reply.removed)
+    _leases("granted leases", reply.granted)
+    require(set(reply.granted.groups).issubset(groups), "leases of a KV group that is not there")
+    require(0 < reply.store_share <= MAX_NUMBER, f"one store of {reply.store_share}")
+    told = reply.replicas
+    _rows("replicas", told.key_index, told.node_index)
+    _rows("replicas", told.slots, told.key_index)
+    _places("replicas", told.slots, told.generations)
+    _rows("nodes", told.nodes, told.node_epochs)
+    _numbers("numbers of nodes", told.node_index, 0, len(told.nodes) - 1)
+    for positions in (told.key_index, told.pending):
+        _numbers("numbers of keys", positions, 0, len(request.asked) - 1)
+
+
+def check_fetched(result: FetchResult, num_chunks: int) -> None:
+    """How a fetch of so many chunks has ended.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    _rows("fetched chunks", range(num_chunks), result.refusals, result.slots)
+    _places("fetched chunks", result.slots, result.generations)
+    require(_REFUSALS.issuperset(result.refusals), f"refusals {set(result.refusals)}")
+    require(result.num_bytes >= 0 and result.seconds >= 0, f"{result.num_bytes} bytes fetched")
+    _lost(result.lost)
+
+
+def check_failures(failed: Sequence[int], refusals: Sequence[int], num_chunks: int) -> None:
+    """Chunks of a copy job that did not happen, and why.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    _rows("failed chunks", failed, refusals)
+    _numbers("failed chunks", failed, 0, num_chunks - 1)
+    require(len(set(failed)) == len(failed), "a chunk that has failed twice")
+    require(_REFUSALS.issuperset(refusals), f"refusals {set(refusals)}")
+
+
+def believable(result: JobResult, num_chunks: int) -> JobResult:
+    """A result as it came; if it can't be meant, one that nothing of the job has happened."""
+    try:
+        check_failures(result.failed_chunks, result.refusals, num_chunks)
+    except MessageError:
+        every = list(range(num_chunks))
+        return JobResult(result.job_id, 0, 0.0, every, [int(Refusal.COPY_FAILED)] * num_chunks)
+    return result

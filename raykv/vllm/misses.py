@@ -1,0 +1,141 @@
+"""Tells the engine's accounts what vLLM does with a request, and vLLM's metrics what came of it.
+
+All methods run on EngineCore's scheduler thread, and none raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+from prometheus_client import REGISTRY
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
+
+from raykv.core.view import EngineView
+from raykv.miss_types import MissRecord
+from raykv.types import MissReason
+from raykv.vllm.guard import guarded, nothing
+
+logger = logging.getLogger("raykv")
+
+PROMPT_TOKENS = "raykv_prompt_tokens"
+MISSED_TOKENS = "raykv_missed_tokens"
+
+
+def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Counters in vLLM's `/metrics`; Prometheus appends `_total` to their names."""
+    return {
+        PROMPT_TOKENS: OffloadingCounterMetadata(
+            documentation="Prompt tokens of finished requests: found in vLLM's own cache, loaded "
+            "by RayKV, or computed.",
+            labelnames=("source",),
+        ),
+        MISSED_TOKENS: OffloadingCounterMetadata(
+            documentation="Prompt tokens of finished requests that were computed, by the reason "
+            "for which RayKV did not load them.",
+            labelnames=("reason",),
+        ),
+    }
+
+
+def unregister_metrics() -> None:
+    """Forget those of an earlier engine of this process, as vLLM does with its own."""
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("raykv_"):
+            REGISTRY.unregister(collector)
+
+
+class MissReporter:
+    """See the module's docstring."""
+
+    def __init__(self, view: EngineView) -> None:
+        self._view = view
+        self._tokens: Counter[tuple[str, str]] = Counter()
+
+    @guarded(nothing)
+    def began(self, request: Any) -> None:
+        """A request is new."""
+        self._view.accounts.open(request.request_id, request.num_prompt_tokens)
+
+    @guarded(nothing)
+    def looks(self, request: Any, num_computed_tokens: int, max_load_tokens: int | None) -> None:
+        """vLLM asks what can be loaded beyond what its own cache has.
+
+        Args:
+            request: vLLM's.
+            num_computed_tokens: tokens in vLLM's cache.
+            max_load_tokens: what the client allows at most.
+        """
+        account = self._view.accounts.get(request.request_id)
+        self._view.requests.take_miss(request.request_id)
+        if account is not None:
+            opted_out = request.skip_reading_prefix_cache or max_load_tokens is not None
+            otherwise = MissReason.OPTED_OUT if opted_out else MissReason.OTHER
+            account.look(num_computed_tokens, otherwise)
+
+    @guarded(nothing)
+    def admitted(self, request: Any, num_external_tokens: int) -> None:
+        """vLLM gave the request blocks, and loads so many tokens into them."""
+        account = self._view.accounts.get(request.request_id)
+        miss = self._view.requests.take_miss(request.request_id)
+        if account is not None:
+            account.admit(request.num_computed_tokens, num_external_tokens, miss)
+
+    @guarded(nothing)
+    def failed(self, request_id: str, reason: MissReason) -> None:
+        """Some of what the request loads does not come."""
+        account = self._view.accounts.get(request_id)
+        if account is not None:
+            account.failure = reason
+
+    @guarded(nothing)
+    def ended(self, request: Any) -> None:
+        """The request has finished, or was aborted."""
+        record = self._view.accounts.close(request.request_id)
+        if record is None:
+            return
+        self._tokens["source", "own_cache"] += record.own
+        self._tokens["source", "loaded"] += record.loaded
+        self._tokens["source", "computed"] += sum(record.missed.values())
+        for reason, count in record.missed.items():
+            self._tokens["reason", reason] += count
+        if record.missed:
+            logger.debug("%s", sentence(record))
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """What has been counted since the last call; None: nothing."""
+        self._correct()
+        tokens = +self._tokens
+        if not tokens:
+            return None
+        self._tokens.subtract(tokens)
+        stats = OffloadingConnectorStats()
+        for (label, value), count in tokens.items():
+            name = PROMPT_TOKENS if label == "source" else MISSED_TOKENS
+            stats.increase_counter(name, count, (value,))
+        return stats
+
+    def _correct(self) -> None:
+        """Take in what the scheduler actor knew better.
+
+        Prometheus has been told already that those tokens were never stored, and its counters do
+        not go back: later ones that were never stored are left out until that is made up for.
+        """
+        refined = self._view.accounts.take_refined()
+        for reason, count in refined.items():
+            self._tokens["reason", reason] += count
+            self._tokens["reason", MissReason.NEVER_STORED] -= count
+
+
+def sentence(record: MissRecord) -> str:
+    """A record in one line."""
+    by_size = sorted(record.missed.items(), key=lambda row: -row[1])
+    reasons = ", ".join(f"{count} {name}" for name, count in by_size)
+    return (
+        f"request {record.request_id}: of {record.prompt} prompt tokens {record.own} were in "
+        f"vLLM's own cache, {record.loaded} loaded, and computed: {reasons}"
+    )

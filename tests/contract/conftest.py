@@ -1,0 +1,33 @@
+"""Networks of NodeActors in this process, and workers that end with the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract.peers_in_process import Network, Node
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    made = Network()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def here(network: Network) -> Node:
+    """The destination. Its epoch is not that of the sources."""
+    return network.node("here", epoch=9)
+
+
+@pytest.fixture
+def source(network: Network) -> Node:
+    return network.node("source")
+
+
+@pytest.fixture
+def other(network: Network) -> Node:
+    """Another source."""
+    return network.node("other", epoch=8)

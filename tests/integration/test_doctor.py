@@ -1,0 +1,239 @@
+"""The doctor in a real cluster: nothing to say of a healthy one, and planted faults found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typer.testing import CliRunner
+
+import raykv.actors.node
+import raykv.actors.runtime
+from raykv.actors import cluster as clusters
+from raykv.actors import names
+from raykv.actors.local_nodes import LocalNode, add_local_node
+from raykv.actors.runtime import EngineIdentity, EngineRuntime
+from raykv.cli import app
+from raykv.client import Cluster
+from raykv.config import NODE_ROOM_LOOK_S, Settings
+from raykv.core.room import MemoryLimit
+from raykv.core.view import EngineView
+from raykv.errors import SettingError
+from raykv.findings import Finding, Severity
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    EngineAttached,
+    NodeDescription,
+    NodeReport,
+    decode,
+    encode,
+)
+from raykv.types import SLOT_ALIGNMENT, EngineId
+from tests.one_node import actors_of_one_node
+from tests.processes import freeze
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+POOL_BYTES = 64 << 20
+TOO_MUCH = 1 << 50
+TRAITS = {"hash_algorithm": "sha256", "hash_seed": "abc"}
+
+
+@pytest.fixture
+def head(cluster: Cluster) -> Iterator[str]:
+    """Both actors, new for each test; the node's id."""
+    with actors_of_one_node(cluster, POOL_BYTES) as node_id:
+        yield node_id
+
+
+@pytest.fixture(scope="module")
+def second(cluster: Cluster) -> Iterator[LocalNode]:
+    """One more Ray node on this host."""
+    node = add_local_node(cluster.address)
+    yield node
+    node.stop()
+
+
+def attach(engine_id: str, node_id: str, traits: dict[str, str], namespace: str = "ns") -> None:
+    """As an engine does it; the session lasts ten seconds."""
+    scheduler = clusters.find_scheduler_actor()
+    assert scheduler is not None
+    hello = AttachEngine(
+        version=PROTOCOL_VERSION,
+        engine_id=engine_id,
+        node_id=node_id,
+        namespace=namespace,
+        model="tiny",
+        num_ranks=1,
+        slot_bytes={0: SLOT_ALIGNMENT},
+        traits=traits,
+    )
+    answer = decode(ray.get(scheduler.attach.remote(encode(hello)), timeout=10.0), EngineAttached)
+    assert not answer.error, answer
+
+
+def wrong(findings: Sequence[Finding]) -> list[Finding]:
+    return [each for each in findings if each.severity is not Severity.OK]
+
+
+def failures(cluster: Cluster, check: str) -> list[str]:
+    found = cluster.doctor()
+    return [each.what for each in found if (each.check, each.severity) == (check, Severity.FAIL)]
+
+
+def run_doctor() -> tuple[int, list[dict[str, str]]]:
+    result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
+    return result.exit_code, json.loads(result.output)
+
+
+class OldNodeActor:
+    """A NodeActor of a RayKV with another protocol."""
+
+    def describe(self) -> bytes:
+        return encode(
+            NodeDescription(PROTOCOL_VERSION + 1, "9.9", "node", 1, "socket", 1, 1, 1, 1, 1)
+        )
+
+
+def test_healthy_cluster_has_nothing_wrong(head: str, cluster: Cluster) -> None:
+    attach("one", head, TRAITS)
+    attach("two", head, TRAITS)
+    assert wrong(cluster.doctor()) == []
+    code, lines = run_doctor()
+    assert code == 0
+    assert {line["severity"] for line in lines} == {"ok"}
+    text = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    assert text.exit_code == 0
+    assert "the scheduler actor answers" in text.output
+
+
+def test_engine_with_another_hash_seed_is_found(head: str, cluster: Cluster) -> None:
+    attach("one", head, TRAITS)
+    attach("two", head, {**TRAITS, "hash_seed": "xyz"}, namespace="other")
+    (what,) = failures(cluster, "hashes")
+    assert "hash_seed differs" in what
+    assert "xyz: engine two" in what
+    code, _ = run_doctor()
+    assert code == 1
+
+
+def test_node_actor_of_another_version_is_found_and_left_alone(
+    head: str, second: LocalNode, cluster: Cluster
+) -> None:
+    actor = (
+        ray.remote(OldNodeActor)
+        .options(
+            name=names.node_actor(second.node_id),
+            namespace=names.RAY_NAMESPACE,
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(second.node_id, soft=False),
+        )
+        .remote()
+    )
+    ray.get(actor.describe.remote(), timeout=60.0)
+    (what,) = failures(cluster, "versions")
+    assert "9.9" in what
+    assert second.node_id[:12] in what
+    assert f"protocol {PROTOCOL_VERSION + 1}" in what
+    assert clusters.find_node_actor(second.node_id) is not None
+    ray.kill(actor)
+
+
+def test_engine_on_a_node_without_node_actor_is_found(
+    head: str, second: LocalNode, cluster: Cluster
+) -> None:
+    scheduler = clusters.find_scheduler_actor()
+    assert scheduler is not None
+    report = NodeReport(
+        version=PROTOCOL_VERSION,
+        node_id=second.node_id,
+        epoch=1,
+        seq=1,
+        pool_bytes=POOL_BYTES,
+        slab_bytes=POOL_BYTES,
+        highest_generation=0,
+        scheduler_epoch=0,
+    )
+    # Its last words; the NodeActor is gone, and nobody has made another one.
+    ray.get(scheduler.report.remote(encode(report)), timeout=10.0)
+    attach("lost", second.node_id, TRAITS)
+    found = failures(cluster, "placement")
+    assert any("engine lost" in what and second.node_id[:12] in what for what in found), found
+    assert any("no NodeActor" in what for what in found), found
+
+
+def test_pool_that_no_limit_allows_is_refused_and_found(
+    head: str, second: LocalNode, cluster: Cluster
+) -> None:
+    clusters.node_actor(cluster.address, second.node_id, TOO_MUCH, 1 << 20, "")
+    actor = clusters.find_node_actor(second.node_id)
+    pid = clusters.describe(actor, 60.0).pid
+    (what,) = failures(cluster, "memory")
+    assert f"pool_bytes={TOO_MUCH}" in what
+    assert "would fit" in what
+    refused = cluster.status().refused
+    assert list(refused) == [second.node_id]
+    assert "gives no pool" in CliRunner().invoke(app, ["status"]).output
+    # It lives on: no storm of restarts.
+    time.sleep(NODE_ROOM_LOOK_S + 1.0)
+    assert clusters.describe(actor, 10.0).pid == pid
+    clusters.end_node_actor(second.node_id)
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    freeze(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_frozen_scheduler_actor_is_found_within_seconds(head: str, cluster: Cluster) -> None:
+    from ray._private.state import actors
+
+    (pid,) = [
+        entry["Pid"]
+        for entry in actors().values()
+        if entry["Name"] == names.SCHEDULER and entry["State"] == "ALIVE"
+    ]
+    with frozen(pid):
+        began = time.monotonic()
+        (what,) = failures(cluster, "scheduler")
+        assert "does not answer" in what
+        assert "no answer within" in what
+        assert time.monotonic() - began < 30.0
+    wait_until(lambda: wrong(cluster.doctor()) == [], 20.0, "all is well again")
+
+
+def test_start_of_engine_stops_when_its_node_refuses_the_pool(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.down()
+    # The engine's own control group would allow it; that of the node's actors does not.
+    generous = MemoryLimit(1 << 60, 1 << 60, "another control group")
+    monkeypatch.setattr(raykv.actors.runtime, "memory_limit", lambda: generous)
+    identity = EngineIdentity("engine", "ns", "tiny", 1, {0: SLOT_ALIGNMENT}, "")
+    view = EngineView(EngineId("engine"), [0], 10.0, 8)
+    runtime = EngineRuntime(Settings(pool_bytes=TOO_MUCH), view, identity)
+    with pytest.raises(SettingError, match=rf"gives no pool: pool_bytes={TOO_MUCH} .*would fit"):
+        runtime.start()
+    wait_until(
+        lambda: clusters.find_node_actor(runtime.node_id) is None, 20.0, "its NodeActor is gone"
+    )
+    # The next engine, with a size that fits, starts.
+    small = EngineRuntime(Settings(pool_bytes=POOL_BYTES), view, identity)
+    small.start()
+    assert small.node is not None
+    assert small.node.pool_bytes == POOL_BYTES
+    small.stop()
+    cluster.down()

@@ -1,0 +1,225 @@
+"""Accounts of prompt tokens: each token is counted once, under the right heading."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.core.accounts import MAX_RECORDS, MAX_WAITING, Accounts, TokenAccount
+from raykv.core.requests import Miss
+from raykv.miss_types import MissRecord
+from raykv.types import Key, MissReason
+
+CHUNK = 32
+EVICTED = Miss(Key(b"first gone\x00\x00\x00\x00"), MissReason.EVICTED)
+OTHER, OPTED_OUT = MissReason.OTHER, MissReason.OPTED_OUT
+
+
+def closed(
+    prompt: int,
+    own: int,
+    loaded: int = 0,
+    miss: Miss | None = None,
+    otherwise: MissReason = OTHER,
+) -> MissRecord:
+    """A request whose lookups and load went as vLLM does it."""
+    account = TokenAccount(prompt, CHUNK)
+    account.look(own, otherwise)
+    account.admit(0, loaded, miss)
+    if loaded:
+        account.admit(own + loaded, 0, None)
+    return account.record("r")
+
+
+def test_prompt_is_split_into_own_loaded_and_the_rest_behind_the_first_missing_chunk() -> None:
+    record = closed(prompt=10 * CHUNK + 5, own=2 * CHUNK, loaded=3 * CHUNK, miss=EVICTED)
+    assert record == MissRecord(
+        "r",
+        10 * CHUNK + 5,
+        2 * CHUNK,
+        3 * CHUNK,
+        {"incomplete_chunk": 5, "evicted": 5 * CHUNK},
+        EVICTED.key,
+    )
+
+
+def test_whole_prompt_that_was_loaded_misses_nothing() -> None:
+    assert closed(4 * CHUNK, 0, 4 * CHUNK).missed == {}
+
+
+@pytest.mark.parametrize("prompt", [5, CHUNK - 1, 3 * CHUNK + 5])
+def test_prompts_end_alone_is_an_incomplete_chunk_and_names_no_key(prompt: int) -> None:
+    end = prompt % CHUNK
+    record = closed(prompt, own=0, loaded=prompt - end)
+    assert (record.missed, record.missing) == ({"incomplete_chunk": end}, b"")
+
+
+def test_less_than_a_chunk_before_the_end_is_not_looked_up_and_not_blamed_on_anything() -> None:
+    # vLLM's cache is in blocks, several to a chunk.
+    record = closed(4 * CHUNK, own=4 * CHUNK - 16, otherwise=OPTED_OUT)
+    assert record.missed == {"incomplete_chunk": 16}
+
+
+def test_whole_last_chunk_that_is_missing_has_the_reason_of_the_lookup() -> None:
+    record = closed(4 * CHUNK, own=0, loaded=3 * CHUNK, miss=EVICTED)
+    assert record.missed == {"evicted": CHUNK}
+
+
+def test_last_token_of_a_window_counts_as_the_prompts_end() -> None:
+    assert closed(4 * CHUNK, own=0, loaded=4 * CHUNK - 1).missed == {"incomplete_chunk": 1}
+
+
+def test_rest_that_no_lookup_explains_has_the_reason_that_was_named_before() -> None:
+    assert closed(4 * CHUNK, 0, otherwise=OPTED_OUT).missed == {"opted_out": 4 * CHUNK}
+    assert closed(4 * CHUNK, 0).missed == {"other": 4 * CHUNK}
+
+
+def test_later_lookups_before_blocks_are_given_replace_the_earlier_ones() -> None:
+    account = TokenAccount(4 * CHUNK, CHUNK)
+    account.look(CHUNK, OPTED_OUT)
+    account.look(2 * CHUNK, OTHER)
+    account.admit(0, CHUNK, EVICTED)
+    account.admit(3 * CHUNK, 0, None)
+    record = account.record("r")
+    assert (record.own, record.loaded, record.missed) == (2 * CHUNK, CHUNK, {"evicted": CHUNK})
+
+
+def test_load_that_failed_in_part_counts_up_to_where_vllm_goes_on() -> None:
+    account = TokenAccount(10 * CHUNK, CHUNK)
+    account.look(CHUNK, OTHER)
+    account.admit(0, 6 * CHUNK, EVICTED)
+    account.failure = MissReason.LOAD_FAILED
+    account.admit(3 * CHUNK, 0, None)
+    record = account.record("r")
+    assert (record.own, record.loaded) == (CHUNK, 2 * CHUNK)
+    assert record.missed == {"load_failed": 4 * CHUNK, "evicted": 3 * CHUNK}
+
+
+def test_load_that_failed_as_a_whole_is_looked_up_anew() -> None:
+    account = TokenAccount(4 * CHUNK, CHUNK)
+    account.look(0, OTHER)
+    account.admit(0, 4 * CHUNK, None)
+    account.failure = MissReason.LOAD_FAILED
+    account.look(0, OTHER)
+    account.admit(0, 0, Miss(EVICTED.key, MissReason.LOAD_FAILED))
+    record = account.record("r")
+    assert (record.loaded, record.missed) == (0, {"load_failed": 4 * CHUNK})
+    assert record.missing == EVICTED.key
+
+
+def test_full_prompt_of_which_vllm_computes_the_last_token_again_was_loaded() -> None:
+    account = TokenAccount(4 * CHUNK, CHUNK)
+    account.look(0, OTHER)
+    account.admit(0, 4 * CHUNK, None)
+    account.admit(4 * CHUNK - 1, 0, None)
+    assert account.record("r").loaded == 4 * CHUNK
+
+
+def test_preemption_counts_nothing_twice() -> None:
+    account = TokenAccount(4 * CHUNK, CHUNK)
+    account.look(CHUNK, OTHER)
+    account.admit(0, 0, EVICTED)
+    before = account.record("r")
+    account.look(3 * CHUNK, OPTED_OUT)
+    account.admit(0, CHUNK, None)
+    account.admit(4 * CHUNK, 0, None)
+    assert account.record("r") == before
+
+
+@pytest.mark.parametrize("begins_to_load", [False, True])
+def test_request_that_ended_before_its_turn_is_aborted(begins_to_load: bool) -> None:
+    account = TokenAccount(4 * CHUNK, CHUNK)
+    account.look(CHUNK, OTHER)
+    if begins_to_load:
+        account.admit(0, 2 * CHUNK, EVICTED)
+    record = account.record("r")
+    assert (record.own, record.loaded) == (CHUNK, 0)
+    assert (record.missed, record.missing) == ({"aborted": 3 * CHUNK}, b"")
+
+
+numbers = st.integers(0, 300)
+misses = st.none() | st.builds(Miss, st.just(EVICTED.key), st.sampled_from(list(MissReason)))
+steps = st.one_of(
+    st.tuples(st.just("look"), numbers, st.sampled_from([OTHER, OPTED_OUT])),
+    st.tuples(st.just("admit"), numbers, numbers, misses),
+    st.tuples(st.just("fail"), st.sampled_from(list(MissReason))),
+)
+
+
+@given(prompt=numbers, chunk=st.integers(1, 64), calls=st.lists(steps, max_size=8))
+def test_tokens_add_up_whatever_vllm_does(
+    prompt: int, chunk: int, calls: list[tuple[object, ...]]
+) -> None:
+    account = TokenAccount(prompt, chunk)
+    for name, *arguments in calls:
+        if name == "fail":
+            (account.failure,) = arguments  # type: ignore[assignment]
+        else:
+            getattr(account, str(name))(*arguments)
+    record = account.record("r")
+    counts = [record.own, record.loaded, *record.missed.values()]
+    assert sum(counts) == record.prompt == prompt
+    assert min(counts) >= 0
+    assert set(record.missed) <= {str(reason) for reason in MissReason}
+
+
+# Many requests
+
+
+def test_totals_are_the_sums_of_the_records() -> None:
+    accounts = Accounts(CHUNK)
+    for name, own in (("a", 0), ("b", 2 * CHUNK)):
+        accounts.open(name, 4 * CHUNK + 1)
+        account = accounts.get(name)
+        assert account is not None
+        account.look(own, OTHER)
+        account.admit(0, 0, EVICTED)
+        assert accounts.close(name) is not None
+    assert accounts.counter_values() == {
+        "prompt_tokens": 8 * CHUNK + 2,
+        "own_cache_tokens": 2 * CHUNK,
+        "loaded_tokens": 0,
+        "missed_tokens_evicted": 6 * CHUNK,
+        "missed_tokens_incomplete_chunk": 2,
+    }
+    assert [record.request_id for record in accounts.take_records()] == ["a", "b"]
+    assert accounts.take_records() == []
+
+
+def test_request_is_counted_once_however_often_it_begins_and_ends() -> None:
+    accounts = Accounts(CHUNK)
+    accounts.open("r", 100)
+    account = accounts.get("r")
+    accounts.open("r", 7)
+    assert accounts.get("r") is account
+    first = accounts.close("r")
+    assert first is not None
+    assert first.prompt == 100
+    assert accounts.close("r") is None
+    assert accounts.get("r") is None
+    assert accounts.num_prompt == 100
+
+
+def test_oldest_records_are_lost_when_too_many_wait_and_messages_are_bounded() -> None:
+    accounts = Accounts(CHUNK)
+    for number in range(MAX_WAITING + 10):
+        accounts.open(f"{number}", 1)
+        accounts.close(f"{number}")
+    first = accounts.take_records()
+    assert [record.request_id for record in first] == [f"{10 + i}" for i in range(MAX_RECORDS)]
+    assert accounts.num_prompt == MAX_WAITING + 10
+
+
+def test_refined_reasons_move_tokens_and_change_no_sum() -> None:
+    accounts = Accounts(CHUNK)
+    accounts.open("r", 4 * CHUNK)
+    account = accounts.get("r")
+    assert account is not None
+    account.look(0, OTHER)
+    account.admit(0, 0, Miss(EVICTED.key, MissReason.NEVER_STORED))
+    accounts.close("r")
+    accounts.refine({"node_lost": CHUNK})
+    assert accounts.missed == {"never_stored": 3 * CHUNK, "node_lost": CHUNK}
+    assert accounts.take_refined() == {"node_lost": CHUNK}
+    assert accounts.take_refined() == {}

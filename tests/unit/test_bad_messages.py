@@ -1,0 +1,474 @@
+"""Messages that no honest peer of this version sends: refused, with both versions where it is one.
+
+After each the directory's invariants hold, and honest nodes and engines are served as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raykv.actors.fetching import FetchService, _bounded
+from raykv.actors.keeper import PoolKeeper
+from raykv.actors.peers import PeerError
+from raykv.actors.reading import ReadService
+from raykv.actors.scheduler import SchedulerActor
+from raykv.core.geometry import PoolGeometry
+from raykv.core.sanity import check_fetched, check_reply
+from raykv.errors import MessageError, RayKVError, VersionError
+from raykv.event_types import EventPage, SnapshotPage
+from raykv.handshake import receive
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    AttachWorker,
+    EngineAttached,
+    FailedStores,
+    FetchRequest,
+    FetchResult,
+    Handles,
+    Inventory,
+    JobBatch,
+    Leases,
+    LostReplicas,
+    NodeDescription,
+    NodeReport,
+    NodeReportReply,
+    ReadRequest,
+    Replicas,
+    SyncReply,
+    SyncRequest,
+    decode,
+    encode,
+)
+from raykv.types import MAX_EPOCH, MAX_GENERATION, SLOT_ALIGNMENT, Epoch, Refusal
+
+PAGE = SLOT_ALIGNMENT
+BIG = (1 << 64) - 1
+VERSIONED: tuple[type[msgspec.Struct], ...] = (
+    AttachEngine,
+    NodeReport,
+    AttachWorker,
+    FetchRequest,
+    ReadRequest,
+    NodeDescription,
+    EventPage,
+    SnapshotPage,
+)
+OTHERS: tuple[type[msgspec.Struct], ...] = (SyncRequest, SyncReply, JobBatch, NodeReportReply)
+
+replace = msgspec.structs.replace
+
+
+class OtherVersion(msgspec.Struct):
+    """A message of another version, of which nothing else can be read."""
+
+    version: int
+    slots: str = "in another form"
+    handles: str = "in another form"
+    stored: str = "in another form"
+
+
+# Versions
+
+
+@pytest.mark.parametrize("kind", VERSIONED)
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, 1 << 40])
+def test_message_of_another_version_is_refused_with_both_versions(
+    kind: type[msgspec.Struct], version: int
+) -> None:
+    with pytest.raises(VersionError) as caught:
+        receive(encode(OtherVersion(version)), kind, "the sender", "the receiver")
+    assert f"the sender speaks protocol {version} of RayKV" in str(caught.value)
+    assert f"the receiver {PROTOCOL_VERSION}:" in str(caught.value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(kind=st.sampled_from(VERSIONED + OTHERS), raw=st.binary(max_size=60))
+def test_bytes_that_are_no_message_are_refused(kind: type[msgspec.Struct], raw: bytes) -> None:
+    with pytest.raises((MessageError, VersionError)):
+        receive(raw, kind, "the sender", "the receiver")
+
+
+@pytest.mark.parametrize(
+    "raw", [None, 5, "text", [], b"", b"\x91" * 100_000, b"\xd9\x04\xff\xff\xff\xff"]
+)
+def test_what_is_not_even_bytes_is_refused(raw: Any) -> None:
+    with pytest.raises(MessageError):
+        receive(raw, SyncRequest, "the sender", "the receiver")
+
+
+# The scheduler actor
+
+
+class Desk:
+    """A scheduler actor without Ray, with an honest node and an honest engine."""
+
+    def __init__(self, policy: str) -> None:
+        self.actor = SchedulerActor("here", policy)
+        self.epoch = self.actor._manager.epoch
+        self.seq = 0
+        self.report()
+        self.attach()
+        assert len(self.sync({0: 4}).granted.slots) == 4
+
+    def report(self) -> None:
+        self.seq += 1
+        decode(self.actor.report(encode(replace(REPORT, seq=self.seq))), NodeReportReply)
+
+    def attach(self) -> None:
+        answer = decode(self.actor.attach(encode(ATTACH)), EngineAttached)
+        assert not answer.error
+
+    def sync(self, wanted: dict[int, int]) -> SyncReply:
+        self.seq += 1
+        request = SyncRequest("engine", self.actor._manager.epoch, self.seq, wanted)
+        return decode(self.actor.sync(encode(request)), SyncReply)
+
+    def check(self) -> None:
+        self.actor._manager.check()
+
+    def check_service(self) -> None:
+        """An honest engine can still store, and hears of it."""
+        self.check()
+        self.report()
+        # They may have taken all slots.
+        for engine_id in list(self.actor._manager._engines):
+            self.actor.detach(engine_id)
+        self.attach()
+        granted = self.sync({0: 1}).granted
+        assert len(granted.slots) == 1
+        self.seq += 1
+        key = b"honest %d" % self.seq
+        stored = Inventory(["honest"], [0], [key], granted.slots, granted.generations, [PAGE])
+        self.actor.report(encode(replace(REPORT, seq=self.seq, stored=stored)))
+        assert key in self.sync({}).stored.keys
+        self.check()
+
+
+REPORT = NodeReport(PROTOCOL_VERSION, "node", 7, 1, 64 * PAGE, 8 * PAGE, 0, 0)
+ATTACH = AttachEngine(PROTOCOL_VERSION, "engine", "node", "honest", "tiny", 1, {0: PAGE})
+
+
+@pytest.fixture(scope="module", params=["lru", "arc"])
+def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    """With the flat table, and with the one of dicts."""
+    made = Desk(request.param)
+    yield made
+    made.check_service()
+
+
+NUMBER = st.one_of(
+    st.integers(0, 5),
+    st.sampled_from([-1, 7, 8, 63, 64, PAGE, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, BIG]),
+    st.sampled_from([MAX_GENERATION, MAX_GENERATION + 1, -(1 << 63)]),
+)
+KEY = st.sampled_from([b"", b"k", b"key1", b"key2", b"\0" * 36, b"x" * 129, b"y" * 5000])
+NAME = st.sampled_from(["", "node", "engine", "honest", "other", "\0", "n" * 5000])
+
+
+def column(what: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(what, max_size=3)
+
+
+NUMBERS = column(NUMBER)
+
+
+@st.composite
+def any_columns(draw: st.DrawFn, *kinds: st.SearchStrategy[Any]) -> list[list[Any]]:
+    """Of one length, but for one time in four."""
+    count = draw(st.integers(0, 3))
+    is_ragged = draw(st.integers(0, 3)) == 0
+    return [
+        draw(column(kind) if is_ragged else st.lists(kind, min_size=count, max_size=count))
+        for kind in kinds
+    ]
+
+
+PLACE = st.one_of(st.integers(0, 63), NUMBER)
+AGE = st.one_of(st.integers(1, 9), NUMBER)
+HANDLES = any_columns(KEY, PLACE, AGE).map(lambda columns: Handles(*columns))
+LEASES = any_columns(st.one_of(st.just(0), NUMBER), PLACE, AGE).map(lambda c: Leases(*c))
+LOST = any_columns(NAME, KEY, AGE).map(lambda columns: LostReplicas(*columns))
+SIZE = st.one_of(st.sampled_from([PAGE, PAGE, 2 * PAGE, 8 * PAGE]), NUMBER)
+INVENTORY = st.tuples(
+    st.lists(NAME, min_size=1, max_size=2),
+    any_columns(st.one_of(st.just(0), NUMBER), KEY, PLACE, AGE, SIZE),
+).map(lambda parts: Inventory(parts[0], *parts[1]))
+FAILED = any_columns(PLACE, AGE, SIZE).map(lambda columns: FailedStores(*columns))
+
+
+def sometimes(usual: Any, other: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Mostly what is usual, so that what is absurd is looked at and not refused for the rest."""
+    return st.one_of(st.just(usual), st.just(usual), st.just(usual), other)
+
+
+REPORTS = st.builds(
+    NodeReport,
+    version=st.just(PROTOCOL_VERSION),
+    # Who claims to be the honest node's next life is believed.
+    node_id=sometimes("bad", NAME.filter(lambda name: name != "node")),
+    epoch=sometimes(7, NUMBER),
+    seq=NUMBER,
+    pool_bytes=sometimes(64 * PAGE, NUMBER),
+    slab_bytes=sometimes(8 * PAGE, NUMBER),
+    # A claim of the very last epoch leaves none to go on with.
+    highest_generation=sometimes(1, AGE.filter(lambda age: age != MAX_GENERATION)),
+    scheduler_epoch=sometimes(0, NUMBER),
+    stored=sometimes(Inventory(), INVENTORY),
+    failed=sometimes(FailedStores(), FAILED),
+    page=sometimes(0, NUMBER),
+    last_page=st.booleans(),
+    cleared=sometimes({}, st.dictionaries(NAME, AGE, max_size=2)),
+)
+ATTACHES = st.builds(
+    AttachEngine,
+    version=st.just(PROTOCOL_VERSION),
+    engine_id=sometimes("bad", NAME),
+    node_id=sometimes("node", NAME),
+    namespace=sometimes("bad", NAME),
+    model=st.just("tiny"),
+    num_ranks=sometimes(1, NUMBER),
+    slot_bytes=sometimes({0: PAGE}, st.dictionaries(NUMBER, SIZE, max_size=2)),
+    leases=sometimes(Leases(), LEASES),
+)
+
+
+@st.composite
+def any_sync(draw: st.DrawFn) -> dict[str, Any]:
+    keys = st.lists(KEY, max_size=3)
+    return {
+        "seq": draw(sometimes(1 << 40, NUMBER)),
+        "wanted": draw(sometimes({}, st.dictionaries(NUMBER, NUMBER, max_size=2))),
+        "touched": draw(sometimes([], keys)),
+        "pinned": draw(sometimes([], keys)),
+        "released": draw(sometimes(Leases(), LEASES)),
+        "dropped": draw(sometimes(Handles(), HANDLES)),
+        "lost": draw(sometimes(LostReplicas(), LOST)),
+        "asked": draw(sometimes([], keys)),
+        "announced": draw(sometimes(Handles(), HANDLES)),
+        "clear": draw(sometimes(0, NUMBER)),
+        "idle": draw(st.booleans()),
+        "counters": draw(sometimes({}, st.dictionaries(NAME, NUMBER, max_size=2))),
+    }
+
+
+def refused_or_done(desk: Desk, call: Any, message: msgspec.Struct) -> None:
+    """Refused by `MessageError`, or carried out; nothing else, and the books are right."""
+    with contextlib.suppress(MessageError):
+        call(encode(message))
+    desk.check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(report=REPORTS)
+def test_absurd_reports_are_refused_or_do_no_harm(desk: Desk, report: NodeReport) -> None:
+    refused_or_done(desk, desk.actor.report, report)
+
+
+@settings(max_examples=100, deadline=None)
+@given(message=ATTACHES)
+def test_absurd_engines_are_refused_or_do_no_harm(desk: Desk, message: AttachEngine) -> None:
+    refused_or_done(desk, desk.actor.attach, message)
+
+
+@settings(max_examples=100, deadline=None)
+@given(fields=any_sync())
+def test_absurd_exchanges_are_refused_or_do_no_harm(desk: Desk, fields: dict[str, Any]) -> None:
+    desk.actor.attach(encode(replace(ATTACH, engine_id="bad")))
+    request = SyncRequest("bad", desk.actor._manager.epoch, **fields)
+    refused_or_done(desk, desk.actor.sync, request)
+
+
+def test_refused_exchange_changes_nothing() -> None:
+    """Its first half is right: that must not be carried out either."""
+    desk = Desk("arc")
+    desk.actor.attach(encode(replace(ATTACH, engine_id="bad")))
+    epoch = desk.actor._manager.epoch
+    granted = decode(
+        desk.actor.sync(encode(SyncRequest("bad", epoch, 1, {0: 2}))), SyncReply
+    ).granted
+    assert len(granted.slots) == 2
+    ragged = SyncRequest("bad", epoch, 2, released=granted, announced=Handles([b"k"], [1], []))
+    with pytest.raises(MessageError, match="columns of 1 and 0 rows"):
+        desk.actor.sync(encode(ragged))
+    leased = desk.actor._manager._nodes[next(iter(desk.actor._manager._nodes))].book.leases()
+    assert set(granted.slots) <= set(leased)
+
+
+def test_report_of_another_version_is_refused_with_both_versions(desk: Desk) -> None:
+    for raw in (
+        encode(replace(REPORT, node_id="new", version=PROTOCOL_VERSION + 1)),
+        encode(OtherVersion(PROTOCOL_VERSION + 1)),
+    ):
+        with pytest.raises(VersionError) as caught:
+            desk.actor.report(raw)
+        assert f"protocol {PROTOCOL_VERSION + 1}" in str(caught.value)
+        assert f"scheduler actor {PROTOCOL_VERSION}" in str(caught.value)
+    assert "new" not in desk.actor._manager._nodes
+
+
+def test_engine_of_another_version_hears_both_versions(desk: Desk) -> None:
+    raw = desk.actor.attach(encode(OtherVersion(PROTOCOL_VERSION + 1)))
+    error = decode(raw, EngineAttached).error
+    assert f"protocol {PROTOCOL_VERSION + 1}" in error
+    assert f"scheduler actor {PROTOCOL_VERSION}" in error
+
+
+def test_report_that_would_use_up_all_generations_is_refused(desk: Desk) -> None:
+    before = desk.actor._manager.epoch
+    for fields in (
+        {"scheduler_epoch": MAX_EPOCH + 1},
+        {"highest_generation": MAX_GENERATION + 1},
+        {"cleared": {"honest": MAX_GENERATION + 1}},
+    ):
+        with pytest.raises(MessageError):
+            desk.actor.report(encode(replace(REPORT, node_id="new", **fields)))
+    assert desk.actor._manager.epoch == before
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, "1", 1 << 80, -(1 << 80), [1], math.nan])
+def test_place_that_is_no_number_is_refused(desk: Desk, wrong: Any) -> None:
+    for place in ((1, wrong), (wrong, 1)):
+        with pytest.raises(MessageError):
+            desk.actor.events(*place)
+    with pytest.raises(MessageError):
+        desk.actor.snapshot(wrong)
+
+
+def test_operators_calls_with_wrong_types_are_refused(desk: Desk) -> None:
+    wrong: Any = ["x"]
+    for call in (desk.actor.clear, desk.actor.set_paused, desk.actor.detach):
+        with pytest.raises(MessageError):
+            call(wrong)
+    assert desk.actor._manager.paused is False
+
+
+def test_honest_peers_are_served_after_all_that(desk: Desk) -> None:
+    desk.check_service()
+
+
+# The NodeActor
+
+
+class Nobody:
+    """A `PeerTransport` without any node."""
+
+    def start_read(self, node_id: str, request: ReadRequest) -> Any:
+        raise PeerError(f"node {node_id}: there is none")
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[PoolKeeper]:
+    made = PoolKeeper(PoolGeometry(16 * PAGE, 4 * PAGE), "")
+    yield made
+    made.pool._region.close()
+
+
+REPLICAS = st.tuples(
+    any_columns(NAME, NUMBER), any_columns(NUMBER, NUMBER, PLACE, AGE), NUMBERS
+).map(lambda parts: Replicas(*[*parts[0], *parts[1], parts[2]]))
+FETCHES = st.builds(
+    FetchRequest,
+    version=st.just(PROTOCOL_VERSION),
+    namespace=NAME,
+    node_epoch=sometimes(7, NUMBER),
+    handles=HANDLES,
+    slot_bytes=column(SIZE),
+    sources=sometimes(Replicas(), REPLICAS),
+    deadline_s=st.one_of(st.floats(max_value=0.01), st.sampled_from([math.inf, math.nan, 1e300])),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(request=FETCHES)
+def test_absurd_fetches_are_refused_and_leave_no_slot_behind(
+    keeper: PoolKeeper, request: FetchRequest
+) -> None:
+    result = FetchService(keeper, Epoch(7), Nobody()).fetch(request)
+    assert len(result.refusals) == len(request.handles)
+    assert Refusal.NONE not in result.refusals
+    keeper.table.check()
+    assert not keeper.table._writing
+    assert keeper.highest_generation <= MAX_GENERATION
+
+
+@settings(max_examples=100, deadline=None)
+@given(handles=HANDLES, slot_bytes=column(SIZE), epoch=sometimes(7, NUMBER))
+def test_absurd_reads_give_no_bytes(
+    keeper: PoolKeeper, handles: Handles, slot_bytes: list[int], epoch: int
+) -> None:
+    service = ReadService(keeper, Epoch(7))
+    request = ReadRequest(PROTOCOL_VERSION, "model", epoch, handles, slot_bytes)
+    try:
+        reply, data = service.read(request)
+    except MessageError:
+        return
+    finally:
+        assert service.reading == 0
+    assert len(data) == 0
+    assert Refusal.NONE not in reply.refusals
+
+
+# Answers to an engine
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    stored=sometimes(Handles(), HANDLES),
+    granted=sometimes(Leases(), LEASES),
+    replicas=sometimes(Replicas(), REPLICAS),
+    asked=st.lists(KEY, max_size=2),
+)
+def test_answer_that_passes_can_be_applied(
+    stored: Handles, granted: Leases, replicas: Replicas, asked: list[bytes]
+) -> None:
+    from raykv.core.view import EngineView
+    from raykv.types import EngineId
+
+    request = SyncRequest("engine", 1, 1, asked=asked)
+    reply = SyncReply(1, 1, 7, stored=stored, granted=granted, replicas=replicas)
+    try:
+        check_reply(reply, request, [0])
+    except MessageError:
+        return
+    view = EngineView(EngineId("engine"), [0], 1.0, 8)
+    view.attached(EngineAttached(1, 7))
+    view.apply(reply, request)
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns=any_columns(NUMBER, PLACE, AGE), lost=sometimes(LostReplicas(), LOST))
+def test_result_of_a_fetch_that_passes_has_a_row_for_each_chunk(
+    columns: list[list[int]], lost: LostReplicas
+) -> None:
+    refusals, slots, generations = columns
+    result = FetchResult(7, refusals, slots, generations, lost=lost)
+    try:
+        check_fetched(result, 2)
+    except RayKVError:
+        return
+    assert [len(each) for each in (result.refusals, result.slots, result.generations)] == [2] * 3
+    assert len(lost.nodes) == len(lost.keys) == len(lost.generations)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (math.nan, 0.0),
+        (-1.0, 0.0),
+        (-math.inf, 0.0),
+        (2.0, 2.0),
+        (math.inf, 3600.0),
+        (1e300, 3600.0),
+    ],
+)
+def test_deadline_of_a_fetch_is_bounded(said: float, meant: float) -> None:
+    assert _bounded(said) == meant

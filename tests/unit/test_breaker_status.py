@@ -1,0 +1,112 @@
+"""From the breakers of nodes, engines and workers to what `raykv status` shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raykv.breaker_types import BreakerReport
+from raykv.cli import _print_status
+from raykv.core.manager import BlockManager, ManagerSettings
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    NodeReport,
+    NodeStats,
+    SyncRequest,
+)
+from raykv.status_types import ClusterStatus
+from raykv.types import Epoch
+
+SOURCE = BreakerReport(["node:b"], ["open"], [2], [1.5], ["no [bold] answer"], 1, 2, 3)
+OWN = BreakerReport(["own node"], ["half-open"], [4], [7.0], ["it is gone"], 2, 5, 6)
+
+
+def manager() -> BlockManager:
+    made = BlockManager(Epoch(1), ManagerSettings(settle_s=0))
+    report = NodeReport(
+        PROTOCOL_VERSION, "a", 1, 1, 1 << 20, 1 << 16, 0, 0, stats=NodeStats(breakers=SOURCE)
+    )
+    made.node_report(report, 10.0)
+    made.attach_engine(AttachEngine(PROTOCOL_VERSION, "e", "a", "ns", "model", 1, {0: 4096}), 10.0)
+    made.sync(SyncRequest("e", 1, 1, breakers=OWN, counters={"hits": 5}), 11.0)
+    return made
+
+
+def status() -> ClusterStatus:
+    return manager().status("address", "1.0", 12.0)
+
+
+def test_status_has_the_breakers_of_nodes_and_engines_as_old_as_they_are() -> None:
+    known = status()
+    [node], [engine] = known.nodes, known.engines
+    assert (node.breakers.peers, node.breakers.seconds) == (["node:b"], [3.5])
+    assert (engine.breakers.peers, engine.breakers.seconds) == (["own node"], [8.0])
+    assert (engine.breakers.opened, engine.breakers.failed, engine.breakers.refused) == (2, 5, 6)
+
+
+def test_breaker_that_has_closed_is_gone_and_counters_stay() -> None:
+    known = manager()
+    known.sync(SyncRequest("e", 1, 2, breakers=BreakerReport(opened=2)), 12.0)
+    [engine] = known.status("address", "1.0", 12.0).engines
+    assert engine.breakers == BreakerReport(opened=2)
+    assert engine.counters == {"hits": 5}
+
+
+def test_status_is_printed_with_who_does_not_answer_whom_and_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    _print_status(status())
+    printed = capsys.readouterr().out
+    assert (
+        "breaker of node a: node:b is open for 4 s, 2 failures in a row: no [bold] answer"
+        in printed
+    )
+    assert (
+        "breaker of engine e: own node is half-open for 8 s, 4 failures in a row: it is gone"
+        in printed
+    )
+    assert "breakers of engine e: opened 2 times, 5 calls failed, 6 not made" in printed
+
+
+def test_closed_breakers_that_never_opened_are_not_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _print_status(ClusterStatus("address", 1, "1.0", False))
+    assert "breaker" not in capsys.readouterr().out
+
+
+def test_workers_tell_when_a_breaker_opens_and_closes_and_only_then() -> None:
+    pytest.importorskip("vllm")
+    from raykv.vllm.worker import RayKVConnectorWorker, RayKVWorkerMetadata
+
+    reports = [
+        BreakerReport(),
+        OWN,
+        BreakerReport(["own node"], ["open"], [5], [9.0], ["gone"], 2, 9, 9),
+        BreakerReport(opened=2, failed=9),
+        BreakerReport(opened=2, failed=9),
+    ]
+    told: list[dict[int, BreakerReport]] = []
+    line = SimpleNamespace(breaker_report=lambda: reports[len(told)])
+    config = SimpleNamespace(parallel=SimpleNamespace(rank=1))
+    worker: Any = SimpleNamespace(
+        _raykv=line, _reported_line=BreakerReport(), spec=SimpleNamespace(config=config)
+    )
+    while len(told) < len(reports):
+        meta = RayKVWorkerMetadata()
+        RayKVConnectorWorker._report_line(worker, meta)
+        told.append(meta.lines)
+    assert told == [{}, {1: OWN}, {}, {1: reports[3]}, {}]
+
+
+def test_lines_of_all_ranks_are_put_together() -> None:
+    pytest.importorskip("vllm")
+    from raykv.vllm.worker import RayKVWorkerMetadata
+
+    first = RayKVWorkerMetadata(lines={0: OWN})
+    whole = first.aggregate(RayKVWorkerMetadata(lines={1: SOURCE}))
+    assert whole.lines == {0: OWN, 1: SOURCE}

@@ -1,0 +1,141 @@
+"""What a client may say in `kv_transfer_params`: two truth values. Nothing else has any effect."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from raykv.core.requests import RequestOptions
+from raykv.vllm.params import PARAMS, documented, only_documented, request_options
+
+VLLM_KEYS = (
+    "max_load_tokens",
+    "max_offload_tokens",
+    "kv_load_tiers",
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_kv_source",
+    "remote_engine_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "node_id",
+    "namespace",
+    "pool_path",
+    "raykv_namespace",
+    "raykv_node",
+    "",
+)
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(1 << 63), (1 << 64) - 1),
+        st.floats(),
+        st.text(max_size=10),
+        st.sampled_from([0, 1, "../../etc/passwd", "other-namespace", [{"medium": "DISK"}]]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+KEYS = st.one_of(st.sampled_from((*PARAMS, *VLLM_KEYS)), st.text(max_size=12), st.integers(0, 9))
+SENT = st.one_of(VALUES, st.dictionaries(KEYS, VALUES, max_size=6))
+
+
+@settings(max_examples=120, deadline=None)
+@given(sent=SENT)
+def test_only_the_documented_truth_values_have_an_effect(sent: Any) -> None:
+    said = sent if isinstance(sent, dict) else {}
+    load, store = (
+        said[name] if isinstance(said.get(name), bool) else True
+        for name in ("raykv_load", "raykv_store")
+    )
+    assert request_options(sent) == RequestOptions(load, store)
+    kept = documented(sent)
+    assert kept is None or (
+        set(kept) <= set(PARAMS) and all(isinstance(value, bool) for value in kept.values())
+    )
+
+
+def made_request(sent: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id="../../etc/passwd",
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": sent}),
+        pooling_params=None,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(sent=SENT)
+def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
+    """With vLLM's own code: what it makes of a request is what it makes of one without params."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        RequestOffloadState,
+        _create_req_context,
+    )
+    from vllm.v1.kv_offload.base import RequestOffloadingContext, TierFilter
+
+    request = made_request(sent)
+    config: Any = SimpleNamespace(kv_group_configs=[])
+    with only_documented(request):
+        context = _create_req_context(request)
+        state = RequestOffloadState(
+            config=config,
+            req=request,
+            req_context=context,
+            offloading_context=RequestOffloadingContext(),
+        )
+    assert state.max_load_tokens is None
+    assert state.max_offload_tokens is None
+    assert context.load_tier_filter is TierFilter.ALL
+    assert set(context.kv_transfer_params or {}) <= set(PARAMS)
+    assert request_options(context.kv_transfer_params) == request_options(sent)
+
+
+@pytest.mark.parametrize("sent", [["x"], "text", 5, 0.5, True])
+def test_params_that_are_no_dictionary_do_not_reach_vllms_scheduler(sent: Any) -> None:
+    """It calls `params.get` after the connector's hook: EngineCore would die of it."""
+    request = made_request(sent)
+    with only_documented(request):
+        assert request.kv_transfer_params is None
+    assert request.kv_transfer_params is None
+
+
+def test_params_are_there_again_for_other_connectors() -> None:
+    sent = {"do_remote_prefill": True, "raykv_load": False}
+    request = made_request(sent)
+    with only_documented(request):
+        assert request.kv_transfer_params == {"raykv_load": False, "raykv_store": True}
+    assert request.kv_transfer_params is sent
+
+
+def test_connector_hands_on_only_what_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    from raykv.vllm.connector import RayKVConnector
+
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        OffloadingConnector,
+        "on_new_request",
+        lambda _, request: seen.append(request.kv_transfer_params),
+    )
+    connector = RayKVConnector.__new__(RayKVConnector)
+    connector._manager = None
+    for sent in ({"max_load_tokens": 0, "raykv_store": False}, ["max_load_tokens"], None):
+        connector.on_new_request(made_request(sent))
+    assert seen == [{"raykv_load": True, "raykv_store": False}, None, None]

@@ -1,0 +1,369 @@
+"""Every wait in the product has a deadline, and every such number is named in `config.py`.
+
+Read off the sources: calls that are known to wait must say how long, or stand in the list of those
+that are bounded otherwise, with the reason. Benchmarks, chaos runs and the demonstration with its
+models are left out: a person watches them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import raykv.config
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = ("raykv/bench/", "raykv/chaos/", "raykv/demo/", "raykv/models.py")
+SOURCES = [
+    path
+    for path in sorted((ROOT / "raykv").rglob("*.py"))
+    if not str(path.relative_to(ROOT)).startswith(LEFT_OUT)
+]
+CONFIG = "raykv.config"
+
+TIMED = {
+    "wait": 0,
+    "join": 0,
+    "result": 0,
+    "exception": 0,
+    "acquire": 1,
+    "communicate": 1,
+    "wait_procs": 1,
+    "wait_for": 1,
+    "create_connection": 1,
+    "select": 3,
+    "wait_readable": 1,
+    "within": 0,
+}
+"""Calls that wait, and the position of their time-out; it may also be a keyword. Where `get` and
+`put` are those of a queue is not to be seen, so see `is_queue`."""
+
+TIMED_BY_KEYWORD = {"ray.get", "ray.wait", "subprocess.run", "subprocess.check_output"}
+"""Calls that must have `timeout=`."""
+
+UNTIMED = {"accept", "recv", "recvmsg", "recv_fds", "recv_into", "sendall", "sendmsg", "send_fds"}
+"""Calls without a time-out of their own: each must be in `BOUNDED`."""
+
+UNTIMED_NAMES = {
+    "fcntl.flock",
+    "ray.get_actor",
+    "ray.init",
+    "ray.kill",
+    "ray.nodes",
+    "ray.shutdown",
+    "ray.util.list_named_actors",
+}
+
+BOUNDED = {
+    ("raykv.actors.attached", "send", "sendall"): "SO_SNDTIMEO, set when the worker has attached",
+    ("raykv.actors.node_service", "_accept", "accept"): "waits for strangers; `stop` wakes it",
+    ("raykv.actors.node_service", "_attach", "sendall"): "what is left of NODE_HELLO_S",
+    ("raykv.actors.node_service", "_read_jobs", "recv"): "until the worker or its line ends",
+    ("raykv.actors.wire", "receive_with_fds", "recvmsg"): "the socket's own time-out",
+    ("raykv.actors.wire", "send_with_fds", "sendall"): "the socket's own time-out",
+    ("raykv.actors.wire", "send_with_fds", "send_fds"): "the socket's own time-out",
+    ("raykv.actors.link", "_send", "sendall"): "SO_SNDTIMEO, set when the line is up",
+    ("raykv.actors.link", "_await_attached", "recv"): "it is readable",
+    ("raykv.actors.link", "_receive", "recv"): "MSG_DONTWAIT",
+    ("raykv.actors.fetch_client", "_end", "result"): "the call is done",
+    ("raykv.vllm.staging", "wait", "wait"): "of a link: its flush deadline",
+    ("raykv.vllm.worker", "wait", "wait"): "of a link: its flush deadline",
+    ("raykv.serve", "run_server", "wait"): "the process has ended, it is only reaped",
+    ("raykv.actors.cluster", "join", "init"): "Ray gives up by itself; the cluster was reachable",
+    ("raykv.actors.cluster", "_start_lock", "flock"): "LOCK_NB, in a loop with a deadline",
+    ("raykv.actors.cluster", "resolve_node_id", "nodes"): "at the start; Ray's own RPC deadline",
+    ("raykv.actors.local_nodes", "_alive", "nodes"): "for a person; Ray's own RPC deadline",
+    ("raykv.actors.cluster", "end_node_actor", "kill"): "for a person; Ray's own RPC deadline",
+    ("raykv.actors.cluster", "describe", "kill"): "off vLLM's threads; Ray's own RPC deadline",
+    ("raykv.actors.cluster", "stop_actors", "kill"): "for a person; Ray's own RPC deadline",
+    ("raykv.actors.cluster", "stop_actors", "get_actor"): "for a person; Ray's own RPC deadline",
+    ("raykv.actors.cluster", "find_scheduler_actor", "get_actor"): "for a person; the same",
+    ("raykv.actors.cluster", "find_node_actor", "get_actor"): "off vLLM's threads; the same",
+    ("raykv.actors.peers", "_handle", "get_actor"): "inside of `within`",
+    ("raykv.actors.node", "_call", "get_actor"): "inside of `within`",
+    ("raykv.actors.diagnosis", "_find", "get_actor"): "inside of `ask_ray`",
+    ("raykv.actors.cluster", "named_actors", "list_named_actors"): "for a person; the same",
+    ("raykv.client", "close", "shutdown"): "for a person, who can interrupt it",
+}
+"""By module, function and call: what bounds a wait that has no time-out."""
+
+HARMLESS = {0, 1000}
+"""What is no time: "don't wait", and milliseconds in a second."""
+
+SLEEPS = {"sleep"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call is."""
+
+    module: str
+    function: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}, line {self.line}"
+
+
+def calls_of(tree: ast.Module, module: str) -> Iterator[tuple[Place, ast.Call]]:
+    """Every call, with the innermost function that it is in."""
+    owners: dict[int, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            # Outer functions come first.
+            owners |= {id(inner): node.name for inner in ast.walk(node) if inner is not node}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield Place(module, owners.get(id(node), ""), node.lineno), node
+
+
+def name_of(call: ast.Call) -> str:
+    """The last part: `wait` for `self._lock.wait(1)`."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+
+
+def timeout_of(call: ast.Call) -> ast.expr | None:
+    """The argument that says how long a call may wait."""
+    for keyword in call.keywords:
+        if keyword.arg in ("timeout", "timeout_s", "deadline_s"):
+            return keyword.value
+    if ast.unparse(call.func) in TIMED_BY_KEYWORD:
+        return None
+    name = name_of(call)
+    if not waits(call) and name not in SLEEPS:
+        return None
+    position = 0 if name in SLEEPS else TIMED.get(name)
+    if position is None and is_queue(call):
+        position = {"get": 1, "put": 2}[name]
+    if position is None or len(call.args) <= position:
+        return None
+    return call.args[position]
+
+
+def is_queue(call: ast.Call) -> bool:
+    """Whether it is `get` or `put` of a queue, which is called one."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("get", "put"):
+        return False
+    return "queue" in ast.unparse(call.func.value).lower()
+
+
+def waits(call: ast.Call) -> bool:
+    """Whether a call is one that waits."""
+    whole, name = ast.unparse(call.func), name_of(call)
+    if whole in TIMED_BY_KEYWORD | UNTIMED_NAMES or is_queue(call):
+        return True
+    if name in ("wait_readable", "within"):
+        return True
+    if not isinstance(call.func, ast.Attribute) or is_text(call):
+        return False
+    return name in TIMED or name in UNTIMED
+
+
+def is_text(call: ast.Call) -> bool:
+    """Whether it is `join` of strings, or `select` of rows: not of what is called a thread."""
+    assert isinstance(call.func, ast.Attribute)
+    owner = ast.unparse(call.func.value).lower()
+    return call.func.attr == "join" and len(call.args) == 1 and "thread" not in owner
+
+
+def untimed(tree: ast.Module, module: str) -> list[str]:
+    """Waits without an end, one sentence each."""
+    return [
+        f"{place}: `{ast.unparse(call)}` waits without a deadline"
+        for place, call in calls_of(tree, module)
+        if waits(call)
+        and timeout_of(call) is None
+        and (module, place.function, name_of(call)) not in BOUNDED
+    ]
+
+
+def unnamed(tree: ast.Module, module: str) -> list[str]:
+    """Numbers that are times to wait and have no name in `config.py`."""
+    found = []
+    for place, call in calls_of(tree, module):
+        timeout = timeout_of(call)
+        if (module, place.function) in FRACTIONS:
+            continue
+        if timeout is not None and (number := number_in(timeout)) is not None:
+            found.append(f"{place}: {number} belongs into config.py: `{ast.unparse(call)}`")
+    for node in tree.body:
+        for name, value in assigned(node):
+            if name.endswith(("_S", "_SECONDS")) and number_in(value) is not None:
+                found.append(f"{module}, line {node.lineno}: {name} belongs into config.py")
+    return found
+
+
+FRACTIONS = {("raykv.actors.fetching", "_receive")}
+"""Where what is left of a named time is divided."""
+
+
+def number_in(expression: ast.expr) -> float | None:
+    """A number that somebody chose, in an expression."""
+    for node in ast.walk(expression):
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if value not in HARMLESS:
+            return value
+    return None
+
+
+def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, node.value
+    elif isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
+        yield node.target.id, node.value
+
+
+NOT_WAITED = {
+    ("raykv.actors.scheduler", "EXPIRY_PAUSE_S"),
+    ("raykv.vllm.manager", "NO_LEASE_LOG_PAUSE_S"),
+}
+"""Times that nobody waits: between two looks at who is silent, and between two lines in a log.
+Modules of the core and the directory wait for nothing, and get all times as arguments."""
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def is_pure(module: str) -> bool:
+    return module.startswith(("raykv.core.", "raykv.directory."))
+
+
+def test_every_wait_has_a_deadline() -> None:
+    assert len(SOURCES) > 50
+    found = []
+    for path in SOURCES:
+        found += untimed(ast.parse(path.read_text()), module_name(path))
+    assert not found, "\n".join(found)
+
+
+def test_every_time_to_wait_is_named_in_config() -> None:
+    found = []
+    for path in SOURCES:
+        module = module_name(path)
+        if module == CONFIG or is_pure(module):
+            continue
+        found += [
+            complaint
+            for complaint in unnamed(ast.parse(path.read_text()), module)
+            if not any(f"{name} belongs" in complaint and m == module for m, name in NOT_WAITED)
+        ]
+    assert not found, "\n".join(found)
+
+
+def test_pure_modules_wait_for_nothing() -> None:
+    for path in SOURCES:
+        module = module_name(path)
+        if is_pure(module):
+            calls = calls_of(ast.parse(path.read_text()), module)
+            assert not [place for place, call in calls if waits(call)], module
+
+
+def test_list_of_bounded_waits_has_nothing_that_is_not_there() -> None:
+    there = {
+        (place.module, place.function, name_of(call))
+        for path in SOURCES
+        for place, call in calls_of(ast.parse(path.read_text()), module_name(path))
+    }
+    assert set(BOUNDED) <= there, set(BOUNDED) - there
+
+
+def test_every_named_time_has_a_reason_and_is_used() -> None:
+    path = ROOT / "raykv" / "config.py"
+    body = ast.parse(path.read_text()).body
+    users = "".join(other.read_text() for other in SOURCES if other != path)
+    named = 0
+    for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
+        for name, value in assigned(node):
+            if name.endswith("_S") and number_in(value) is not None:
+                named += 1
+                reason = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert reason, f"{name} has no reason"
+                assert name in users, f"nobody uses {name}"
+    assert named > 30
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "event.wait()",
+        "thread.join()",
+        "self._thread.join()",
+        "future.result()",
+        "ray.get(ref)",
+        "ray.wait([ref])",
+        "ray.init()",
+        "self._queue.get()",
+        "self._queue.put(1)",
+        "lock.acquire()",
+        "sock.recv(1)",
+        "sock.sendall(b'')",
+        "listener.accept()",
+        "process.wait()",
+        "process.communicate()",
+        "subprocess.run(['true'])",
+        "select.select([fd], [], [])",
+        "wire.wait_readable([fd])",
+        "socket.create_connection(('host', 1))",
+        "psutil.wait_procs(all)",
+        "def f():\n    def g():\n        event.wait()",
+    ],
+)
+def test_wait_without_a_deadline_is_found(source: str) -> None:
+    assert len(untimed(ast.parse(source), "raykv.actors.node")) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "event.wait(LOOK_S)",
+        "event.wait(timeout=LOOK_S)",
+        "thread.join(STOP_S)",
+        "ray.get(ref, timeout=LOOK_S)",
+        "queue.get(timeout=LOOK_S)",
+        "counts.get(key)",
+        "', '.join(names)",
+        "mode.join(names)",
+        "time.sleep(LOOK_S)",
+        "select.select([fd], [], [], LOOK_S)",
+    ],
+)
+def test_wait_with_a_named_deadline_is_fine(source: str) -> None:
+    tree = ast.parse(source)
+    assert untimed(tree, "raykv.actors.node") == unnamed(tree, "raykv.actors.node") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "time.sleep(0.1)",
+        "event.wait(5)",
+        "event.wait(max(1.0, left))",
+        "thread.join(timeout=2)",
+        "ray.get(ref, timeout=3.0)",
+        "cluster.find(timeout_s=3.0)",
+        "LOOK_S = 0.1",
+        "LOOK_S: float = 0.1",
+        "PAUSES_S = (0.1, 2.0)",
+        "TWICE_S = 2 * LOOK_S",
+        "select.select([fd], [], [], 0.5)",
+    ],
+)
+def test_number_that_somebody_waits_for_is_found(source: str) -> None:
+    assert len(unnamed(ast.parse(source), "raykv.actors.node")) == 1
+
+
+def test_config_names_the_deadlines_of_the_issue() -> None:
+    """Sync, fetch, copy job, attach, flush, shutdown."""
+    for setting in ("rpc", "fetch", "load", "store", "attach", "flush"):
+        assert getattr(raykv.config.Settings, f"{setting}_deadline_s") > 0
+    for name in ("SESSION_STOP_S", "LINK_CLOSE_S", "LEAVE_S", "NODE_STOP_S"):
+        assert 0 < getattr(raykv.config, name) <= 5

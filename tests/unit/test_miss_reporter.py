@@ -1,0 +1,216 @@
+"""What vLLM's hooks make of a request's account, and what comes out in vLLM's metrics."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
+
+from raykv.core.requests import RequestOptions
+from raykv.core.view import EngineView
+from raykv.messages import EngineAttached, SyncReply
+from raykv.types import EngineId, Key, Lookup, MissReason
+from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.misses import MissReporter
+from raykv.vllm.spec import use_our_spec
+
+CHUNK = 16
+MISSING = Key(b"missing" + bytes(4))
+
+
+@dataclass
+class PlayedRequest:
+    """What the reporter reads of vLLM's `Request`."""
+
+    request_id: str = "r"
+    num_prompt_tokens: int = 5 * CHUNK + 3
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+
+
+@pytest.fixture
+def view() -> EngineView:
+    """Attached, alone, with the request "r"."""
+    made = EngineView(EngineId("engine"), [0], 1.0, 4)
+    made.accounts.tokens_per_chunk = CHUNK
+    made.attached(EngineAttached(1, 7, {0: 40}))
+    made.apply(SyncReply(1, 1, node_epoch=7))
+    made.start_request("r", RequestOptions())
+    return made
+
+
+@pytest.fixture
+def reporter(view: EngineView) -> MissReporter:
+    return RayOffloadingManager(view).misses
+
+
+def miss(view: EngineView) -> None:
+    assert view.lookup("r", MISSING, 0.0) is Lookup.MISS
+
+
+def missed(view: EngineView) -> dict[str, int]:
+    """Of the only request that has ended."""
+    (record,) = view.accounts.take_records()
+    return record.missed
+
+
+def test_prompt_that_is_loaded_in_part_is_accounted_for(
+    reporter: MissReporter, view: EngineView
+) -> None:
+    request = PlayedRequest()
+    reporter.began(request)
+    reporter.looks(request, CHUNK, None)
+    miss(view)
+    reporter.admitted(request, 2 * CHUNK)
+    request.num_computed_tokens = 3 * CHUNK
+    reporter.admitted(request, 0)
+    reporter.ended(request)
+    (record,) = view.accounts.take_records()
+    assert (record.own, record.loaded, record.missing) == (CHUNK, 2 * CHUNK, MISSING)
+    assert record.missed == {"never_stored": 2 * CHUNK, "incomplete_chunk": 3}
+
+
+def test_miss_of_earlier_lookups_does_not_count(reporter: MissReporter, view: EngineView) -> None:
+    request = PlayedRequest(num_prompt_tokens=2 * CHUNK)
+    reporter.began(request)
+    reporter.looks(request, 0, None)
+    miss(view)
+    reporter.looks(request, 0, None)
+    reporter.admitted(request, 0)
+    reporter.ended(request)
+    assert missed(view) == {"other": 2 * CHUNK}
+
+
+@pytest.mark.parametrize("most", [None, 0])
+def test_request_that_wants_to_compute_has_opted_out(
+    reporter: MissReporter, view: EngineView, most: int | None
+) -> None:
+    request = PlayedRequest(num_prompt_tokens=2 * CHUNK, skip_reading_prefix_cache=most is None)
+    reporter.began(request)
+    reporter.looks(request, 0, most)
+    reporter.admitted(request, 0)
+    reporter.ended(request)
+    assert missed(view) == {"opted_out": 2 * CHUNK}
+
+
+def test_failed_load_has_its_reason(reporter: MissReporter, view: EngineView) -> None:
+    request = PlayedRequest(num_prompt_tokens=4 * CHUNK)
+    reporter.began(request)
+    reporter.looks(request, 0, None)
+    reporter.admitted(request, 4 * CHUNK)
+    reporter.failed("r", MissReason.LOAD_FAILED)
+    reporter.failed("stranger", MissReason.LOAD_FAILED)
+    request.num_computed_tokens = CHUNK
+    reporter.admitted(request, 0)
+    reporter.ended(request)
+    assert missed(view) == {"load_failed": 3 * CHUNK}
+
+
+def test_nothing_is_said_of_requests_that_were_never_seen(
+    reporter: MissReporter, view: EngineView
+) -> None:
+    request = PlayedRequest("stranger")
+    reporter.looks(request, 0, None)
+    reporter.admitted(request, CHUNK)
+    reporter.ended(request)
+    assert view.accounts.take_records() == []
+    assert reporter.take_stats() is None
+
+
+def test_broken_request_raises_nothing(reporter: MissReporter) -> None:
+    for hook in (reporter.began, reporter.ended):
+        hook(object())
+    reporter.looks(object(), 0, None)
+    reporter.admitted(object(), 0)
+
+
+def test_request_with_misses_is_one_line_of_the_debug_log(
+    reporter: MissReporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="raykv")
+    for name, size in (("r", 2 * CHUNK), ("empty", 0)):
+        request = PlayedRequest(name, size)
+        reporter.began(request)
+        reporter.ended(request)
+    (line,) = caplog.messages
+    assert line.startswith("request r: of 32 prompt tokens 0 were in vLLM's own cache, 0 loaded,")
+    assert line.endswith(" and computed: 32 aborted")
+
+
+def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
+    """Those of the API server's process, with its labels, in a registry of their own."""
+    extra: dict[str, Any] = {"pool_bytes": "1MiB"}
+    use_our_spec(extra)
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
+    )
+    types: Any = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    return OffloadPromMetrics(config, types, ["model_name", "engine"], {0: ["tiny", "0"]})
+
+
+def test_counters_reach_vllms_metrics_beside_its_own(
+    reporter: MissReporter, view: EngineView
+) -> None:
+    registry = CollectorRegistry()
+    shown = metrics(registry)
+    for number in range(2):
+        request = PlayedRequest(f"r{number}", 2 * CHUNK)
+        reporter.began(request)
+        reporter.looks(request, CHUNK, None)
+        reporter.admitted(request, 0)
+        reporter.ended(request)
+    stats = reporter.take_stats()
+    assert stats is not None
+    assert reporter.take_stats() is None
+    stats.increase_counter("vllm:kv_offload_load_bytes", 11)
+    # As from EngineCore to the API server.
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+    shown.observe(wire)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+
+    assert value("raykv_prompt_tokens_total", source="own_cache") == 2 * CHUNK
+    assert value("raykv_prompt_tokens_total", source="loaded") is None
+    assert value("raykv_prompt_tokens_total", source="computed") == 2 * CHUNK
+    assert value("raykv_missed_tokens_total", reason="other") is None
+    assert value("raykv_missed_tokens_total", reason="incomplete_chunk") == 2 * CHUNK
+    assert value("vllm:kv_offload_load_bytes_total") == 11
+
+
+def test_reason_that_the_scheduler_actor_knows_better_is_made_up_for(
+    reporter: MissReporter, view: EngineView
+) -> None:
+    def end_one() -> dict[str, float]:
+        request = PlayedRequest(num_prompt_tokens=2 * CHUNK)
+        reporter.began(request)
+        reporter.looks(request, 0, None)
+        miss(view)
+        reporter.admitted(request, 0)
+        reporter.ended(request)
+        return told()
+
+    def told() -> dict[str, float]:
+        stats = reporter.take_stats()
+        values = {} if stats is None else stats.to_dict()["data"].get("raykv_missed_tokens", {})
+        return {labels[0]: count for labels, count in values.items()}
+
+    assert end_one() == {"never_stored": 2 * CHUNK}
+    view.apply(SyncReply(1, 2, node_epoch=7, refined={"evicted": 2 * CHUNK}))
+    assert told() == {"evicted": 2 * CHUNK}
+    # One that was never stored pays for it, the next one counts again.
+    assert end_one() == {}
+    assert end_one() == {"never_stored": 2 * CHUNK}
+    assert told() == {}

@@ -1,0 +1,52 @@
+"""A NodeActor whose pool does not fit; the class itself, without Ray."""
+
+from __future__ import annotations
+
+import pytest
+
+import raykv.actors.node
+from raykv.actors.node import NodeActor
+from raykv.errors import SettingError
+from raykv.findings import HostFacts, HostQuestion, Place
+from raykv.messages import FetchRequest, Handles, NodeDescription, Replicas, decode, encode
+
+POOL_BYTES = 1 << 60
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> NodeActor:
+    monkeypatch.setattr(raykv.actors.node, "NODE_ROOM_GRACE_S", 0.0)
+    return NodeActor("node", "raykv/test-refused", POOL_BYTES, 1 << 20, "")
+
+
+def test_description_says_why_there_is_no_pool(refused: NodeActor) -> None:
+    told = decode(refused.describe(), NodeDescription)
+    assert f"pool_bytes={POOL_BYTES}" in told.refusal
+    assert "would fit" in told.refusal
+    assert told.pool_bytes == POOL_BYTES
+
+
+def test_facts_of_the_host_say_it_too(refused: NodeActor) -> None:
+    facts = decode(refused.host(encode(HostQuestion())), HostFacts)
+    assert "does not fit" in facts.refusal
+    assert facts.pool_bytes == 0
+    assert facts.limits
+    assert facts.wall_time > 0
+
+
+def test_fetch_is_refused_with_the_reason(refused: NodeActor) -> None:
+    request = FetchRequest(1, "model", 1, Handles(), [], Replicas(), 1.0)
+    with pytest.raises(SettingError, match="does not fit"):
+        refused.fetch(encode(request))
+
+
+def test_pool_file_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.actors.node, "NODE_ROOM_GRACE_S", 0.0)
+    actor = NodeActor("node", "raykv/test-no-file", 1 << 20, 1 << 20, "/nowhere/pool")
+    assert "/nowhere/pool" in decode(actor.describe(), NodeDescription).refusal
+
+
+def test_facts_name_ports_that_cannot_be_reached(refused: NodeActor) -> None:
+    closed = Place("127.0.0.1", 1, "the port of nobody")
+    facts = decode(refused.host(encode(HostQuestion([closed]))), HostFacts)
+    assert facts.unreached == [(closed, "Connection refused")]

@@ -1,0 +1,87 @@
+"""What an engine says of its namespace: short, complete, without secrets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from raykv.actors.session import Session, SessionSettings
+from raykv.core.view import EngineView
+from raykv.messages import (
+    AttachEngine,
+    EngineAttached,
+    SyncReply,
+    SyncRequest,
+    decode,
+    encode,
+)
+from raykv.types import EngineId
+from raykv.vllm.namespace import RANDOM_SEED, traits_of
+
+FACTS: dict[str, Any] = {
+    "model": {"config": {"layers": 4}, "revision": "None", "weights": "dummy"},
+    "weights_version": "2",
+    "dtype": "torch.float32",
+    "kv_groups": [["spec", [f"layer.{number}" for number in range(30)]]],
+    "blocks_per_chunk": 4,
+    "hash": ["sha256", "secret"],
+}
+
+
+def test_every_fact_is_a_short_trait() -> None:
+    traits = traits_of(FACTS)
+    assert traits["dtype"] == "torch.float32"
+    assert traits["blocks_per_chunk"] == "4"
+    assert traits["weights"] == "dummy"
+    assert set(traits) == {
+        *("config", "revision", "weights", "weights_version", "dtype", "kv_groups"),
+        *("blocks_per_chunk", "hash_algorithm", "hash_seed"),
+    }
+    assert max(map(len, traits.values())) <= 64
+
+
+def test_seed_is_told_as_a_digest_only() -> None:
+    assert "secret" not in str(traits_of(FACTS))
+    other = traits_of({**FACTS, "hash": ["sha256", "other"]})
+    assert other["hash_seed"] != traits_of(FACTS)["hash_seed"]
+
+
+def test_random_seed_is_told_as_such() -> None:
+    facts = {**FACTS, "hash": ["xxhash", f"{RANDOM_SEED}engine-1"]}
+    assert traits_of(facts)["hash_seed"] == "random"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"kv_groups": [["other", []]]}, {"model": {"config": {"layers": 5}, "weights": "dummy"}}],
+)
+def test_any_difference_of_facts_is_one_of_traits(changed: dict[str, Any]) -> None:
+    assert traits_of({**FACTS, **changed}) != traits_of(FACTS)
+
+
+class Calls:
+    """A scheduler actor that takes every engine."""
+
+    def __init__(self) -> None:
+        self.attached: list[AttachEngine] = []
+
+    def attach(self, raw: bytes) -> bytes:
+        self.attached.append(decode(raw, AttachEngine))
+        return encode(EngineAttached(epoch=1, node_epoch=1))
+
+    def sync(self, raw: bytes) -> bytes:
+        request = decode(raw, SyncRequest)
+        return encode(SyncReply(request.epoch, request.seq, node_epoch=1))
+
+    def detach(self, engine_id: str) -> None:
+        pass
+
+
+def test_session_tells_the_traits_when_it_attaches() -> None:
+    calls = Calls()
+    settings = SessionSettings("engine", "node", "ns", "tiny", 1, {0: 4096}, traits={"a": "b"})
+    Session(EngineView(EngineId("engine"), [0], 1.0, 8), calls, settings).attach(5.0)
+    assert [message.traits for message in calls.attached] == [{"a": "b"}]
