@@ -303,6 +303,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     reading: int = 0
     quarantined: int = 0
     breakers: BreakerReport = BreakerReport()
+    ranks: dict[str, int] = {}
 
 
 class NodeReport(msgspec.Struct, frozen=True):

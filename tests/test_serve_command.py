@@ -16,7 +16,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from raykv.errors import SettingError
+from raykv.errors import ClusterError, SettingError
 from raykv.serve import CONNECTOR, ServePlan, plan_serve
 from raykv.vllm_command import CpuBuildFinder
 
@@ -293,3 +293,10 @@ def test_wrong_setting_is_refused_before_anything_is_started(
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=named):
         serve("model", [], ray_address="127.0.0.1:1", pool_bytes=pool_bytes)
+
+
+def test_cluster_that_is_not_there_is_named_before_vllm_starts() -> None:
+    from raykv.serve import serve
+
+    with pytest.raises(ClusterError, match=r"127\.0\.0\.1:1"):
+        serve("model", [], ray_address="127.0.0.1:1", pool_bytes=None)

@@ -107,7 +107,7 @@ class FetchClient:
             self._counter += 1
             number = self._counter
             with self._lock:
-                call = self.breakers.begin(names.OWN_NODE, now)
+                call = self.breakers.begin(names.OWN_NODE_FETCHES, now)
                 if call is not None:
                     overdue_at = now + self._deadline_s + FETCH_GRACE_S
                     self._flying[number] = _Flying(part, overdue_at, call)
@@ -165,7 +165,7 @@ class FetchClient:
             self._fail(number, error)
             return
         with self._lock:
-            is_back = self.breakers.worked(names.OWN_NODE)
+            is_back = self.breakers.worked(names.OWN_NODE_FETCHES)
         if is_back:
             logger.warning("the NodeActor fetches again")
         self._answer(number, result)
@@ -179,7 +179,7 @@ class FetchClient:
         with self._lock:
             flying = self._flying.get(number)
             is_new = flying is not None and self.breakers.failed(
-                names.OWN_NODE, flying.call, time.monotonic(), reason
+                names.OWN_NODE_FETCHES, flying.call, time.monotonic(), reason
             )
         if is_new:
             logger.warning("the NodeActor does not fetch: %s", reason)
@@ -188,7 +188,7 @@ class FetchClient:
         with self._lock:
             flying = self._flying.pop(number, None)
             if flying is not None:
-                self.breakers.forget(names.OWN_NODE, flying.call, time.monotonic())
+                self.breakers.forget(names.OWN_NODE_FETCHES, flying.call, time.monotonic())
         if flying is not None:
             self._deliver(FetchEnded(flying.orders, result))
 

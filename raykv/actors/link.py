@@ -34,8 +34,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from raykv.actors import names, wire
-from raykv.breaker_types import BreakerReport
+from raykv.actors import wire
+from raykv.breaker_types import OWN_NODE, BreakerReport
 from raykv.config import (
     LINK_CONNECT_S,
     LINK_EXIT_LOOK_S,
@@ -270,7 +270,7 @@ class WorkerLink:
         times = [LINK_LOOK_S, self._time_to_deadline()]
         if self._sock is None and self._target is not None:
             with self._lock:
-                times.append(self._breakers.wait_s(names.OWN_NODE, time.monotonic()))
+                times.append(self._breakers.wait_s(OWN_NODE, time.monotonic()))
         return min(times)
 
     def _try_connect(self) -> None:
@@ -279,8 +279,8 @@ class WorkerLink:
         if target is None:
             return
         with self._lock:
-            is_closed = self._breakers.is_closed(names.OWN_NODE)
-            call = self._breakers.begin(names.OWN_NODE, time.monotonic())
+            is_closed = self._breakers.is_closed(OWN_NODE)
+            call = self._breakers.begin(OWN_NODE, time.monotonic())
         if not is_closed:
             self._fail_queued()
         if call is None:
@@ -292,14 +292,14 @@ class WorkerLink:
             self._fail_queued()
             return
         with self._lock:
-            is_back = self._breakers.worked(names.OWN_NODE)
+            is_back = self._breakers.worked(OWN_NODE)
         if is_back:
             logger.warning("the line to the NodeActor is there again")
 
     def _failed(self, call: int, reason: str) -> None:
         """Leave the NodeActor alone for a while; said once until it is back."""
         with self._lock:
-            is_new = self._breakers.failed(names.OWN_NODE, call, time.monotonic(), reason)
+            is_new = self._breakers.failed(OWN_NODE, call, time.monotonic(), reason)
         if is_new and not self._stopping:
             logger.warning("no line to the NodeActor: %s", reason)
 
@@ -444,7 +444,7 @@ class WorkerLink:
         with self._lock:
             self._node_epoch = 0
             flying = [p for p in self._pending.values() if p.stage is not _Stage.QUEUED]
-            call = self._breakers.begin(names.OWN_NODE, time.monotonic())
+            call = self._breakers.begin(OWN_NODE, time.monotonic())
         if call is not None:
             self._failed(call, reason)
         if flying and not self._end_node_actor():

@@ -14,8 +14,8 @@ SCHEDULER = "scheduler"
 """The SchedulerActor."""
 
 
-OWN_NODE = "own node"
-"""How an engine calls its NodeActor in reports of its breakers."""
+OWN_NODE_FETCHES = "own node (fetches)"
+"""How an engine calls its NodeActor in reports of its breakers, when it asks it for fetches."""
 
 
 def node_actor(node_id: str) -> str:

@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -442,6 +443,7 @@ class NodeService:
                 chunks_refused=self._counters.chunks_refused,
                 jobs_cancelled=self._counters.jobs_cancelled,
                 num_workers=len(self._workers),
+                ranks=dict(Counter(worker.hello.engine_id for worker in self._workers)),
                 queued_jobs=len(self._queue),
                 quarantined=self.keeper.num_quarantined,
             )

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
+from itertools import compress, count
 
 from raykv.breaker_types import MAX_REASON, MAX_ROWS, BreakerReport
 
@@ -227,6 +227,21 @@ def aged(report: BreakerReport, seconds: float) -> BreakerReport:
                 report.refused,
             )
         ]
+    )
+
+
+def without(report: BreakerReport, peer: str) -> BreakerReport:
+    """A report without the rows of one peer; the sums stay."""
+    kept = [each != peer for each in report.peers]
+    return BreakerReport(
+        list(compress(report.peers, kept)),
+        list(compress(report.states, kept)),
+        list(compress(report.failures, kept)),
+        list(compress(report.seconds, kept)),
+        list(compress(report.reasons, kept)),
+        report.opened,
+        report.failed,
+        report.refused,
     )
 
 

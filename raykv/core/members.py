@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raykv.breaker_types import BreakerReport
+from raykv.breaker_types import OWN_NODE, BreakerReport
 from raykv.core.book import PoolBook
-from raykv.core.breaker import aged
+from raykv.core.breaker import aged, without
 from raykv.core.mirror import Mirror
 from raykv.messages import NodeStats, SyncReply, SyncRequest
 from raykv.status_types import EngineStatus, NodeStatus
 from raykv.types import EngineId, Epoch, Namespace, NodeId
+
+NEWS_S = 3.0
+"""A node that has reported within it says how things are: it does so every second."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,19 @@ class Engine:
         self.breakers = request.breakers
 
 
+def _breakers(engine: Engine, node: Node | None, now: float) -> BreakerReport:
+    """As its own exchanges say, but for lines that have come back since.
+
+    Workers speak with the engine's steps only: while it has no requests it does not hear that a
+    line is there again, but the node does.
+    """
+    told = aged(engine.breakers, now - engine.last_seen)
+    if node is None or now - node.last_report > NEWS_S:
+        return told
+    is_back = node.stats.ranks.get(engine.engine_id, 0) >= engine.num_ranks
+    return without(told, OWN_NODE) if is_back else told
+
+
 def node_status(node: Node, now: float) -> NodeStatus:
     """A picture of a node for people."""
     return NodeStatus(
@@ -97,5 +113,5 @@ def engine_status(engine: Engine, node: Node | None, now: float) -> EngineStatus
         versions=engine.versions,
         counters=engine.counters,
         traits=engine.traits,
-        breakers=aged(engine.breakers, now - engine.last_seen),
+        breakers=_breakers(engine, node, now),
     )

@@ -169,6 +169,8 @@ def check_report(report: NodeReport) -> None:
     _numbers("epochs of the scheduler actor", heard, 0, MAX_EPOCH)
     _inventory(report.stored, slab_bytes)
     _failed(report.failed, slab_bytes)
+    _rows("engines on a node", report.stats.ranks)
+    _names("an engine", report.stats.ranks)
     _rows("cleared namespaces", report.cleared)
     _names("a namespace", report.cleared)
     _numbers("generations of clearings", report.cleared.values(), 0, MAX_GENERATION)

@@ -408,7 +408,7 @@ def test_stop_ends_the_thread_and_what_is_under_way_ends_at_most_once(engine: En
 
 
 def breaker_of(engine: Engine) -> BreakerState:
-    return engine.client.breakers.state_of(names.OWN_NODE)
+    return engine.client.breakers.state_of(names.OWN_NODE_FETCHES)
 
 
 def test_orders_end_at_once_while_the_breaker_is_open(
@@ -429,7 +429,7 @@ def test_orders_end_at_once_while_the_breaker_is_open(
         assert engine.ended[-1].orders == [order(number), order(10 + number)]
     assert len(engine.actor.requests) == 1
     report = engine.client.breaker_report(time.monotonic())
-    assert (report.peers, report.reasons) == ([names.OWN_NODE], ["ConnectionError"])
+    assert (report.peers, report.reasons) == ([names.OWN_NODE_FETCHES], ["ConnectionError"])
     assert (report.opened, report.failed, report.refused) == (1, 1, 3)
     assert caplog.text.count("the NodeActor does not fetch") == 1
 

@@ -47,6 +47,24 @@ def test_status_has_the_breakers_of_nodes_and_engines_as_old_as_they_are() -> No
     assert (engine.breakers.opened, engine.breakers.failed, engine.breakers.refused) == (2, 5, 6)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "later_s", "is_shown"),
+    [(1, 1.0, False), (0, 1.0, True), (1, 4.0, True)],
+    ids=["attached", "not attached", "the node is silent"],
+)
+def test_line_that_the_node_knows_to_be_there_again_is_not_shown_as_open(
+    ranks: int, later_s: float, *, is_shown: bool
+) -> None:
+    known = manager()
+    stats = NodeStats(breakers=SOURCE, ranks={"e": ranks, "other": 1})
+    known.node_report(
+        NodeReport(PROTOCOL_VERSION, "a", 1, 2, 1 << 20, 1 << 16, 0, 0, stats=stats), 12.0
+    )
+    [engine] = known.status("address", "1.0", 12.0 + later_s).engines
+    assert ("own node" in engine.breakers.peers) is is_shown
+    assert engine.breakers.opened == 2
+
+
 def test_breaker_that_has_closed_is_gone_and_counters_stay() -> None:
     known = manager()
     known.sync(SyncRequest("e", 1, 2, breakers=BreakerReport(opened=2)), 12.0)
