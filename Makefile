@@ -7,6 +7,9 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+LIVE_TESTS := tests/contract tests/integration tests/e2e tests/test_serve_command.py
+PURE_TESTS := tests --ignore=tests/contract --ignore=tests/integration --ignore=tests/e2e \
+	--ignore=tests/test_serve_command.py
 
 # Once per invocation, not at every use.
 PYTHON := $(PYTHON)
@@ -37,8 +40,20 @@ setup: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/raykv demo $(DEMO_ARGS)
 
+# Tests without Ray run beside those with it, which wait more than they compute.
+ifeq ($(strip $(PYTEST_ARGS)),)
+test: lint
+	@mkdir -p build
+	@nice -n 10 $(BIN)/pytest $(PURE_TESTS) >build/pure-tests.log 2>&1 & pure=$$!; \
+	trap 'kill $$pure 2>/dev/null' EXIT; \
+	$(BIN)/pytest $(LIVE_TESTS); live=$$?; \
+	wait $$pure; pure=$$?; trap - EXIT; \
+	cat build/pure-tests.log; \
+	test $$live -eq 0 && test $$pure -eq 0
+else
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
+endif
 
 lint: $(STAMP)
 	$(BIN)/ruff check
