@@ -115,6 +115,9 @@ def bench(
     trace: Annotated[
         str | None, typer.Option(help="For `policy`: requests as JSON lines with hash_ids.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="For `copy`: cpu, or cuda for the first GPU.")
+    ] = "cpu",
 ) -> None:
     """Measure RayKV beside what you would use instead, and beside what the machine can do.
 
@@ -126,7 +129,7 @@ def bench(
     if list_only:
         list_benchmarks()
         return
-    options = Options(repeats=repeats, quick=quick, trace=trace)
+    options = Options(repeats=repeats, quick=quick, trace=trace, device=device)
     run_benchmarks(names or [], options, json_path)
 
 

@@ -261,6 +261,24 @@ much memory takes seconds to go."""
 NODE_BIND_LOOK_S = 0.1
 """Between two tries of that."""
 
+CUDA_COMPUTE_S = 30.0
+"""How long a copy waits for the GPU to finish what it was given before: a long step may take
+seconds. As long as a store may take; a load is taken back earlier by its own deadline."""
+
+CUDA_HANG_S = 10.0
+"""A batch of at most 32 MiB takes milliseconds: a device that has not carried it out by then hangs.
+Nothing can take the batch back, so that the process which has it ends."""
+
+CUDA_SPIN_S = 0.0002
+"""For so long the copy thread asks a device without a pause: a chunk takes a tenth of a
+millisecond, and to fall asleep and wake up takes as long."""
+
+CUDA_POLL_S = 0.0001
+"""Between two questions to a device after that."""
+
+CUDA_LANE_LOOK_S = 0.01
+"""A copy that waits for another one of its direction looks so often whether it was cancelled."""
+
 SLOT_LOOK_S = 0.05
 """While a store waits for a slot's readers: how often it looks whether it was cancelled."""
 

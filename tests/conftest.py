@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from raykv.client import Cluster
+if TYPE_CHECKING:
+    # A machine for the tests marked `gpu` may have no Ray.
+    from raykv.client import Cluster
 
 
 def pytest_configure() -> None:

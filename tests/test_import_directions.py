@@ -52,7 +52,8 @@ TABLE = (
     row("directory", packages="llvmlite numba numpy", except_for=("raykv.config",)),
     row("memory", packages="msgspec numpy torch", except_for=("raykv.directory",)),
     row("copy.kernel", packages="llvmlite numba", except_for=("raykv.directory",)),
-    row("copy", packages="msgspec numpy torch", except_for=("raykv.directory",)),
+    row("copy.cuda_kernel", packages="triton", except_for=("raykv.directory",)),
+    row("copy", packages="cuda msgspec numpy torch", except_for=("raykv.directory",)),
     row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash"),
     row("vllm", packages=None),
     row(

@@ -32,6 +32,7 @@ from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.rows import RowCopier, Side, by_memmove
+from raykv.errors import SettingError
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
@@ -56,6 +57,9 @@ MOST_OF_FREE_MEMORY = 4
 BLOCKS_PER_CHUNK = 8
 CHUNK_BYTES = 2 << 20
 """With fewer than `BLOCKS_PER_CHUNK` pages in it a chunk is larger."""
+
+CPU = "cpu"
+DEVICES = (CPU, "cuda")
 
 JOB_ID = 1
 OURS, TORCH = "RayKV", "torch"
@@ -252,7 +256,17 @@ class PagedCopy:
 
 
 def run(options: Options) -> Result:
-    """See the module's docstring."""
+    """See the module's docstring, and that of `raykv.bench.copy_cuda`.
+
+    Raises:
+        SettingError: there is no such device here.
+    """
+    if options.device not in DEVICES:
+        raise SettingError(f"--device {options.device}: there are {', '.join(DEVICES)}")
+    if options.device != CPU:
+        from raykv.bench.copy_cuda import run as run_on_gpu
+
+        return run_on_gpu(options)
     rows = RowCopier()
     rows.load()
     num_bytes = _side_bytes(options)

@@ -21,12 +21,13 @@ class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
-    `trace`: a file of requests for `policy`.
+    `trace`: a file of requests for `policy`. `device`: what `copy` copies from and to.
     """
 
     repeats: int | None = None
     quick: bool = False
     trace: str | None = None
+    device: str = "cpu"
 
     def repeats_or(self, usual: int) -> int:
         """Repeats of each measurement."""

@@ -47,8 +47,9 @@ class CopyBackend(Protocol):
         """Carry out the rows [first, last) of `runs`.
 
         `stop` is looked at before every run, and a large run may be cut into pieces with a look
-        before each; when it is set nothing more is written and the answer is False. All bytes
-        have arrived when the call returns True, and nothing is on its way when it returns at all.
+        before each; when it is set nothing more is begun and the answer is False. A device is
+        given bounded batches of runs, with a look before each. All bytes have arrived when the
+        call returns True, and nothing is on its way when it returns or raises at all.
         """
 
 

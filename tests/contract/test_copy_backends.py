@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.copy.cpu import CPUBackend
+from raykv.copy.cuda import CUDABackend, Device, Limits, Place
+from raykv.copy.cuda_calibration import Route, always
+from raykv.copy.cuda_driver import CUDAError
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.reference import ReferenceBackend
@@ -30,6 +33,7 @@ from raykv.memory.region import Region
 from raykv.memory.words import Word
 from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
 from raykv.types import SLOT_ALIGNMENT, Direction
+from tests.cuda_fake import FakeDriver
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 Bytes = npt.NDArray[np.uint8]
@@ -75,6 +79,28 @@ class SharedMemory:
         return CPUBackend(self.regions[1 + rank].address, self.regions[0].address, self._rows)
 
 
+class DeviceMemory(PlainMemory):
+    """Byte arrays that a fake GPU copies between, row by row or through staging memory."""
+
+    def __init__(
+        self, route: Route, in_flight: int, num_ranks: int, pool_bytes: int, kv_bytes: int
+    ) -> None:
+        super().__init__(num_ranks, pool_bytes, kv_bytes)
+        self._driver = FakeDriver()
+        for each in (self.pool, *self.kvs):
+            self._driver.register(each.ctypes.data, each.nbytes)
+        self._device = Device(self._driver, Limits(batch_runs=1, in_flight=in_flight), never_lost)
+        self._device.table = always(route)
+
+    def backend(self, rank: int) -> CopyBackend:
+        place = Place(self.kvs[rank].ctypes.data, self.pool.ctypes.data, None)
+        return CUDABackend(self._device, place)
+
+
+def never_lost(error: CUDAError) -> NoReturn:
+    raise AssertionError(error)
+
+
 @cache
 def compiled_rows() -> RowCopier:
     rows = RowCopier()
@@ -100,10 +126,18 @@ def shared_memory(
             region.close()
 
 
+@contextmanager
+def device_memory(route: Route, num_ranks: int, pool_bytes: int, kv_bytes: int) -> Iterator[Memory]:
+    """With one batch of one run on its way at a time, so that it looks before every run."""
+    yield DeviceMemory(route, 1, num_ranks, pool_bytes, kv_bytes)
+
+
 MEMORIES: dict[str, Callable[[int, int, int], AbstractContextManager[Memory]]] = {
     "reference": plain_memory,
     "cpu, memmove": partial(shared_memory, RowCopier),
     "cpu, kernel": partial(shared_memory, compiled_rows),
+    "fake GPU, batches": partial(device_memory, Route.BATCH),
+    "fake GPU, gathered": partial(device_memory, Route.GATHER),
 }
 every_backend = pytest.mark.parametrize("kind", MEMORIES)
 

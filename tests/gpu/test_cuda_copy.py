@@ -1,0 +1,378 @@
+"""The copies with a KV cache of a real model's shape, on a GPU and in the same words on a fake one.
+
+The tests marked `gpu` need an NVIDIA GPU, torch for CUDA and nothing else: no vLLM, no Ray.
+`pytest -m gpu tests/gpu` runs them; without a GPU they are skipped. No GPU has run them yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from raykv.bench import copy as bench
+from raykv.bench.report import Options
+from raykv.copy.cuda import CUDABackend, Device, Limits, Place, backend
+from raykv.copy.cuda_calibration import Route, always
+from raykv.copy.cuda_driver import CUDADriver, CUDAError, Urgency
+from raykv.copy.cuda_measure import measure
+from raykv.copy.cuda_pages import IndexMover, PageMover, TritonMover, best_mover, cuda_view
+from raykv.copy.engine import CopyBackend, StopSign
+from raykv.copy.plan import CopyRuns, Planner
+from raykv.memory.words import Word
+from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
+from raykv.types import SLOT_ALIGNMENT, Direction
+from tests.cuda_fake import Compute, FakeDriver, WithoutWait
+
+torch = pytest.importorskip("torch")
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+NEVER = StopSign()
+KIB, MIB = 1 << 10, 1 << 20
+
+NUM_LAYERS = 32
+LLAMA_PAGE = 16 * 2 * 8 * 128 * 2
+"""Llama 8B, one layer: 16 tokens, keys and values, 8 heads of 128 numbers of 2 bytes."""
+
+HYBRID_PAGE = 4 * KIB
+BLOCKS_PER_CHUNK = 4
+LONG_KERNEL_CYCLES = 1_000_000_000
+"""About half a second."""
+
+
+def has_gpu() -> bool:
+    has_device = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+    has_package = importlib.util.find_spec("cuda") is not None
+    return has_device and has_package and bool(torch.cuda.is_available())
+
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="there is no GPU here")]
+
+
+def lose(error: CUDAError) -> NoReturn:
+    raise AssertionError(error)
+
+
+class WithoutWaitOnGPU(CUDADriver):
+    """The mistake that the compute event is there for."""
+
+    def wait_event(self, stream: int, event: int) -> None:
+        pass
+
+
+class FakeRig:
+    """In this process's memory. `event` is the worker's compute event."""
+
+    num_blocks = 24
+
+    def __init__(self, *, waits: bool) -> None:
+        self.driver: FakeDriver = FakeDriver() if waits else WithoutWait()
+        self._compute = Compute(self.driver)
+        self.event = self._compute.event
+
+    def make_kv(self, num_bytes: int) -> Any:
+        kv = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8)
+        self.driver.register(kv.data_ptr(), num_bytes)
+        return kv
+
+    def make_pool(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        pool = np.zeros(num_bytes, np.uint8)
+        self.driver.register(pool.ctypes.data, num_bytes)
+        return pool
+
+    def launch(self, act: Callable[[], object]) -> None:
+        """A long kernel on the compute stream, then `act`, then the event."""
+        self._compute.launch(act)
+
+    def finish(self) -> None:
+        self.driver.run_all()
+
+    def close(self) -> None:
+        self.finish()
+
+
+class GPURig:
+    """On the first GPU."""
+
+    num_blocks = 256
+
+    def __init__(self, *, waits: bool) -> None:
+        kind = CUDADriver if waits else WithoutWaitOnGPU
+        self.driver: CUDADriver = kind(first_uuid())
+        self._compute = torch.cuda.Stream()
+        self._event = torch.cuda.Event(interprocess=True)
+        self._event.record(self._compute)
+        self.event = int(self._event.cuda_event)
+        self._pools: list[int] = []
+
+    def make_kv(self, num_bytes: int) -> Any:
+        kv = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, device="cuda")
+        torch.cuda.synchronize()
+        return kv
+
+    def make_pool(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        address = self.driver.allocate_host(num_bytes)
+        self._pools.append(address)
+        pool = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+        pool[:] = 0
+        return pool
+
+    def launch(self, act: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._compute):
+            torch.cuda._sleep(LONG_KERNEL_CYCLES)
+            act()
+            self._event.record(self._compute)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        self.finish()
+        for pool in self._pools:
+            self.driver.free_host(pool)
+
+
+def first_uuid() -> str:
+    return str(torch.cuda.get_device_properties(0).uuid)
+
+
+AnyRig = FakeRig | GPURig
+RIGS: dict[str, type[FakeRig] | type[GPURig]] = {"fake": FakeRig, "gpu": GPURig}
+every_rig = pytest.mark.parametrize("rig", ["fake", pytest.param("gpu", marks=needs_gpu)])
+
+
+class Cache:
+    """A KV cache of all layers and a pool, on a rig; everything is compared on the host."""
+
+    def __init__(self, rig: AnyRig, page: int, route: Route) -> None:
+        self.page, self.num_blocks = page, rig.num_blocks
+        self.num_chunks = self.num_blocks // (2 * BLOCKS_PER_CHUNK)
+        chunk_bytes = NUM_LAYERS * BLOCKS_PER_CHUNK * page
+        self.kv = rig.make_kv(NUM_LAYERS * self.num_blocks * page)
+        self.pool = rig.make_pool(self.num_chunks * chunk_bytes)
+        self.device = Device(rig.driver, Limits(), lose)
+        self.device.table = always(route)
+        place = Place(self.kv.data_ptr(), self.pool.ctypes.data, rig.event)
+        self.backend: CopyBackend = CUDABackend(self.device, place)
+        stride = self.num_blocks * page
+        tensors = [
+            TensorLayout(layer * stride, self.num_blocks, page, page) for layer in range(NUM_LAYERS)
+        ]
+        layout = KVLayout(
+            "cuda", len(self.kv), BLOCKS_PER_CHUNK, tensors, [0], [list(range(NUM_LAYERS))]
+        )
+        self._planner = Planner(layout, 0)
+        self.chunk_pages = chunk_bytes // SLOT_ALIGNMENT
+
+    def runs(self, blocks: list[int], direction: Direction) -> CopyRuns:
+        count = len(blocks) // BLOCKS_PER_CHUNK
+        slots = [chunk * self.chunk_pages for chunk in range(count)]
+        job = CopyJob(
+            job_id=1,
+            direction=int(direction),
+            node_epoch=1,
+            handles=Handles([b"k"] * count, slots, [1] * count),
+            groups=[0] * count,
+            num_blocks=[BLOCKS_PER_CHUNK] * count,
+            first_block=[0] * count,
+            block_ids=blocks,
+        )
+        return self._planner.plan(job)
+
+    def copy(self, blocks: list[int], direction: Direction, stop: StopSign = NEVER) -> bool:
+        runs = self.runs(blocks, direction)
+        return self.backend.copy(direction, runs, 0, len(runs.size), stop)
+
+    def on_host(self) -> npt.NDArray[np.uint8]:
+        """The KV cache as [layer, block, byte]."""
+        raw: npt.NDArray[np.int8] = self.kv.cpu().numpy()
+        return raw.view(np.uint8).reshape(NUM_LAYERS, self.num_blocks, self.page).copy()
+
+    def in_pool(self) -> npt.NDArray[np.uint8]:
+        """The pool as [chunk, layer, block in the chunk, byte]."""
+        return self.pool.reshape(self.num_chunks, NUM_LAYERS, BLOCKS_PER_CHUNK, self.page)
+
+
+def some_blocks(cache: Cache, seed: int) -> list[int]:
+    """Half of the blocks, in random order, with some neighbours among them."""
+    order = np.random.default_rng(seed).permutation(cache.num_blocks // 2).tolist()
+    pairs = [2 * number + half for number in order for half in (0, 1)]
+    return pairs[: cache.num_chunks * BLOCKS_PER_CHUNK]
+
+
+@pytest.fixture
+def made(rig: str) -> Iterator[AnyRig]:
+    found = RIGS[rig](waits=True)
+    yield found
+    found.close()
+
+
+every_shape = pytest.mark.parametrize("page", [LLAMA_PAGE, HYBRID_PAGE])
+every_route = pytest.mark.parametrize("route", Route)
+
+
+@every_rig
+@every_route
+@every_shape
+def test_bytes_are_equal_both_ways(made: AnyRig, rig: str, route: Route, page: int) -> None:
+    cache = Cache(made, page, route)
+    before = cache.on_host()
+    for seed in range(2):
+        blocks = some_blocks(cache, seed)
+        assert cache.copy(blocks, STORE)
+        chunks = before[:, blocks].reshape(NUM_LAYERS, cache.num_chunks, BLOCKS_PER_CHUNK, page)
+        assert np.array_equal(cache.in_pool(), chunks.transpose(1, 0, 2, 3))
+        assert np.array_equal(cache.on_host(), before)
+        others = some_blocks(cache, seed + 10)
+        assert cache.copy(others, LOAD)
+        before[:, others] = before[:, blocks]
+        assert np.array_equal(cache.on_host(), before)
+    cache.device.close()
+
+
+def stored_after_a_long_kernel(rig: AnyRig, route: Route) -> bool:
+    """Whether a store that follows a step at once takes what the step has computed."""
+    cache = Cache(rig, LLAMA_PAGE, route)
+    # The first copy may compile a kernel for longer than the step takes.
+    assert cache.copy(some_blocks(cache, 1), STORE)
+    rig.launch(lambda: cache.kv.fill_(77))
+    assert cache.copy(some_blocks(cache, 1), STORE)
+    is_all = bool((cache.pool == 77).all())
+    rig.finish()
+    cache.device.close()
+    rig.close()
+    return is_all
+
+
+@every_rig
+@every_route
+def test_store_takes_what_the_step_before_has_computed(rig: str, route: Route) -> None:
+    assert stored_after_a_long_kernel(RIGS[rig](waits=True), route)
+
+
+@every_rig
+@every_route
+def test_missing_wait_for_compute_is_found_out(rig: str, route: Route) -> None:
+    assert not stored_after_a_long_kernel(RIGS[rig](waits=False), route)
+
+
+@every_rig
+def test_load_is_not_overwritten_by_the_step_before(made: AnyRig, rig: str) -> None:
+    cache = Cache(made, LLAMA_PAGE, Route.BATCH)
+    blocks = some_blocks(cache, 1)
+    cache.pool[:] = 5
+    made.launch(cache.kv.zero_)
+    assert cache.copy(blocks, LOAD)
+    made.finish()
+    assert (cache.on_host()[:, blocks] == 5).all()
+    cache.device.close()
+
+
+@every_rig
+def test_copy_that_is_cancelled_during_the_step_before_writes_nothing(
+    made: AnyRig, rig: str
+) -> None:
+    cache = Cache(made, LLAMA_PAGE, Route.BATCH)
+    word = ctypes.c_uint64(0)
+    stop = StopSign([Word(ctypes.addressof(word), 1)])
+    made.launch(lambda: cache.kv.fill_(77))
+    word.value = 1
+    assert not cache.copy(some_blocks(cache, 1), STORE, stop)
+    assert not cache.pool.any()
+    word.value = 0
+    assert cache.copy(some_blocks(cache, 1), STORE, stop)
+    assert (cache.pool == 77).all()
+    cache.device.close()
+
+
+@every_rig
+def test_load_and_store_at_once_do_not_mix(made: AnyRig, rig: str) -> None:
+    cache = Cache(made, LLAMA_PAGE, Route.BATCH)
+    half = cache.num_chunks // 2
+    blocks = some_blocks(cache, 3)
+    stored, loaded = blocks[: half * BLOCKS_PER_CHUNK], blocks[half * BLOCKS_PER_CHUNK :]
+    before = cache.on_host()
+    cache.in_pool()[half:] = 9
+    load = cache.runs(blocks, LOAD)
+    begin, end = int(load.chunk_ends[half - 1]), len(load.size)
+    ends: list[bool] = []
+    thread = threading.Thread(target=lambda: ends.append(cache.copy(stored, STORE)))
+    thread.start()
+    assert cache.backend.copy(LOAD, load, begin, end, NEVER)
+    thread.join(60)
+    assert ends == [True]
+    kept = before[:, stored].reshape(NUM_LAYERS, half, BLOCKS_PER_CHUNK, cache.page)
+    assert np.array_equal(cache.in_pool()[:half], kept.transpose(1, 0, 2, 3))
+    assert (cache.on_host()[:, loaded] == 9).all()
+    cache.device.close()
+
+
+class TestOnGPU:
+    """What only a GPU has."""
+
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize("kind", ["best", "torch"])
+    def test_mover_moves_pages(self, kind: str) -> None:
+        mover: PageMover | None = best_mover(0)
+        if kind == "torch":
+            mover = IndexMover(
+                "cuda:0",
+                lambda stream: torch.cuda.stream(torch.cuda.ExternalStream(stream)),
+                lambda address, words: cuda_view("cuda:0", address, words),
+            )
+        elif importlib.util.find_spec("triton"):
+            assert isinstance(mover, TritonMover)
+        assert mover is not None
+        driver = CUDADriver(first_uuid())
+        stream, event = driver.make_stream(Urgency.LOAD), driver.make_event()
+        source = torch.randint(0, 1 << 60, (64, 512), device="cuda")
+        to = torch.zeros_like(source)
+        torch.cuda.synchronize()
+        order = np.random.default_rng(1).permutation(64).astype(np.uint64)
+        page = np.uint64(4096)
+        size = np.full(64, page)
+        pages = np.arange(64, dtype=np.uint64) * page
+        mover.move(stream, pages + np.uint64(to.data_ptr()), order * page + source.data_ptr(), size)
+        driver.record(event, stream)
+        while not driver.is_done(event):
+            pass
+        assert torch.equal(to.cpu(), source.cpu()[order.astype(np.int64)])
+
+    def test_calibration_measures_this_gpu(self) -> None:
+        table = measure(CUDADriver(first_uuid()))
+        assert table.points
+        assert all(point.batch_rate > 1e8 for point in table.points if point.num_runs > 8)
+
+    def test_entry_point_copies(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        rig = GPURig(waits=True)
+        cache = Cache(rig, LLAMA_PAGE, Route.BATCH)
+        cache.backend = backend(
+            f"GPU-{first_uuid()}", cache.kv.data_ptr(), cache.pool.ctypes.data, rig.event
+        )
+        rig.launch(lambda: cache.kv.fill_(7))
+        assert cache.copy(some_blocks(cache, 1), STORE)
+        assert (cache.pool == 7).all()
+        rig.close()
+
+    def test_device_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(CUDAError, match="sees no GPU"):
+            CUDADriver("GPU-3f2504e0-4f89-41d3-9a0c-0305e82c3301")
+
+    def test_memory_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(CUDAError, match="cudaMalloc failed: cudaErrorMemoryAllocation"):
+            CUDADriver(first_uuid()).allocate(1 << 50)
+
+    def test_benchmark_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        result = bench.run(Options(quick=True, repeats=1, device="cuda"))
+        assert all(row.median > 0 for row in result.rows)
+        assert any(row.case == "product of matrices" for row in result.rows)

@@ -1,0 +1,133 @@
+"""Rows become few, bounded batches that copy the same bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.copy.cuda_batches import Rows, batches, cut, direct, merged, rows_of, staged
+from raykv.copy.plan import CopyRuns
+from raykv.types import Direction
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+
+
+def rows(*each: tuple[int, int, int]) -> Rows:
+    """Of one chunk."""
+    kv, pool, size = np.array(each, np.int64).reshape(-1, 3).T
+    return Rows(kv, pool, size, np.zeros_like(size))
+
+
+def tuples(some: Rows) -> list[tuple[int, int, int]]:
+    return list(zip(some.kv.tolist(), some.pool.tolist(), some.size.tolist(), strict=True))
+
+
+def bytes_of(some: Rows) -> list[tuple[int, int]]:
+    """Every byte that is copied: its place in the KV cache and in the pool."""
+    return [(kv + i, pool + i) for kv, pool, size in tuples(some) for i in range(size)]
+
+
+some_rows = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(1, 20)), max_size=12
+).map(lambda each: rows(*each))
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Rows:
+    """Pages of some blocks, as a planner makes them: many neighbours."""
+    page = draw(st.sampled_from([1, 8, 24]))
+    numbers = draw(st.lists(st.integers(0, 30), max_size=12, unique=True))
+    return rows(*((number * page, place * page, page) for place, number in enumerate(numbers)))
+
+
+@given(st.one_of(some_rows, blocks()))
+def test_merged_rows_copy_the_same_bytes_and_have_no_neighbours(some: Rows) -> None:
+    few = merged(some)
+    assert bytes_of(few) == bytes_of(some)
+    for (kv, pool, size), (next_kv, next_pool, _) in pairwise(tuples(few)):
+        assert (kv + size, pool + size) != (next_kv, next_pool)
+
+
+@pytest.mark.parametrize("chunk_ends", [[1, 2, 3], [1, 3], [2, 3], [3]])
+def test_rows_know_their_chunk_and_neighbours_of_two_chunks_stay_apart(
+    chunk_ends: list[int],
+) -> None:
+    """Their slots may lie in two pieces of pinned memory."""
+    columns = ([0, 64, 128], [0, 64, 128], [64, 64, 9], chunk_ends)
+    runs = CopyRuns(*(np.array(column) for column in columns))
+    rows = rows_of(runs, 0, 3)
+    assert tuples(rows) == [(0, 0, 64), (64, 64, 64), (128, 128, 9)]
+    sizes = [sum([64, 64, 9][first:last]) for first, last in pairwise([0, *chunk_ends])]
+    assert merged(rows).size.tolist() == sizes
+    assert staged(rows, STORE, 1000, 2000, 3000).blocks.size.tolist() == sizes
+    assert tuples(rows_of(runs, 1, 2)) == [(64, 64, 64)]
+    assert tuples(rows_of(runs, 1, 1)) == []
+
+
+@given(st.one_of(some_rows, blocks()), st.integers(1, 30))
+def test_cut_rows_copy_the_same_bytes_and_cross_no_edge(some: Rows, cut_bytes: int) -> None:
+    pieces = cut(some, cut_bytes)
+    assert bytes_of(pieces) == bytes_of(some)
+    for _, pool, size in tuples(pieces):
+        assert size > 0
+        assert pool // cut_bytes == (pool + size - 1) // cut_bytes
+
+
+@given(st.one_of(some_rows, blocks()), st.integers(1, 60), st.integers(1, 5))
+def test_batches_are_all_rows_in_order_and_within_the_bounds(
+    some: Rows, most_bytes: int, most_runs: int
+) -> None:
+    made = list(batches(some, most_bytes, most_runs))
+    assert [row for batch in made for row in tuples(batch)] == tuples(some)
+    for batch in made:
+        assert 1 <= len(batch) <= most_runs
+        assert batch.num_bytes <= most_bytes or len(batch) == 1
+
+
+@given(blocks(), st.integers(1, 60), st.integers(1, 5))
+def test_batches_are_as_few_as_the_bounds_allow(
+    some: Rows, most_bytes: int, most_runs: int
+) -> None:
+    made = list(batches(some, most_bytes, most_runs))
+    for batch, after in pairwise(made):
+        one_more = batch.num_bytes + int(after.size[0])
+        assert len(batch) == most_runs or one_more > most_bytes
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_direct_copies_go_from_one_side_to_the_other(direction: Direction) -> None:
+    copies = direct(rows((1, 2, 3), (40, 50, 6)), direction, 1000, 1 << 63)
+    kv, pool = [1001, 1040], [(1 << 63) + 2, (1 << 63) + 50]
+    expected = (pool, kv) if direction is STORE else (kv, pool)
+    assert (copies.to.tolist(), copies.source.tolist()) == expected
+    assert copies.size.tolist() == [3, 6]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_staged_pages_make_one_block_where_they_are_neighbours_in_the_pool(
+    direction: Direction,
+) -> None:
+    some = rows((80, 0, 8), (0, 8, 16), (40, 24, 8), (64, 100, 8))
+    steps = staged(some, direction, 1000, 2000, 3000)
+    kv, buffer = [1080, 1000, 1040, 1064], [3000, 3008, 3024, 3032]
+    pool, blocks = [2000, 2100], [3000, 3032]
+    pages = (buffer, kv) if direction is STORE else (kv, buffer)
+    assert (steps.pages.to.tolist(), steps.pages.source.tolist()) == pages
+    assert steps.pages.size.tolist() == [8, 16, 8, 8]
+    there = (pool, blocks) if direction is STORE else (blocks, pool)
+    assert (steps.blocks.to.tolist(), steps.blocks.source.tolist()) == there
+    assert steps.blocks.size.tolist() == [32, 8]
+
+
+@pytest.mark.parametrize(
+    ("row", "has_words"),
+    [((8, 1, 16), True), ((4, 8, 16), False), ((8, 8, 12), False), ((0, 3, 8), True)],
+)
+def test_rows_have_words_where_a_kernel_can_move_them(
+    row: tuple[int, int, int], has_words: bool
+) -> None:
+    assert rows(row, (0, 0, 8)).has_words is has_words
