@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raykv.block_hashes import PromptTraits
+    from raykv.catalog_types import Chunk, PromptLookup
     from raykv.client import Cluster, clear, connect, events
     from raykv.core.replay import Replay
     from raykv.event_types import (
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
         NodeJoined,
         NodeLost,
     )
+    from raykv.plan_types import Plan
+    from raykv.sizing import plan
 
 __version__ = "0.1.0"
 
@@ -32,21 +37,35 @@ _EVENTS = (
     "NodeLost",
 )
 
+_OTHERS = {
+    "Chunk": "catalog_types",
+    "Plan": "plan_types",
+    "PromptLookup": "catalog_types",
+    "PromptTraits": "block_hashes",
+    "Replay": "core.replay",
+    "plan": "sizing",
+}
+
 __all__ = [
     "BlockRemoved",
     "BlockStored",
     "CacheCleared",
+    "Chunk",
     "Cluster",
     "EpochBegan",
     "Event",
     "EventsMissed",
     "NodeJoined",
     "NodeLost",
+    "Plan",
+    "PromptLookup",
+    "PromptTraits",
     "Replay",
     "__version__",
     "clear",
     "connect",
     "events",
+    "plan",
 ]
 
 
@@ -60,8 +79,6 @@ def __getattr__(name: str) -> Any:
         from raykv import event_types
 
         return getattr(event_types, name)
-    if name == "Replay":
-        from raykv.core.replay import Replay
-
-        return Replay
+    if name in _OTHERS:
+        return getattr(import_module(f"raykv.{_OTHERS[name]}"), name)
     raise AttributeError(f"module 'raykv' has no attribute {name!r}")

@@ -9,7 +9,7 @@ for event in cluster.events(since=0):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,13 +18,18 @@ import ray
 
 from raykv.actors import cluster, diagnosis
 from raykv.actors.readers import read_events, take_snapshot
+from raykv.block_hashes import PLAIN, PromptTraits
+from raykv.catalog_types import Chunk, PromptLookup
 from raykv.config import CLIENT_S
 from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
 from raykv.errors import ClusterError
 from raykv.event_types import Event
 from raykv.findings import Finding
+from raykv.listing import Reader
 from raykv.miss_types import Explanation
+from raykv.plan_types import Plan
+from raykv.sizing import plan
 from raykv.status_types import ClusterStatus, NodeStatus
 
 
@@ -75,21 +80,87 @@ class Cluster:
         """
         scheduler = self._scheduler()
         if namespace is not None:
-            namespace = self._full_namespace(namespace)
+            namespace = self._reader.full_namespace(namespace)
         ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
 
-    def _full_namespace(self, beginning: str) -> str:
-        """The one namespace that begins so; `status` shows the first digits only."""
-        status = cluster.status(self._scheduler(), CLIENT_S)
-        known = {*status.namespaces, *(engine.namespace for engine in status.engines)}
-        found = sorted(name for name in known if name.startswith(beginning))
-        if len(found) != 1:
-            what = "no namespace" if not found else f"{len(found)} namespaces"
-            raise ClusterError(
-                f"{what} of the cache begins with {beginning!r}; there are "
-                f"{', '.join(sorted(known)) or 'none'}"
-            )
-        return found[0]
+    # Chunks
+
+    def chunks(
+        self,
+        *,
+        namespace: str | None = None,
+        node: str | None = None,
+        key: bytes | str = b"",
+        group: int | None = None,
+        order: str = "",
+        limit: int | None = None,
+    ) -> Iterator[Chunk]:
+        """The chunks that are held, one for each node that has it, page by page.
+
+        A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
+        or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
+
+        Args:
+            namespace: only of this one, which may be the beginning of a name.
+            node: only on this one; the same.
+            key: only those whose key, or its hexadecimal digits, begins so.
+            group: only of this KV group.
+            order: by age, idle, hits or size, what has most of it first; "": by node and slot.
+            limit: the first ones only. An order without a limit has all in memory here.
+
+        Raises:
+            ClusterError: RayKV does not run here or does not answer, or an argument can't be meant.
+        """
+        return self._reader.chunks(namespace, node, key, group, order, limit)
+
+    def chunk(self, key: bytes | str) -> list[Chunk]:
+        """The replicas of the chunk whose key, or its hexadecimal digits, begins so; may be none.
+
+        Raises:
+            ClusterError: several keys begin so, or RayKV does not run here or does not answer.
+        """
+        return self._reader.chunk(key)
+
+    def lookup(
+        self,
+        tokens: Sequence[int] | None = None,
+        *,
+        text: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        model: str | None = None,
+        namespace: str | None = None,
+        traits: PromptTraits = PLAIN,
+    ) -> PromptLookup:
+        """Where the chunks of a prompt are, and how much of it each node could load.
+
+        Args:
+            tokens: the prompt; or
+            text: that, as `/v1/completions` takes it; or
+            messages: those of a chat, as `/v1/chat/completions` takes them. Text and messages need
+                the tokenizer of `model`, by default that of the namespace's engines.
+            model: as its engines call it, or the last part of that.
+            namespace: or the beginning of one. Needed only if a model has several.
+            traits: what separates the prompt from others with the same tokens: salt, adapter.
+
+        Raises:
+            ClusterError: RayKV does not run here or does not answer; there is not exactly one such
+                namespace; or none of its engines has been seen since the scheduler actor began.
+            SettingError: the engines' hashes can't be made here, or there is no such tokenizer.
+        """
+        return self._reader.lookup(tokens, text, messages, model, namespace, traits)
+
+    def plan(
+        self,
+        model: str,
+        settings: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """`raykv.plan`: it asks nobody in the cluster."""
+        return plan(model, settings, engine)
+
+    @property
+    def _reader(self) -> Reader:
+        return Reader(self._scheduler, lambda: cluster.status(self._scheduler(), CLIENT_S))
 
     def why_miss(self, request_id: str) -> list[Explanation]:
         """Why tokens of a request were not loaded; known about a second after it has ended.

@@ -390,6 +390,10 @@ REPLACE_PAUSE_S = 0.5
 CLIENT_S = 10.0
 """For one answer of an actor to a person or a program, who may have come during a restart."""
 
+LISTING_PAUSE_S = 0.005
+"""Between two pages of a listing, each of which takes the scheduler actor milliseconds: exchanges
+of engines come in between."""
+
 READER_S = 5.0
 """For one page of events or of a snapshot."""
 

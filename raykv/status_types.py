@@ -48,6 +48,22 @@ class EngineStatus(msgspec.Struct, frozen=True):
     breakers: BreakerReport = BreakerReport()
 
 
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """What engines share that can use each other's chunks.
+
+    `chunks` and `num_bytes` count replicas each; `num_bytes` is None, and `model` and `traits` are
+    empty, until this scheduler actor has seen an engine of the namespace. `traits` say what its
+    engines have in common.
+    """
+
+    namespace: str
+    model: str = ""
+    chunks: int = 0
+    num_bytes: int | None = None
+    engines: int = 0
+    traits: dict[str, str] = {}
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool."""
 
@@ -59,3 +75,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     engines: list[EngineStatus] = []
     namespaces: dict[str, int] = {}
     refused: dict[str, str] = {}
+    spaces: list[NamespaceStatus] = []

@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.actors import names
 from raykv.actors.node import CONCURRENCY, NodeActor
 from raykv.actors.processes import argument, command_lines, group_of, is_raylet, stop_group
+from raykv.actors.ray_messages import log_errors
 from raykv.actors.scheduler import SchedulerActor
 from raykv.config import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
 from raykv.errors import ClusterError, VersionError, first_line
@@ -197,6 +198,7 @@ def join(address: str) -> None:
         return
     _use_token()
     check_reachable(address)
+    log_errors()
     try:
         with _fresh_randomness(), _outliving_the_cluster():
             ray.init(

@@ -10,8 +10,17 @@ from __future__ import annotations
 import time
 
 import raykv
+from raykv.catalog_types import ChunkQuery, WhereQuery
 from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.sanity import MAX_NUMBER, check_attach, check_report, check_sync, require
+from raykv.core.sanity import (
+    MAX_NUMBER,
+    check_attach,
+    check_chunk_query,
+    check_report,
+    check_sync,
+    check_where_query,
+    require,
+)
 from raykv.directory import open_table
 from raykv.errors import MessageError, VersionError
 from raykv.handshake import receive
@@ -105,6 +114,20 @@ class SchedulerActor:
         """→ `Explanations` of the requests whose ids begin so."""
         now = self._tick()
         return encode(self._manager.why_miss(beginning, now))
+
+    def chunks(self, raw: bytes) -> bytes:
+        """`ChunkQuery` → `ChunkPage`: a page of a listing; nothing is kept for the next one."""
+        now = self._tick()
+        query = receive(raw, ChunkQuery, "the reader", HERE)
+        check_chunk_query(query)
+        return encode(self._manager.catalog.page(query, now))
+
+    def where(self, raw: bytes) -> bytes:
+        """`WhereQuery` → `WherePage`: who has chunks; none is pinned for that."""
+        self._tick()
+        query = receive(raw, WhereQuery, "the reader", HERE)
+        check_where_query(query)
+        return encode(self._manager.catalog.where(query))
 
     def ping(self) -> str:
         """RayKV's version here; answers once the actor is up."""

@@ -10,8 +10,9 @@ from operator import itemgetter
 
 from raykv.core.geometry import PoolGeometry
 from raykv.core.policy import LRU, POLICIES, EvictionPolicy
+from raykv.core.records import Clock, Records
 from raykv.core.replicas import ReplicaIndex
-from raykv.core.table import Changes, Chunk, Found, Held, Lease, Name
+from raykv.core.table import Changes, Chunk, Found, Held, Lease, Name, Stretch, Uses
 from raykv.types import EngineId, Generation, Key, Namespace, NodeId, Slot
 
 
@@ -57,6 +58,11 @@ class DictTable:
         # Of the last question, and the ranks that follow from it.
         self._ranked: tuple[NodeId, ...] = ()
         self._ranks: dict[NodeId, int] = {}
+        self._clock = Clock()
+
+    def set_clock(self, now: float) -> None:
+        """See `ChunkTable.set_clock`."""
+        self._clock.now = now
 
     def add_node(self, node_id: NodeId, geometry: PoolGeometry) -> DictNodeTable:
         """See `ChunkTable.add_node`."""
@@ -65,7 +71,7 @@ class DictTable:
         def moved(name: Name, came: bool) -> None:
             self._moved(node_id, name, came=came)
 
-        made = self._nodes[node_id] = DictNodeTable(geometry, self._make_policy, moved)
+        made = self._nodes[node_id] = DictNodeTable(geometry, self._make_policy, moved, self._clock)
         return made
 
     def remove_node(self, node_id: NodeId) -> None:
@@ -95,7 +101,7 @@ class DictTable:
         ranked: tuple[NodeId, ...],
         first: Sequence[NodeId],
         most: int,
-        until: float,
+        until: float | None,
     ) -> Found:
         """See `ChunkTable.ask`."""
         if ranked is not self._ranked:
@@ -109,7 +115,10 @@ class DictTable:
         for position, key in enumerate(keys):
             holders = sorted(self._index.nodes((namespace, Key(key))), key=ranks.__getitem__)
             for node_id in holders[:most]:
-                chunk = self._nodes[node_id].pinned(namespace, Key(key), until)
+                node = self._nodes[node_id]
+                if until is not None:
+                    node.pin(namespace, [key], until)
+                chunk = node.held(namespace, Key(key))
                 found.key_index.append(position)
                 found.node_index.append(numbers.setdefault(node_id, len(numbers)))
                 found.slots.append(chunk.slot)
@@ -140,6 +149,7 @@ class DictNodeTable:
         geometry: of the node's pool.
         make_policy: an empty one.
         moved: told of each chunk that comes (True) or goes.
+        clock: that of all nodes.
     """
 
     def __init__(
@@ -147,6 +157,7 @@ class DictNodeTable:
         geometry: PoolGeometry,
         make_policy: Callable[[], EvictionPolicy[tuple[str, bytes]]],
         moved: Callable[[Name, bool], None],
+        clock: Clock | None = None,
     ) -> None:
         self.geometry = geometry
         self._make_policy = make_policy
@@ -155,6 +166,7 @@ class DictNodeTable:
         self._leases: dict[Slot, Lease] = {}
         self._chunks: dict[Namespace, dict[Key, Chunk]] = {}
         self._pinned: dict[Name, float] = {}
+        self._records = Records(geometry, clock or Clock())
 
     def _class_of(self, slot_bytes: int) -> _SlotClass:
         found = self._classes.get(slot_bytes)
@@ -278,6 +290,7 @@ class DictNodeTable:
         chunks = self._chunks.setdefault(namespace, {})
         assert key not in chunks, name
         chunks[key] = chunk
+        self._records.came(name, chunk.slot)
         slot_class.policy.add(name)
         self._moved(name, True)
 
@@ -288,11 +301,16 @@ class DictNodeTable:
             return None
         name = (namespace, key)
         self._pinned.pop(name, None)
+        self._records.went(name)
         slot_class = self._class_of(chunk.slot_bytes)
         slot_class.forget(name)
         slot_class.release(chunk.slot, Generation(chunk.generation + 1))
         self._moved(name, False)
         return chunk
+
+    def held(self, namespace: Namespace, key: Key) -> Chunk:
+        """A chunk that is held."""
+        return self._chunks[namespace][key]
 
     def set_spare(self, name: Name, is_spare: bool) -> None:
         """Whether another node has the chunk too; for the table of all nodes."""
@@ -335,14 +353,7 @@ class DictNodeTable:
 
     def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, Chunk]]:
         """See `NodeTable.chunks_in`."""
-        wanted = set(slabs)
-        slab_of = self.geometry.slab_of
-        return [
-            ((namespace, key), chunk)
-            for namespace, chunks in self._chunks.items()
-            for key, chunk in chunks.items()
-            if slab_of(chunk.slot) in wanted
-        ]
+        return [(name, self.held(*name)) for name in self._records.in_slabs(slabs)]
 
     # Use
 
@@ -354,19 +365,15 @@ class DictNodeTable:
                 slot_class = self._class_of(chunk.slot_bytes)
                 slot_class.policy.touch((namespace, key))
                 slot_class.spares.touch((namespace, key))
+                self._records.used((namespace, Key(key)))
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
         """See `NodeTable.pin`."""
         for key in keys:
-            if self.find(namespace, Key(key)) is not None:
-                self.pinned(namespace, Key(key), until)
-
-    def pinned(self, namespace: Namespace, key: Key, until: float) -> Chunk:
-        """A chunk that is held, and pinned now."""
-        chunk = self._chunks[namespace][key]
-        self._pinned[namespace, key] = until
-        self.use(chunk.slot_bytes, until)
-        return chunk
+            chunk = self.find(namespace, Key(key))
+            if chunk is not None:
+                self._pinned[namespace, Key(key)] = until
+                self.use(chunk.slot_bytes, until)
 
     def pinned_slabs(self, now: float) -> set[int]:
         """See `NodeTable.pinned_slabs`."""
@@ -419,6 +426,25 @@ class DictNodeTable:
             slot_bytes=[chunk.slot_bytes for _, chunk in chunks],
         )
 
+    def places_from(self, first: Slot, most: int, namespace: Namespace | None = None) -> Stretch:
+        """See `NodeTable.places_from`."""
+        return self._records.stretch(first, most, namespace)
+
+    def uses_at(self, places: Sequence[Name]) -> Uses:
+        """See `NodeTable.uses_at`."""
+        chunks = [self.held(*name) for name in places]
+        records = [self._records.of(name) for name in places]
+        return Uses(
+            slot_bytes=[chunk.slot_bytes for chunk in chunks],
+            stored_at=[record.stored_at for record in records],
+            used_at=[record.used_at for record in records],
+            hits=[record.hits for record in records],
+            is_spare=[
+                name in self._class_of(chunk.slot_bytes).spares
+                for name, chunk in zip(places, chunks, strict=True)
+            ],
+        )
+
     def spares(self) -> list[Name]:
         """See `NodeTable.spares`: in eviction order."""
         return [
@@ -443,3 +469,4 @@ class DictNodeTable:
             assert len(names) == len(held), (size, len(names), len(held))
             assert set(names) == {name for _, name in held}, size
         assert set(self._pinned) <= set(self.names()), self._pinned
+        self._records.check({name: self.held(*name).slot for name in self.names()})

@@ -25,12 +25,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raykv.core.book import PoolBook
+from raykv.core.catalog import Catalog
 from raykv.core.dict_table import DictTable
 from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
 from raykv.core.inventory import drop_lost, take_failed, take_inventory, take_stored
 from raykv.core.leases import Generations, grant, take_declared
-from raykv.core.members import Engine, Node, engine_status, node_status
+from raykv.core.members import Engine, Node
 from raykv.core.mirror import Mirror
 from raykv.core.miss_log import MissLog
 from raykv.core.policy import DEFAULT_POLICY, POLICIES
@@ -109,6 +110,7 @@ class BlockManager:
         self._misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
+        self.catalog = Catalog(self._nodes, self._engines, self._table)
 
     @property
     def epoch(self) -> Epoch:
@@ -218,6 +220,7 @@ class BlockManager:
                     "smaller blocks_per_chunk",
                 )
         self._admit(message, node, now)
+        self.catalog.introduced(message)
         engine_id = EngineId(message.engine_id)
         return EngineAttached(
             epoch=self.epoch,
@@ -426,6 +429,7 @@ class BlockManager:
 
         The engines of such a node attach again, since its leases are forgotten with it.
         """
+        self._table.set_clock(now)
         for engine in list(self._engines.values()):
             if now - engine.last_seen > self.settings.engine_expiry_s:
                 self.detach_engine(engine.engine_id)
@@ -461,22 +465,8 @@ class BlockManager:
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""
-        namespaces: dict[str, int] = {}
-        for node in self._nodes.values():
-            for name, count in node.book.table.sizes().items():
-                namespaces[name] = namespaces.get(name, 0) + count
-        return ClusterStatus(
-            address=address,
-            epoch=self.epoch,
-            raykv_version=raykv_version,
-            paused=self.paused,
-            nodes=[node_status(node, now) for node in self._nodes.values()],
-            engines=[
-                engine_status(engine, self._nodes.get(engine.node_id), now)
-                for engine in self._engines.values()
-            ],
-            namespaces=namespaces,
-        )
+        base = ClusterStatus(address, self.epoch, raykv_version, self.paused)
+        return self.catalog.status(base, now)
 
     def holds(self, node_id: NodeId, namespace: Namespace, key: Key) -> Generation | None:
         """The generation at which the directory believes a chunk to be on a node."""

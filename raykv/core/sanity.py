@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 
+from raykv.catalog_types import (
+    MAX_PAGE,
+    ORDERS,
+    ChunkPage,
+    ChunkQuery,
+    WherePage,
+    WhereQuery,
+)
 from raykv.core.geometry import PoolGeometry
 from raykv.errors import MessageError
 from raykv.messages import (
+    MAX_KEYS,
     AttachEngine,
     FailedStores,
     FetchResult,
@@ -206,6 +215,62 @@ def check_read(request: ReadRequest, slab_bytes: int) -> None:
     handles = request.handles
     _rows("chunks", handles.keys, handles.slots, handles.generations, request.slot_bytes)
     _numbers("slot sizes", request.slot_bytes, 1, slab_bytes)
+
+
+# From readers
+
+
+def check_chunk_query(query: ChunkQuery) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _names("a name", (query.namespace, query.node_id, query.from_node))
+    require(len(query.key) <= MAX_KEY_BYTES, f"a key of {len(query.key)} bytes")
+    require(query.order in ("", *ORDERS), f"the order {query.order!r}")
+    _numbers("a KV group", () if query.group is None else (query.group,), 0, MAX_GROUPS - 1)
+    _numbers("a number of chunks", (query.limit,), 1, MAX_PAGE)
+    _numbers("a slot", (query.from_slot,), 0, MAX_SLOTS - 1)
+
+
+def check_where_query(query: WhereQuery) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _names("a namespace", (query.namespace,))
+    require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
+    _keys("keys", query.keys)
+
+
+# To a reader
+
+
+def check_chunk_page(page: ChunkPage, query: ChunkQuery) -> None:
+    """An answer to `query`, which brings the listing on.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    _keys("keys of chunks", page.keys)
+    _rows("chunks", page.keys, page.slots, page.node_index, page.namespace_index, page.hits)
+    _rows("chunks", page.keys, page.slot_bytes, page.ages, page.idles, page.is_replicated)
+    _places("chunks", page.slots, page.generations)
+    _rows("namespaces", page.namespaces, page.models)
+    _numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
+    _numbers("numbers of namespaces", page.namespace_index, 0, len(page.namespaces) - 1)
+    place, before = (page.from_node, page.from_slot), (query.from_node, query.from_slot)
+    require(page.is_last or place > before, f"a listing that goes from {before} to {place}")
+
+
+def check_where_page(page: WherePage, query: WhereQuery) -> None:
+    """An answer to `query`.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    _numbers("answered keys", (page.answered,), min(1, len(query.keys)), len(query.keys))
+    _rows("replicas", page.key_index, page.node_index)
+    _numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
+    _numbers("numbers of keys", page.key_index, 0, page.answered - 1)
 
 
 # To an engine

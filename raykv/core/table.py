@@ -106,6 +106,33 @@ class Held:
         return len(self.keys)
 
 
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """Columns of what became of chunks that are held.
+
+    Times are those of `ChunkTable.set_clock`: when the chunk came to the node, as far as this table
+    knows, and when it was used last. `hits` are its uses since it came. `is_spare`: another node
+    has it too.
+    """
+
+    slot_bytes: list[int]
+    stored_at: list[float]
+    used_at: list[float]
+    hits: list[int]
+    is_spare: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Places of the chunks in a stretch of `length` slots, in order, and the slot at which to go
+    on; None: there are no more slots.
+    """
+
+    places: Any
+    length: int
+    following: Slot | None
+
+
 class NodeTable(Protocol):
     """One node's part of a table."""
 
@@ -231,6 +258,17 @@ class NodeTable(Protocol):
         A chunk that has come to the node since the places were listed may be there too.
         """
 
+    def places_from(self, first: Slot, most: int, namespace: Namespace | None = None) -> Stretch:
+        """Places of the chunks in slots from `first` on, of at most `most` slots of one slab; of
+        one namespace if it is named.
+
+        Whoever goes on at `following` until it is None meets each chunk that stays in its slot
+        exactly once, whatever comes and goes meanwhile.
+        """
+
+    def uses_at(self, places: Sequence[Any]) -> Uses:
+        """What became of the chunks at places; all are held."""
+
     def spares(self) -> list[Name]:
         """All spares, in no order."""
 
@@ -254,13 +292,17 @@ class ChunkTable(Protocol):
         ranked: tuple[NodeId, ...],
         first: Sequence[NodeId],
         most: int,
-        until: float,
+        until: float | None,
     ) -> Found:
-        """Where chunks are, at most `most` replicas of each; they are pinned `until` then.
+        """Where chunks are, at most `most` replicas of each; they are pinned `until` then, or not
+        at all if that is None.
 
         `ranked` has all nodes, the best source first; the same object is the same order. Those in
         `first` go before all others.
         """
+
+    def set_clock(self, now: float) -> None:
+        """It is that time now, for chunks that come or are used from now on."""
 
     def check(self) -> None:
         """Assert the invariants over all nodes; for tests and idle moments."""

@@ -32,9 +32,11 @@ from raykv.directory.kernels import (
 from raykv.directory.layout import (
     BASE,
     CLASS,
+    CLOCK,
     FREE,
     GENERATION,
     HEAD,
+    HITS,
     KEY,
     LEASED,
     LENGTH_BITS,
@@ -48,6 +50,7 @@ from raykv.directory.layout import (
     SPARE,
     STATE,
     STRIDE,
+    TOUCHED,
     TWIN,
     USED,
 )
@@ -82,7 +85,7 @@ def ask(
     until: int,
     out: Array,
 ) -> tuple[int, int, int]:
-    """Find replicas and pin them.
+    """Find replicas, and pin them unless `until` is 0.
 
     `ranks` by node, above -NONE; the lowest ones are told. `out` gets columns: position of the key,
     number of the node among those told, slot, generation; then the positions of missing keys, and
@@ -122,8 +125,9 @@ def ask(
                 numbers[node] = num_nodes
                 out[5, num_nodes] = node
                 num_nodes += 1
-            rows[best, PIN] = until
-            classes[of_class, USED] = max(classes[of_class, USED], until)
+            if until > 0:
+                rows[best, PIN] = until
+                classes[of_class, USED] = max(classes[of_class, USED], until)
             out[0, count] = position
             out[1, count] = numbers[node]
             out[2, count] = rows[best, SLOT]
@@ -147,13 +151,17 @@ def pin(arrays: Arrays, keys: Array, names: Array, node: int, until: int) -> Non
 @outer(types.void(ARRAYS, KEYS, COLUMN, INT))
 def touch(arrays: Arrays, keys: Array, names: Array, node: int) -> None:
     """Chunks on a node were used."""
+    rows, classes = arrays.rows, arrays.classes
     for position in range(len(names)):
         if position % AHEAD == 0:
             some = arrays.candidates[: min(AHEAD, len(names) - position)]
-            look_ahead(arrays.rows, arrays.places, keys, names, position, some)
+            look_ahead(rows, arrays.places, keys, names, position, some)
         row = find(arrays, keys, position, names[position], node)
         if row >= 0:
             order.touch(arrays, row)
+            rows[row, TOUCHED] = classes[rows[row, CLASS], CLOCK]
+            if rows[row, HITS] < NONE:
+                rows[row, HITS] += 1
 
 
 @inner(types.void(ARRAYS, TABLE, INT, KEYS, TABLE, INT, INT))

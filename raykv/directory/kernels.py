@@ -30,9 +30,11 @@ from raykv.directory.arrays import (
 from raykv.directory.layout import (
     CLAIMED,
     CLASS,
+    CLOCK,
     GENERATION,
     HASH_BITS,
     HELD,
+    HITS,
     KEY,
     LENGTH_BITS,
     NAME,
@@ -41,6 +43,8 @@ from raykv.directory.layout import (
     PIN,
     SPARE,
     STATE,
+    STORED,
+    TOUCHED,
     TWIN,
 )
 from raykv.directory.lists import move
@@ -282,6 +286,10 @@ def hold(arrays: Arrays, row: int, keys: Array, number: int, name: int, generati
     rows[row, TWIN] = NONE
     words[row, GENERATION] = generation
     rows[row, PIN] = 0
+    now = arrays.classes[rows[row, CLASS], CLOCK]
+    rows[row, STORED] = now
+    rows[row, TOUCHED] = now
+    rows[row, HITS] = 0
     node, namespace = arrays.classes[rows[row, CLASS], NODE], name >> LENGTH_BITS
     arrays.counts[node, namespace] = max(arrays.counts[node, namespace], 0) + 1
 

@@ -28,9 +28,16 @@ TWIN = 7
 STATE = 8
 LAST = 9
 """When the chunk was used last, in uses of its class, modulo 2 ** 32."""
-NAME = 10
-"""Number of the namespace and length of the key; of a lease: number of the engine."""
-KEY = 11
+STORED, TOUCHED = 10, 11
+"""When a chunk came, and when it was used last, in ticks."""
+HITS = 12
+"""How often it has been used since it came."""
+NAME = 14
+"""Number of the namespace and length of the key; of a lease: number of the engine. The word before
+it is unused, so that a key of vLLM's length, which is 9 words, fills its row: keys that must be
+filled up take twice as long.
+"""
+KEY = 15
 """The key's bytes, filled up with zeros; of a lease: the KV group."""
 
 LENGTH_BITS = 12
@@ -51,9 +58,11 @@ GHOSTS = NUM_LISTS - 1
 
 # Columns of the lists, the classes and a node's slabs.
 HEAD, TAIL, COUNT = 0, 1, 2
-NODE, SLOT_BYTES, USED, NOW, LEARNED_AT, DUE_AT = 0, 1, 2, 3, 4, 5
-CLASS_COLUMNS = 6
-"""When slots were wanted last, in ticks; and the times of the policy, in uses."""
+NODE, SLOT_BYTES, USED, NOW, LEARNED_AT, DUE_AT, CLOCK = 0, 1, 2, 3, 4, 5, 6
+CLASS_COLUMNS = 7
+"""When slots were wanted last, in ticks; the times of the policy, in uses; and the time that it is,
+in ticks, the same in all classes.
+"""
 BASE, SLAB_CLASS, STRIDE = 0, 1, 2
 """The first row of a slab (-1: it has no slot size), its class, and the pages of a slot."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from raykv.core.geometry import PoolGeometry
-from raykv.core.table import Changes, Chunk, Held, Lease, Name
+from raykv.core.table import Changes, Chunk, Held, Lease, Name, Stretch, Uses
 from raykv.core.worth import NUM_QUEUES
 from raykv.directory import batches, kernels, lists, order
 from raykv.directory.arrays import Array
@@ -420,6 +420,29 @@ class FlatNodeTable:
         if namespace is not None:
             is_held &= rows.is_of(places, namespace)
         return rows.held(places[is_held])
+
+    def places_from(self, first: Slot, most: int, namespace: Namespace | None = None) -> Stretch:
+        """See `NodeTable.places_from`."""
+        number_of_slab, rest = divmod(first, self._pages)
+        with_size = np.flatnonzero(self._slabs[number_of_slab:, BASE] >= 0)
+        if not len(with_size):
+            return Stretch([], 0, None)
+        slab = number_of_slab + int(with_size[0])
+        base, _, stride = self._slabs[slab].tolist()
+        length = self._pages // stride
+        start = 0 if slab > number_of_slab else min(-(-rest // stride), length)
+        end = min(start + most, length)
+        rows = np.flatnonzero(self._rows.rows[base + start : base + end, STATE] >= SPARE)
+        rows += base + start
+        if namespace is not None:
+            rows = rows[self._rows.is_of(rows, namespace)]
+        following = slab * self._pages + end * stride if end < length else (slab + 1) * self._pages
+        is_last = following >= len(self._slabs) * self._pages
+        return Stretch(rows, end - start, None if is_last else Slot(following))
+
+    def uses_at(self, places: Any) -> Uses:
+        """See `NodeTable.uses_at`."""
+        return self._rows.uses(np.asarray(places, np.int64))
 
     def spares(self) -> list[Name]:
         """See `NodeTable.spares`."""

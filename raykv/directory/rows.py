@@ -15,12 +15,13 @@ from math import ceil, floor
 
 import numpy as np
 
-from raykv.core.table import Changes, Held
+from raykv.core.table import Changes, Held, Uses
 from raykv.directory import batches, kernels, order
 from raykv.directory.arrays import Array, Arrays
 from raykv.directory.layout import (
     CLASS,
     CLASS_COLUMNS,
+    CLOCK,
     COUNT,
     FREE,
     GENERATION,
@@ -28,6 +29,7 @@ from raykv.directory.layout import (
     GHOST_WORDS,
     GHOSTS,
     GONE,
+    HITS,
     KEY,
     LENGTH_BITS,
     LESSON_COLUMNS,
@@ -37,8 +39,11 @@ from raykv.directory.layout import (
     NUM_LISTS,
     SLOT,
     SLOT_BYTES,
+    SPARE,
     STATE,
+    STORED,
     TICKS_PER_S,
+    TOUCHED,
 )
 from raykv.types import Namespace
 
@@ -88,6 +93,7 @@ class Rows:
         # First rows of blocks that nobody uses, by their length.
         self._free_blocks: dict[int, list[int]] = {}
         self._free_classes: list[int] = []
+        self._tick = 0
         self._namespaces: list[Namespace] = []
         self._numbers: dict[Namespace, int] = {}
 
@@ -106,6 +112,13 @@ class Rows:
             self._lessons,
             self._candidates,
         )
+
+    def set_clock(self, now: float) -> None:
+        """What comes or is used from now on, comes or is used at that time."""
+        tick = min(tick_of(now), NONE)
+        if tick != self._tick:
+            self._tick = tick
+            self.classes[:, CLOCK] = tick
 
     # Growth
 
@@ -160,6 +173,7 @@ class Rows:
         number = self._free_classes.pop()
         self.classes[number] = 0
         self.classes[number, :2] = (node, slot_bytes)
+        self.classes[number, CLOCK] = self._tick
         first = number * NUM_LISTS
         self.lists[first : first + NUM_LISTS] = (NONE, NONE, 0)
         self.lists[first + GHOSTS] = 0
@@ -293,6 +307,16 @@ class Rows:
             slots=self.rows[rows, SLOT].tolist(),
             generations=self.words[rows, GENERATION].tolist(),
             slot_bytes=self.classes[self.rows[rows, CLASS], SLOT_BYTES].tolist(),
+        )
+
+    def uses(self, rows: Array) -> Uses:
+        """What became of the chunks of rows that have one."""
+        return Uses(
+            slot_bytes=self.classes[self.rows[rows, CLASS], SLOT_BYTES].tolist(),
+            stored_at=(self.rows[rows, STORED] / TICKS_PER_S).tolist(),
+            used_at=(self.rows[rows, TOUCHED] / TICKS_PER_S).tolist(),
+            hits=self.rows[rows, HITS].tolist(),
+            is_spare=(self.rows[rows, STATE] == SPARE).tolist(),
         )
 
     def is_of(self, rows: Array, namespace: Namespace) -> Array:

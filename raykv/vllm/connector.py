@@ -31,6 +31,7 @@ import raykv
 from raykv.actors.link import LinkTarget
 from raykv.actors.runtime import EngineIdentity, EngineRuntime
 from raykv.config import load_settings
+from raykv.core.prefixes import ChunkGroup, groups_text
 from raykv.errors import RayKVError
 from raykv.types import MissReason
 from raykv.vllm.guard import guarded, nothing, report
@@ -113,7 +114,7 @@ class RayKVConnector(OffloadingConnector):
             model=spec.config.model.name,
             num_ranks=spec.config.parallel.world_size,
             slot_bytes=spec.slot_bytes_by_group(),
-            traits=traits_of(facts),
+            traits={**traits_of(facts), "chunks": groups_text(self._chunk_groups())},
             versions=f"RayKV {raykv.__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
         )
         self._identity = identity
@@ -122,6 +123,13 @@ class RayKVConnector(OffloadingConnector):
         manager.session = self._runtime.session
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         self._runtime.start()
+
+    def _chunk_groups(self) -> list[ChunkGroup]:
+        """The KV groups, for whoever wants to know what of a prompt can be loaded."""
+        return [
+            ChunkGroup(each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
+            for each in self.scheduler.config.kv_group_configs
+        ]
 
     def _tokens_per_chunk(self) -> list[int]:
         """Of each KV group that is loaded as whole prefixes; of all if none is."""

@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from raykv.block_hashes import RANDOM, seed_digest
 from raykv.types import Namespace
 
 RANDOM_SEED = "random in "
@@ -32,7 +33,7 @@ def traits_of(facts: dict[str, Any]) -> dict[str, str]:
     is_random = seed.startswith(RANDOM_SEED)
     traits = {
         "hash_algorithm": algorithm,
-        "hash_seed": "random" if is_random else _digest(seed),
+        "hash_seed": RANDOM if is_random else seed_digest(seed),
         "config": _digest(facts["model"]["config"]),
     }
     rest = {**facts["model"], **facts}

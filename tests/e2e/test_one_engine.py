@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 
 from raykv.bench.engine import EngineProcess
 from raykv.bench.prompts import prompt
+from raykv.block_hashes import PromptTraits
 from raykv.cli import app
 from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.miss_types import MissRecord
+from raykv.sizing import plan
 from raykv.status_types import NodeStatus
 from tests.processes import freeze
 from tests.waiting import wait_until
@@ -153,6 +155,23 @@ def test_cache_salt_keeps_requests_apart(engine: EngineProcess, cluster: Cluster
     engine.reset()
     assert engine.cached(tokens, salt="mine") == [320]
     engine.reset()
+
+
+def test_lookup_and_listing_name_the_chunks_that_the_engine_stored(
+    engine: EngineProcess, cluster: Cluster, tiny_model: Path
+) -> None:
+    tokens = prompt(320, 10 * BLOCK + 5)
+    engine.tokens([tokens], salt="mine")
+    settle(engine, cluster)
+    found = cluster.lookup(tokens, traits=PromptTraits(cache_salt="mine"))
+    assert found.cached_tokens == 10 * BLOCK
+    assert cluster.lookup(tokens).cached_tokens == 0
+    assert {chunk.key for chunk in found.chunks} <= {chunk.key for chunk in cluster.chunks()}
+    assert engine.cached([tokens], salt="mine") == [10 * BLOCK]
+    engine.reset()
+    wait_until(lambda: cluster.chunk(found.chunks[0].key)[0].hits > 0, 10.0, "the load counts")
+    planned = plan(str(tiny_model), {}, {"block_size": BLOCK, "dtype": "float32"})
+    assert cluster.chunk(found.chunks[0].key)[0].num_bytes == planned.slot_bytes
 
 
 def test_paused_cache_is_left_alone_until_resumed(engine: EngineProcess, cluster: Cluster) -> None:

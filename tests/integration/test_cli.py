@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
+import msgspec
 import pytest
 import ray
 from typer.testing import CliRunner
 
 from raykv.actors import cluster as clusters
+from raykv.block_hashes import (
+    DEFAULT_SEED,
+    HashScheme,
+    PromptTraits,
+    block_hashes,
+    chunk_keys,
+    seed_digest,
+)
 from raykv.cli import app
 from raykv.client import Cluster
 from raykv.errors import ClusterError, MessageError
@@ -18,6 +30,10 @@ from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
+    Inventory,
+    NodeReport,
+    NodeReportReply,
+    SyncReply,
     SyncRequest,
     decode,
     encode,
@@ -38,9 +54,9 @@ def running(cluster: Cluster) -> Iterator[Cluster]:
         yield cluster
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.output
 
 
@@ -105,6 +121,158 @@ def test_request_that_has_ended_is_explained_by_the_beginning_of_its_id(running:
     with pytest.raises(ClusterError, match="among the latest 1 that have ended"):
         running.why_miss("cmpl-8")
     ray.get(scheduler.detach.remote("played"), timeout=10)
+
+
+# Looking at chunks
+
+
+PLAYED = "aa-played"
+SALTED = PromptTraits(cache_salt="tenant")
+PROMPT = list(range(100, 100 + 70))
+SCHEME = HashScheme("sha256", DEFAULT_SEED, 16)
+
+
+class PlayedNode:
+    """A node and an engine that only talk to the scheduler actor: four chunks of a prompt."""
+
+    def __init__(self) -> None:
+        self.scheduler: Any = clusters.find_scheduler_actor()
+        self.seq = 0
+        self.report(Inventory())
+        traits = {
+            "hash_algorithm": "sha256",
+            "hash_seed": seed_digest(DEFAULT_SEED),
+            "tokens_per_hash": "16",
+            "chunks": "0:16",
+        }
+        hello = AttachEngine(
+            PROTOCOL_VERSION, "looked-at", PLAYED, "abcd", "/m/tiny", 1, {0: 4096}, traits=traits
+        )
+        self.epoch = self.call("attach", hello, EngineAttached).epoch
+        self.keys: list[bytes] = [*chunk_keys(block_hashes(PROMPT, SCHEME, SALTED), 1, 0)]
+        granted = self.sync(wanted={0: 4}).granted
+        self.report(
+            Inventory(["abcd"], [0] * 4, self.keys, granted.slots, granted.generations, [4096] * 4)
+        )
+        self.sync(touched=[self.keys[1]], counters={"prompt_tokens": 100, "loaded_tokens": 25})
+
+    def call(self, method: str, message: Any, kind: Any) -> Any:
+        call = getattr(self.scheduler, method)
+        return decode(ray.get(call.remote(encode(message)), timeout=10), kind)
+
+    def report(self, stored: Inventory) -> None:
+        """Also a heartbeat, without which the node is forgotten after five seconds."""
+        self.seq += 1
+        message = NodeReport(PROTOCOL_VERSION, PLAYED, 1, self.seq, 1 << 20, 1 << 16, 0, 0)
+        self.call("report", msgspec.structs.replace(message, stored=stored), NodeReportReply)
+
+    def sync(self, **fields: Any) -> SyncReply:
+        self.seq += 1
+        request = SyncRequest("looked-at", self.epoch, self.seq, **fields)
+        reply: SyncReply = self.call("sync", request, SyncReply)
+        return reply
+
+
+@pytest.fixture(scope="module")
+def played(running: Cluster) -> Iterator[PlayedNode]:
+    made = PlayedNode()
+    with repeating(lambda: made.report(Inventory())):
+        yield made
+
+
+@contextmanager
+def repeating(call: Callable[[], None]) -> Iterator[None]:
+    """Call it once a second in a thread, until there is nobody to answer."""
+    ended = threading.Event()
+
+    def work() -> None:
+        with suppress(ray.exceptions.RayError):
+            while not ended.wait(1.0):
+                call()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    ended.set()
+    thread.join(10.0)
+
+
+def test_ls_lists_what_is_held(played: PlayedNode) -> None:
+    rows = json.loads(run("ls", "--json", "--node", PLAYED))
+    assert [row["key"] for row in rows] == [key.hex() for key in played.keys]
+    assert {row["model"] for row in rows} == {"/m/tiny"}
+    assert all(0 <= row["age_s"] < 60 for row in rows)
+    (first,) = json.loads(run("ls", "--json", "--sort", "hits", "--limit", "1"))
+    assert (first["key"], first["hits"]) == (played.keys[1].hex(), 1)
+    text = run("ls", "--namespace", "ab")
+    assert played.keys[3].hex()[:24] in text
+    assert "4.0 KiB" in text
+
+
+def test_ls_of_nothing_ends_with_1(played: PlayedNode) -> None:
+    assert run("ls", "--group", "3", code=1) == "no chunks\n"
+    assert json.loads(run("ls", "--group", "3", "--json", code=1)) == []
+
+
+def test_show_tells_who_has_a_chunk(played: PlayedNode) -> None:
+    key = played.keys[1].hex()
+    (row,) = json.loads(run("show", key, "--json"))
+    assert (row["key"], row["node_id"], row["num_bytes"]) == (key, PLAYED, 4096)
+    assert f"node {PLAYED}: 4.0 KiB in slot" in run("show", key[:10])
+    assert "no node has a chunk" in run("show", "ff" * 36, code=1)
+
+
+def test_lookup_says_how_much_of_a_prompt_is_where(played: PlayedNode) -> None:
+    tokens = ",".join(map(str, [*PROMPT[:40], *[7] * 50]))
+    arguments = ("--form", "tokens", "--model", "tiny", "--trait", "cache_salt=tenant")
+    found = json.loads(run("lookup", tokens, *arguments, "--json"))
+    assert (found["prompt_tokens"], found["cached_tokens"]) == (90, 32)
+    assert [(node["node_id"], node["tokens"]) for node in found["nodes"]] == [(PLAYED, 32)]
+    assert [len(chunk["nodes"]) for chunk in found["chunks"]] == [1, 1, 0, 0, 0]
+    assert "32 of 90 tokens can be loaded" in run("lookup", tokens, *arguments)
+    plain = run("lookup", tokens, "--form", "tokens", "--namespace", "abcd", code=1)
+    assert "0 of 90 tokens can be loaded" in plain
+
+
+def test_status_and_top_show_namespaces_and_rates(played: PlayedNode) -> None:
+    assert "/m/tiny" in run("status")
+    (space,) = [s for s in json.loads(run("status", "--json"))["spaces"] if s["chunks"]]
+    assert (space["namespace"], space["num_bytes"]) == ("abcd", 4 * 4096)
+    found = json.loads(run("top", "--json", "--interval", "0.1"))
+    assert found["progress"]["seconds"] >= 0.1
+    assert PLAYED in found["progress"]["transfers"]
+    text = run("top", "--once", "--interval", "0.1")
+    assert "loaded by RayKV" in text
+    assert "25 %" in text
+
+
+def test_events_are_lines_of_json_from_a_place_on(played: PlayedNode) -> None:
+    rows = [json.loads(line) for line in run("events", "--json").splitlines()]
+    stored = [row for row in rows if row["event"] == "BlockStored"]
+    assert [row["key"] for row in stored] == [key.hex() for key in played.keys]
+    place = f"{stored[1]['epoch']}:{stored[1]['seq']}"
+    later = [json.loads(line) for line in run("events", "--json", "--since", place).splitlines()]
+    assert [row["seq"] for row in later][:2] == [stored[2]["seq"], stored[3]["seq"]]
+    assert f"{place} BlockStored node_id={PLAYED}" in run("events")
+
+
+def test_every_command_that_changes_something_tells_it_as_json(played: PlayedNode) -> None:
+    assert json.loads(run("pause", "--json")) == {"paused": True}
+    assert json.loads(run("resume", "--json")) == {"paused": False}
+    assert json.loads(run("clear", "abcd", "--json")) == {"cleared": "abcd"}
+    assert json.loads(run("ls", "--json", code=1)) == []
+
+
+def test_what_ray_says_of_errors_goes_to_the_log_and_not_to_standard_output(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from ray._private.utils import publish_error_to_driver
+    from ray._private.worker import global_worker
+
+    with caplog.at_level("INFO", "raykv.ray"):
+        publish_error_to_driver("test", "a played error", global_worker.gcs_client)
+        wait_until(lambda: "a played error" in caplog.text, 20.0, "Ray's listener tells")
+    assert capsys.readouterr().out == ""
 
 
 def test_creators_that_race_get_one_actor_each(running: Cluster) -> None:

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from raykv.breaker_types import BreakerReport
-from raykv.cli import _print_status
+from raykv.cli.status import print_status
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -77,7 +78,7 @@ def test_status_is_printed_with_who_does_not_answer_whom_and_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    _print_status(status())
+    print_status(status(), Console())
     printed = capsys.readouterr().out
     assert (
         "breaker of node a: node:b is open for 4 s, 2 failures in a row: no [bold] answer"
@@ -93,7 +94,7 @@ def test_status_is_printed_with_who_does_not_answer_whom_and_why(
 def test_closed_breakers_that_never_opened_are_not_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _print_status(ClusterStatus("address", 1, "1.0", False))
+    print_status(ClusterStatus("address", 1, "1.0", False), Console())
     assert "breaker" not in capsys.readouterr().out
 
 

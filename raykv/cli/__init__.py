@@ -1,0 +1,39 @@
+"""The command `raykv`: thin faces of the client, a module for each topic.
+
+A topic is one more module here, whose commands say `@app.command()`, and its name in the import.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from raykv.cli import chunks, events, measure, plan, serve, status, switch, top, trouble
+from raykv.cli.base import ExitCode, app
+from raykv.errors import RayKVError
+
+TOPICS = (
+    status,
+    top,
+    chunks,
+    events,
+    trouble,
+    switch,
+    plan,
+    serve,
+    measure,
+)
+
+__all__ = ["TOPICS", "app", "main"]
+
+
+def main() -> None:
+    """Run the command line; errors that RayKV expects are one sentence and exit code 2."""
+    try:
+        app()
+    except RayKVError as error:
+        sentence = f"raykv: {error}"
+        console = Console(stderr=True)
+        console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(ExitCode.FAILED)

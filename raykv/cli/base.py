@@ -1,0 +1,113 @@
+"""What all commands share: the application, their common options, and how they print.
+
+A command prints tables to a terminal or a pipe, or one JSON document with `--json`. Colours and
+anything that moves are for terminals only. Exit codes are those of `EXIT_CODES`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import raykv
+
+
+class ExitCode(IntEnum):
+    """What scripts may rely on."""
+
+    OK = 0
+    NOT_WELL = 1
+    """Something is wrong, or what was asked for is not there: an answer, not a failure."""
+    FAILED = 2
+    """Wrong usage, no cluster, or no answer from it; a sentence on standard error says which."""
+
+
+EXIT_CODES = (
+    "Exit codes: 0 all well; 1 something is wrong, or what was asked for is not there; 2 wrong "
+    "usage, or no cluster that answers."
+)
+
+PIPE_COLUMNS = 1000
+"""Instead of a terminal's width: programs read lines."""
+
+app = typer.Typer(
+    help="RayKV: vLLM's KV cache in the RAM of a Ray cluster.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        help="The Ray cluster. Default: RAY_ADDRESS, else the one that runs on this host.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]
+
+
+def connected(ray_address: str | None) -> raykv.Cluster:
+    """The cluster that a command is about."""
+    return raykv.connect(ray_address)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output; bytes, which keys are, as hexadecimal digits."""
+    import msgspec
+
+    typer.echo(msgspec.json.format(_json(value)).decode())
+
+
+def print_json_line(value: Any) -> None:
+    """The same in one line."""
+    typer.echo(_json(value).decode())
+
+
+def _json(value: Any) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(_with_hex(msgspec.to_builtins(value, builtin_types=(bytes,))))
+
+
+def _with_hex(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, dict):
+        return {name: _with_hex(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_hex(inner) for inner in value]
+    return value
+
+
+def table(*columns: str) -> Table:
+    """An empty one; what does not fit is folded."""
+    made = Table(box=None, header_style="bold")
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def console() -> Console:
+    """Standard output. Where it is no terminal a row is a line, however long."""
+    made = Console(highlight=False, markup=False)
+    return made if made.is_terminal else Console(width=PIPE_COLUMNS, highlight=False, markup=False)
+
+
+def say(sentence: str, style: str | None = None) -> None:
+    """A line on standard output, as it is."""
+    Console().print(sentence, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def ago(seconds: float) -> str:
+    """A time for people: "8 s", "3 min", "2.5 h", "4.0 d"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} d"

@@ -1,0 +1,250 @@
+"""Commands that look at chunks: ls, show, lookup."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raykv.block_hashes import PromptTraits
+from raykv.cli.base import (
+    Address,
+    AsJson,
+    ExitCode,
+    ago,
+    app,
+    connected,
+    console,
+    print_json,
+    say,
+    table,
+)
+from raykv.core.room import human_bytes
+from raykv.errors import SettingError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from raykv.catalog_types import Chunk, PromptLookup
+
+SHOWN_DIGITS = 24
+"""Of a key: enough to tell the chunks of any cluster apart."""
+
+Namespace = Annotated[str | None, typer.Option(help="Only of this namespace; its first digits do.")]
+
+
+@app.command()
+def ls(
+    *,
+    namespace: Namespace = None,
+    node: Annotated[
+        str | None, typer.Option(help="Only on this node; its first digits do.")
+    ] = None,
+    group: Annotated[int | None, typer.Option(help="Only of this KV group.", min=0)] = None,
+    limit: Annotated[int, typer.Option(help="So many chunks at most.", min=1)] = 50,
+    sort: Annotated[
+        str, typer.Option(help="age, idle, hits or size: those with most of it first.")
+    ] = "",
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """List chunks: where they are, how old, when last used, how often.
+
+    Exit code 1 if there is none.
+
+    Example: raykv ls --namespace 5f0c --sort hits --limit 20
+    """
+    with connected(ray_address) as cluster:
+        found = list(
+            cluster.chunks(namespace=namespace, node=node, group=group, order=sort, limit=limit)
+        )
+    if as_json:
+        print_json(found)
+    elif found:
+        console().print(_chunk_table(found))
+        if len(found) == limit:
+            say(f"at most {limit} chunks are listed; --limit has more", "dim")
+    else:
+        say("no chunks")
+    raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
+
+
+def _chunk_table(chunks: Iterable[Chunk]) -> Table:
+    made = table("key", "group", "namespace", "node", "size", "age", "unused for", "hits", "copies")
+    for chunk in chunks:
+        made.add_row(
+            chunk.key.hex()[:SHOWN_DIGITS],
+            str(chunk.group),
+            chunk.namespace[:12],
+            chunk.node_id[:12],
+            human_bytes(chunk.num_bytes),
+            ago(chunk.age_s),
+            ago(chunk.idle_s),
+            f"{chunk.hits:,}",
+            "more" if chunk.is_replicated else "1",
+        )
+    return made
+
+
+@app.command()
+def show(
+    key: Annotated[str, typer.Argument(help="Hexadecimal digits of a key, or the first of them.")],
+    *,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Show a chunk: what it is, and each node that has it.
+
+    Exit code 1 if nobody has it.
+
+    Example: raykv show 9d01c7a4
+    """
+    with connected(ray_address) as cluster:
+        found = cluster.chunk(key)
+    if as_json:
+        print_json(found)
+    elif found:
+        _print_chunk(found)
+    else:
+        say(f"no node has a chunk whose key begins with {key}")
+    raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
+
+
+def _print_chunk(replicas: list[Chunk]) -> None:
+    first = replicas[0]
+    say(f"key         {first.key.hex()}")
+    say(f"block hash  {first.block_hash.hex()}")
+    say(f"KV group    {first.group}")
+    for chunk in replicas:
+        say(
+            f"node {chunk.node_id}: {human_bytes(chunk.num_bytes)} in slot {chunk.slot} at "
+            f"generation {chunk.generation}, came {ago(chunk.age_s)} ago, unused for "
+            f"{ago(chunk.idle_s)}, {chunk.hits:,} hits, namespace {chunk.namespace} "
+            f"({chunk.model or 'model unknown'})"
+        )
+
+
+class Form(StrEnum):
+    """What a prompt is given as."""
+
+    TEXT = "text"
+    TOKENS = "tokens"
+    CHAT = "chat"
+
+
+@app.command()
+def lookup(
+    prompt: Annotated[
+        str, typer.Argument(help='The prompt; "@FILE": in that file; "-": on standard input.')
+    ],
+    *,
+    form: Annotated[
+        Form,
+        typer.Option(
+            help="text, as for /v1/completions; tokens, as 1,2,3 or a JSON list; or chat: JSON "
+            "with messages, as for /v1/chat/completions."
+        ),
+    ] = Form.TEXT,
+    model: Annotated[
+        str | None, typer.Option(help="As its engines call it, or the last part of that.")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="If the model has several; the first digits do.")
+    ] = None,
+    traits: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trait",
+            help="cache_salt=TEXT or lora=NAME=PATH, if the request has them; repeatable.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Say which chunks of a prompt are cached, and how much of it each node could load.
+
+    Exit code 1 if nothing of it is cached.
+
+    Example: raykv lookup @document.txt --model SmolLM2-135M
+    """
+    given = _read(prompt, form)
+    of_request = _traits(traits or [])
+    with connected(ray_address) as cluster:
+        found = cluster.lookup(**given, model=model, namespace=namespace, traits=of_request)
+    if as_json:
+        print_json(found)
+    else:
+        _print_lookup(found)
+    raise typer.Exit(ExitCode.OK if found.cached_tokens else ExitCode.NOT_WELL)
+
+
+def _read(prompt: str, form: Form) -> dict[str, Any]:
+    """The prompt as an argument of `Cluster.lookup`.
+
+    Raises:
+        SettingError: it can't be read.
+    """
+    try:
+        text = prompt
+        if prompt == "-":
+            text = typer.get_text_stream("stdin").read()
+        elif prompt.startswith("@"):
+            text = Path(prompt[1:]).read_text()
+        match form:
+            case Form.TEXT:
+                return {"text": text}
+            case Form.TOKENS:
+                return {"tokens": _token_ids(text)}
+            case Form.CHAT:
+                read = json.loads(text)
+                messages = read["messages"] if isinstance(read, dict) else read
+                return {"messages": [dict(message) for message in messages]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingError(
+            f"the prompt can't be read as {form}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _traits(given: Sequence[str]) -> PromptTraits:
+    """Raises:
+    SettingError: a trait is unknown.
+    """
+    salt = name = path = ""
+    for trait in given:
+        kind, _, value = trait.partition("=")
+        if kind == "cache_salt":
+            salt = value
+        elif kind == "lora" and "=" in value:
+            name, _, path = value.partition("=")
+        else:
+            raise SettingError(f"--trait {trait!r}: give cache_salt=TEXT or lora=NAME=PATH")
+    return PromptTraits(salt, name, path)
+
+
+def _token_ids(text: str) -> list[int]:
+    parts = json.loads(text) if text.lstrip().startswith("[") else text.split(",")
+    return [int(part) for part in parts]
+
+
+def _print_lookup(found: PromptLookup) -> None:
+    say(f"namespace {found.namespace} ({found.model})")
+    say(f"{found.cached_tokens:,} of {found.prompt_tokens:,} tokens can be loaded")
+    if not found.nodes:
+        return
+    nodes = table("node", "tokens from the beginning", "chunks")
+    for node in found.nodes:
+        nodes.add_row(node.node_id[:12], f"{node.tokens:,}", f"{node.chunks:,}")
+    console().print(nodes)
+    chunks = table("tokens", "group", "key", "nodes")
+    for chunk in found.chunks:
+        chunks.add_row(
+            f"{chunk.first_token:,} to {chunk.end_token - 1:,}",
+            str(chunk.group),
+            chunk.key.hex()[:SHOWN_DIGITS],
+            ", ".join(node[:12] for node in chunk.nodes) or "-",
+        )
+    console().print(chunks)

@@ -1,0 +1,75 @@
+"""The command `events`: what happens to the directory."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raykv.cli.base import Address, app, connected, print_json_line, say
+from raykv.errors import SettingError
+
+if TYPE_CHECKING:
+    from raykv.event_types import Event
+
+
+@app.command()
+def events(
+    *,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for more, until interrupted.")
+    ] = False,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            help="What follows this event: its number, or EPOCH:NUMBER. Default: all that are "
+            "kept; with --follow only new ones."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write a JSON object in a line for each.")
+    ] = False,
+    ray_address: Address = None,
+) -> None:
+    """Print what happens to the directory: chunks stored and removed, nodes, clearings.
+
+    Each event has its place, EPOCH:NUMBER, from which a later call goes on without gaps. If events
+    are not kept any more, the first one is EventsMissed.
+
+    Example: raykv events --follow --json | jq -r 'select(.event == "BlockStored").node_id'
+    """
+    place: int | tuple[int, int] | None = _place(since)
+    if place is None and not follow:
+        place = 0
+    with connected(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
+        for event in cluster.events(place, follow=follow):
+            if as_json:
+                print_json_line(event)
+            else:
+                say(_line(event))
+
+
+def _place(since: str | None) -> int | tuple[int, int] | None:
+    if since is None:
+        return None
+    first, colon, second = since.partition(":")
+    try:
+        return (int(first), int(second)) if colon else int(first)
+    except ValueError:
+        raise SettingError(
+            f"--since {since!r}: give the number of an event, or EPOCH:NUMBER"
+        ) from None
+
+
+def _line(event: Event) -> str:
+    import msgspec
+
+    fields = msgspec.structs.asdict(event)
+    place = f"{fields.pop('epoch')}:{fields.pop('seq')}"
+    words = [f"{name}={_short(value)}" for name, value in fields.items()]
+    return " ".join((place, type(event).__name__, *words))
+
+
+def _short(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,133 @@
+"""Commands that try RayKV out: demo, bench, chaos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raykv.cli.base import Address, app
+
+
+@app.command()
+def demo(
+    *,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A seeded random model; under a minute.")
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file too.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of questions. Default: 3, tiny 2.", min=2)
+    ] = None,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            help="2: another Ray node on this host loads what the first has.", min=1, max=2
+        ),
+    ] = 1,
+    pool_bytes: Annotated[
+        str | None, typer.Option("--pool-bytes", help='Size of a pool, like "2GiB".')
+    ] = None,
+    ray_address: Address = None,
+) -> None:
+    """Ask a real model about long documents, with and without RayKV, and compare.
+
+    Starts a local Ray if there is none. Exit code 1 if an answer differs.
+
+    Example: raykv demo --tiny --nodes 2
+    """
+    from raykv.demo import run_demo
+
+    code = run_demo(
+        tiny=tiny,
+        json_path=json_path,
+        rounds=rounds or (2 if tiny else 3),
+        nodes=nodes,
+        ray_address=ray_address,
+        pool_bytes=pool_bytes,
+        console=None,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Benchmarks to run. Default: all.")
+    ] = None,
+    *,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Say in a line each what there is, and end.")
+    ] = False,
+    json_path: Annotated[
+        str | None,
+        typer.Option(
+            "--json", help='Write the results to this file too; "-": only them, to standard output.'
+        ),
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Repeats of each measurement.", min=1)] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: whether it runs, not how fast.")
+    ] = False,
+    trace: Annotated[
+        str | None, typer.Option(help="For `policy`: requests as JSON lines with hash_ids.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="For `copy`: cpu, or cuda for the first GPU.")
+    ] = "cpu",
+) -> None:
+    """Measure RayKV beside what you would use instead, and beside what the machine can do.
+
+    Example: raykv bench lookup copy --json results.json
+    """
+    from raykv.bench.command import list_benchmarks, run_benchmarks
+    from raykv.bench.report import Options
+
+    if list_only:
+        list_benchmarks()
+        return
+    options = Options(repeats=repeats, quick=quick, trace=trace, device=device)
+    run_benchmarks(names or [], options, json_path)
+
+
+@app.command()
+def chaos(
+    *,
+    minutes: Annotated[float, typer.Option(help="Of load and faults.", min=0.1)] = 5.0,
+    seed: Annotated[int, typer.Option(help="Of the faults and of the load.")] = 0,
+    nodes: Annotated[int, typer.Option(help="Ray nodes on this host, an engine on each.")] = 2,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--fault", help="Only such faults, like node-actor-killed; repeatable."),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file too.")
+    ] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep what the engines print in this folder.")
+    ] = None,
+    lose_head: Annotated[
+        bool | None,
+        typer.Option(
+            "--lose-head/--keep-head",
+            help="At the end Ray's GCS dies for good, and the engines go on. Default: from 3 "
+            "minutes on.",
+        ),
+    ] = None,
+) -> None:
+    """Kill and freeze parts of a cluster of its own under load, and check every answer.
+
+    Exit code 1 if a request failed, a token was wrong, or offloading did not come back.
+
+    Example: raykv chaos --minutes 2 --seed 7 --fault node-actor-killed --fault gcs-frozen
+    """
+    from rich.console import Console
+
+    from raykv.chaos.run import ChaosOptions, kinds_named, run_chaos
+
+    loses_head = minutes >= 3 if lose_head is None else lose_head
+    options = ChaosOptions(60 * minutes, seed, nodes, kinds_named(kinds or ()), logs, loses_head)
+    raise typer.Exit(run_chaos(options, Console(), json_path))

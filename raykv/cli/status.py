@@ -1,0 +1,155 @@
+"""The command `status`: nodes, pools, namespaces, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
+from raykv.core.breaker import sentences
+from raykv.core.rates import TokenSources, token_sources
+from raykv.core.room import human_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from raykv.status_types import ClusterStatus
+
+
+@app.command()
+def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+    """Show nodes, pools, namespaces and engines.
+
+    Counters are those since the start of each engine and NodeActor.
+
+    Example: raykv status --json | jq .nodes[].used_bytes
+    """
+    with connected(ray_address) as cluster:
+        known = cluster.status()
+    if as_json:
+        print_json(known)
+        return
+    print_status(known, console())
+
+
+def print_status(known: ClusterStatus, console: Console) -> None:
+    """All of it, for people."""
+    for part in [*overview(known), *troubles(known)]:
+        console.print(part)
+
+
+def overview(known: ClusterStatus) -> Iterator[RenderableType]:
+    """What there is."""
+    state = "PAUSED" if known.paused else "running"
+    yield Text(f"RayKV {known.raykv_version} at {known.address}: {state}", overflow="fold")
+    yield _nodes(known)
+    yield _namespaces(known)
+    yield _engines(known)
+
+
+def _nodes(known: ClusterStatus) -> Table:
+    nodes = table(
+        "node",
+        "host",
+        "pool",
+        "prefaulted",
+        "used",
+        "chunks",
+        "stored",
+        "loaded",
+        "fetched",
+        "sent",
+    )
+    for node in known.nodes:
+        share = 100 * node.prefaulted_bytes / max(1, node.pool_bytes)
+        nodes.add_row(
+            node.node_id[:12],
+            node.hostname,
+            human_bytes(node.pool_bytes),
+            f"{share:.0f} %",
+            human_bytes(node.used_bytes),
+            f"{node.chunks:,}",
+            human_bytes(node.bytes_stored),
+            human_bytes(node.bytes_loaded),
+            human_bytes(node.bytes_fetched),
+            human_bytes(node.bytes_sent),
+        )
+    return nodes
+
+
+def _namespaces(known: ClusterStatus) -> Table:
+    namespaces = table(
+        "namespace", "model", "engines", "chunks", "bytes", "prompt tokens", "vLLM's", "RayKV's"
+    )
+    for space in known.spaces:
+        engines = [each for each in known.engines if each.namespace == space.namespace]
+        tokens = token_sources(engines)
+        namespaces.add_row(
+            space.namespace[:12],
+            space.model or "?",
+            str(space.engines),
+            f"{space.chunks:,}",
+            "?" if space.num_bytes is None else human_bytes(space.num_bytes),
+            f"{tokens.prompt:,}",
+            percent(tokens, tokens.own),
+            percent(tokens, tokens.loaded),
+        )
+    return namespaces
+
+
+def percent(sources: TokenSources, tokens: int) -> str:
+    """A share of all tokens, for people."""
+    share = sources.share(tokens)
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def _engines(known: ClusterStatus) -> Table:
+    engines = table(
+        "engine", "node", "namespace", "ranks", "leased", "failed", "fetch", "prefill", "versions"
+    )
+    for engine in known.engines:
+        counters = engine.counters
+        engines.add_row(
+            engine.engine_id[:12],
+            engine.node_id[:12],
+            engine.namespace[:12],
+            str(engine.num_ranks),
+            f"{engine.leased_slots:,}",
+            str(counters.get("loads_failed", 0)),
+            _rate(counters.get("fetch_bytes_per_s", 0), "B/s"),
+            _rate(counters.get("prefill_tokens_per_s", 0), "tokens/s"),
+            engine.versions,
+        )
+    return engines
+
+
+def _rate(measured: int, unit: str) -> str:
+    """A rate for people; nothing while it is unknown."""
+    if not measured:
+        return "-"
+    return f"{human_bytes(measured)}/s" if unit == "B/s" else f"{measured:,} {unit}"
+
+
+def troubles(known: ClusterStatus) -> Iterator[Text]:
+    """What is wrong: damaged chunks, pools that can't be, and who does not answer whom."""
+    for node in known.nodes:
+        if node.quarantined:
+            what = f"{node.quarantined} damaged chunks or files were set aside"
+            yield Text(f"node {node.node_id[:12]}: {what}", "red")
+    for node_id, refusal in sorted(known.refused.items()):
+        yield Text(f"node {node_id[:12]} gives no pool: {refusal}", "red")
+    for owner, breakers in [
+        *((f"node {node.node_id[:12]}", node.breakers) for node in known.nodes),
+        *((f"engine {engine.engine_id[:12]}", engine.breakers) for engine in known.engines),
+    ]:
+        for sentence in sentences(breakers):
+            yield Text(f"breaker of {owner}: {sentence}", "red")
+        if breakers.opened:
+            yield Text(
+                f"breakers of {owner}: opened {breakers.opened} times, {breakers.failed} calls "
+                f"failed, {breakers.refused} not made"
+            )

@@ -1,0 +1,101 @@
+"""The command `top`: what happens now, with rates."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
+from raykv.cli.status import percent, troubles
+from raykv.core.rates import Progress, progress, token_sources
+from raykv.core.room import human_bytes
+
+if TYPE_CHECKING:
+    import raykv
+    from raykv.status_types import ClusterStatus
+
+
+@app.command()
+def top(
+    *,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two looks.", min=0.1, max=3600.0)
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Show what happens: hit rates, tokens and transfers per second; Ctrl-C ends it.
+
+    On a pipe, and with --json, it prints one interval and ends.
+
+    Example: raykv top --interval 1
+    """
+    out = console()
+    with connected(ray_address) as cluster:
+        looks = _looks(cluster, interval)
+        if as_json or once or not out.is_terminal:
+            known, passed = next(looks)
+            if as_json:
+                print_json({"status": known, "progress": passed})
+            else:
+                out.print(_screen(known, passed))
+            return
+        with contextlib.suppress(KeyboardInterrupt), Live(console=out, screen=True) as live:
+            for known, passed in looks:
+                live.update(_screen(known, passed), refresh=True)
+
+
+def _looks(cluster: raykv.Cluster, pause_s: float) -> Iterator[tuple[ClusterStatus, Progress]]:
+    """The state again and again, and what happened since the last time."""
+    before, looked_at = cluster.status(), time.monotonic()
+    while True:
+        time.sleep(pause_s)
+        after, now = cluster.status(), time.monotonic()
+        yield after, progress(before, after, now - looked_at)
+        before, looked_at = after, now
+
+
+def _screen(known: ClusterStatus, passed: Progress) -> RenderableType:
+    state = "PAUSED" if known.paused else "running"
+    tokens, ever = passed.tokens, token_sources(known.engines)
+    head = Text(
+        f"RayKV {known.raykv_version} at {known.address}: {state}; {len(known.nodes)} nodes, "
+        f"{len(known.engines)} engines, {sum(known.namespaces.values()):,} chunks"
+    )
+    sources = table("prompt tokens", "per second", "share", "share since start")
+    for name, count, ever_count in (
+        ("in vLLM's own cache", tokens.own, ever.own),
+        ("loaded by RayKV", tokens.loaded, ever.loaded),
+        ("computed", tokens.computed, ever.computed),
+        ("all", tokens.prompt, ever.prompt),
+    ):
+        sources.add_row(
+            name, f"{passed.per_s(count):,.0f}", percent(tokens, count), percent(ever, ever_count)
+        )
+    nodes = table("node", "host", "used", "chunks", "stored/s", "loaded/s", "fetched/s", "sent/s")
+    for node in known.nodes:
+        moved = passed.transfers[node.node_id]
+        used = 100 * node.used_bytes / max(1, node.pool_bytes)
+        nodes.add_row(
+            node.node_id[:12],
+            node.hostname,
+            f"{human_bytes(node.used_bytes)} ({used:.0f} %)",
+            f"{node.chunks:,}",
+            *(
+                human_bytes(passed.per_s(count))
+                for count in (moved.stored, moved.loaded, moved.fetched, moved.sent)
+            ),
+        )
+    chunks = Text(
+        f"chunks per second: {passed.per_s(passed.chunks_stored):,.1f} stored, "
+        f"{passed.per_s(passed.chunks_loaded):,.1f} loaded"
+    )
+    return Group(head, sources, nodes, chunks, *troubles(known))

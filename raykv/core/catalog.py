@@ -1,0 +1,214 @@
+"""The directory as readers look into it: listings of chunks, and where the chunks of a prompt are.
+
+Nothing is kept for a reader, nothing is changed or pinned, and a page looks at a bounded number of
+slots, so that a reader never keeps engines waiting. A listing goes through the nodes in the order
+of their ids, and through each node's slots from the lowest on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+
+from raykv.catalog_types import MAX_PAGE, ChunkPage, ChunkQuery, WherePage, WhereQuery
+from raykv.core.members import Engine, Node, engine_status, node_status
+from raykv.core.table import ChunkTable, Stretch, Uses
+from raykv.messages import PROTOCOL_VERSION, AttachEngine
+from raykv.status_types import ClusterStatus, NamespaceStatus
+from raykv.types import EngineId, Key, Namespace, NodeId, Slot, group_of
+
+MAX_LOOKED_AT = 2048
+"""Slots for one page: a few milliseconds."""
+
+MAX_STRETCHES = 16
+"""Slabs for one page: each costs something, however few slots it has."""
+
+MAX_REPLICAS = 16_384
+"""Rows of one answer to where chunks are."""
+
+MAX_NAMESPACES = 256
+"""Of which is remembered what their engines were; the oldest are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Introduction:
+    """What an engine has said of its namespace."""
+
+    model: str
+    slot_bytes: int
+    traits: dict[str, str]
+
+
+class Catalog:
+    """Args:
+    nodes, engines: all of them, kept up to date by the block manager.
+    table: of all nodes' chunks.
+    """
+
+    def __init__(
+        self, nodes: Mapping[NodeId, Node], engines: Mapping[EngineId, Engine], table: ChunkTable
+    ) -> None:
+        self._nodes = nodes
+        self._engines = engines
+        self._table = table
+        self._introductions: OrderedDict[Namespace, _Introduction] = OrderedDict()
+
+    def introduced(self, message: AttachEngine) -> None:
+        """An engine has been attached: what it said of its namespace outlives it."""
+        namespace = Namespace(message.namespace)
+        size = max(message.slot_bytes.values(), default=0)
+        self._introductions[namespace] = _Introduction(message.model, size, message.traits)
+        self._introductions.move_to_end(namespace)
+        if len(self._introductions) > MAX_NAMESPACES:
+            self._introductions.popitem(last=False)
+
+    # Sums
+
+    def status(self, base: ClusterStatus, now: float) -> ClusterStatus:
+        """`base` with nodes, engines and namespaces."""
+        return ClusterStatus(
+            address=base.address,
+            epoch=base.epoch,
+            raykv_version=base.raykv_version,
+            paused=base.paused,
+            nodes=[node_status(node, now) for node in self._nodes.values()],
+            engines=[
+                engine_status(engine, self._nodes.get(engine.node_id), now)
+                for engine in self._engines.values()
+            ],
+            namespaces=self.counts(),
+            spaces=self.namespaces(),
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Chunks by namespace, replicas counted each."""
+        found: dict[str, int] = {}
+        for node in self._nodes.values():
+            for name, count in node.book.table.sizes().items():
+                found[name] = found.get(name, 0) + count
+        return found
+
+    def namespaces(self) -> list[NamespaceStatus]:
+        """All that have chunks or engines."""
+        counts = self.counts()
+        engines: dict[str, int] = {}
+        for engine in self._engines.values():
+            engines[engine.namespace] = engines.get(engine.namespace, 0) + 1
+        return [
+            self._status(Namespace(name), counts.get(name, 0), engines.get(name, 0))
+            for name in sorted({*counts, *engines})
+        ]
+
+    def _status(self, name: Namespace, chunks: int, engines: int) -> NamespaceStatus:
+        known = self._introductions.get(name)
+        if known is None:
+            return NamespaceStatus(name, chunks=chunks, engines=engines)
+        return NamespaceStatus(
+            name, known.model, chunks, chunks * known.slot_bytes, engines, known.traits
+        )
+
+    # Listings
+
+    def page(self, query: ChunkQuery, now: float) -> ChunkPage:
+        """The chunks that a query is for, from where it goes on."""
+        page = ChunkPage(PROTOCOL_VERSION)
+        names = sorted(self._nodes) if not query.node_id else [NodeId(query.node_id)]
+        at = bisect_left(names, query.from_node)
+        slot = Slot(query.from_slot if names[at : at + 1] == [query.from_node] else 0)
+        left = MAX_LOOKED_AT
+        for _ in range(MAX_STRETCHES):
+            room = min(left, query.limit if query.order else query.limit - len(page.keys))
+            is_full = query.order and len(page.keys) + query.limit > MAX_PAGE
+            if at >= len(names) or room <= 0 or is_full:
+                break
+            node = self._nodes.get(names[at])
+            most = left if query.order else room
+            stretch = Stretch([], 0, None)
+            if node is not None:
+                stretch = node.book.table.places_from(slot, most, _space(query))
+                self._add(page, node, list(stretch.places), query, now)
+            left -= stretch.length
+            if stretch.following is None:
+                at, slot = at + 1, Slot(0)
+            else:
+                slot = stretch.following
+        page.is_last = at >= len(names)
+        if not page.is_last:
+            page.from_node, page.from_slot = names[at], slot
+        page.models = [self._model(Namespace(name)) for name in page.namespaces]
+        return page
+
+    def _add(
+        self, page: ChunkPage, node: Node, places: list[object], query: ChunkQuery, now: float
+    ) -> None:
+        """Add what is wanted of the chunks at places of a node."""
+        table = node.book.table
+        if places and (query.key or query.group is not None):
+            pairs = zip(places, table.held_at(places).keys, strict=True)
+            places = [place for place, key in pairs if _is_wanted(Key(key), query)]
+        if places and query.order and len(places) > query.limit:
+            chosen = _first_ones(table.uses_at(places), query.order, query.limit)
+            places = [places[at] for at in chosen]
+        if places:
+            held, uses = table.held_at(places), table.uses_at(places)
+            _number(page.nodes, page.node_index, [str(node.node_id)] * len(held))
+            _number(page.namespaces, page.namespace_index, held.namespaces)
+            page.keys += held.keys
+            page.slots += held.slots
+            page.generations += held.generations
+            page.slot_bytes += held.slot_bytes
+            page.ages += [max(0.0, now - at) for at in uses.stored_at]
+            page.idles += [max(0.0, now - at) for at in uses.used_at]
+            page.hits += uses.hits
+            page.is_replicated += uses.is_spare
+
+    def _model(self, namespace: Namespace) -> str:
+        known = self._introductions.get(namespace)
+        return "" if known is None else known.model
+
+    # Prompts
+
+    def where(self, query: WhereQuery) -> WherePage:
+        """Which nodes have chunks; of as many keys as there is room for in an answer."""
+        nodes = tuple(self._nodes)
+        if not nodes:
+            return WherePage(PROTOCOL_VERSION, len(query.keys))
+        keys = query.keys[: max(1, MAX_REPLICAS // len(nodes))]
+        namespace = Namespace(query.namespace)
+        found = self._table.ask(namespace, keys, nodes, (), len(nodes), None)
+        return WherePage(
+            PROTOCOL_VERSION,
+            len(keys),
+            [str(node_id) for node_id in found.nodes],
+            found.key_index,
+            found.node_index,
+        )
+
+
+def _space(query: ChunkQuery) -> Namespace | None:
+    return Namespace(query.namespace) if query.namespace else None
+
+
+def _is_wanted(key: Key, query: ChunkQuery) -> bool:
+    return key.startswith(query.key) and query.group in (None, group_of(key))
+
+
+def _number(names: list[str], index: list[int], column: Sequence[str]) -> None:
+    """Add a column of names as numbers, and the names that are new."""
+    numbers = {name: number for number, name in enumerate(names)}
+    index += [numbers.setdefault(name, len(numbers)) for name in column]
+    names += list(numbers)[len(names) :]
+
+
+def _first_ones(uses: Uses, order: str, limit: int) -> list[int]:
+    """Positions of the first rows in an order."""
+    columns: dict[str, Sequence[float]] = {
+        "age": uses.stored_at,
+        "idle": uses.used_at,
+        "hits": [-count for count in uses.hits],
+        "size": [-size for size in uses.slot_bytes],
+    }
+    return nsmallest(limit, range(len(uses.hits)), key=columns[order].__getitem__)

@@ -1,0 +1,83 @@
+"""How much of a prompt can be loaded, given which of its chunks are there.
+
+A KV group of full attention needs all chunks of a prefix. One with a sliding window, or with a
+recurrent state, needs the last few of them only. What can be loaded ends where every group has what
+it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGroup:
+    """A KV group: the tokens of its chunks, and how many chunks it looks back (None: to the
+    beginning).
+    """
+
+    group: int
+    tokens: int
+    window: int | None = None
+
+
+def groups_text(groups: Sequence[ChunkGroup]) -> str:
+    """`groups` in a short text: "0:128" is group 0 with chunks of 128 tokens, "1:128/8" one that
+    looks back 8 chunks.
+    """
+    return " ".join(
+        f"{each.group}:{each.tokens}" + ("" if each.window is None else f"/{each.window}")
+        for each in groups
+    )
+
+
+def parse_groups(text: str) -> list[ChunkGroup]:
+    """What `groups_text` has written.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    found = []
+    for part in text.split():
+        group, _, rest = part.partition(":")
+        tokens, _, window = rest.partition("/")
+        made = ChunkGroup(int(group), int(tokens), int(window) if window else None)
+        if made.group < 0 or made.tokens < 1 or (made.window is not None and made.window < 1):
+            raise ValueError(f"a KV group {part!r}")
+        found.append(made)
+    if not found:
+        raise ValueError("no KV group")
+    return found
+
+
+def loadable_tokens(groups: Sequence[ChunkGroup], is_there: Mapping[int, Sequence[bool]]) -> int:
+    """Length of the longest prefix that can be loaded, in tokens.
+
+    Args:
+        groups: all KV groups.
+        is_there: by group, whether each chunk of the prompt is there, from the first on.
+    """
+    step = lcm(*(each.tokens for each in groups))
+    # By group: how many chunks without a gap end with each chunk.
+    runs = {each.group: _runs(is_there[each.group]) for each in groups}
+    longest = min(len(runs[each.group]) * each.tokens for each in groups)
+    for end in range(longest // step * step, 0, -step):
+        if all(_reaches_back(each, runs[each.group], end // each.tokens) for each in groups):
+            return end
+    return 0
+
+
+def _runs(is_there: Sequence[bool]) -> list[int]:
+    found = []
+    run = 0
+    for there in is_there:
+        run = run + 1 if there else 0
+        found.append(run)
+    return found
+
+
+def _reaches_back(group: ChunkGroup, runs: Sequence[int], count: int) -> bool:
+    needed = count if group.window is None else min(group.window, count)
+    return runs[count - 1] >= needed

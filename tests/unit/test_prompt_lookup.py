@@ -1,0 +1,189 @@
+"""How much of a prompt can be loaded, and what is said of where its chunks are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.block_hashes import DEFAULT_SEED, RANDOM, HashScheme, PromptTraits, seed_digest
+from raykv.core.prefixes import ChunkGroup, groups_text, loadable_tokens, parse_groups
+from raykv.core.prompt_lookup import PromptScheme, choose_namespace, look_up, scheme_of
+from raykv.errors import ClusterError, SettingError
+from raykv.status_types import NamespaceStatus
+
+FULL = ChunkGroup(0, 32)
+WINDOW = ChunkGroup(1, 32, 2)
+TRAITS = {
+    "hash_algorithm": "sha256",
+    "hash_seed": seed_digest(DEFAULT_SEED),
+    "tokens_per_hash": "16",
+    "chunks": "0:32",
+}
+SPACE = NamespaceStatus("5f0c", "/models/tiny", traits=TRAITS)
+
+
+def there(text: str) -> list[bool]:
+    return [letter == "x" for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "tokens"),
+    [
+        ("xxxx", "xxxx", 128),
+        ("xxx.", "xxxx", 96),
+        (".xxx", "xxxx", 0),
+        ("xxxx", "..xx", 128),
+        # Ends with the second: the third lacks a neighbour, the fourth the third.
+        ("xxxx", "xx.x", 64),
+        ("xxxx", "x...", 32),
+        ("xxxx", "....", 0),
+        ("", "", 0),
+    ],
+)
+def test_prefix_ends_where_every_group_has_what_it_needs(
+    full: str, window: str, tokens: int
+) -> None:
+    assert loadable_tokens([FULL, WINDOW], {0: there(full), 1: there(window)}) == tokens
+
+
+def test_chunks_of_different_sizes_end_together() -> None:
+    groups = [ChunkGroup(0, 32), ChunkGroup(1, 48)]
+    assert loadable_tokens(groups, {0: there("xxxxx"), 1: there("xxx")}) == 96
+    assert loadable_tokens(groups, {0: there("xx..."), 1: there("xxx")}) == 0
+
+
+@given(st.lists(st.booleans(), max_size=12), st.lists(st.booleans(), max_size=12))
+def test_loadable_prefix_is_the_longest_that_a_plain_definition_allows(
+    full: list[bool], window: list[bool]
+) -> None:
+    def can_load(count: int) -> bool:
+        return all(full[:count]) and all(window[max(0, count - 2) : count])
+
+    shortest = min(len(full), len(window))
+    expected = max(count for count in range(shortest + 1) if can_load(count))
+    assert loadable_tokens([FULL, WINDOW], {0: full, 1: window}) == 32 * expected
+
+
+def test_groups_survive_being_a_text() -> None:
+    assert groups_text([FULL, WINDOW]) == "0:32 1:32/2"
+    assert parse_groups("0:32 1:32/2") == [FULL, WINDOW]
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:", "a:32", "0:32/x", "0:0", "-1:32", "0:32/0"])
+def test_text_that_has_no_groups_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - Python's own words for no number
+        parse_groups(text)
+
+
+# Schemes
+
+
+def with_traits(**changes: str) -> NamespaceStatus:
+    return msgspec.structs.replace(SPACE, traits={**TRAITS, **changes})
+
+
+def test_scheme_follows_from_traits() -> None:
+    scheme = scheme_of(SPACE)
+    assert scheme == PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), (FULL,))
+    assert len(scheme.chunks(list(range(100)))[FULL]) == 3
+
+
+def test_seed_of_the_environment_is_tried_too() -> None:
+    space = with_traits(hash_seed=seed_digest("17"))
+    assert scheme_of(space, ["17"]).hashing.seed == "17"
+    for seeds in ([], ["18"]):
+        with pytest.raises(SettingError, match="set PYTHONHASHSEED to what they have"):
+            scheme_of(space, seeds)
+
+
+def test_random_seed_is_refused_with_what_to_do() -> None:
+    with pytest.raises(SettingError, match="start them with PYTHONHASHSEED=0"):
+        scheme_of(with_traits(hash_seed=RANDOM))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"chunks": ""}, {"chunks": "0:40"}, {"tokens_per_hash": "many"}, {"tokens_per_hash": "0"}],
+)
+def test_traits_that_say_too_little_are_refused(changes: dict[str, str]) -> None:
+    with pytest.raises(ClusterError, match="is not known: no engine of it has been attached"):
+        scheme_of(with_traits(**changes))
+    with pytest.raises(ClusterError):
+        scheme_of(NamespaceStatus("5f0c"))
+
+
+# Namespaces
+
+
+def test_namespace_is_chosen_by_model_or_beginning() -> None:
+    other = NamespaceStatus("77ab", "/models/other")
+    assert choose_namespace([SPACE], None, None) is SPACE
+    assert choose_namespace([SPACE, other], "tiny", None) is SPACE
+    assert choose_namespace([SPACE, other], "/models/other", None) is other
+    assert choose_namespace([SPACE, other], None, "77") is other
+    twin = NamespaceStatus("90", "/models/tiny")
+    assert choose_namespace([SPACE, twin], "tiny", "90") is twin
+
+
+@pytest.mark.parametrize(
+    ("spaces", "model", "beginning", "expected"),
+    [
+        ([], None, None, "no namespace in the cache: .* there are none"),
+        ([SPACE, SPACE], None, None, "2 namespaces in the cache: name one with namespace="),
+        ([SPACE], "big", None, r"no namespace of model 'big': .* 5f0c \(/models/tiny\)"),
+        ([SPACE], None, "6", "no namespace that begins with '6'"),
+    ],
+)
+def test_namespace_that_is_not_the_only_one_is_refused(
+    spaces: list[NamespaceStatus], model: str | None, beginning: str | None, expected: str
+) -> None:
+    with pytest.raises(ClusterError, match=expected):
+        choose_namespace(spaces, model, beginning)
+
+
+# Lookups
+
+
+def test_lookup_says_where_each_chunk_is_and_how_much_each_node_could_load() -> None:
+    tokens = list(range(4 * 32 + 5))
+    scheme = scheme_of(SPACE)
+    keys = scheme.chunks(tokens)[FULL]
+    holders: dict[bytes, set[str]] = {
+        keys[0]: {"a", "b"},
+        keys[1]: {"a"},
+        keys[2]: {"b"},
+        keys[3]: set(),
+    }
+
+    def nodes_with(asked: Sequence[bytes]) -> list[Collection[str]]:
+        return [holders[key] for key in asked]
+
+    found = look_up(SPACE, scheme, tokens, PromptTraits(), nodes_with)
+    assert (found.prompt_tokens, found.cached_tokens) == (133, 96)
+    assert [(each.node_id, each.tokens, each.chunks) for each in found.nodes] == [
+        ("a", 64, 2),
+        ("b", 32, 2),
+    ]
+    assert [(c.first_token, c.end_token, c.nodes) for c in found.chunks] == [
+        (0, 32, ["a", "b"]),
+        (32, 64, ["a"]),
+        (64, 96, ["b"]),
+        (96, 128, []),
+    ]
+    assert found.model == "/models/tiny"
+
+
+def test_lookup_of_a_prompt_without_a_whole_chunk_finds_nothing() -> None:
+    found = look_up(SPACE, scheme_of(SPACE), [1] * 31, PromptTraits(), lambda _: [])
+    assert (found.cached_tokens, found.nodes, found.chunks) == (0, [], [])
+
+
+def test_other_salt_has_other_keys() -> None:
+    scheme = scheme_of(SPACE)
+    plain = scheme.chunks([1] * 64)[FULL]
+    assert plain != scheme.chunks([1] * 64, replace(PromptTraits(), cache_salt="s"))[FULL]
