@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import raykv
+from raykv.cli_operate import register as register_operations
 from raykv.errors import RayKVError
 
 if TYPE_CHECKING:
@@ -408,3 +409,6 @@ def down(
     if with_ray:
         stop_started(address)
         typer.echo(f"stopped the Ray cluster at {address}")
+
+
+register_operations(app)

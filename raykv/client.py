@@ -18,6 +18,7 @@ import ray
 
 from raykv.actors import cluster, diagnosis
 from raykv.actors.readers import read_events, take_snapshot
+from raykv.client_operations import Operations
 from raykv.config import CLIENT_S
 from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
@@ -28,7 +29,7 @@ from raykv.miss_types import Explanation
 from raykv.status_types import ClusterStatus, NodeStatus
 
 
-class Cluster:
+class Cluster(Operations):
     """RayKV in a Ray cluster. Use as a context manager, or `close` it."""
 
     def __init__(self, address: str, joined_here: bool) -> None:

@@ -44,6 +44,7 @@ TABLE = (
         "findings",
         "handshake",
         "miss_types",
+        "operation_types",
         "status_types",
         packages="msgspec",
         except_for=("raykv.config",),
@@ -57,6 +58,7 @@ TABLE = (
     row("vllm", packages=None),
     row(
         "client",
+        "client_operations",
         packages="msgspec numpy ray psutil prometheus_client",
         except_for=("raykv.vllm",),
     ),
@@ -77,6 +79,7 @@ TABLE = (
     ),
     row(
         "cli",
+        "cli_operate",
         "bench",
         "chaos",
         "demo",

@@ -14,6 +14,9 @@ SCHEDULER = "scheduler"
 """The SchedulerActor."""
 
 
+BEQUESTS = b"raykv"
+"""The namespace of Ray's internal key-value store for what a scheduler actor leaves behind."""
+
 OWN_NODE = "own node"
 """How an engine calls its NodeActor in reports of its breakers."""
 

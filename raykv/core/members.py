@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from raykv.breaker_types import BreakerReport
 from raykv.core.book import PoolBook
@@ -11,6 +12,9 @@ from raykv.core.mirror import Mirror
 from raykv.messages import NodeStats, SyncReply, SyncRequest
 from raykv.status_types import EngineStatus, NodeStatus
 from raykv.types import EngineId, Epoch, Namespace, NodeId
+
+if TYPE_CHECKING:
+    from raykv.core.pins import Pins
 
 
 @dataclass(slots=True)
@@ -57,8 +61,9 @@ class Engine:
         self.breakers = request.breakers
 
 
-def node_status(node: Node, now: float) -> NodeStatus:
+def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
     """A picture of a node for people."""
+    pinned = pins.on_node(node)
     return NodeStatus(
         node_id=node.node_id,
         epoch=node.epoch,
@@ -80,6 +85,8 @@ def node_status(node: Node, now: float) -> NodeStatus:
         raykv_version=node.raykv_version,
         quarantined=node.stats.quarantined,
         breakers=aged(node.stats.breakers, now - node.last_report),
+        pinned_chunks=pinned.kept_chunks,
+        pinned_bytes=pinned.kept_bytes,
     )
 
 

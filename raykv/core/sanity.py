@@ -15,6 +15,7 @@ from raykv.messages import (
     FailedStores,
     FetchResult,
     Handles,
+    Hints,
     Inventory,
     JobResult,
     Leases,
@@ -23,6 +24,16 @@ from raykv.messages import (
     ReadRequest,
     SyncReply,
     SyncRequest,
+)
+from raykv.operation_types import (
+    MAX_ORDERED,
+    MAX_PIN_S,
+    MAX_PRIORITY,
+    PinOrder,
+    PoolWish,
+    ReleaseOrder,
+    TransferEnd,
+    TransferOrder,
 )
 from raykv.types import (
     MAX_EPOCH,
@@ -145,6 +156,17 @@ def check_sync(request: SyncRequest) -> None:
     _handles("announced chunks", request.announced)
     _lost(request.lost)
     _counters(request.counters)
+    _hints(request.hints)
+
+
+def _hints(hints: Hints) -> None:
+    _keys("keys to pin", hints.pinned)
+    _rows("hints", hints.pinned, hints.pin_s)
+    for pin_s in hints.pin_s:
+        require(0 < pin_s <= MAX_PIN_S, f"a pin for {pin_s} s")
+    _keys("keys with a priority", hints.favoured)
+    _rows("hints", hints.favoured, hints.priorities)
+    _numbers("priorities", hints.priorities, 1, MAX_PRIORITY)
 
 
 def _counters(counters: Mapping[str, int]) -> None:
@@ -204,6 +226,60 @@ def check_read(request: ReadRequest, slab_bytes: int) -> None:
     handles = request.handles
     _rows("chunks", handles.keys, handles.slots, handles.generations, request.slot_bytes)
     _numbers("slot sizes", request.slot_bytes, 1, slab_bytes)
+
+
+# From operators
+
+
+def check_pin(order: PinOrder) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _ordered("a pin", order.pin_id, order.namespace, order.keys)
+    require(0 < order.ttl_s <= MAX_PIN_S, f"a pin for {order.ttl_s} s")
+    require(order.priority is None or 1 <= order.priority <= MAX_PRIORITY, "a pin's priority")
+
+
+def check_transfer(order: TransferOrder) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _ordered("a transfer", order.transfer_id, order.namespace, order.keys)
+    _names("a node", [order.node_id])
+
+
+def check_end(message: TransferEnd) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _names("a name", [message.transfer_id, message.namespace])
+    _rows("slots", message.came)
+    _lost(message.lost)
+
+
+def check_release(order: ReleaseOrder) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _ordered("a release", order.node_id, order.namespace, order.keys)
+
+
+def _ordered(what: str, name: str, namespace: str, keys: Sequence[bytes]) -> None:
+    _names(what, [name, namespace])
+    require(bool(name and namespace), f"{what} without a name, or a namespace")
+    _keys(f"keys of {what}", keys)
+    require(0 < len(keys) <= MAX_ORDERED, f"{what} of {len(keys)} chunks")
+
+
+def check_wish(wish: PoolWish) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _names("a name", (wish.on, wish.pool_path, *wish.node_ids))
+    _rows("nodes", wish.node_ids)
+    for size in (wish.pool_bytes, wish.slab_bytes):
+        if size is not None:
+            require(SLOT_ALIGNMENT <= size <= MAX_POOL_BYTES, f"a pool or a slab of {size} bytes")
 
 
 # To an engine
