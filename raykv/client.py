@@ -20,6 +20,7 @@ from raykv.actors import cluster, diagnosis
 from raykv.actors.readers import read_events, take_snapshot
 from raykv.block_hashes import PLAIN, PromptTraits
 from raykv.catalog_types import Chunk, PromptLookup
+from raykv.client_operations import Operations
 from raykv.config import CLIENT_S
 from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
@@ -33,7 +34,7 @@ from raykv.sizing import plan
 from raykv.status_types import ClusterStatus, NodeStatus
 
 
-class Cluster:
+class Cluster(Operations):
     """RayKV in a Ray cluster. Use as a context manager, or `close` it."""
 
     def __init__(self, address: str, joined_here: bool) -> None:

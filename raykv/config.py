@@ -13,7 +13,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from raykv.errors import SettingError
-from raykv.parsing import MAX_SHOWN, count, flag, one_of, parse_size, rate, seconds, shown, text
+from raykv.parsing import (
+    MAX_SHOWN,
+    count,
+    flag,
+    one_of,
+    parse_size,
+    rate,
+    seconds,
+    share,
+    shown,
+    text,
+)
 
 VLLM_KEYS = frozenset(
     {
@@ -113,6 +124,18 @@ class Settings:
     )
     prefill_tokens_per_s: float | None = _setting(
         None, rate, "Speed of computing when it is compared with a fetch. Default: measured"
+    )
+    pin_share: float = _setting(
+        0.25,
+        share,
+        "Share of each pool that pins may take, at most; those of requests take half of that at "
+        "most. The first engine decides, or `raykv up`",
+    )
+    client_hints: str = _setting(
+        "none",
+        one_of("none", "priority", "pin"),
+        "What requests may ask for in kv_transfer_params: nothing, raykv_priority, or raykv_pin_s "
+        "as well",
     )
     cancel_grace_s: float = _setting(
         2.0,
@@ -386,6 +409,28 @@ RAY_LOOK_S = 0.1
 
 REPLACE_PAUSE_S = 0.5
 """For Ray to forget the name of an actor that was ended."""
+
+RECONCILE_PAUSES_S = (2.0, 60.0)
+"""Between two looks for nodes that are to have a NodeActor and have none, first, and longest while
+Ray's head node does not answer: what waits for it is a thread each time."""
+
+UP_MEMORY_S = 30.0
+"""For a node to say how much memory it has free: Ray starts a process there first."""
+
+UP_S = 300.0
+"""For the pools of all nodes to be there, prefaulted: 2 GB/s, so 256 GiB take two minutes."""
+
+UP_LOOK_S = 0.2
+"""Between two looks at how far they are."""
+
+UP_ANSWER_S = 2.0
+"""For the answers of one look."""
+
+TRANSFER_S = 60.0
+"""For a page of chunks to come to a node, as long as its slots are lent for it."""
+
+TRANSFER_LOOK_S = 0.1
+"""Between two looks whether what has come is in the directory."""
 
 CLIENT_S = 10.0
 """For one answer of an actor to a person or a program, who may have come during a restart."""

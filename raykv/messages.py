@@ -99,6 +99,17 @@ class LostReplicas(msgspec.Struct, frozen=True, array_like=True):
     generations: list[int] = []
 
 
+class Hints(msgspec.Struct, frozen=True, array_like=True):
+    """What requests wish for their prompts' chunks: not to be evicted for so many seconds
+    (`pinned`, `pin_s`), or to be evicted after those of lower priority (`favoured`, `priorities`).
+    """
+
+    pinned: list[bytes] = []
+    pin_s: list[float] = []
+    favoured: list[bytes] = []
+    priorities: list[int] = []
+
+
 # Engine scheduler <-> scheduler actor
 
 
@@ -148,7 +159,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     number of the engine's latest reset that is not confirmed yet (0: none): the namespace is
     emptied everywhere. With `idle` set the answer carries no changes and no grants: the engine has
     not taken in the earlier ones. `finished` requests, and what became of their tokens.
-    `breakers`: whom the engine leaves alone.
+    `breakers`: whom the engine leaves alone. `hints`: what requests wish for their chunks.
     """
 
     engine_id: str
@@ -167,6 +178,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     counters: dict[str, int] = {}
     finished: list[MissRecord] = []
     breakers: BreakerReport = BreakerReport()
+    hints: Hints = Hints()
 
 
 class SyncReply(msgspec.Struct, frozen=True):

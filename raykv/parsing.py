@@ -30,6 +30,9 @@ MAX_SIZE = 1 << 60
 MAX_COUNT = 1 << 30
 """More than any machine has."""
 
+MAX_SHARE = 0.75
+"""Of a pool: the rest is for everybody."""
+
 MAX_SHOWN = 200
 """Characters of a wrong value that are repeated to the user."""
 
@@ -112,6 +115,13 @@ def rate(name: str, value: Any) -> float:
     if not 0 < rate < float("inf"):
         raise SettingError(f"{name}={shown(value)} must be a number above 0")
     return rate
+
+
+def share(name: str, value: Any) -> float:
+    share = number(value)
+    if not 0 <= share <= MAX_SHARE:
+        raise SettingError(f"{name}={shown(value)} must be a number from 0 to {MAX_SHARE}")
+    return share
 
 
 def count(name: str, value: Any) -> int:

@@ -45,6 +45,7 @@ TABLE = (
         "findings",
         "handshake",
         "miss_types",
+        "operation_types",
         "plan_types",
         "status_types",
         packages="msgspec",
@@ -67,6 +68,7 @@ TABLE = (
     ),
     row(
         "client",
+        "client_operations",
         "listing",
         packages="msgspec numpy ray psutil prometheus_client",
         except_for=("raykv.vllm",),

@@ -26,12 +26,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import names
+from raykv.actors import bequest, names
 from raykv.actors.node import CONCURRENCY, NodeActor
 from raykv.actors.processes import argument, command_lines, group_of, is_raylet, stop_group
 from raykv.actors.ray_messages import log_errors
 from raykv.actors.scheduler import SchedulerActor
 from raykv.config import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
+from raykv.core.pins import SHARE
 from raykv.errors import ClusterError, VersionError, first_line
 from raykv.handshake import introduction, receive
 from raykv.messages import PROTOCOL_VERSION, NodeDescription, decode
@@ -284,7 +285,7 @@ def resolve_node_id(node_id: str) -> str:
     return node_id
 
 
-def scheduler_actor(address: str, eviction_policy: str) -> Any:
+def scheduler_actor(address: str, eviction_policy: str, pin_share: float = SHARE) -> Any:
     """The scheduler actor, created if there is none; creators that race get the same one.
 
     It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
@@ -302,7 +303,8 @@ def scheduler_actor(address: str, eviction_policy: str) -> Any:
         "resources": {HEAD_RESOURCE: SHARE_OF_HEAD},
         "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
     }
-    return ray.remote(SchedulerActor).options(**options).remote(address, eviction_policy)
+    made = ray.remote(SchedulerActor).options(**options)
+    return made.remote(address, eviction_policy, pin_share)
 
 
 def find_scheduler_actor() -> Any | None:
@@ -412,8 +414,13 @@ def named_actors() -> list[str]:
 
 
 def stop_actors(timeout_s: float) -> int:
-    """End all of RayKV's actors in the cluster; returns how many there were."""
-    ours = named_actors()
+    """End all of RayKV's actors in the cluster; returns how many there were.
+
+    The scheduler actor goes first, and what it has left to its next life, since it would make
+    NodeActors anew.
+    """
+    ours = sorted(named_actors(), key=lambda name: name != names.SCHEDULER)
+    bequest.forget_all()
     for name in ours:
         try:
             ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
@@ -422,4 +429,6 @@ def stop_actors(timeout_s: float) -> int:
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at and named_actors():
         time.sleep(RAY_LOOK_S)
+    # It may have written meanwhile.
+    bequest.forget_all()
     return len(ours)

@@ -18,6 +18,10 @@ OWN_NODE_FETCHES = "own node (fetches)"
 """How an engine calls its NodeActor in reports of its breakers, when it asks it for fetches."""
 
 
+BEQUESTS = b"raykv"
+"""The namespace of Ray's internal key-value store for what a scheduler actor leaves behind."""
+
+
 def node_actor(node_id: str) -> str:
     """Name of a node's NodeActor."""
     return f"{NODE_PREFIX}{node_id}"

@@ -161,7 +161,10 @@ class EngineRuntime:
         """The scheduler actor; both actors are made if they are not there."""
         self._refuse_after_end()
         geometry = self._geometry
-        scheduler = cluster.scheduler_actor(self.address, self._settings.eviction_policy)
+        settings = self._settings
+        scheduler = cluster.scheduler_actor(
+            self.address, settings.eviction_policy, settings.pin_share
+        )
         cluster.node_actor(
             self.address,
             self.node_id,

@@ -3,6 +3,9 @@
 Guarantees of its calls: each is idempotent (callers repeat what got no answer), none blocks, none
 calls another actor. Times come from this host's monotonic clock; the state itself knows no clock.
 A message of another version, or one that can't be meant, raises and changes nothing.
+
+Pins and the operator's wish for pools outlive this process: they are kept in Ray's internal store
+by a thread that nobody waits for, so what was ordered within the last moment may be lost.
 """
 
 from __future__ import annotations
@@ -10,15 +13,22 @@ from __future__ import annotations
 import time
 
 import raykv
+from raykv.actors.steward import Steward
 from raykv.catalog_types import ChunkQuery, WhereQuery
 from raykv.core.manager import BlockManager, ManagerSettings
+from raykv.core.pins import SHARE
 from raykv.core.sanity import (
     MAX_NUMBER,
     check_attach,
     check_chunk_query,
+    check_end,
+    check_pin,
+    check_release,
     check_report,
     check_sync,
+    check_transfer,
     check_where_query,
+    check_wish,
     require,
 )
 from raykv.directory import open_table
@@ -31,12 +41,19 @@ from raykv.messages import (
     SyncRequest,
     encode,
 )
+from raykv.operation_types import (
+    PinOrder,
+    PoolWish,
+    ReleaseOrder,
+    TransferEnd,
+    TransferOrder,
+)
 from raykv.types import EngineId, Epoch, Namespace
 
 _EPOCH_ZERO = 1_735_689_600
 """2025-01-01 in Unix time: epochs are seconds since then, which fit into 31 bits until 2093."""
 
-HERE = "the scheduler actor"
+HERE, OPERATOR = "the scheduler actor", "the operator"
 
 EXPIRY_PAUSE_S = 0.25
 """Looking for who has been silent too long takes a while in a large cluster."""
@@ -45,14 +62,17 @@ EXPIRY_PAUSE_S = 0.25
 class SchedulerActor:
     """Runs as the detached Ray actor `scheduler` in the namespace `raykv`."""
 
-    def __init__(self, address: str, eviction_policy: str) -> None:
+    def __init__(self, address: str, eviction_policy: str, pin_share: float = SHARE) -> None:
         self._address = address
-        settings = ManagerSettings(eviction_policy=eviction_policy)
+        settings = ManagerSettings(eviction_policy=eviction_policy, pin_share=pin_share)
         # Above every earlier life's epoch; should the host's clock have gone back, the NodeActors'
         # reports raise it.
         epoch = Epoch(int(time.time()) - _EPOCH_ZERO)
         self._manager = BlockManager(epoch, settings, open_table(eviction_policy))
         self._expires_at = 0.0
+        self._steward = Steward(address)
+        for order in self._steward.start():
+            self._manager.pins.pin(order, time.monotonic())
 
     def attach(self, raw: bytes) -> bytes:
         """`AttachEngine` → `EngineAttached`, which says so if the message is refused."""
@@ -105,6 +125,56 @@ class SchedulerActor:
         require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
         self._manager.clear(None if namespace is None else Namespace(namespace))
 
+    # Operators
+
+    def pin(self, raw: bytes) -> bytes:
+        """`PinOrder` → `PinAnswer`."""
+        now = self._tick()
+        order = receive(raw, PinOrder, OPERATOR, HERE)
+        check_pin(order)
+        answer = self._manager.pins.pin(order, now)
+        if not answer.error:
+            self._steward.keep_pin(order)
+        return encode(answer)
+
+    def unpin(self, pin_id: str) -> bool:
+        """End a pin; False if there is none of that id."""
+        now = self._tick()
+        require(isinstance(pin_id, str), f"the id {pin_id!r}")
+        self._steward.forget_pin(pin_id)
+        return self._manager.pins.unpin(pin_id, now)
+
+    def pins(self) -> bytes:
+        """→ `Pinned`."""
+        return encode(self._manager.pins.pinned(self._tick()))
+
+    def lend(self, raw: bytes) -> bytes:
+        """`TransferOrder` → `TransferGrant`."""
+        now = self._tick()
+        order = receive(raw, TransferOrder, OPERATOR, HERE)
+        check_transfer(order)
+        manager = self._manager
+        return encode(manager.transfers.lend(order, now, paused=manager.paused))
+
+    def end_transfer(self, raw: bytes) -> None:
+        """`TransferEnd`."""
+        message = receive(raw, TransferEnd, OPERATOR, HERE)
+        check_end(message)
+        self._manager.transfers.end(message)
+
+    def release(self, raw: bytes) -> bytes:
+        """`ReleaseOrder` → `Released`."""
+        self._tick()
+        order = receive(raw, ReleaseOrder, OPERATOR, HERE)
+        check_release(order)
+        return encode(self._manager.transfers.release(order))
+
+    def wish(self, raw: bytes) -> None:
+        """`PoolWish`: nodes that match it get a NodeActor from now on, when they join too."""
+        wish = receive(raw, PoolWish, OPERATOR, HERE)
+        check_wish(wish)
+        self._steward.set_wish(wish)
+
     def status(self) -> bytes:
         """→ `ClusterStatus`."""
         now = self._tick()
@@ -138,6 +208,8 @@ class SchedulerActor:
         if now >= self._expires_at:
             self._expires_at = now + EXPIRY_PAUSE_S
             self._manager.expire(now)
+            for pin_id in self._manager.pins.expire(now):
+                self._steward.forget_pin(pin_id)
         return now
 
 

@@ -30,6 +30,7 @@ from raykv.config import (
     Settings,
 )
 from raykv.core.breaker import Breakers, Pauses, aged, joined
+from raykv.core.hints import HintBox
 from raykv.core.sanity import check_reply
 from raykv.core.view import EngineView
 from raykv.errors import ClusterError, cause_of, first_line
@@ -142,6 +143,8 @@ class Session:
         self._settings = settings
         self._inbox: deque[EngineAttached | Exchanged | FetchEnded] = deque()
         self._fetches = fetches
+        # What requests wish for; the engine's manager fills one of its own.
+        self.hints = HintBox()
         self._repeat_at = 0.0
         self._wake = threading.Event()
         self._stopped = threading.Event()
@@ -208,7 +211,7 @@ class Session:
 
     def nudge(self) -> None:
         """Something is in the outbox, or was taken out of the inbox."""
-        if self._view.has_news or self._view.wants_leases:
+        if self._view.has_news or self._view.wants_leases or self.hints.has_news:
             self._wake.set()
         if self._fetches is not None:
             self._fetches.submit(self._view.remote.take_orders(), self._view.node_epoch)
@@ -334,7 +337,11 @@ class Session:
             may_want=not self._num_unread,
             may_repeat=may_repeat,
         )
-        return msgspec.structs.replace(request, breakers=self._breaker_report(now))
+        request = msgspec.structs.replace(request, breakers=self._breaker_report(now))
+        if request.idle:
+            return request
+        counters = {**request.counters, **self.hints.counter_values()}
+        return msgspec.structs.replace(request, hints=self.hints.take(), counters=counters)
 
     def _breaker_report(self, now: float) -> BreakerReport:
         """All breakers of the engine's processes."""

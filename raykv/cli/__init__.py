@@ -9,7 +9,18 @@ import sys
 
 from rich.console import Console
 
-from raykv.cli import chunks, events, measure, plan, serve, status, switch, top, trouble
+from raykv.cli import (
+    chunks,
+    events,
+    measure,
+    operate,
+    plan,
+    serve,
+    status,
+    switch,
+    top,
+    trouble,
+)
 from raykv.cli.base import ExitCode, app
 from raykv.errors import RayKVError
 
@@ -20,6 +31,7 @@ TOPICS = (
     events,
     trouble,
     switch,
+    operate,
     plan,
     serve,
     measure,

@@ -44,6 +44,9 @@ class PoolBook:
         self._slabs: dict[int, set[int]] = {}
         # The lowest generation that may be stored in a slab after it had other slot sizes.
         self._floors: dict[int, Generation] = {}
+        # Has chunks of a slot size that are kept by preference be evicted all the same, when
+        # nothing else is left: returns how many.
+        self.give_way: Callable[[int, int], int] = lambda _slot_bytes, _count: 0
 
     # Looking
 
@@ -238,12 +241,18 @@ class PoolBook:
         self.table.use(slot_bytes, now)
         while self.table.num_free(slot_bytes) < count and self._free_slabs:
             self._give_slab(slot_bytes, self._free_slabs.pop())
+        self._evict(slot_bytes, count, now)
+        while self.table.num_free(slot_bytes) < count and self._reclaim_slab(slot_bytes, now):
+            pass
+        missing = count - self.table.num_free(slot_bytes)
+        if missing > 0 and self.give_way(slot_bytes, missing):
+            self._evict(slot_bytes, count, now)
+
+    def _evict(self, slot_bytes: int, count: int, now: float) -> None:
         missing = count - self.table.num_free(slot_bytes)
         if missing > 0:
             for changes in self.table.evict(slot_bytes, missing, now):
                 self._on_changes(changes)
-        while self.table.num_free(slot_bytes) < count and self._reclaim_slab(slot_bytes, now):
-            pass
 
     # Slabs
 

@@ -15,6 +15,7 @@ from heapq import nsmallest
 
 from raykv.catalog_types import MAX_PAGE, ChunkPage, ChunkQuery, WherePage, WhereQuery
 from raykv.core.members import Engine, Node, engine_status, node_status
+from raykv.core.pins import Pins
 from raykv.core.table import ChunkTable, Stretch, Uses
 from raykv.messages import PROTOCOL_VERSION, AttachEngine
 from raykv.status_types import ClusterStatus, NamespaceStatus
@@ -67,14 +68,14 @@ class Catalog:
 
     # Sums
 
-    def status(self, base: ClusterStatus, now: float) -> ClusterStatus:
+    def status(self, base: ClusterStatus, now: float, pins: Pins) -> ClusterStatus:
         """`base` with nodes, engines and namespaces."""
         return ClusterStatus(
             address=base.address,
             epoch=base.epoch,
             raykv_version=base.raykv_version,
             paused=base.paused,
-            nodes=[node_status(node, now) for node in self._nodes.values()],
+            nodes=[node_status(node, now, pins) for node in self._nodes.values()],
             engines=[
                 engine_status(engine, self._nodes.get(engine.node_id), now)
                 for engine in self._engines.values()

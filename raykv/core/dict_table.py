@@ -370,10 +370,21 @@ class DictNodeTable:
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
         """See `NodeTable.pin`."""
         for key in keys:
-            chunk = self.find(namespace, Key(key))
-            if chunk is not None:
+            if self.find(namespace, Key(key)) is not None:
+                self.pinned(namespace, Key(key), until)
+
+    def pinned(self, namespace: Namespace, key: Key, until: float) -> Chunk:
+        """A chunk that is held, and pinned now."""
+        chunk = self._chunks[namespace][key]
+        self._pinned[namespace, key] = max(until, self._pinned.get((namespace, key), until))
+        self.use(chunk.slot_bytes, until)
+        return chunk
+
+    def protect(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
+        """See `NodeTable.protect`."""
+        for key in keys:
+            if self.find(namespace, Key(key)) is not None:
                 self._pinned[namespace, Key(key)] = until
-                self.use(chunk.slot_bytes, until)
 
     def pinned_slabs(self, now: float) -> set[int]:
         """See `NodeTable.pinned_slabs`."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raykv.core.admission import size_objection, version_objection
 from raykv.core.book import PoolBook
 from raykv.core.catalog import Catalog
 from raykv.core.dict_table import DictTable
@@ -34,14 +35,15 @@ from raykv.core.leases import Generations, grant, take_declared
 from raykv.core.members import Engine, Node
 from raykv.core.mirror import Mirror
 from raykv.core.miss_log import MissLog
+from raykv.core.pins import SHARE, Pins
 from raykv.core.policy import DEFAULT_POLICY, POLICIES
 from raykv.core.questions import Questions
 from raykv.core.reuse import ReuseGauges
 from raykv.core.snapshots import Snapshots
 from raykv.core.table import Changes, ChunkTable
+from raykv.core.transfers import Transfers
 from raykv.event_types import EventPage, SnapshotPage
 from raykv.messages import (
-    PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
     NodeReport,
@@ -74,6 +76,8 @@ class ManagerSettings:
     node_expiry_s: float = 5.0
     settle_s: float = 2.0
     pin_s: float = 10.0
+    pin_share: float = SHARE
+    transfer_s: float = 60.0
     max_events: int = MAX_EVENTS
 
 
@@ -111,6 +115,10 @@ class BlockManager:
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
         self.catalog = Catalog(self._nodes, self._engines, self._table)
+        of_pins = (self.settings.pin_share, self.settings.pin_s)
+        self.pins = Pins(self._nodes, self._table, *of_pins)
+        of_transfers = (lambda: self._generations, self.settings.transfer_s)
+        self.transfers = Transfers(self._nodes, self._table, self.pins, *of_transfers)
 
     @property
     def epoch(self) -> Epoch:
@@ -164,6 +172,7 @@ class BlockManager:
             inventory_complete=report.highest_generation == NO_GENERATION,
         )
         self._nodes[node.node_id] = node
+        self.pins.watch(node)
         self._questions.nodes_changed()
         self._log.node_joined(node.node_id, node.epoch)
         return node
@@ -175,6 +184,7 @@ class BlockManager:
         self._log.node_lost(node.node_id, node.epoch)
         self._misses.lost(node)
         self._table.remove_node(node.node_id)
+        self.pins.lost(node.node_id)
 
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
         geometry = PoolGeometry(report.pool_bytes, report.slab_bytes)
@@ -202,8 +212,7 @@ class BlockManager:
 
     def attach_engine(self, message: AttachEngine, now: float) -> EngineAttached:
         """Introduce an engine; again after a restart of this actor, then with its leases."""
-        error = self._objection(message)
-        if error:
+        if error := version_objection(message.version):
             return EngineAttached(self.epoch, error=error)
         node = self._nodes.get(NodeId(message.node_id))
         if node is None:
@@ -211,14 +220,8 @@ class BlockManager:
                 self.epoch, error=f"node {message.node_id} has not reported yet", retry=True
             )
         geometry = node.book.geometry
-        for group, size in message.slot_bytes.items():
-            if not geometry.slots_per_slab(size):
-                return EngineAttached(
-                    self.epoch,
-                    error=f"a chunk of KV group {group} takes {size} bytes, more than a slab of "
-                    f"the pool ({geometry.slab_bytes} bytes); set a larger pool_bytes, or a "
-                    "smaller blocks_per_chunk",
-                )
+        if error := size_objection(message.slot_bytes, geometry):
+            return EngineAttached(self.epoch, error=error)
         self._admit(message, node, now)
         self.catalog.introduced(message)
         engine_id = EngineId(message.engine_id)
@@ -233,14 +236,6 @@ class BlockManager:
             capacity={g: geometry.capacity(size) for g, size in message.slot_bytes.items()},
             paused=self.paused,
         )
-
-    def _objection(self, message: AttachEngine) -> str:
-        if message.version != PROTOCOL_VERSION:
-            return (
-                f"the engine speaks protocol {message.version} of RayKV, "
-                f"the scheduler actor {PROTOCOL_VERSION}: install the same version on both"
-            )
-        return ""
 
     def _admit(self, message: AttachEngine, node: Node, now: float) -> None:
         engine_id = EngineId(message.engine_id)
@@ -324,6 +319,7 @@ class BlockManager:
             node.book.table.pin(engine.namespace, request.pinned, now + self.settings.pin_s)
         if request.touched:
             node.book.table.touch(engine.namespace, request.touched)
+        self.pins.take_hints(engine.namespace, request.hints, now)
 
     def _answer(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> SyncReply:
         if request.idle:
@@ -372,6 +368,7 @@ class BlockManager:
             self._questions.stored(changes.namespace, changes.keys)
         else:
             self._misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
+        self.pins.changed(node_id, changes)
         for engine in self._engines_on(node_id):
             if engine.namespace == changes.namespace:
                 engine.mirror.add(changes)
@@ -404,6 +401,7 @@ class BlockManager:
             self._questions.forget_namespace(name)
             self._log.cleared(name, now_generation)
             self._misses.cleared(name)
+            self.pins.cleared(name)
             for node in self._nodes.values():
                 self._clear_on(node, name)
 
@@ -439,6 +437,7 @@ class BlockManager:
                 for engine in self._engines_on(node.node_id):
                     self._forget_engine(engine.engine_id)
             node.book.table.forget_pins(now)
+        self.transfers.expire(now)
 
     # Readers
 
@@ -466,7 +465,7 @@ class BlockManager:
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""
         base = ClusterStatus(address, self.epoch, raykv_version, self.paused)
-        return self.catalog.status(base, now)
+        return self.catalog.status(base, now, self.pins)
 
     def holds(self, node_id: NodeId, namespace: Namespace, key: Key) -> Generation | None:
         """The generation at which the directory believes a chunk to be on a node."""
@@ -477,6 +476,7 @@ class BlockManager:
     def check(self) -> None:
         """Assert the invariants over the whole state; for tests and idle moments."""
         self._table.check()
+        self.pins.check()
         for node in self._nodes.values():
             node.book.check()
         by_node: dict[NodeId, dict[EngineId, Engine]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from raykv.breaker_types import OWN_NODE, BreakerReport
 from raykv.core.book import PoolBook
@@ -11,6 +12,9 @@ from raykv.core.mirror import Mirror
 from raykv.messages import NodeStats, SyncReply, SyncRequest
 from raykv.status_types import EngineStatus, NodeStatus
 from raykv.types import EngineId, Epoch, Namespace, NodeId
+
+if TYPE_CHECKING:
+    from raykv.core.pins import Pins
 
 NEWS_S = 3.0
 """A node that has reported within it says how things are: it does so every second."""
@@ -73,8 +77,9 @@ def _breakers(engine: Engine, node: Node | None, now: float) -> BreakerReport:
     return without(told, OWN_NODE) if is_back else told
 
 
-def node_status(node: Node, now: float) -> NodeStatus:
+def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
     """A picture of a node for people."""
+    pinned = pins.on_node(node)
     return NodeStatus(
         node_id=node.node_id,
         epoch=node.epoch,
@@ -96,6 +101,8 @@ def node_status(node: Node, now: float) -> NodeStatus:
         raykv_version=node.raykv_version,
         quarantined=node.stats.quarantined,
         breakers=aged(node.stats.breakers, now - node.last_report),
+        pinned_chunks=pinned.kept_chunks,
+        pinned_bytes=pinned.kept_bytes,
     )
 
 

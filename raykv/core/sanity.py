@@ -24,6 +24,7 @@ from raykv.messages import (
     FailedStores,
     FetchResult,
     Handles,
+    Hints,
     Inventory,
     JobResult,
     Leases,
@@ -32,6 +33,16 @@ from raykv.messages import (
     ReadRequest,
     SyncReply,
     SyncRequest,
+)
+from raykv.operation_types import (
+    MAX_ORDERED,
+    MAX_PIN_S,
+    MAX_PRIORITY,
+    PinOrder,
+    PoolWish,
+    ReleaseOrder,
+    TransferEnd,
+    TransferOrder,
 )
 from raykv.types import (
     MAX_EPOCH,
@@ -154,6 +165,17 @@ def check_sync(request: SyncRequest) -> None:
     _handles("announced chunks", request.announced)
     _lost(request.lost)
     _counters(request.counters)
+    _hints(request.hints)
+
+
+def _hints(hints: Hints) -> None:
+    _keys("keys to pin", hints.pinned)
+    _rows("hints", hints.pinned, hints.pin_s)
+    for pin_s in hints.pin_s:
+        require(0 < pin_s <= MAX_PIN_S, f"a pin for {pin_s} s")
+    _keys("keys with a priority", hints.favoured)
+    _rows("hints", hints.favoured, hints.priorities)
+    _numbers("priorities", hints.priorities, 1, MAX_PRIORITY)
 
 
 def _counters(counters: Mapping[str, int]) -> None:
@@ -271,6 +293,60 @@ def check_where_page(page: WherePage, query: WhereQuery) -> None:
     _rows("replicas", page.key_index, page.node_index)
     _numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
     _numbers("numbers of keys", page.key_index, 0, page.answered - 1)
+
+
+# From operators
+
+
+def check_pin(order: PinOrder) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _ordered("a pin", order.pin_id, order.namespace, order.keys)
+    require(0 < order.ttl_s <= MAX_PIN_S, f"a pin for {order.ttl_s} s")
+    require(order.priority is None or 1 <= order.priority <= MAX_PRIORITY, "a pin's priority")
+
+
+def check_transfer(order: TransferOrder) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _ordered("a transfer", order.transfer_id, order.namespace, order.keys)
+    _names("a node", [order.node_id])
+
+
+def check_end(message: TransferEnd) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _names("a name", [message.transfer_id, message.namespace])
+    _rows("slots", message.came)
+    _lost(message.lost)
+
+
+def check_release(order: ReleaseOrder) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _ordered("a release", order.node_id, order.namespace, order.keys)
+
+
+def _ordered(what: str, name: str, namespace: str, keys: Sequence[bytes]) -> None:
+    _names(what, [name, namespace])
+    require(bool(name and namespace), f"{what} without a name, or a namespace")
+    _keys(f"keys of {what}", keys)
+    require(0 < len(keys) <= MAX_ORDERED, f"{what} of {len(keys)} chunks")
+
+
+def check_wish(wish: PoolWish) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _names("a name", (wish.on, wish.pool_path, *wish.node_ids))
+    _rows("nodes", wish.node_ids)
+    for size in (wish.pool_bytes, wish.slab_bytes):
+        if size is not None:
+            require(SLOT_ALIGNMENT <= size <= MAX_POOL_BYTES, f"a pool or a slab of {size} bytes")
 
 
 # To an engine

@@ -227,7 +227,16 @@ class NodeTable(Protocol):
         """Chunks were used, in this order; nothing for those that are not held."""
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
-        """Do not evict chunks before `until`, and count their size as used until then."""
+        """Do not evict chunks before `until`, and count their size as used until then.
+
+        A pin that runs longer already stays as it is.
+        """
+
+    def protect(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
+        """Do not evict chunks before `until`, whatever pinned them until when before.
+
+        It says nothing about when their size is used.
+        """
 
     def pinned_slabs(self, now: float) -> set[int]:
         """Those that have a chunk that is pinned after `now`."""

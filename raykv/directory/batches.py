@@ -126,7 +126,7 @@ def ask(
                 out[5, num_nodes] = node
                 num_nodes += 1
             if until > 0:
-                rows[best, PIN] = until
+                rows[best, PIN] = max(np.int64(rows[best, PIN]), until)
                 classes[of_class, USED] = max(classes[of_class, USED], until)
             out[0, count] = position
             out[1, count] = numbers[node]
@@ -143,9 +143,18 @@ def pin(arrays: Arrays, keys: Array, names: Array, node: int, until: int) -> Non
     for position in range(len(names)):
         row = find(arrays, keys, position, names[position], node)
         if row >= 0:
-            rows[row, PIN] = until
+            rows[row, PIN] = max(np.int64(rows[row, PIN]), until)
             of_class = rows[row, CLASS]
             classes[of_class, USED] = max(classes[of_class, USED], until)
+
+
+@outer(types.void(ARRAYS, KEYS, COLUMN, INT, INT))
+def protect(arrays: Arrays, keys: Array, names: Array, node: int, until: int) -> None:
+    """Set until when chunks on a node are not evicted."""
+    for position in range(len(names)):
+        row = find(arrays, keys, position, names[position], node)
+        if row >= 0:
+            arrays.rows[row, PIN] = until
 
 
 @outer(types.void(ARRAYS, KEYS, COLUMN, INT))

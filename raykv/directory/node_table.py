@@ -370,6 +370,12 @@ class FlatNodeTable:
         batch = rows.batch(namespace, keys)
         batches.pin(rows.arrays, batch.keys, batch.names, self.number, until_tick(until))
 
+    def protect(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
+        """See `NodeTable.protect`."""
+        rows = self._rows
+        batch = rows.batch(namespace, keys)
+        batches.protect(rows.arrays, batch.keys, batch.names, self.number, until_tick(until))
+
     def pinned_slabs(self, now: float) -> set[int]:
         """See `NodeTable.pinned_slabs`."""
         places = self._held()

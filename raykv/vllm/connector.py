@@ -121,6 +121,7 @@ class RayKVConnector(OffloadingConnector):
         self._manager = manager
         self._runtime = EngineRuntime(spec.settings, manager.view, identity)
         manager.session = self._runtime.session
+        manager.session.hints = manager.hints
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         self._runtime.start()
 

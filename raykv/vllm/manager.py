@@ -26,13 +26,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.actors.session import Session
+from raykv.core.hints import HintBox
 from raykv.core.requests import FailedLoad
 from raykv.core.view import EngineView
 from raykv.messages import Handle
 from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup, MissReason
 from raykv.vllm.guard import guarded, nothing
 from raykv.vllm.misses import MissReporter
-from raykv.vllm.params import request_options
+from raykv.vllm.params import hint_of, request_options
 from raykv.vllm.spec import PoolSpec
 
 logger = logging.getLogger("raykv")
@@ -61,6 +62,7 @@ class RayOffloadingManager(OffloadingManager):
     def __init__(self, view: EngineView) -> None:
         self.view = view
         self.session: Session | None = None
+        self.hints = HintBox()
         self.misses = MissReporter(view)
         self._no_lease_logged_at = float("-inf")
         self._logged_sampling = False
@@ -150,12 +152,17 @@ class RayOffloadingManager(OffloadingManager):
         """See `OffloadingManager.on_new_request`; a point between steps."""
         self._drain()
         self.view.start_request(req_context.req_id, request_options(req_context.kv_transfer_params))
+        self.hints.begin(req_context.req_id, hint_of(req_context.kv_transfer_params))
         return RequestOffloadingContext()
 
     @guarded(nothing)
     def ask(self, request_id: str, keys: Iterable[OffloadKey]) -> None:
-        """Find out who has what this node lacks, before the request is scheduled first."""
-        self.view.ask(request_id, map(Key, keys))
+        """Find out who has what this node lacks, before the request is scheduled first; what the
+        request wishes for these chunks is passed on.
+        """
+        names = list(map(Key, keys))
+        self.view.ask(request_id, names)
+        self.hints.add(request_id, names)
         if self.session is not None:
             self.session.nudge()
 
@@ -168,6 +175,7 @@ class RayOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See `OffloadingManager.on_request_finished`."""
         self.view.finish_request(req_context.req_id)
+        self.hints.end(req_context.req_id)
 
     @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

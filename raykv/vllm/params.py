@@ -1,4 +1,4 @@
-"""What clients may say: `kv_transfer_params` of a request, of which two keys have an effect."""
+"""What clients may say: `kv_transfer_params` of a request, of which four keys have an effect."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from raykv.core.hints import Hint
 from raykv.core.requests import RequestOptions
+from raykv.operation_types import MAX_PIN_S, MAX_PRIORITY
 
 logger = logging.getLogger("raykv")
 
 PARAMS = ("raykv_load", "raykv_store")
-"""What is documented: truth values that say what the request may do; both are true."""
+"""Truth values that say what the request may do; both are true."""
+
+HINTS = ("raykv_pin_s", "raykv_priority")
+"""Wishes for the chunks of the prompt, where the setting `client_hints` allows them: a number of
+seconds above 0, and a whole number from 1 to 9."""
 
 
-def documented(params: Any) -> dict[str, bool] | None:
+def documented(params: Any) -> dict[str, bool | float] | None:
     """The part of `kv_transfer_params` that has an effect; whatever a client sends, no error.
 
     vLLM's offloading connector knows keys of its own (`max_load_tokens`, `max_offload_tokens`,
@@ -23,7 +29,7 @@ def documented(params: Any) -> dict[str, bool] | None:
     """
     if not isinstance(params, dict):
         return None
-    kept: dict[str, bool] = {}
+    kept: dict[str, bool | float] = {}
     for name in PARAMS:
         value = params.get(name, True)
         if isinstance(value, bool):
@@ -32,13 +38,41 @@ def documented(params: Any) -> dict[str, bool] | None:
             # A client's mistake must not fail its request, nor what it sends fill the log.
             kind = type(value).__name__
             logger.debug("kv_transfer_params: %s is a %s, not a bool; ignored", name, kind)
+    for name in HINTS:
+        value = params.get(name)
+        if value is None:
+            continue
+        if _is_hint(name, value):
+            kept[name] = value
+        else:
+            logger.debug("kv_transfer_params: %s is not a number in its range; ignored", name)
     return kept
+
+
+def _is_hint(name: str, value: Any) -> bool:
+    """Whether a client's wish can be meant; a truth value is no number here."""
+    if type(value) is int and name == "raykv_priority":
+        return 1 <= value <= MAX_PRIORITY
+    is_number = type(value) in (int, float) and name == "raykv_pin_s"
+    return is_number and 0 < value <= MAX_PIN_S
 
 
 def request_options(params: Any) -> RequestOptions:
     """What a request's `kv_transfer_params` allow."""
     known = documented(params) or {}
-    return RequestOptions(known.get("raykv_load", True), known.get("raykv_store", True))
+    return RequestOptions(
+        load=bool(known.get("raykv_load", True)), store=bool(known.get("raykv_store", True))
+    )
+
+
+def hint_of(params: Any) -> Hint:
+    """What a request's `kv_transfer_params` wish for, allowed or not."""
+    known = documented(params) or {}
+    pin_s, priority = known.get("raykv_pin_s"), known.get("raykv_priority")
+    return Hint(
+        pin_s=None if pin_s is None else float(pin_s),
+        priority=None if priority is None else int(priority),
+    )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from raykv.actors.link import LinkSettings, WorkerLink
 from raykv.config import Settings, load_settings
 from raykv.core.cost import FetchCost, Rates
 from raykv.core.geometry import aligned
+from raykv.core.hints import Allowed, HintBox
 from raykv.core.remote import ChunkSize, RemoteSettings
 from raykv.core.reuse import StoreSampler
 from raykv.core.view import EngineView
@@ -104,6 +105,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
             )
             view.sampler = StoreSampler(is_on=settings.stop_unused_stores)
             self._manager = RayOffloadingManager(view)
+            self._manager.hints = HintBox(Allowed(settings.client_hints))
         return self._manager
 
     def _remote_settings(self) -> RemoteSettings:

@@ -12,6 +12,7 @@ from raykv.bench.engine import EngineProcess
 from raykv.bench.prompts import prompt
 from raykv.client import Cluster
 from raykv.core.geometry import aligned
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +29,11 @@ def engine(
     cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
     cluster.down()
-    settings = {"ray_address": cluster.address, "pool_bytes": POOL_CHUNKS * CHUNK_BYTES}
+    settings = {
+        "ray_address": cluster.address,
+        "pool_bytes": POOL_CHUNKS * CHUNK_BYTES,
+        "client_hints": "pin",
+    }
     log = tmp_path_factory.mktemp("engine") / "log"
     process = EngineProcess(
         tiny_model, log, settings, num_gpu_blocks_override=GPU_BLOCKS, max_model_len=1024
@@ -74,6 +79,26 @@ def test_eviction_during_loads_gives_no_wrong_token(
     assert node.chunks <= POOL_CHUNKS
     assert node.bytes_stored > 2 * POOL_CHUNKS * CHUNK_BYTES, "nothing was evicted"
     assert node.bytes_loaded > 0, "nothing was loaded"
+
+
+def test_prompt_that_its_request_has_pinned_outlives_eviction(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    """Requests may pin 8 chunks here, as many as the prompt has."""
+    pinned, plain = prompt(900, 8 * BLOCK), prompt(901, 8 * BLOCK)
+    params = {"raykv_pin_s": 600, "raykv_priority": 5, "raykv_pin": "nonsense"}
+    engine.call("generate", prompts=[pinned], max_tokens=1, params=params)
+    engine.tokens([plain], max_tokens=1)
+    wait_until(lambda: cluster.pins().client_chunks == 8, 10.0, "the pins are told")
+    engine.reset()
+    for seed in range(16):
+        engine.tokens([the_prompt(seed)], max_tokens=1)
+    engine.reset()
+    assert engine.cached([pinned], max_tokens=1) == [8 * BLOCK]
+    assert engine.cached([plain], max_tokens=1) < [8 * BLOCK]
+    (only,) = cluster.status().nodes
+    assert only.pinned_chunks == 8
+    assert cluster.status().engines[0].counters["hints_ignored"] == 0
 
 
 def test_preemption_gives_no_wrong_token(

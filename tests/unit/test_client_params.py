@@ -1,4 +1,4 @@
-"""What a client may say in `kv_transfer_params`: two truth values. Nothing else has any effect."""
+"""What a client may say in `kv_transfer_params`: four keys. Nothing else has any effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from raykv.core.requests import RequestOptions
-from raykv.vllm.params import PARAMS, documented, only_documented, request_options
+from raykv.vllm.params import HINTS, PARAMS, documented, hint_of, only_documented, request_options
 
 VLLM_KEYS = (
     "max_load_tokens",
@@ -46,13 +46,15 @@ VALUES = st.recursive(
     ),
     max_leaves=5,
 )
-KEYS = st.one_of(st.sampled_from((*PARAMS, *VLLM_KEYS)), st.text(max_size=12), st.integers(0, 9))
+KEYS = st.one_of(
+    st.sampled_from((*PARAMS, *HINTS, *VLLM_KEYS)), st.text(max_size=12), st.integers(0, 9)
+)
 SENT = st.one_of(VALUES, st.dictionaries(KEYS, VALUES, max_size=6))
 
 
 @settings(max_examples=120, deadline=None)
 @given(sent=SENT)
-def test_only_the_documented_truth_values_have_an_effect(sent: Any) -> None:
+def test_only_what_is_documented_has_an_effect(sent: Any) -> None:
     said = sent if isinstance(sent, dict) else {}
     load, store = (
         said[name] if isinstance(said.get(name), bool) else True
@@ -61,8 +63,17 @@ def test_only_the_documented_truth_values_have_an_effect(sent: Any) -> None:
     assert request_options(sent) == RequestOptions(load, store)
     kept = documented(sent)
     assert kept is None or (
-        set(kept) <= set(PARAMS) and all(isinstance(value, bool) for value in kept.values())
+        set(kept) <= {*PARAMS, *HINTS}
+        and all(type(kept.get(name, True)) is bool for name in PARAMS)
     )
+    hint = hint_of(sent)
+    pin_s: Any = said.get("raykv_pin_s")
+    priority: Any = said.get("raykv_priority")
+    is_number = isinstance(pin_s, int | float) and not isinstance(pin_s, bool)
+    can_be_meant = is_number and 0 < pin_s <= 30 * 86_400
+    assert hint.pin_s == (pin_s if can_be_meant else None)
+    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+    assert hint.priority == (priority if is_whole and 1 <= priority <= 9 else None)
 
 
 def made_request(sent: Any) -> Any:
@@ -100,8 +111,30 @@ def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
     assert state.max_load_tokens is None
     assert state.max_offload_tokens is None
     assert context.load_tier_filter is TierFilter.ALL
-    assert set(context.kv_transfer_params or {}) <= set(PARAMS)
+    assert set(context.kv_transfer_params or {}) <= {*PARAMS, *HINTS}
+    assert hint_of(context.kv_transfer_params) == hint_of(sent)
     assert request_options(context.kv_transfer_params) == request_options(sent)
+
+
+@pytest.mark.parametrize(
+    ("sent", "pin_s", "priority"),
+    [
+        ({"raykv_pin_s": 60, "raykv_priority": 9}, 60.0, 9),
+        ({"raykv_pin_s": 0.5}, 0.5, None),
+        ({"raykv_pin_s": True, "raykv_priority": True}, None, None),
+        ({"raykv_pin_s": "60", "raykv_priority": 1.0}, None, None),
+        ({"raykv_pin_s": float("nan"), "raykv_priority": 0}, None, None),
+        ({"raykv_pin_s": float("inf"), "raykv_priority": 10}, None, None),
+        ({"raykv_pin_s": 10**400, "raykv_priority": -(10**400)}, None, None),
+        ({"raykv_pin_s": -1, "raykv_priority": [1]}, None, None),
+        (None, None, None),
+    ],
+)
+def test_hint_is_a_number_in_its_range_or_nothing(
+    sent: Any, pin_s: float | None, priority: int | None
+) -> None:
+    hint = hint_of(sent)
+    assert (hint.pin_s, hint.priority) == (pin_s, priority)
 
 
 @pytest.mark.parametrize("sent", [["x"], "text", 5, 0.5, True])

@@ -224,8 +224,11 @@ def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 NOT_WAITED = {
     ("raykv.actors.scheduler", "EXPIRY_PAUSE_S"),
     ("raykv.vllm.manager", "NO_LEASE_LOG_PAUSE_S"),
+    ("raykv.client_operations", "PIN_S"),
+    ("raykv.operation_types", "MAX_PIN_S"),
 }
-"""Times that nobody waits: between two looks at who is silent, and between two lines in a log.
+"""Times that nobody waits: between two looks at who is silent, between two lines in a log, and of
+pins.
 Modules of the core and the directory wait for nothing, and get all times as arguments."""
 
 

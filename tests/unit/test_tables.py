@@ -103,9 +103,11 @@ class Pair:
     def use(self) -> None:
         nodes, space = self.nodes[self.rng.choice(NODES)], self.rng.choice(SPACES)
         keys = [key(self.rng.randrange(4000)) for _ in range(50)]
+        until = self.rng.choice((0, 2, 9))
         for node in nodes:
             node.touch(space, keys)
             node.pin(space, keys[:5], self.now + 3)
+            node.protect(space, keys[3:12], self.now + until)
 
     def ask(self) -> None:
         space = self.rng.choice(SPACES)

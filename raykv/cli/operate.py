@@ -1,0 +1,376 @@
+"""Commands that do something to the cache: pools ahead of time, pins, transfers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+import raykv
+from raykv.cli.base import Address, AsJson, app
+from raykv.core.room import human_bytes
+from raykv.errors import SettingError
+from raykv.parsing import parse_size
+
+if TYPE_CHECKING:
+    from raykv.operation_types import NodeUp, Pinned, TransferResult
+
+Keys = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="KEY...",
+        help="Of chunks, hexadecimal, a prefix's first ones first; @FILE: those in a file, split "
+        "by white space; -: those of standard input.",
+    ),
+]
+Namespace = Annotated[
+    str,
+    typer.Option(help="As `raykv status` shows it, or its beginning. Default: the only one."),
+]
+To = Annotated[str, typer.Option("--to", help="The node's Ray id, or the beginning of it.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds, for all of it.", min=0.1)]
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+@app.command()
+def up(
+    *,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help='Nodes: "all", a Ray resource like GPU, or a label like pool=kv. Default: those '
+            "with a GPU if there are any, else all."
+        ),
+    ] = None,
+    nodes: Annotated[
+        list[str] | None, typer.Option("--node", help="This node, by Ray's id; repeatable.")
+    ] = None,
+    pool_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--pool-bytes", help='Of each node, like "8GiB". Default: a quarter of what is free.'
+        ),
+    ] = None,
+    slab_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--slab-bytes", help="The largest chunk that fits. Default: 64 MiB, less if it's small."
+        ),
+    ] = None,
+    timeout: Timeout = 300.0,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Make the pools of all matching nodes before the first engine starts, and wait for them.
+
+    Nodes that match and join later get one too, until `raykv down`. A second call changes nothing.
+    Starts a local Ray if there is none. Exit code 1 if a node has no pool at the end.
+
+    Example: raykv up --on GPU --pool-bytes 64GiB
+    """
+    from raykv.actors.cluster import ensure_cluster
+
+    joined = ensure_cluster(ray_address)
+    if joined.started:
+        Console(stderr=True).print(f"started a local Ray cluster at {joined.address}")
+    with raykv.connect(joined.address) as cluster, _bars() as bars:
+        found = cluster.up(
+            on=on,
+            node_ids=nodes or (),
+            pool_bytes=None if pool_bytes is None else parse_size("--pool-bytes", pool_bytes),
+            slab_bytes=None if slab_bytes is None else parse_size("--slab-bytes", slab_bytes),
+            deadline_s=timeout,
+            watch=lambda nodes: _show_nodes(bars, nodes),
+        )
+    if as_json:
+        _write_json(found)
+    else:
+        _print_nodes(found)
+    raise typer.Exit(any(node.error for node in found))
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """On standard error, and only if that is a terminal."""
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    with progress:
+        yield progress
+
+
+def _show_nodes(bars: Progress, nodes: Sequence[NodeUp]) -> None:
+    known = {task.description: task.id for task in bars.tasks}
+    for node in nodes:
+        name = f"{node.hostname} {node.node_id[:12]}"
+        task = known.get(name)
+        if task is None:
+            task = bars.add_task(name, total=None)
+        bars.update(task, completed=node.prefaulted_bytes, total=node.pool_bytes or None)
+
+
+def _print_nodes(nodes: Sequence[NodeUp]) -> None:
+    console = Console()
+    for node in nodes:
+        name = f"node {node.node_id[:12]} ({node.hostname})"
+        if node.error:
+            console.print(f"{name}: no pool: {node.error}", style="red", markup=False)
+            continue
+        state = "made" if node.is_new else "was there already"
+        size = human_bytes(node.pool_bytes)
+        note = f"; {node.note}" if node.note else ""
+        console.print(
+            f"{name}: pool of {size} {state}, all prefaulted{note}", highlight=False, markup=False
+        )
+
+
+@app.command()
+def pin(
+    keys: Keys,
+    *,
+    ttl: Annotated[str, typer.Option(help="For how long: 90s, 15m, 8h or 7d.")] = "1h",
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            help="1 to 9: evict them only when nothing of lower priority is left. Default: never.",
+            min=1,
+            max=9,
+        ),
+    ] = None,
+    pin_id: Annotated[
+        str | None, typer.Option("--id", help="A name for the pin. Default: a new one.")
+    ] = None,
+    namespace: Namespace = "",
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Keep chunks from being evicted; those that are not stored yet, from when they come.
+
+    Refused as a whole where a node's share for pins (pin_share) would be exceeded.
+
+    Example: raykv pin @system-prompt.keys --ttl 8h --id system
+    """
+    ttl_s = parse_duration("--ttl", ttl)
+    with raykv.connect(ray_address) as cluster:
+        made = cluster.pin(
+            _all_keys(keys),
+            namespace=namespace,
+            ttl_s=ttl_s,
+            priority=priority,
+            pin_id=pin_id,
+        )
+    if as_json:
+        _write_json(made)
+        return
+    typer.echo(
+        f"pin {made.pin_id}: {made.held_chunks} of {made.chunks} chunks are stored and kept "
+        f"({human_bytes(made.kept_bytes)}), for {ttl}"
+    )
+
+
+@app.command()
+def unpin(
+    pin_ids: Annotated[list[str], typer.Argument(help="As `raykv pins` shows them.")],
+    ray_address: Address = None,
+) -> None:
+    """End pins: their chunks are evicted in their turn again.
+
+    Example: raykv unpin system
+    """
+    with raykv.connect(ray_address) as cluster:
+        for pin_id in pin_ids:
+            cluster.unpin(pin_id)
+            typer.echo(f"unpinned {pin_id}")
+
+
+@app.command()
+def pins(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+    """Show all pins, and what they take of each node.
+
+    Example: raykv pins --json
+    """
+    with raykv.connect(ray_address) as cluster:
+        known = cluster.pins()
+    if as_json:
+        _write_json(known)
+    else:
+        _print_pins(known)
+
+
+def _print_pins(known: Pinned) -> None:
+    console = Console()
+    rows = _table("pin", "namespace", "chunks", "kept", "bytes", "waiting", "priority", "left")
+    for each in known.pins:
+        rows.add_row(
+            each.pin_id,
+            each.namespace[:12],
+            str(each.chunks),
+            str(each.held_chunks),
+            human_bytes(each.kept_bytes),
+            str(each.waiting_chunks),
+            "firm" if each.priority is None else str(each.priority),
+            f"{each.left_s:,.0f} s",
+        )
+    console.print(rows)
+    nodes = _table("node", "kept", "bytes", "of", "requests'", "waiting")
+    for node in known.nodes:
+        nodes.add_row(
+            node.node_id[:12],
+            str(node.kept_chunks),
+            human_bytes(node.kept_bytes),
+            human_bytes(node.quota_bytes),
+            human_bytes(node.client_bytes),
+            str(node.waiting_chunks),
+        )
+    console.print(nodes)
+    if known.client_chunks or known.hints_refused:
+        console.print(
+            f"requests keep {known.client_chunks} chunks; for {known.hints_refused} more there "
+            "was no room",
+            highlight=False,
+        )
+
+
+@app.command()
+def prefetch(
+    keys: Keys,
+    *,
+    to: To,
+    namespace: Namespace = "",
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Bring chunks to a node before a request needs them there.
+
+    Exit code 1 if some of them are not there at the end.
+
+    Example: raykv prefetch @system-prompt.keys --to 3f9a
+    """
+    with raykv.connect(ray_address) as cluster, _counting("prefetch") as watch:
+        found = cluster.prefetch(
+            _all_keys(keys), to, namespace=namespace, deadline_s=timeout, watch=watch
+        )
+    _report(found, as_json=as_json)
+
+
+@app.command()
+def move(
+    keys: Keys,
+    *,
+    to: To,
+    namespace: Namespace = "",
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Bring chunks to a node, then give up those that other nodes have of them.
+
+    Exit code 1 if some of them are not there at the end; theirs stay where they are.
+
+    Example: raykv move @session.keys --to 3f9a
+    """
+    with raykv.connect(ray_address) as cluster, _counting("move") as watch:
+        found = cluster.move(
+            _all_keys(keys), to, namespace=namespace, deadline_s=timeout, watch=watch
+        )
+    _report(found, as_json=as_json)
+
+
+@contextmanager
+def _counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
+    """A bar on a terminal, in chunks."""
+    console = Console(stderr=True)
+    progress = Progress(console=console, disable=not console.is_terminal, transient=True)
+    with progress:
+        task = progress.add_task(what, total=None)
+
+        def watch(so_far: TransferResult) -> None:
+            looked_at = so_far.came + so_far.there + so_far.nowhere + so_far.no_room
+            done = looked_at + sum(so_far.refusals.values())
+            progress.update(task, total=so_far.asked, completed=done)
+
+        yield watch
+
+
+def _report(found: TransferResult, *, as_json: bool) -> None:
+    if as_json:
+        _write_json({**msgspec.to_builtins(found), "failed": found.failed})
+    else:
+        typer.echo(_sentence(found))
+    raise typer.Exit(found.failed > 0)
+
+
+def _sentence(found: TransferResult) -> str:
+    speed = f"{human_bytes(found.num_bytes)} in {found.seconds:.1f} s"
+    parts = [
+        f"{found.came} of {found.asked} chunks came ({speed})",
+        f"{found.there} were there already",
+    ]
+    for count, what in (
+        (found.nowhere, "are stored nowhere"),
+        (found.no_room, "found no room"),
+        (found.dropped, "replicas were given up elsewhere"),
+        (found.kept, "replicas stay, since they are pinned where they are"),
+    ):
+        if count:
+            parts.append(f"{count} {what}")
+    parts += [f"{count} failed ({reason})" for reason, count in sorted(found.refusals.items())]
+    return ", ".join(parts)
+
+
+def parse_duration(name: str, value: str) -> float:
+    """Seconds out of a text like "90", "90s", "15m", "8h" or "7d".
+
+    Raises:
+        SettingError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value, re.ASCII)
+    if match is None:
+        raise SettingError(f"{name}={value!r} is no duration: write it like 90s, 15m, 8h or 7d")
+    return float(match[1]) * UNITS[match[2] or "s"]
+
+
+def _all_keys(arguments: Sequence[str]) -> list[bytes | str]:
+    """Raises:
+    SettingError: a file can't be read.
+    """
+    keys: list[bytes | str] = []
+    for argument in arguments:
+        if argument == "-":
+            keys += sys.stdin.read().split()
+        elif argument.startswith("@"):
+            try:
+                keys += Path(argument[1:]).read_text().split()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingError(f"the keys in {argument[1:]} can't be read: {error}") from error
+        else:
+            keys.append(argument)
+    return keys
+
+
+def _write_json(what: Any) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(what)).decode())
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,253 @@
+"""Transfers that operators order: slots lent to a node for chunks that others have.
+
+            lend                           end, or its time is over
+   (none) ────────► lent, being fetched ───────────────────────────► (none), unused slots are free
+
+An engine fetches into its own leases; here there is no engine. Who ordered the transfer has the
+NodeActor fetch into what was lent; what has come is reported like any other store, and held.
+
+Invariants:
+1. A lease that a transfer has is its own until the transfer is over or the chunk has come.
+2. A replica is given up only while the node that is to keep the chunk has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raykv.core.inventory import drop_lost
+from raykv.core.leases import Generations
+from raykv.core.members import Node
+from raykv.core.pins import Pins
+from raykv.core.table import ChunkTable, Found, Lease, Name
+from raykv.messages import PROTOCOL_VERSION, Handles, Replicas
+from raykv.operation_types import Released, ReleaseOrder, TransferEnd, TransferGrant, TransferOrder
+from raykv.types import EngineId, Epoch, Generation, Key, Namespace, NodeId, Slot, group_of
+
+OWNER = EngineId("transfers")
+"""Who has the leases of all transfers."""
+
+MAX_TRANSFERS = 64
+"""At a time; a page each."""
+
+MAX_SOURCES = 2
+"""Replicas told per chunk: one to fetch from, and one for when that fails."""
+
+_MAX_FOUND = 65_536
+"""Replicas that are looked for in one go."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    node_id: NodeId
+    node_epoch: Epoch
+    until: float
+    grant: TransferGrant
+    leases: list[tuple[Slot, Generation]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A chunk that the node lacks, its slot size, and its rows among the replicas found."""
+
+    key: Key
+    slot_bytes: int
+    rows: list[int]
+
+
+class Transfers:
+    """See the module's docstring.
+
+    Args:
+        nodes: all nodes, kept up to date by the block manager.
+        table: of all their chunks.
+        pins: whose replicas stay.
+        generations: those of the present epoch.
+        lease_s: after so long a transfer is over.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[NodeId, Node],
+        table: ChunkTable,
+        pins: Pins,
+        generations: Callable[[], Generations],
+        lease_s: float,
+    ) -> None:
+        self._nodes = nodes
+        self._table = table
+        self._pins = pins
+        self._generations = generations
+        self._lease_s = lease_s
+        self._transfers: dict[str, _Transfer] = {}
+
+    def lend(self, order: TransferOrder, now: float, *, paused: bool) -> TransferGrant:
+        """Lease slots of a node for chunks that it lacks and others have.
+
+        The first chunks get what there is, since a prefix is worth nothing without them. An order
+        that comes again gets the same answer.
+        """
+        known = self._transfers.get(order.transfer_id)
+        if known is not None:
+            return known.grant
+        self._forget_settled()
+        node = self._nodes.get(NodeId(order.node_id))
+        if node is None or (error := self._objection(node, now, paused=paused)):
+            error = f"node {order.node_id[:12]} has no pool" if node is None else error
+            return TransferGrant(PROTOCOL_VERSION, error=error)
+        until = now + self._lease_s
+        keys = [Key(key) for key in dict.fromkeys(order.keys)]
+        namespace = Namespace(order.namespace)
+        # What is there must not be evicted for what is to come, and sources must stay.
+        found = self._table.ask(
+            namespace, keys, tuple(self._nodes), [node.node_id], MAX_SOURCES, until
+        )
+        missing = list(self._missing(namespace, keys, found, node))
+        transfer = _Transfer(node.node_id, node.epoch, until, TransferGrant(PROTOCOL_VERSION))
+        lent = self._lend_slots(node, missing, transfer, now)
+        transfer.grant = TransferGrant(
+            version=PROTOCOL_VERSION,
+            node_epoch=node.epoch,
+            handles=Handles(
+                [each.key for each in lent],
+                [slot for slot, _ in transfer.leases],
+                [generation for _, generation in transfer.leases],
+            ),
+            slot_bytes=[each.slot_bytes for each in lent],
+            sources=self._sources(found, lent),
+            there=len(keys) - len(missing) - len(found.missing),
+            nowhere=len(found.missing),
+            no_room=len(missing) - len(lent),
+        )
+        self._transfers[order.transfer_id] = transfer
+        return transfer.grant
+
+    def _objection(self, node: Node, now: float, *, paused: bool) -> str:
+        if paused:
+            return "the cache is paused: `raykv resume` switches it on again"
+        if not node.inventory_complete or now < node.settled_at:
+            return f"node {node.node_id[:12]} has just begun to report: try again in some seconds"
+        if len(self._transfers) >= MAX_TRANSFERS:
+            return f"{MAX_TRANSFERS} transfers are under way, as many as may be: try again later"
+        return ""
+
+    def _missing(
+        self, namespace: Namespace, keys: Sequence[Key], found: Found, node: Node
+    ) -> Iterator[_Missing]:
+        """The chunks that others have and the node lacks, in order."""
+        rows: dict[int, list[int]] = {}
+        for row, index in enumerate(found.key_index):
+            rows.setdefault(index, []).append(row)
+        for index, own in rows.items():
+            source = found.nodes[found.node_index[own[0]]]
+            chunk = self._nodes[source].book.find(namespace, keys[index])
+            if source != node.node_id and chunk is not None:
+                yield _Missing(keys[index], chunk.slot_bytes, own)
+
+    def _lend_slots(
+        self, node: Node, missing: Sequence[_Missing], transfer: _Transfer, now: float
+    ) -> list[_Missing]:
+        """Lease a slot to each of the first chunks; returns those that have one, in order."""
+        stock: dict[int, list[tuple[Slot, Generation]]] = {}
+        for size in dict.fromkeys(each.slot_bytes for each in missing):
+            group = group_of(next(each.key for each in missing if each.slot_bytes == size))
+            count = sum(each.slot_bytes == size for each in missing)
+            stock[size] = self._lend_of(node, size, count, group, now)
+        lent = []
+        for each in missing:
+            if stock[each.slot_bytes]:
+                lent.append(each)
+                transfer.leases.append(stock[each.slot_bytes].pop(0))
+        return lent
+
+    def _lend_of(
+        self, node: Node, slot_bytes: int, count: int, group: int, now: float
+    ) -> list[tuple[Slot, Generation]]:
+        if not node.book.geometry.slots_per_slab(slot_bytes):
+            return []
+        node.book.make_room(slot_bytes, count, now)
+        generations = self._generations()
+        first = generations.next
+        slots = node.book.table.lend(slot_bytes, count, OWNER, group, first)
+        generations.skip(len(slots))
+        return [(slot, Generation(first + number)) for number, slot in enumerate(slots)]
+
+    def _sources(self, found: Found, lent: Sequence[_Missing]) -> Replicas:
+        rows = [(number, row) for number, each in enumerate(lent) for row in each.rows]
+        return Replicas(
+            nodes=[str(node_id) for node_id in found.nodes],
+            node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
+            key_index=[number for number, _ in rows],
+            node_index=[found.node_index[row] for _, row in rows],
+            slots=[found.slots[row] for _, row in rows],
+            generations=[found.generations[row] for _, row in rows],
+        )
+
+    def end(self, message: TransferEnd) -> None:
+        """A transfer is over; nothing happens if it is unknown, or over already."""
+        drop_lost(self._nodes, Namespace(message.namespace), message.lost)
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is not None:
+            self._free(transfer, but=set(message.came))
+            self._forget_settled()
+
+    def _free(self, transfer: _Transfer, but: Collection[int] = ()) -> None:
+        """End the leases that a transfer still has, except those of some slots."""
+        for slot, lease in self._leases_of(transfer):
+            if slot not in but:
+                self._nodes[transfer.node_id].book.end_lease(slot, lease)
+
+    def _leases_of(self, transfer: _Transfer) -> list[tuple[Slot, Lease]]:
+        """Those that are not over, because the chunk has come, or the node has gone."""
+        node = self._nodes.get(transfer.node_id)
+        if node is None or node.epoch != transfer.node_epoch:
+            return []
+        found = [(slot, node.book.lease_at(slot, at)) for slot, at in transfer.leases]
+        return [(slot, lease) for slot, lease in found if lease and lease.engine_id == OWNER]
+
+    def _forget_settled(self) -> None:
+        """Transfers of which no lease is left are over."""
+        for transfer_id, transfer in list(self._transfers.items()):
+            if not self._leases_of(transfer):
+                del self._transfers[transfer_id]
+
+    def expire(self, now: float) -> None:
+        """End transfers whose time is over."""
+        for transfer_id, transfer in list(self._transfers.items()):
+            if transfer.until <= now:
+                self._free(transfer)
+                del self._transfers[transfer_id]
+
+    def release(self, order: ReleaseOrder) -> Released:
+        """Give up replicas elsewhere; those stay that are pinned where they are, while the one on
+        the node is not.
+        """
+        node = self._nodes.get(NodeId(order.node_id))
+        namespace = Namespace(order.namespace)
+        keys = [Key(key) for key in dict.fromkeys(order.keys)]
+        there = [key for key in keys if node and node.book.find(namespace, key) is not None]
+        dropped = kept = 0
+        step = max(1, _MAX_FOUND // max(1, len(self._nodes)))
+        for start in range(0, len(there), step):
+            part = there[start : start + step]
+            every = tuple(self._nodes)
+            found = self._table.ask(namespace, part, every, (), len(every), 0.0)
+            for index, number in zip(found.key_index, found.node_index, strict=True):
+                source = found.nodes[number]
+                if source == order.node_id:
+                    continue
+                if self._may_go(source, NodeId(order.node_id), (namespace, part[index])):
+                    self._nodes[source].book.drop(namespace, part[index])
+                    dropped += 1
+                else:
+                    kept += 1
+        return Released(PROTOCOL_VERSION, dropped, kept, absent=len(keys) - len(there))
+
+    def _may_go(self, source: NodeId, target: NodeId, name: Name) -> bool:
+        return not self._pins.is_firm(source, name) or self._pins.is_firm(target, name)
+
+    @property
+    def num_lent(self) -> int:
+        """Transfers under way."""
+        return len(self._transfers)

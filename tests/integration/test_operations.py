@@ -1,0 +1,298 @@
+"""Pools ahead of time, transfers and pins with real actors on two Ray nodes; no engine's vLLM."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import ray
+from typer.testing import CliRunner
+
+from raykv.actors import bequest
+from raykv.actors import cluster as clusters
+from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.actors.local_nodes import LocalNode, add_local_node
+from raykv.actors.session import RayCalls, Session, SessionSettings
+from raykv.cli import app
+from raykv.client import Cluster
+from raykv.core.requests import RequestOptions
+from raykv.core.view import EngineView
+from raykv.errors import ClusterError
+from raykv.memory.region import Region
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    Handles,
+    KVLayout,
+    ReadReply,
+    ReadRequest,
+    TensorLayout,
+    decode,
+    encode,
+)
+from raykv.types import Direction, EngineId, Key, Namespace
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+POOL_BYTES = 32 << 20
+CHUNK_BYTES = 1 << 20
+NUM_BLOCKS = 64
+NAMESPACE = Namespace("model")
+PATIENCE_S = 30.0
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big") + bytes(4))
+
+
+def hexes(*numbers: int) -> list[str]:
+    return [key(number).hex() for number in numbers]
+
+
+class Engine:
+    """An engine's session and one worker, whose KV cache has random bytes."""
+
+    def __init__(self, node_id: str) -> None:
+        self.view = EngineView(EngineId("played"), [0], 10.0, 1024)
+        settings = SessionSettings(
+            "played", node_id, NAMESPACE, "tiny", 1, {0: CHUNK_BYTES}, heartbeat_s=0.1
+        )
+        calls = RayCalls(clusters.find_scheduler_actor, 5.0)
+        self.session = Session(self.view, calls, settings)
+        self.session.attach(PATIENCE_S)
+        num_bytes = NUM_BLOCKS * CHUNK_BYTES
+        self.kv = Region.anonymous(num_bytes, "played-kv")
+        ctypes.memmove(self.kv.address, random.Random(7).randbytes(num_bytes), num_bytes)
+        tensor = TensorLayout(0, NUM_BLOCKS, CHUNK_BYTES, CHUNK_BYTES)
+        layout = KVLayout("memfd", num_bytes, 1, [tensor], [0], [[0]])
+        self.link = WorkerLink(0, layout, [self.kv.fd], LinkSettings())
+        described = clusters.describe(clusters.find_node_actor(node_id), 10.0)
+        self.link.set_target(
+            LinkTarget(described.socket_name, "played", NAMESPACE, 1, {0: CHUNK_BYTES})
+        )
+        wait_until(lambda: self.link.node_epoch != 0, PATIENCE_S, "the worker attaches")
+        self.view.start_request("request", RequestOptions())
+        self.job_id = 0
+
+    def exchange(self) -> None:
+        self.session._exchange_quietly()
+        self.session.drain()
+
+    def store(self, *numbers: int) -> int:
+        """Store chunks whose bytes are those of the block of their number; how many had a slot."""
+        self.exchange()
+        plan = self.view.prepare_store("request", [key(number) for number in numbers])
+        if plan is None or not plan.keys:
+            return 0
+        count = len(plan.keys)
+        self.job_id += 1
+        handles = Handles(
+            [*plan.keys],
+            [handle.slot for handle in plan.handles],
+            [handle.generation for handle in plan.handles],
+        )
+        blocks = [int.from_bytes(name[:32], "big") % NUM_BLOCKS for name in plan.keys]
+        job = JobRequest(
+            self.job_id,
+            Direction.STORE,
+            self.link.node_epoch,
+            handles,
+            [0] * count,
+            [1] * count,
+            [0] * count,
+            blocks,
+        )
+        self.link.submit(job)
+        wait_until(lambda: bool(self.link.drain()), PATIENCE_S, "the store ends")
+        self.view.complete_store(plan.keys)
+        return count
+
+    def block(self, number: int) -> bytes:
+        start = number % NUM_BLOCKS * CHUNK_BYTES
+        return bytes(self.kv.array()[start : start + CHUNK_BYTES])
+
+    def end(self) -> None:
+        self.session.stop(5.0)
+        self.link.close(5.0)
+
+
+@dataclass
+class Nodes:
+    """A cluster with the pools of two nodes, and the engine on the first."""
+
+    cluster: Cluster
+    first: str
+    second: str
+    engine: Engine
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def up(cluster: Cluster) -> Iterator[str]:
+    """`raykv up` on the one node; its id."""
+    cluster.down()
+    address = cluster.address
+    (made,) = json.loads(run("up", "--pool-bytes", "32MiB", "--json", "--ray-address", address))
+    assert made["is_new"]
+    assert made["prefaulted_bytes"] == made["pool_bytes"] == POOL_BYTES
+    yield made["node_id"]
+    cluster.down()
+
+
+@pytest.fixture(scope="module")
+def second(cluster: Cluster, up: str) -> Iterator[LocalNode]:
+    """It joins after `up`."""
+    node = add_local_node(cluster.address)
+    yield node
+    node.stop()
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster, up: str, second: LocalNode) -> Iterator[Nodes]:
+    wait_until(lambda: len(cluster.status().nodes) == 2, PATIENCE_S, "both nodes report")
+    engine = Engine(up)
+    yield Nodes(cluster, up, second.node_id, engine)
+    engine.end()
+
+
+def held_on(cluster: Cluster, node_id: str) -> set[int]:
+    return {
+        int.from_bytes(name[:32], "big")
+        for node, _, name in cluster.snapshot().chunks
+        if node == node_id
+    }
+
+
+def bytes_on(node_id: str, cluster: Cluster, number: int) -> bytes:
+    """Of a chunk in a node's pool, as the node itself reads them."""
+    place = cluster.snapshot().chunks[node_id, NAMESPACE, key(number)]  # type: ignore[index]
+    actor = clusters.find_node_actor(node_id)
+    epoch = clusters.describe(actor, 10.0).epoch
+    handles = Handles([key(number)], [place[0]], [place[1]])
+    request = ReadRequest(PROTOCOL_VERSION, NAMESPACE, epoch, handles, [CHUNK_BYTES])
+    raw, data = ray.get(actor.read.remote(encode(request)), timeout=10.0)  # type: ignore[union-attr]
+    assert decode(raw, ReadReply).refusals == [0]
+    return bytes(data)
+
+
+def test_up_changes_nothing_the_second_time(cluster: Cluster, up: str) -> None:
+    pid = clusters.describe(clusters.find_node_actor(up), 10.0).pid
+    output = run("up", "--pool-bytes", "64MiB", "--ray-address", cluster.address)
+    assert "was there already" in output
+    assert "has a pool of 32.0 MiB already" in output
+    assert clusters.describe(clusters.find_node_actor(up), 10.0).pid == pid
+    run("up", "--pool-bytes", "32MiB", "--ray-address", cluster.address)
+
+
+def test_up_names_what_no_node_matches(cluster: Cluster, up: str) -> None:
+    with pytest.raises(ClusterError, match="no live node of the cluster matches 'TPU'"):
+        cluster.up(on="TPU")
+
+
+def test_node_that_joins_after_up_gets_its_pool(nodes: Nodes) -> None:
+    known = {node.node_id: node.pool_bytes for node in nodes.cluster.status().nodes}
+    assert known == {nodes.first: POOL_BYTES, nodes.second: POOL_BYTES}
+
+
+def test_prefetched_chunks_have_the_same_bytes_on_the_other_node(nodes: Nodes) -> None:
+    assert nodes.engine.store(*range(6)) == 6
+    wait_until(lambda: held_on(nodes.cluster, nodes.first) >= set(range(6)), 10, "stored")
+    told: list[int] = []
+    result = nodes.cluster.prefetch(
+        hexes(*range(6), 99), nodes.second[:12], watch=lambda so_far: told.append(so_far.came)
+    )
+    assert (result.came, result.nowhere, result.failed) == (6, 1, 1)
+    assert result.num_bytes == 6 * CHUNK_BYTES
+    assert told == [6]
+    wait_until(lambda: held_on(nodes.cluster, nodes.second) == set(range(6)), 10, "reported")
+    for number in range(6):
+        assert bytes_on(nodes.second, nodes.cluster, number) == nodes.engine.block(number)
+    again = nodes.cluster.prefetch(hexes(*range(6)), nodes.second)
+    assert (again.there, again.came, again.failed) == (6, 0, 0)
+
+
+def test_moved_chunks_are_on_the_other_node_only(nodes: Nodes) -> None:
+    assert nodes.engine.store(10, 11) == 2
+    wait_until(lambda: held_on(nodes.cluster, nodes.first) >= {10, 11}, 10, "stored")
+    output = run("move", *hexes(10, 11), "--to", nodes.second)
+    assert "2 of 2 chunks came" in output
+    assert "2 replicas were given up elsewhere" in output
+    assert not held_on(nodes.cluster, nodes.first) & {10, 11}
+    for number in (10, 11):
+        assert bytes_on(nodes.second, nodes.cluster, number) == nodes.engine.block(number)
+    run("prefetch", *hexes(98), "--to", nodes.second, code=1)
+
+
+def test_pinned_chunks_outlive_eviction_and_the_scheduler_actor(nodes: Nodes) -> None:
+    cluster, engine = nodes.cluster, nodes.engine
+    engine.store(20, 21, 22)
+    wait_until(lambda: held_on(cluster, nodes.first) >= {20, 21, 22}, 10, "stored")
+    assert "2 of 3 chunks are stored and kept" in run("pin", *hexes(20, 21, 30), "--id", "kept")
+    with pytest.raises(ClusterError, match=r"pins take 2.0 MiB of the 8.0 MiB"):
+        cluster.pin(hexes(*range(6), 22))
+    pressure(engine, 1000)
+    assert held_on(cluster, nodes.first) & {20, 21, 22} == {20, 21}
+    # What was ordered is written by a thread.
+    wait_until(lambda: any(e.name == "pin:kept" for e in bequest.entries()), 10, "remembered")
+    epoch = cluster.status().epoch
+    ray.kill(clusters.find_scheduler_actor(), no_restart=False)
+
+    def is_back() -> bool:
+        try:
+            status = cluster.status()
+        except ClusterError:
+            return False
+        return status.epoch > epoch and held_on(cluster, nodes.first) >= {20, 21}
+
+    wait_until(is_back, 60.0, "the scheduler actor is back with the inventory")
+    assert json.loads(run("pins", "--json"))["pins"][0]["held_chunks"] == 2
+
+    def is_attached() -> bool:
+        engine.exchange()
+        return engine.view.epoch > epoch
+
+    wait_until(is_attached, 30.0, "the engine finds the new actor")
+    pressure(engine, 2000)
+    assert held_on(cluster, nodes.first) & {20, 21} == {20, 21}
+    assert "kept" in run("pins")
+    run("unpin", "kept")
+    with pytest.raises(ClusterError, match="there is no pin 'kept'"):
+        cluster.unpin("kept")
+
+
+def pressure(engine: Engine, first: int) -> None:
+    """Store more than the pool holds."""
+    stored = 0
+
+    def store_some() -> bool:
+        nonlocal stored
+        stored += engine.store(*range(first + stored, first + stored + 8))
+        return stored >= 48
+
+    wait_until(store_some, 60.0, "48 chunks are stored into a pool of 32")
+
+
+def test_down_leaves_no_wish_behind(nodes: Nodes) -> None:
+    assert list(bequest.entries())
+    nodes.engine.end()
+    run("down")
+    assert not list(bequest.entries())
+    assert not clusters.named_actors()
+
+
+def test_up_says_which_node_gives_no_pool(cluster: Cluster, second: LocalNode) -> None:
+    """What no machine has."""
+    arguments = ("--pool-bytes", "8TiB", "--node", second.node_id, "--json")
+    (node,) = json.loads(run("up", *arguments, "--ray-address", cluster.address, code=1))
+    assert node["node_id"] == second.node_id
+    assert "8.0 TiB" in node["error"] or str(8 << 40) in node["error"]
+    cluster.down()

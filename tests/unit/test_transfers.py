@@ -1,0 +1,197 @@
+"""Transfers without an engine: what is lent to a node, and what is given up elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+import raykv.core.transfers
+from raykv.core.transfers import OWNER
+from raykv.messages import PROTOCOL_VERSION, Inventory, LostReplicas
+from raykv.operation_types import (
+    Released,
+    ReleaseOrder,
+    TransferEnd,
+    TransferGrant,
+    TransferOrder,
+)
+from raykv.types import NodeId
+from tests.tables import TABLES, use_table
+from tests.unit.test_pins import PAGE, SPACE, Cluster, key
+
+
+@pytest.fixture(params=TABLES, autouse=True)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, request.param)
+
+
+@pytest.fixture
+def two() -> Cluster:
+    """Node "a" has chunks 0 to 5, node "b" nothing."""
+    made = Cluster()
+    made.add("a")
+    made.add("b")
+    made.store("a", *range(6))
+    return made
+
+
+def lend(
+    cluster: Cluster, *numbers: int, node: str = "b", name: str = "t", paused: bool = False
+) -> TransferGrant:
+    order = TransferOrder(PROTOCOL_VERSION, name, SPACE, node, [key(n) for n in numbers])
+    grant = cluster.manager.transfers.lend(order, cluster.now, paused=paused)
+    cluster.manager.check()
+    return grant
+
+
+def end(cluster: Cluster, *came: int, name: str = "t", lost: LostReplicas | None = None) -> None:
+    message = TransferEnd(PROTOCOL_VERSION, name, SPACE, list(came), lost or LostReplicas())
+    cluster.manager.transfers.end(message)
+    cluster.manager.check()
+
+
+def arrive(cluster: Cluster, grant: TransferGrant, *positions: int) -> None:
+    """The NodeActor reports some of what was lent."""
+    handles = grant.handles
+    count = len(positions)
+    rows = Inventory(
+        [SPACE],
+        [0] * count,
+        [handles.keys[at] for at in positions],
+        [handles.slots[at] for at in positions],
+        [handles.generations[at] for at in positions],
+        [PAGE] * count,
+    )
+    cluster.report("b", rows)
+
+
+def num_leased(cluster: Cluster, node: str = "b") -> int:
+    leases = cluster.manager._nodes[NodeId(node)].book.leases().values()
+    return sum(lease.engine_id == OWNER for lease in leases)
+
+
+def release(cluster: Cluster, *numbers: int) -> Released:
+    order = ReleaseOrder(PROTOCOL_VERSION, SPACE, "b", [key(n) for n in numbers])
+    released = cluster.manager.transfers.release(order)
+    cluster.manager.check()
+    return released
+
+
+def test_chunks_that_others_have_get_slots_and_sources(two: Cluster) -> None:
+    grant = lend(two, 0, 1, 9)
+    assert not grant.error
+    assert grant.handles.keys == [key(0), key(1)]
+    assert grant.slot_bytes == [PAGE, PAGE]
+    assert (grant.there, grant.nowhere, grant.no_room) == (0, 1, 0)
+    assert grant.sources.nodes == ["a"]
+    assert grant.sources.key_index == [0, 1]
+    assert num_leased(two) == 2
+
+
+def test_what_has_come_is_held_and_what_has_not_is_free_again(two: Cluster) -> None:
+    grant = lend(two, 0, 1, 2)
+    arrive(two, grant, 0, 1)
+    assert two.held("b", *range(3)) == [0, 1]
+    end(two, *grant.handles.slots[:2])
+    assert num_leased(two) == 0
+    assert two.manager.transfers.num_lent == 0
+    again = lend(two, 0, 1, 2, name="next")
+    assert (again.there, again.handles.keys) == (2, [key(2)])
+
+
+def test_lease_of_a_chunk_that_came_stays_until_it_is_reported(two: Cluster) -> None:
+    grant = lend(two, 0, 1)
+    end(two, grant.handles.slots[0])
+    assert num_leased(two) == 1
+    arrive(two, grant, 0)
+    assert two.held("b", 0, 1) == [0]
+    assert num_leased(two) == 0
+
+
+def test_order_that_comes_again_gets_the_same_answer(two: Cluster) -> None:
+    assert lend(two, 0, 1) == lend(two, 0, 1)
+    assert num_leased(two) == 2
+    end(two)
+    end(two)
+    assert num_leased(two) == 0
+
+
+def test_transfer_that_nobody_ends_is_over_after_a_while(two: Cluster) -> None:
+    lend(two, 0, 1)
+    two.now += two.manager.settings.transfer_s
+    two.manager.transfers.expire(two.now)
+    two.manager.check()
+    assert num_leased(two) == 0
+
+
+def test_first_chunks_of_a_prefix_get_the_slots_that_there_are(two: Cluster) -> None:
+    two.sync("b", {0: 6})
+    grant = lend(two, *range(6))
+    assert grant.handles.keys == [key(0), key(1)]
+    assert grant.no_room == 4
+
+
+def test_what_is_there_is_not_evicted_for_what_is_to_come(two: Cluster) -> None:
+    two.store("b", 20, 21, 22, 23, 24, 25, 0, 1)
+    grant = lend(two, *range(6))
+    assert (grant.there, len(grant.handles)) == (2, 4)
+    assert two.held("b", 0, 1) == [0, 1]
+
+
+def test_nothing_is_lent_by_a_node_without_a_pool_or_while_paused(two: Cluster) -> None:
+    assert "node nobody has no pool" in lend(two, 0, node="nobody").error
+    assert "paused" in lend(two, 0, paused=True).error
+    assert num_leased(two) == 0
+
+
+def test_transfers_are_bounded(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.core.transfers, "MAX_TRANSFERS", 1)
+    lend(two, 0)
+    assert "1 transfers are under way" in lend(two, 1, name="other").error
+    end(two)
+    assert not lend(two, 1, name="other").error
+
+
+def test_leases_of_a_node_that_is_gone_end_with_it(two: Cluster) -> None:
+    lend(two, 0, 1)
+    two.manager._lose(two.manager._nodes[NodeId("b")])
+    end(two)
+    two.manager.transfers.expire(two.now + 1e6)
+    two.manager.check()
+    assert two.manager.transfers.num_lent == 0
+
+
+def test_replica_that_a_source_has_lost_leaves_the_directory(two: Cluster) -> None:
+    grant = lend(two, 0)
+    end(two, lost=LostReplicas(["a"], [key(0)], [grant.sources.generations[0]]))
+    assert two.held("a", 0) == []
+
+
+def test_replicas_elsewhere_are_given_up_once_the_node_has_the_chunk(two: Cluster) -> None:
+    grant = lend(two, 0, 1)
+    assert release(two, 0, 1) == Released(PROTOCOL_VERSION, 0, 0, absent=2)
+    assert two.held("a", 0, 1) == [0, 1]
+    arrive(two, grant, 0, 1)
+    assert release(two, 0, 1) == Released(PROTOCOL_VERSION, 2, 0, 0)
+    assert two.held("a", *range(6)) == [2, 3, 4, 5]
+    assert two.held("b", 0, 1) == [0, 1]
+
+
+def test_replica_that_is_pinned_is_given_up_only_for_one_that_is_pinned_too(two: Cluster) -> None:
+    assert not two.pin(0).error
+    assert not two.pin(*range(10, 14), pin_id="full").error
+    two.store("b", *range(10, 14))
+    grant = lend(two, 0)
+    arrive(two, grant, 0)
+    assert release(two, 0) == Released(PROTOCOL_VERSION, 0, 1, 0), "pins of node b are full"
+    two.manager.pins.unpin("full", two.now)
+    assert release(two, 0) == Released(PROTOCOL_VERSION, 1, 0, 0)
+    assert two.held("b", 0) == [0]
+
+
+def test_replicas_of_many_nodes_are_looked_for_piece_by_piece(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.core.transfers, "_MAX_FOUND", 2)
+    grant = lend(two, *range(5))
+    arrive(two, grant, *range(5))
+    assert release(two, *range(5)).dropped == 5

@@ -1,0 +1,124 @@
+"""Which nodes get a pool ahead of time, how it is cut, and which orders are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from raykv.cli.operate import parse_duration
+from raykv.client_operations import _raw_keys
+from raykv.core.sanity import check_end, check_pin, check_release, check_transfer, check_wish
+from raykv.core.wishes import NodeFacts, geometry_of, usual_nodes, wants
+from raykv.errors import MessageError, SettingError
+from raykv.operation_types import (
+    MAX_ORDERED,
+    NodeUp,
+    PinOrder,
+    PoolWish,
+    ReleaseOrder,
+    TransferEnd,
+    TransferOrder,
+)
+
+GPU = NodeFacts("a" * 56, "gpu", {"CPU": 8.0, "GPU": 2.0}, {"pool": "kv", "zone": "east"})
+HEAD = NodeFacts("b" * 56, "head", {"CPU": 4.0, "GPU": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("on", "expected"),
+    [
+        ("all", [True, True]),
+        ("GPU", [True, False]),
+        ("CPU", [True, True]),
+        ("TPU", [False, False]),
+        ("pool=kv", [True, False]),
+        ("pool=other", [False, False]),
+        ("rack=7", [False, False]),
+    ],
+)
+def test_nodes_are_meant_by_all_a_resource_or_a_label(on: str, expected: list[bool]) -> None:
+    assert [wants(PoolWish(1, on), node) for node in (GPU, HEAD)] == expected
+
+
+def test_named_nodes_go_before_everything_else() -> None:
+    wish = PoolWish(1, "GPU", [HEAD.node_id])
+    assert [wants(wish, node) for node in (GPU, HEAD)] == [False, True]
+
+
+def test_usual_nodes_are_those_with_a_gpu_if_there_are_any() -> None:
+    assert usual_nodes([HEAD, GPU]) == "GPU"
+    assert usual_nodes([HEAD]) == usual_nodes([]) == "all"
+
+
+def test_pool_is_cut_so_that_large_chunks_fit() -> None:
+    assert geometry_of(PoolWish(1), 8 << 30).slab_bytes == 128 << 20
+    assert geometry_of(PoolWish(1), 1 << 30).slab_bytes == 64 << 20
+    assert geometry_of(PoolWish(1), 64 << 20).slab_bytes == 8 << 20
+    assert geometry_of(PoolWish(1, slab_bytes=1 << 28), 1 << 30).slab_bytes == 1 << 28
+
+
+def test_pool_is_ready_when_all_of_it_is_prefaulted_or_it_can_not_be() -> None:
+    assert not NodeUp("n", "h").is_ready
+    assert not NodeUp("n", "h", pool_bytes=8, prefaulted_bytes=4).is_ready
+    assert NodeUp("n", "h", pool_bytes=8, prefaulted_bytes=8).is_ready
+    assert NodeUp("n", "h", pool_bytes=8, error="no room").is_ready
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        PinOrder(1, "p", "ns", [], 1.0),
+        PinOrder(1, "", "ns", [b"k"], 1.0),
+        PinOrder(1, "p", "", [b"k"], 1.0),
+        PinOrder(1, "p" * 5000, "ns", [b"k"], 1.0),
+        PinOrder(1, "p", "ns", [b""], 1.0),
+        PinOrder(1, "p", "ns", [b"k"] * (MAX_ORDERED + 1), 1.0),
+        PinOrder(1, "p", "ns", [b"k"], 0.0),
+        PinOrder(1, "p", "ns", [b"k"], float("nan")),
+        PinOrder(1, "p", "ns", [b"k"], float("inf")),
+        PinOrder(1, "p", "ns", [b"k"], 1.0, 0),
+        PinOrder(1, "p", "ns", [b"k"], 1.0, 10),
+    ],
+)
+def test_pin_that_cannot_be_meant_is_refused(order: PinOrder) -> None:
+    check_pin(PinOrder(1, "p", "ns", [b"k"], 1.0, 9))
+    with pytest.raises(MessageError):
+        check_pin(order)
+
+
+def test_other_orders_that_cannot_be_meant_are_refused() -> None:
+    check_transfer(TransferOrder(1, "t", "ns", "node", [b"k"]))
+    check_release(ReleaseOrder(1, "ns", "node", [b"k"]))
+    check_end(TransferEnd(1, "t", "ns", [1]))
+    check_wish(PoolWish(1, pool_bytes=1 << 30))
+    with pytest.raises(MessageError):
+        check_transfer(TransferOrder(1, "t", "ns", "n" * 5000, [b"k"]))
+    with pytest.raises(MessageError):
+        check_release(ReleaseOrder(1, "ns", "", [b"k"]))
+    with pytest.raises(MessageError):
+        check_end(TransferEnd(1, "t" * 5000, "ns"))
+    for wish in (PoolWish(1, pool_bytes=-1), PoolWish(1, slab_bytes=0), PoolWish(1, "x" * 5000)):
+        with pytest.raises(MessageError):
+            check_wish(wish)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("15m", 900), ("1.5h", 5400), (" 7 d ", 604_800)]
+)
+def test_duration_is_seconds_in_the_unit_that_is_named(text: str, seconds: float) -> None:
+    assert parse_duration("--ttl", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1s", "1w", "1h30m", "nan"])
+def test_duration_is_refused_with_name_and_value(text: str) -> None:
+    with pytest.raises(SettingError, match="--ttl="):
+        parse_duration("--ttl", text)
+
+
+def test_keys_are_bytes_or_hex_each_once() -> None:
+    assert _raw_keys(["00ff", b"\x00\xff", "01"]) == [b"\x00\xff", b"\x01"]
+
+
+@pytest.mark.parametrize("keys", [[], ["xyz"], [""], ["00" * 129], ["00"] * (MAX_ORDERED + 1)])
+def test_keys_that_are_none_are_refused(keys: list[bytes | str]) -> None:
+    with pytest.raises(SettingError):
+        _raw_keys(keys)
