@@ -237,11 +237,14 @@ def _print_status(known: object) -> None:
     console = Console()
     state = "PAUSED" if known.paused else "running"
     console.print(f"RayKV {known.raykv_version} at {known.address}: {state}", highlight=False)
+    # Pools are pinned for GPUs only.
+    has_pinned = any(node.pinned_bytes for node in known.nodes)
     nodes = _table(
         "node",
         "host",
         "pool",
         "prefaulted",
+        *["pinned"] * has_pinned,
         "used",
         "chunks",
         "stored",
@@ -256,6 +259,7 @@ def _print_status(known: object) -> None:
             node.hostname,
             human_bytes(node.pool_bytes),
             f"{share:.0f} %",
+            *[f"{100 * node.pinned_bytes / max(1, node.pool_bytes):.0f} %"] * has_pinned,
             human_bytes(node.used_bytes),
             str(node.chunks),
             human_bytes(node.bytes_stored),

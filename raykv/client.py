@@ -229,4 +229,5 @@ def _fresh(node: NodeStatus) -> NodeStatus:
         num_workers=stats.num_workers,
         quarantined=stats.quarantined,
         breakers=stats.breakers,
+        pinned_bytes=stats.pinned_bytes,
     )

@@ -30,6 +30,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     bytes_sent: int = 0
     quarantined: int = 0
     breakers: BreakerReport = BreakerReport()
+    pinned_bytes: int = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

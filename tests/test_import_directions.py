@@ -50,7 +50,7 @@ TABLE = (
     ),
     row("core", packages="numpy", except_for=("raykv.config",)),
     row("directory", packages="llvmlite numba numpy", except_for=("raykv.config",)),
-    row("memory", packages="msgspec numpy torch", except_for=("raykv.directory",)),
+    row("memory", packages="cuda msgspec numpy torch", except_for=("raykv.directory",)),
     row("copy.kernel", packages="llvmlite numba", except_for=("raykv.directory",)),
     row("copy", packages="msgspec numpy torch", except_for=("raykv.directory",)),
     row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash"),
