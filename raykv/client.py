@@ -301,4 +301,5 @@ def _fresh(node: NodeStatus) -> NodeStatus:
         num_workers=stats.num_workers,
         quarantined=stats.quarantined,
         breakers=stats.breakers,
+        locked_bytes=stats.locked_bytes,
     )

@@ -85,9 +85,9 @@ class Settings:
     )
     kv_handover: str = _setting(
         "auto",
-        one_of("auto", "staged"),
-        "How the NodeActor gets at the KV cache: mapped where it can be (auto, on the CPU), or "
-        "copied through staging memory (staged; GPUs always)",
+        one_of("auto", "ipc", "staged"),
+        "How the NodeActor gets at the KV cache: mapped (ipc: CUDA IPC on GPUs), copied by the "
+        "engine through staging memory (staged), or mapped where it can be (auto)",
     )
     staging_bytes: int = _setting(
         256 << 20, parse_size, "Host memory for the staged hand-over, per rank"
@@ -276,6 +276,10 @@ NODE_STOP_S = 2.0
 
 NODE_ACCEPT_PAUSE_S = 0.2
 """After a connection could not be taken: there are too many open files now."""
+
+NODE_PIN_LOOK_S = 0.2
+"""While a piece of the pool that is to be pinned is not prefaulted yet: how often that is looked
+at. A piece of 1 GiB takes about half a second."""
 
 NODE_BIND_S = 10.0
 """How long a new life waits for the last one to let go of the socket's name: a killed process with

@@ -316,6 +316,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     quarantined: int = 0
     breakers: BreakerReport = BreakerReport()
     ranks: dict[str, int] = {}
+    locked_bytes: int = 0
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -391,8 +392,13 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
 class KVLayout(msgspec.Struct, frozen=True):
     """A worker's KV cache as another process sees it.
 
-    `kind` names the protocol that opens it ("memfd"). `groups[g]` lists, for the g-th KV group in
-    the order of `group_ids`, indices into `tensors`.
+    `kind` names the protocol that opens it ("memfd", "cuda-ipc", "cuda-fd"). `groups[g]` lists, for
+    the g-th KV group in the order of `group_ids`, indices into `tensors`.
+
+    Memory of a GPU comes in pieces, of `piece_bytes` each; offsets count through all of them, back
+    to back. `device` is the GPU's UUID. `handles` opens them, one each ("cuda-ipc"); "cuda-fd" has
+    a descriptor for each instead. `event` is the handle of the event that the worker records on its
+    compute stream before it submits a job.
     """
 
     kind: str
@@ -401,6 +407,10 @@ class KVLayout(msgspec.Struct, frozen=True):
     tensors: list[TensorLayout]
     group_ids: list[int]
     groups: list[list[int]]
+    device: str = ""
+    piece_bytes: list[int] = []
+    handles: list[bytes] = []
+    event: bytes = b""
 
 
 class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
@@ -453,10 +463,14 @@ class JobResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
-    """Answer to `AttachWorker`. With `error` set the NodeActor closes the connection."""
+    """Answer to `AttachWorker`. With `error` set the NodeActor closes the connection.
+
+    `unsuited`: it can't open the worker's memory, now or later.
+    """
 
     node_epoch: int
     error: str = ""
+    unsuited: bool = False
 
 
 class JobResults(msgspec.Struct, frozen=True, tag="results"):

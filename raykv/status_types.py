@@ -8,7 +8,11 @@ from raykv.breaker_types import BreakerReport
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node as the scheduler actor and its NodeActor see it; sizes in bytes."""
+    """One node as the scheduler actor and its NodeActor see it; sizes in bytes.
+
+    `pinned_bytes` are of chunks that are kept from eviction, `locked_bytes` of the pool that a GPU
+    may copy from and to directly.
+    """
 
     node_id: str
     epoch: int
@@ -32,6 +36,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     breakers: BreakerReport = BreakerReport()
     pinned_chunks: int = 0
     pinned_bytes: int = 0
+    locked_bytes: int = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

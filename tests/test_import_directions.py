@@ -54,7 +54,7 @@ TABLE = (
     row("block_hashes", packages="cbor2 xxhash", except_for=("raykv.config",)),
     row("core", packages="numpy", except_for=("raykv.config",)),
     row("directory", packages="llvmlite numba numpy", except_for=("raykv.config",)),
-    row("memory", packages="msgspec numpy torch", except_for=("raykv.directory",)),
+    row("memory", packages="cuda msgspec numpy torch", except_for=("raykv.directory",)),
     row("copy.kernel", packages="llvmlite numba", except_for=("raykv.directory",)),
     row("copy.cuda_kernel", packages="triton", except_for=("raykv.directory",)),
     row("copy", packages="cuda msgspec numpy torch", except_for=("raykv.directory",)),

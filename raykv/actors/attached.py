@@ -13,14 +13,23 @@ from dataclasses import dataclass, field
 import msgspec
 
 from raykv.actors import wire
+from raykv.actors.devices import Devices
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import Planner
 from raykv.copy.rows import RowCopier
-from raykv.core.sanity import MAX_GROUPS, MAX_NAME, MAX_NUMBER, require
+from raykv.core.sanity import (
+    MAX_GROUPS,
+    MAX_NAME,
+    MAX_NUMBER,
+    MAX_PIECES,
+    check_device_memory,
+    require,
+)
 from raykv.core.slots import ChunkName
 from raykv.errors import AttachError, MessageError, VersionError
 from raykv.handshake import receive
+from raykv.memory.cuda_kv import DeviceKV
 from raykv.memory.handles import OpenedKV
 from raykv.memory.words import CancelWords, Word
 from raykv.messages import AttachWorker, CopyJob, JobBatch
@@ -33,24 +42,42 @@ class AttachedWorker:
     """An attached worker: its KV cache, mapped here, and its connection."""
 
     def __init__(
-        self, sock: socket.socket, hello: AttachWorker, kv: OpenedKV, words: CancelWords
+        self,
+        sock: socket.socket,
+        hello: AttachWorker,
+        kv: OpenedKV,
+        words: CancelWords,
+        devices: Devices | None = None,
     ) -> None:
         self.hello = hello
         self.words = words
-        self.planner = Planner(hello.layout, hello.rank)
+        self.planner = Planner(kv.layout, hello.rank)
         self.running = 0
         # A word, for copies that run without the GIL; 1 when the connection is closed.
         self._closed = ctypes.c_uint64(0)
         self._sock = sock
         self._kv = kv
+        self._devices = devices
+        self._device_backend: CopyBackend | None = None
         self._send_lock = threading.Lock()
 
     @property
     def is_open(self) -> bool:
         return not self._closed.value
 
+    @property
+    def device(self) -> str:
+        """UUID of the GPU that the KV cache is on; empty for CPU memory."""
+        return self._kv.layout.device
+
     def backend(self, pool_address: int, rows: RowCopier) -> CopyBackend:
-        return CPUBackend(self._kv.address, pool_address, rows)
+        """What copies for this worker. Not before the worker is served: by one thread at a time."""
+        if not isinstance(self._kv, DeviceKV):
+            return CPUBackend(self._kv.address, pool_address, rows)
+        if self._device_backend is None:
+            assert self._devices is not None, self.device
+            self._device_backend = self._devices.backend(self._kv, pool_address)
+        return self._device_backend
 
     def stop_sign(self, job_id: int) -> StopSign:
         """Set when the job is taken back or the connection is closed; valid until `unmap`."""
@@ -113,8 +140,8 @@ class QueuedJob:
             self.refusals.setdefault(chunk, refusal)
 
 
-MAX_FDS = 8
-"""With the first message; a KV cache has one."""
+MAX_FDS = 1 + MAX_PIECES
+"""With the first message: the cancel words, and what a KV cache has; in CPU memory that is one."""
 
 
 def receive_hello(
@@ -163,6 +190,7 @@ def _check_hello(hello: AttachWorker) -> None:
     require(max(len(hello.engine_id), len(hello.namespace)) <= MAX_NAME, "a name that is too long")
     has_all_sizes = set(hello.layout.group_ids) <= set(hello.slot_bytes)
     require(has_all_sizes, "a KV group without a slot size")
+    check_device_memory(hello.layout)
 
 
 def check_parts(worker: AttachedWorker) -> None:

@@ -50,6 +50,8 @@ HEAD_RESOURCE = "node:__internal_head__"
 
 SHARE_OF_HEAD = 0.001
 
+KEEP_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -326,7 +328,8 @@ def node_actor(address: str, node_id: str, pool_bytes: int, slab_bytes: int, poo
         "max_task_retries": 0,
         "num_cpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
+        # It asks for no GPU and yet serves all of them: Ray must not hide them.
+        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0", KEEP_GPUS: "1"}},
     }
     socket_name = names.node_socket(address, node_id)
     return (

@@ -155,6 +155,8 @@ class WorkerLink:
         self._stopping = False
         self._node_epoch = 0
         self._breakers = Breakers(Pauses(*LINK_PAUSES_S))
+        # Why the NodeActor can't open the KV cache, as it said last; else empty.
+        self.unsuited = ""
         # Only the link's own thread touches the rest.
         self._sock: socket.socket | None = None
         self._pidfd = -1
@@ -354,6 +356,7 @@ class WorkerLink:
                 answer = msgspec.msgpack.decode(raw, type=NodeMessage)
                 if not isinstance(answer, WorkerAttached):
                     raise AttachError(f"unexpected answer to the attach message: {answer}")
+                self.unsuited = answer.error if answer.unsuited else ""
                 if answer.error:
                     raise AttachError(answer.error)
                 return answer

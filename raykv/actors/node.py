@@ -25,6 +25,7 @@ import ray
 
 import raykv
 from raykv.actors import names
+from raykv.actors.devices import see_all_gpus
 from raykv.actors.fetching import FetchService
 from raykv.actors.host import host_facts
 from raykv.actors.keeper import inventory_of
@@ -88,6 +89,7 @@ class NodeActor:
     def __init__(
         self, node_id: str, socket_name: str, pool_bytes: int, slab_bytes: int, pool_path: str
     ) -> None:
+        see_all_gpus()
         self._node_id = node_id
         self._socket_name = socket_name
         self._pool_path = pool_path

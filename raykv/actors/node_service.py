@@ -31,6 +31,7 @@ from raykv.actors.attached import (
     receive_hello,
 )
 from raykv.actors.deaths import DeathWatch, Watch
+from raykv.actors.devices import Devices
 from raykv.actors.integrity import LOADS_PER_CHECK, Integrity
 from raykv.actors.keeper import PoolKeeper
 from raykv.config import (
@@ -48,7 +49,7 @@ from raykv.copy.rows import RowCopier
 from raykv.core.geometry import PoolGeometry
 from raykv.core.room import NEAR_BYTES
 from raykv.core.slots import SlotState
-from raykv.errors import AttachError, RayKVError
+from raykv.errors import AttachError, HandleError, RayKVError
 from raykv.memory.handles import open_kv
 from raykv.memory.limits import has_room, is_in_memory
 from raykv.memory.region import yield_to_others
@@ -96,11 +97,15 @@ class NodeService:
     Args:
         settings: sizes and times.
         epoch: the n-th life of this service on its node; rises with every start.
+        devices: access to GPUs.
     """
 
-    def __init__(self, settings: ServiceSettings, epoch: Epoch) -> None:
+    def __init__(
+        self, settings: ServiceSettings, epoch: Epoch, devices: Devices | None = None
+    ) -> None:
         self.settings = settings
         self.epoch = epoch
+        self.devices = devices or Devices()
         self.keeper = PoolKeeper(settings.geometry, settings.pool_path)
         self.integrity = Integrity(self.keeper, settings.loads_per_check)
         self.rows = RowCopier()
@@ -113,6 +118,7 @@ class NodeService:
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._stopping = False
+        self._is_copying = False
         self._on_stored: Callable[[], None] = lambda: None
 
     # Life
@@ -165,6 +171,9 @@ class NodeService:
         self._deaths.stop()
         for thread in self._threads:
             thread.join(NODE_STOP_S)
+        if not self._is_copying:
+            # Else a copy may still be on its way to or from what is pinned.
+            self.devices.close(NODE_STOP_S)
 
     # Connections
 
@@ -207,7 +216,8 @@ class NodeService:
             hello, fds = receive_hello(sock, reader, NODE_HELLO_S)
             worker = self._admit(sock, hello, fds)
         except RayKVError as error:
-            sock.sendall(wire.frame(WorkerAttached(self.epoch, str(error))))
+            is_unsuited = isinstance(error, HandleError)
+            sock.sendall(wire.frame(WorkerAttached(self.epoch, str(error), is_unsuited)))
             raise
         with self._lock:
             self._workers.add(worker)
@@ -216,8 +226,7 @@ class NodeService:
         return worker, reader
 
     def _admit(self, sock: socket.socket, hello: AttachWorker, fds: list[int]) -> AttachedWorker:
-        if len(fds) < 2:
-            close_all(fds)
+        if not fds:
             raise AttachError("the first message must attach, with memory and cancel words")
         try:
             words = CancelWords.received(fds[0])
@@ -225,17 +234,34 @@ class NodeService:
             close_all(fds[1:])
             raise
         try:
-            kv = open_kv(hello.layout, fds[1:])
+            kv = open_kv(hello.layout, fds[1:], self.devices.driver)
         except RayKVError:
             words.close()
             raise
-        worker = AttachedWorker(sock, hello, kv, words)
+        worker = AttachedWorker(sock, hello, kv, words, self.devices)
         try:
             check_parts(worker)
-        except (RayKVError, PlanError) as error:
+            self._prepare_device(worker)
+        except BaseException as error:
             worker.unmap()
-            raise AttachError(str(error)) from error
+            if isinstance(error, PlanError):
+                raise AttachError(str(error)) from error
+            raise
         return worker
+
+    def _prepare_device(self, worker: AttachedWorker) -> None:
+        """Find out now, and not with its first job, that a GPU can't be used; pin the pool.
+
+        Raises:
+            HandleError: it can't.
+        """
+        if not worker.device:
+            return
+        try:
+            worker.backend(self.keeper.pool.address, self.rows)
+        except RayKVError as error:
+            raise HandleError(f"GPU {worker.device} can't be copied from: {error}") from error
+        self.devices.pin(worker.device, self.keeper.pool, self.settings.geometry)
 
     def _read_jobs(self, watch: Watch, worker: AttachedWorker, reader: wire.FrameReader) -> None:
         while True:
@@ -281,6 +307,7 @@ class NodeService:
     # Copies
 
     def _copy_all(self) -> None:
+        self._is_copying = True
         while not self._stopping:
             queued = self._next_job()
             if queued is None:
@@ -291,6 +318,7 @@ class NodeService:
                 with self._lock:
                     queued.worker.running -= 1
                     self._lock.notify_all()
+        self._is_copying = False
 
     def _next_job(self) -> QueuedJob | None:
         """A job, which counts as running; None after a while without one: time for checksums."""
@@ -446,6 +474,7 @@ class NodeService:
                 ranks=dict(Counter(worker.hello.engine_id for worker in self._workers)),
                 queued_jobs=len(self._queue),
                 quarantined=self.keeper.num_quarantined,
+                locked_bytes=self.devices.pinned_bytes,
             )
 
 

@@ -107,7 +107,9 @@ def send_with_fds(sock: socket.socket, message: msgspec.Struct, fds: list[int]) 
     """Send a whole message; the descriptors travel with its first byte."""
     raw = frame(message)
     sent = socket.send_fds(sock, [raw], fds)
-    sock.sendall(raw[sent:])
+    if sent < len(raw):
+        # Not for nothing: that fails too when the peer has answered and hung up by now.
+        sock.sendall(raw[sent:])
 
 
 class FrameReader:

@@ -52,11 +52,14 @@ def overview(known: ClusterStatus) -> Iterator[RenderableType]:
 
 
 def _nodes(known: ClusterStatus) -> Table:
+    # Pools are locked in memory for GPUs only.
+    has_locked = any(node.locked_bytes for node in known.nodes)
     nodes = table(
         "node",
         "host",
         "pool",
         "prefaulted",
+        *["locked"] * has_locked,
         "used",
         "chunks",
         "stored",
@@ -71,6 +74,7 @@ def _nodes(known: ClusterStatus) -> Table:
             node.hostname,
             human_bytes(node.pool_bytes),
             f"{share:.0f} %",
+            *[f"{100 * node.locked_bytes / max(1, node.pool_bytes):.0f} %"] * has_locked,
             human_bytes(node.used_bytes),
             f"{node.chunks:,}",
             human_bytes(node.bytes_stored),

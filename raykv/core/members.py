@@ -101,6 +101,7 @@ def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
         raykv_version=node.raykv_version,
         quarantined=node.stats.quarantined,
         breakers=aged(node.stats.breakers, now - node.last_report),
+        locked_bytes=node.stats.locked_bytes,
         pinned_chunks=pinned.kept_chunks,
         pinned_bytes=pinned.kept_bytes,
     )

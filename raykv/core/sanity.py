@@ -6,6 +6,7 @@ changes nothing. All numbers that pass fit into the tables of `raykv/directory`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 
 from raykv.catalog_types import (
@@ -27,6 +28,7 @@ from raykv.messages import (
     Hints,
     Inventory,
     JobResult,
+    KVLayout,
     Leases,
     LostReplicas,
     NodeReport,
@@ -65,6 +67,16 @@ MAX_POOL_BYTES = MAX_SLOTS * SLOT_ALIGNMENT
 MAX_SLABS = 1 << 20
 MAX_GROUPS = 1 << 16
 MAX_NUMBER = (1 << 63) - 1
+
+MAX_PIECES = 240
+"""Of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors travel with one message."""
+
+MAX_PIECE_BYTES = 1 << 46
+CUDA_HANDLE_BYTES = 64
+"""Of a handle of memory or of an event: the size that CUDA gives both."""
+
+DEVICE_TEXT = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""A GPU's UUID, as torch writes it too."""
 
 _REFUSALS = frozenset(int(refusal) for refusal in Refusal)
 
@@ -347,6 +359,27 @@ def check_wish(wish: PoolWish) -> None:
     for size in (wish.pool_bytes, wish.slab_bytes):
         if size is not None:
             require(SLOT_ALIGNMENT <= size <= MAX_POOL_BYTES, f"a pool or a slab of {size} bytes")
+
+
+def check_device_memory(layout: KVLayout) -> None:
+    """What a layout says of a GPU's memory; that of CPU memory says nothing of it.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    pieces, handles = layout.piece_bytes, layout.handles
+    if not layout.kind.startswith("cuda-"):
+        is_silent = not (layout.device or pieces or handles or layout.event)
+        require(is_silent, f"a KV cache of kind {layout.kind[:MAX_NAME]!r} with GPU memory")
+        return
+    require(DEVICE_TEXT.fullmatch(layout.device) is not None, "a GPU without a UUID")
+    require(1 <= len(pieces) <= MAX_PIECES, f"{len(pieces)} pieces of GPU memory")
+    _numbers("sizes of GPU memory", pieces, 1, MAX_PIECE_BYTES)
+    require(sum(pieces) == layout.num_bytes, f"{layout.num_bytes} bytes in pieces of {pieces}")
+    sizes = {len(layout.event), *map(len, handles)}
+    require(sizes == {CUDA_HANDLE_BYTES}, f"handles of GPU memory of {sizes} bytes")
+    wanted = len(pieces) if layout.kind == "cuda-ipc" else 0
+    require(len(handles) == wanted, f"{len(handles)} handles of {len(pieces)} pieces")
 
 
 # To an engine

@@ -2,15 +2,18 @@
 
 A protocol with two sides. The worker exports: it says where its KV tensors are (`KVLayout`) and
 hands over what opens the memory. The NodeActor opens: it gets addresses to copy from and to. Here
-is the memfd kind, for KV in CPU memory; the CUDA kind joins by the same protocol.
+is the memfd kind, for KV in CPU memory; kinds for GPU memory are in `cuda_kv.py`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from raykv.errors import HandleError
+from raykv.memory.cuda_driver import MemoryDriver
+from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC, check_pieces, open_device_kv
 from raykv.memory.region import Region
 from raykv.messages import KVLayout
 
@@ -22,7 +25,10 @@ MAX_BLOCKS_PER_CHUNK = 1 << 16
 
 
 class OpenedKV(Protocol):
-    """A worker's KV cache in the address space of the NodeActor."""
+    """A worker's KV cache in the address space of the NodeActor.
+
+    `layout` is the worker's, with offsets that count from `address`.
+    """
 
     layout: KVLayout
 
@@ -56,8 +62,15 @@ class MemfdKV:
         self._region.close()
 
 
-def open_kv(layout: KVLayout, fds: list[int]) -> OpenedKV:
+def open_kv(
+    layout: KVLayout, fds: list[int], driver: Callable[[], MemoryDriver] | None = None
+) -> OpenedKV:
     """Open what a worker exported. The descriptors are owned by the callee, also if it fails.
+
+    Args:
+        layout: what the worker says of its memory.
+        fds: what came with it.
+        driver: gives access to CUDA; asked for GPU memory only. None: such memory is refused.
 
     Raises:
         HandleError: the kind is not known here, or memory and layout don't match.
@@ -65,17 +78,25 @@ def open_kv(layout: KVLayout, fds: list[int]) -> OpenedKV:
     try:
         check_layout(layout)
         _check_kind(layout, len(fds))
+        if layout.kind == MEMFD:
+            return MemfdKV(layout, fds.pop())
+        if driver is None:
+            raise HandleError("this process has no access to GPU memory")
+        check_pieces(layout)
+        cuda = driver()
     except HandleError:
         for fd in fds:
             os.close(fd)
         raise
-    return MemfdKV(layout, fds[0])
+    return open_device_kv(cuda, layout, fds)
 
 
 def _check_kind(layout: KVLayout, num_fds: int) -> None:
-    if layout.kind != MEMFD:
-        raise HandleError(f"a KV cache of kind {layout.kind!r} can't be opened; known: {MEMFD!r}")
-    if num_fds != 1:
+    known = (MEMFD, CUDA_IPC, CUDA_FD)
+    if layout.kind not in known:
+        names = ", ".join(map(repr, known))
+        raise HandleError(f"a KV cache of kind {layout.kind!r} can't be opened; known: {names}")
+    if layout.kind == MEMFD and num_fds != 1:
         raise HandleError(f"a KV cache of kind {MEMFD!r} comes with one descriptor, not {num_fds}")
 
 

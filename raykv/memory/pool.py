@@ -25,6 +25,7 @@ import msgspec
 from raykv.config import NODE_ROOM_LOOK_S
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import ChunkName
+from raykv.memory.pages import place_near_gpus, pool_region
 from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
 from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot
 
@@ -230,7 +231,8 @@ class Pool:
             self._region = Region.in_file(path, geometry.pool_bytes)
             self._journal = Journal(path.with_name(path.name + ".journal"), geometry)
         else:
-            self._region = Region.anonymous(geometry.pool_bytes, "pool")
+            self._region = pool_region(geometry.pool_bytes)
+        place_near_gpus(self._region)
 
     @property
     def address(self) -> int:

@@ -28,6 +28,7 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14; from the kernel's include/uapi/asm-generic/mman-common.h."""
 
 _MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -87,6 +88,27 @@ class Region:
         return cls(fd, num_bytes, f"a memfd for {name}")
 
     @classmethod
+    def huge(cls, num_bytes: int, name: str) -> Region:
+        """New memory in pages of 2 MiB that the machine has reserved: they are its own from now on.
+
+        `num_bytes` is a multiple of their size.
+
+        Raises:
+            HandleError: there are not enough.
+        """
+        flags = os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB
+        try:
+            fd = os.memfd_create(f"raykv-{name}", flags)
+        except OSError as error:
+            raise HandleError(f"no huge pages for {name}: {error.strerror}") from error
+        try:
+            os.ftruncate(fd, num_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise HandleError(f"no huge pages for {name}: {error.strerror}") from error
+        return cls(fd, num_bytes, f"huge pages for {name}")
+
+    @classmethod
     def in_file(cls, path: Path, num_bytes: int) -> Region:
         """A file of exactly `num_bytes`, created when missing; its contents are kept.
 
@@ -134,6 +156,10 @@ class Region:
     def array(self) -> ctypes.Array[ctypes.c_ubyte]:
         """The bytes as a ctypes array: a writable buffer without a copy, valid until `close`."""
         return (ctypes.c_ubyte * self.num_bytes).from_address(self.address)
+
+    def advise_huge(self) -> bool:
+        """Ask for transparent huge pages where none was touched yet; False: there are none."""
+        return not _libc.madvise(self.address, self.num_bytes, _MADV_HUGEPAGE)
 
     def prefault(self, progress: Callable[[int], bool], start: int = 0) -> None:
         """Touch the pages from `start` on, piece by piece.

@@ -35,6 +35,7 @@ from raykv.core.prefixes import ChunkGroup, groups_text
 from raykv.errors import RayKVError
 from raykv.types import MissReason
 from raykv.vllm.guard import guarded, nothing, report
+from raykv.vllm.handover import may_sleep, ordinary_gpu_memory
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
@@ -99,6 +100,7 @@ class RayKVConnector(OffloadingConnector):
             self._start_scheduler_side(vllm_config, kv_cache_config)
         else:
             plain: Any = self.__dict__["connector_worker"]
+            plain.spec.sleeps = may_sleep(vllm_config.model_config)
             self.connector_worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
 
     def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -112,7 +114,7 @@ class RayKVConnector(OffloadingConnector):
             engine_id=spec.config.engine_id,
             namespace=namespace_of(facts),
             model=spec.config.model.name,
-            num_ranks=spec.config.parallel.world_size,
+            num_ranks=spec.num_parts,
             slot_bytes=spec.slot_bytes_by_group(),
             traits={**traits_of(facts), "chunks": groups_text(self._chunk_groups())},
             versions=f"RayKV {raykv.__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
@@ -183,13 +185,15 @@ class RayKVConnector(OffloadingConnector):
         return worker
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """See `KVConnectorBase_V1.get_mem_pool_context`: KV in shared memory on the CPU."""
+        """See `KVConnectorBase_V1.get_mem_pool_context`: KV in memory that can be shared."""
         from raykv.vllm.export import SharedAllocation
 
         spec = self._worker.spec
         assert isinstance(spec, RayKVOffloadingSpec), spec
-        if spec.settings.kv_handover == "staged" or not current_platform.is_cpu():
+        if spec.settings.kv_handover == "staged":
             return None
+        if not current_platform.is_cpu():
+            return ordinary_gpu_memory(spec.sleeps) if current_platform.is_cuda() else None
         spec.shared_allocation = SharedAllocation()
         return spec.shared_allocation
 

@@ -74,6 +74,7 @@ def engine_facts(
         ],
         "tokens_per_hash": offloading_config.cache.tokens_per_hash,
         "blocks_per_chunk": offloading_config.cache.blocks_per_chunk,
+        "replicated": bool(offloading_config.replicated_layout),
         "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         "hash": hash_facts(vllm_config),
         "attention": str(getattr(vllm_config.attention_config, "backend", "")),

@@ -62,6 +62,10 @@ class RayKVOffloadingSpec(OffloadingSpec):
         self.group_ids = [group.group_id for group in config.groups]
         # Set by the connector before vLLM asks for the worker, where the KV cache can be shared.
         self.shared_allocation: Any = None
+        # Set by the connector: whether vLLM may give the KV cache's memory back for a while.
+        self.sleeps = False
+        # Then only rank 0 stores, for all; see vLLM's `OffloadingConnectorWorker`.
+        self.replicated_layout = bool(config.replicated_layout)
         self._manager: RayOffloadingManager | None = None
         refuse_unsupported(config)
 
@@ -75,14 +79,24 @@ class RayKVOffloadingSpec(OffloadingSpec):
         return {**super().build_metric_definitions(extra_config), **metric_definitions()}
 
     @property
+    def num_parts(self) -> int:
+        """Parts of a chunk: one for each rank, or one for all where all have the same bytes."""
+        return 1 if self.replicated_layout else self.config.parallel.world_size
+
+    @property
+    def part(self) -> int:
+        """Which part of a chunk is this worker's."""
+        return 0 if self.replicated_layout else self.config.parallel.rank
+
+    @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: a chunk of any group, all ranks, rounded up.
+        """Bytes of a slot: a chunk of any group, all parts, rounded up.
 
         vLLM lets the groups of a hybrid model share its blocks, so a block of any group takes at
         most `worker_kv_bytes_per_block`.
         """
         per_rank = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
-        return aligned(per_rank * self.config.parallel.world_size)
+        return aligned(per_rank * self.num_parts)
 
     def slot_bytes_by_group(self) -> dict[int, int]:
         """`slot_bytes` for each KV group index."""
@@ -124,10 +138,11 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
         """See `OffloadingSpec.get_worker`."""
+        from raykv.vllm.handover import make_link
         from raykv.vllm.worker import RayOffloadingWorker
 
         if self.shared_allocation is None:
-            link, layout = self._staged_link(kv_caches)
+            link, layout = make_link(self, kv_caches)
         else:
             link, layout = self._direct_link(kv_caches)
         return RayOffloadingWorker(link, layout)
@@ -143,23 +158,28 @@ class RayKVOffloadingSpec(OffloadingSpec):
         threading.Thread(
             target=region.prefault, args=(lambda _done: True,), name="raykv-prefault", daemon=True
         ).start()
-        rank = self.config.parallel.rank
-        return WorkerLink(rank, layout, [region.fd], self.link_settings()), layout
+        return WorkerLink(self.part, layout, [region.fd], self.link_settings()), layout
 
-    def _staged_link(self, kv_caches: CanonicalKVCaches) -> tuple[Any, KVLayout]:
-        """The KV cache goes through staging memory, which the NodeActor maps."""
+    def staged_link(self, kv_caches: CanonicalKVCaches, reason: str) -> tuple[Any, KVLayout]:
+        """The KV cache goes through staging memory, which the NodeActor maps.
+
+        `reason` says why, and is logged.
+
+        Raises:
+            SettingError: the staging memory is too small.
+        """
         from raykv.vllm.staging import StagedLink, StagingMemory
 
         memory = StagingMemory(
             kv_caches, self.group_ids, self.blocks_per_chunk, self.settings.staging_bytes
         )
         logger.warning(
-            "the KV cache is copied through %d MiB of host memory by the engine itself: slower "
-            "than copies by the NodeActor, which can't map it",
+            "the KV cache is copied through %d MiB of host memory by the engine itself, slower "
+            "than by the NodeActor: %s",
             memory.region.num_bytes >> 20,
+            reason,
         )
-        rank = self.config.parallel.rank
-        return StagedLink(rank, memory, self.link_settings()), memory.layout
+        return StagedLink(self.part, memory, self.link_settings()), memory.layout
 
     def link_settings(self) -> LinkSettings:
         """Deadlines of the worker's line to its NodeActor."""

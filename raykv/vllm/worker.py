@@ -32,6 +32,7 @@ from raykv.core.requests import FailedLoad
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
 from raykv.vllm.guard import guarded, nothing, report
+from raykv.vllm.handover import AutoLink, DeviceLink
 from raykv.vllm.spec import PoolSpec
 from raykv.vllm.staging import StagedLink
 
@@ -100,7 +101,9 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
 class RayOffloadingWorker(OffloadingWorker):
     """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
 
-    def __init__(self, link: WorkerLink | StagedLink, layout: KVLayout) -> None:
+    def __init__(
+        self, link: WorkerLink | StagedLink | DeviceLink | AutoLink, layout: KVLayout
+    ) -> None:
         """Send jobs through `link`; `layout` is that of the memory that the NodeActor maps."""
         self._layout = layout
         self._link = link

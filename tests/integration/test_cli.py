@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -64,6 +65,13 @@ def test_status_says_what_is_missing_without_raykv(cluster: Cluster) -> None:
     cluster.down()
     with pytest.raises(ClusterError, match="RayKV does not run in the Ray cluster at"):
         cluster.status()
+
+
+def test_ray_is_told_not_to_hide_gpus_from_the_node(running: Cluster) -> None:
+    """It asks for none and serves all of them."""
+    pid = running.status().nodes[0].pid
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert f"{clusters.KEEP_GPUS}=1".encode() in environment
 
 
 def test_status_shows_node_and_pool(running: Cluster) -> None:

@@ -148,6 +148,11 @@ def test_bad_value_is_refused_with_key_and_value(key: str, value: Any) -> None:
     assert f"{key}={value!r}" in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["auto", "ipc", "staged"])
+def test_ways_to_hand_the_kv_cache_over_are_accepted(value: str) -> None:
+    assert load_settings({"kv_handover": value}, {}).kv_handover == value
+
+
 def test_every_setting_refuses_some_value() -> None:
     assert {key for key, _ in BAD} == {f.name for f in fields(Settings)}
 
