@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 
+from raykv.cli.status import print_status
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.messages import PROTOCOL_VERSION, NodeReport, NodeStats
 from raykv.status_types import ClusterStatus
