@@ -13,7 +13,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from raykv.errors import SettingError
-from raykv.parsing import MAX_SHOWN, count, flag, one_of, parse_size, rate, seconds, shown, text
+from raykv.parsing import (
+    MAX_SHOWN,
+    count,
+    flag,
+    one_of,
+    parse_size,
+    port,
+    rate,
+    seconds,
+    shown,
+    text,
+)
 
 VLLM_KEYS = frozenset(
     {
@@ -36,6 +47,15 @@ OTHER_VARIABLES = frozenset({"RAYKV_LOG_LEVEL"})
 
 def _setting(default: Any, parse: Callable[[str, Any], Any], text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "text": text})
+
+
+@dataclass(frozen=True)
+class MetricsPlace:
+    """Where an actor shows its metrics; see the settings whose names begin with `metrics_`."""
+
+    port: str = "auto"
+    address: str = ""
+    sd_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,6 +149,26 @@ class Settings:
     heartbeat_s: float = _setting(
         1.0, seconds, "Pause between exchanges with the scheduler actor when there is no news"
     )
+    metrics_port: str = _setting(
+        "auto",
+        port,
+        "Port of the actors' metrics, on each node: any free one (auto), a number (where it is "
+        "taken, one of the 15 after it), or off",
+    )
+    metrics_address: str = _setting(
+        "", text, "Address that the metrics listen at. Default: the node's, as Ray has it"
+    )
+    metrics_sd_path: str = _setting(
+        "",
+        text,
+        "File on Ray's head node that tells Prometheus of all targets. Default: "
+        "`raykv_metrics_sd.json` in Ray's session directory",
+    )
+
+    @property
+    def metrics_place(self) -> MetricsPlace:
+        """The three settings of metrics."""
+        return MetricsPlace(self.metrics_port, self.metrics_address, self.metrics_sd_path)
 
 
 def load_settings(
@@ -380,6 +420,19 @@ READER_PATIENCE_S = 30.0
 
 READER_PAUSE_S = 0.2
 """Between two questions of a reader when nothing is new, or nobody answers."""
+
+METRICS_CLIENT_S = 5.0
+"""For a scraper to send its request, and to take each part of the answer."""
+
+METRICS_LOOK_S = 0.5
+"""Between two looks of the metrics' server at whether it should end."""
+
+METRICS_COLLECT_S = 5.0
+"""For the scheduler actor's own metrics, which wait their turn among its calls. Prometheus gives up
+after 10 s."""
+
+METRICS_TARGETS_S = 2.0
+"""Between two looks at which nodes there are, for the file that Prometheus reads."""
 
 SERVE_GRACE_S = 20.0
 """For `vllm serve` to end after SIGINT: it may be writing out its last answers."""

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from raykv.breaker_types import BreakerReport
+from raykv.metric_types import HistogramData, KeySketch
 from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
 
@@ -148,7 +149,9 @@ class SyncRequest(msgspec.Struct, frozen=True):
     number of the engine's latest reset that is not confirmed yet (0: none): the namespace is
     emptied everywhere. With `idle` set the answer carries no changes and no grants: the engine has
     not taken in the earlier ones. `finished` requests, and what became of their tokens.
-    `breakers`: whom the engine leaves alone.
+    `breakers`: whom the engine leaves alone. `latencies`: of the engine since its start, by what
+    was measured. `wanted_keys`: what is new of the sketch of the chunks that its requests have
+    wanted; their number is among the counters.
     """
 
     engine_id: str
@@ -167,6 +170,8 @@ class SyncRequest(msgspec.Struct, frozen=True):
     counters: dict[str, int] = {}
     finished: list[MissRecord] = []
     breakers: BreakerReport = BreakerReport()
+    latencies: dict[str, HistogramData] = {}
+    wanted_keys: KeySketch = KeySketch()
 
 
 class SyncReply(msgspec.Struct, frozen=True):
@@ -283,7 +288,11 @@ class FailedStores(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeStats(msgspec.Struct, frozen=True):
-    """Counters and gauges of one NodeActor since its start; sizes in bytes."""
+    """Counters and gauges of one NodeActor since its start; sizes in bytes.
+
+    `metrics_address`: where Prometheus finds them ("host:port"), empty if nowhere; then
+    `metrics_problem` says why, unless they are switched off.
+    """
 
     pool_bytes: int = 0
     prefaulted_bytes: int = 0
@@ -303,6 +312,8 @@ class NodeStats(msgspec.Struct, frozen=True):
     reading: int = 0
     quarantined: int = 0
     breakers: BreakerReport = BreakerReport()
+    metrics_address: str = ""
+    metrics_problem: str = ""
 
 
 class NodeReport(msgspec.Struct, frozen=True):

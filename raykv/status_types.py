@@ -8,7 +8,10 @@ from raykv.breaker_types import BreakerReport
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node as the scheduler actor and its NodeActor see it; sizes in bytes."""
+    """One node as the scheduler actor and its NodeActor see it; sizes in bytes.
+
+    `metrics`: where Prometheus finds its metrics ("host:port"), or why nowhere.
+    """
 
     node_id: str
     epoch: int
@@ -30,6 +33,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     bytes_sent: int = 0
     quarantined: int = 0
     breakers: BreakerReport = BreakerReport()
+    metrics: str = ""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -49,7 +53,10 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
-    """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool."""
+    """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool.
+
+    `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
+    """
 
     address: str
     epoch: int
@@ -59,3 +66,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     engines: list[EngineStatus] = []
     namespaces: dict[str, int] = {}
     refused: dict[str, str] = {}
+    metrics: str = ""

@@ -43,6 +43,7 @@ TABLE = (
         "event_types",
         "findings",
         "handshake",
+        "metric_types",
         "miss_types",
         "status_types",
         packages="msgspec",

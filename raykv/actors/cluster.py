@@ -30,7 +30,7 @@ from raykv.actors import names
 from raykv.actors.node import CONCURRENCY, NodeActor
 from raykv.actors.processes import argument, command_lines, group_of, is_raylet, stop_group
 from raykv.actors.scheduler import SchedulerActor
-from raykv.config import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
+from raykv.config import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S, MetricsPlace
 from raykv.errors import ClusterError, VersionError, first_line
 from raykv.handshake import introduction, receive
 from raykv.messages import PROTOCOL_VERSION, NodeDescription, decode
@@ -47,6 +47,9 @@ HEAD_RESOURCE = "node:__internal_head__"
 """What Ray gives the head node alone, 1.0 of it."""
 
 SHARE_OF_HEAD = 0.001
+
+ANY_PORT = MetricsPlace()
+"""For the metrics of actors that nobody has settings for."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,7 @@ def resolve_node_id(node_id: str) -> str:
     return node_id
 
 
-def scheduler_actor(address: str, eviction_policy: str) -> Any:
+def scheduler_actor(address: str, eviction_policy: str, metrics: MetricsPlace = ANY_PORT) -> Any:
     """The scheduler actor, created if there is none; creators that race get the same one.
 
     It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
@@ -300,7 +303,7 @@ def scheduler_actor(address: str, eviction_policy: str) -> Any:
         "resources": {HEAD_RESOURCE: SHARE_OF_HEAD},
         "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
     }
-    return ray.remote(SchedulerActor).options(**options).remote(address, eviction_policy)
+    return ray.remote(SchedulerActor).options(**options).remote(address, eviction_policy, metrics)
 
 
 def find_scheduler_actor() -> Any | None:
@@ -311,7 +314,14 @@ def find_scheduler_actor() -> Any | None:
         return None
 
 
-def node_actor(address: str, node_id: str, pool_bytes: int, slab_bytes: int, pool_path: str) -> Any:
+def node_actor(
+    address: str,
+    node_id: str,
+    pool_bytes: int,
+    slab_bytes: int,
+    pool_path: str,
+    metrics: MetricsPlace = ANY_PORT,
+) -> Any:
     """The NodeActor of a node, created there if there is none."""
     options = {
         "name": names.node_actor(node_id),
@@ -328,7 +338,7 @@ def node_actor(address: str, node_id: str, pool_bytes: int, slab_bytes: int, poo
     return (
         ray.remote(concurrency_groups=CONCURRENCY)(NodeActor)
         .options(**options)
-        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path)
+        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, metrics)
     )
 
 

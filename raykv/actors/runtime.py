@@ -161,13 +161,15 @@ class EngineRuntime:
         """The scheduler actor; both actors are made if they are not there."""
         self._refuse_after_end()
         geometry = self._geometry
-        scheduler = cluster.scheduler_actor(self.address, self._settings.eviction_policy)
+        place = self._settings.metrics_place
+        scheduler = cluster.scheduler_actor(self.address, self._settings.eviction_policy, place)
         cluster.node_actor(
             self.address,
             self.node_id,
             geometry.pool_bytes,
             geometry.slab_bytes,
             self._settings.pool_path,
+            place,
         )
         return scheduler
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raykv.core.book import PoolBook
+from raykv.core.cluster_meter import ClusterMeter
 from raykv.core.dict_table import DictTable
 from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
@@ -109,6 +110,7 @@ class BlockManager:
         self._misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
+        self.meter = ClusterMeter(self._nodes, self._engines, self._log)
 
     @property
     def epoch(self) -> Epoch:
@@ -232,12 +234,10 @@ class BlockManager:
         )
 
     def _objection(self, message: AttachEngine) -> str:
-        if message.version != PROTOCOL_VERSION:
-            return (
-                f"the engine speaks protocol {message.version} of RayKV, "
-                f"the scheduler actor {PROTOCOL_VERSION}: install the same version on both"
-            )
-        return ""
+        if message.version == PROTOCOL_VERSION:
+            return ""
+        ours = f"the scheduler actor {PROTOCOL_VERSION}: install the same version on both"
+        return f"the engine speaks protocol {message.version} of RayKV, {ours}"
 
     def _admit(self, message: AttachEngine, node: Node, now: float) -> None:
         engine_id = EngineId(message.engine_id)

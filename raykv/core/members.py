@@ -80,6 +80,7 @@ def node_status(node: Node, now: float) -> NodeStatus:
         raykv_version=node.raykv_version,
         quarantined=node.stats.quarantined,
         breakers=aged(node.stats.breakers, now - node.last_report),
+        metrics=node.stats.metrics_address or node.stats.metrics_problem,
     )
 
 

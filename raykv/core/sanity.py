@@ -6,6 +6,7 @@ changes nothing. All numbers that pass fit into the tables of `raykv/directory`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 
 from raykv.core.geometry import PoolGeometry
@@ -145,6 +146,19 @@ def check_sync(request: SyncRequest) -> None:
     _handles("announced chunks", request.announced)
     _lost(request.lost)
     _counters(request.counters)
+    _measured(request)
+
+
+def _measured(request: SyncRequest) -> None:
+    _rows("latencies", request.latencies)
+    _names("a latency's name", request.latencies)
+    for data in request.latencies.values():
+        _rows("buckets of a latency", data.counts)
+        _numbers("buckets of a latency", data.counts, 0, MAX_NUMBER)
+        require(0 <= data.total < math.inf, f"a latency of {data.total} s")
+    sketch = request.wanted_keys
+    require(len(sketch.registers) == 2 * len(sketch.ranks), "a sketch of two sizes")
+    _rows("registers of a sketch", sketch.ranks)
 
 
 def _counters(counters: Mapping[str, int]) -> None:
@@ -158,6 +172,7 @@ def check_report(report: NodeReport) -> None:
     MessageError: it can't be meant.
     """
     _names("a name", (report.node_id, report.hostname, report.raykv_version))
+    _names("an address of metrics", (report.stats.metrics_address, report.stats.metrics_problem))
     require(bool(report.node_id), "a node without an id")
     _numbers("a report's numbers", (report.epoch, report.seq, report.page), 0, MAX_NUMBER)
     slab_bytes, pool_bytes = report.slab_bytes, report.pool_bytes

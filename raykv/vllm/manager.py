@@ -155,8 +155,10 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(nothing)
     def ask(self, request_id: str, keys: Iterable[OffloadKey]) -> None:
         """Find out who has what this node lacks, before the request is scheduled first."""
-        self.view.ask(request_id, map(Key, keys))
+        wanted = list(keys)
+        self.view.ask(request_id, map(Key, wanted))
         if self.session is not None:
+            self.session.note_wanted(wanted)
             self.session.nudge()
 
     @guarded(nothing)
