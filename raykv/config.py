@@ -19,6 +19,7 @@ from raykv.parsing import (
     flag,
     one_of,
     parse_size,
+    port,
     rate,
     seconds,
     share,
@@ -47,6 +48,15 @@ OTHER_VARIABLES = frozenset({"RAYKV_LOG_LEVEL"})
 
 def _setting(default: Any, parse: Callable[[str, Any], Any], text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "text": text})
+
+
+@dataclass(frozen=True)
+class MetricsPlace:
+    """Where an actor shows its metrics; see the settings whose names begin with `metrics_`."""
+
+    port: str = "auto"
+    address: str = ""
+    sd_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,26 @@ class Settings:
     heartbeat_s: float = _setting(
         1.0, seconds, "Pause between exchanges with the scheduler actor when there is no news"
     )
+    metrics_port: str = _setting(
+        "auto",
+        port,
+        "Port of the actors' metrics, on each node: any free one (auto), a number (where it is "
+        "taken, one of the 15 after it), or off",
+    )
+    metrics_address: str = _setting(
+        "", text, "Address that the metrics listen at. Default: the node's, as Ray has it"
+    )
+    metrics_sd_path: str = _setting(
+        "",
+        text,
+        "File on Ray's head node that tells Prometheus of all targets. Default: "
+        "`raykv_metrics_sd.json` in Ray's session directory",
+    )
+
+    @property
+    def metrics_place(self) -> MetricsPlace:
+        """The three settings of metrics."""
+        return MetricsPlace(self.metrics_port, self.metrics_address, self.metrics_sd_path)
 
 
 def load_settings(
@@ -187,35 +217,6 @@ def _unknown(what: str, name: str, allowed: set[str]) -> str:
     close = difflib.get_close_matches(name[:MAX_SHOWN], allowed, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(sorted(allowed))}"
     return f"unknown {what} {shown(name)} of RayKV: {hint}"
-
-
-def check_pool_bytes(pool_bytes: int, chunk_bytes: int, free_bytes: int, limit: str) -> None:
-    """Refuse a pool that cannot be.
-
-    Args:
-        pool_bytes: size asked for.
-        chunk_bytes: largest slot of the model that is served.
-        free_bytes: what can still be had.
-        limit: names what limits `free_bytes`.
-
-    Raises:
-        SettingError: with the size and what is allowed.
-    """
-    if pool_bytes < chunk_bytes:
-        raise SettingError(
-            f"pool_bytes={pool_bytes} is smaller than one chunk of this model ({chunk_bytes} "
-            f"bytes): set pool_bytes to at least {chunk_bytes}"
-        )
-    if pool_bytes > free_bytes:
-        raise SettingError(
-            f"pool_bytes={pool_bytes} is more than {limit} can give: at most {free_bytes} bytes "
-            "are free"
-        )
-
-
-def default_pool_bytes(free_bytes: int) -> int:
-    """A quarter of the memory that is free."""
-    return free_bytes // 4
 
 
 # Waits that are no settings. Together with the settings whose names end in `_deadline_s`, and
@@ -451,6 +452,19 @@ READER_PATIENCE_S = 30.0
 
 READER_PAUSE_S = 0.2
 """Between two questions of a reader when nothing is new, or nobody answers."""
+
+METRICS_CLIENT_S = 5.0
+"""For a scraper to send its request, and to take each part of the answer."""
+
+METRICS_LOOK_S = 0.5
+"""Between two looks of the metrics' server at whether it should end."""
+
+METRICS_COLLECT_S = 5.0
+"""For the scheduler actor's own metrics, which wait their turn among its calls. Prometheus gives up
+after 10 s."""
+
+METRICS_TARGETS_S = 2.0
+"""Between two looks at which nodes there are, for the file that Prometheus reads."""
 
 SERVE_GRACE_S = 20.0
 """For `vllm serve` to end after SIGINT: it may be writing out its last answers."""

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from raykv.breaker_types import BreakerReport
+from raykv.metric_types import HistogramData, KeySketch
 from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
 
@@ -160,6 +161,8 @@ class SyncRequest(msgspec.Struct, frozen=True):
     emptied everywhere. With `idle` set the answer carries no changes and no grants: the engine has
     not taken in the earlier ones. `finished` requests, and what became of their tokens.
     `breakers`: whom the engine leaves alone. `hints`: what requests wish for their chunks.
+    `latencies`: of the engine since its start, by what was measured. `wanted_keys`: what is new of
+    the sketch of the chunks that its requests have wanted; their number is among the counters.
     """
 
     engine_id: str
@@ -179,6 +182,8 @@ class SyncRequest(msgspec.Struct, frozen=True):
     finished: list[MissRecord] = []
     breakers: BreakerReport = BreakerReport()
     hints: Hints = Hints()
+    latencies: dict[str, HistogramData] = {}
+    wanted_keys: KeySketch = KeySketch()
 
 
 class SyncReply(msgspec.Struct, frozen=True):
@@ -295,7 +300,11 @@ class FailedStores(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeStats(msgspec.Struct, frozen=True):
-    """Counters and gauges of one NodeActor since its start; sizes in bytes."""
+    """Counters and gauges of one NodeActor since its start; sizes in bytes.
+
+    `metrics_address`: where Prometheus finds them ("host:port"), empty if nowhere; then
+    `metrics_problem` says why, unless they are switched off.
+    """
 
     pool_bytes: int = 0
     prefaulted_bytes: int = 0
@@ -317,6 +326,8 @@ class NodeStats(msgspec.Struct, frozen=True):
     breakers: BreakerReport = BreakerReport()
     ranks: dict[str, int] = {}
     locked_bytes: int = 0
+    metrics_address: str = ""
+    metrics_problem: str = ""
 
 
 class NodeReport(msgspec.Struct, frozen=True):

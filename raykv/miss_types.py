@@ -9,7 +9,8 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     """One finished request. `prompt` = `own` + `loaded` + the sum of `missed`, all in tokens.
 
     `own` were in vLLM's own cache, `missed` has those that were computed, by `MissReason`.
-    `missing` is the key of the chunk that decided over those behind it, empty where none did.
+    `missing` is the key of the chunk that decided over those behind it, empty where none did. Of
+    the `loaded` ones `fetched` were on another node.
     """
 
     request_id: str
@@ -18,6 +19,7 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     loaded: int
     missed: dict[str, int] = {}
     missing: bytes = b""
+    fetched: int = 0
 
 
 class Explanation(msgspec.Struct, frozen=True):

@@ -136,6 +136,18 @@ def count(name: str, value: Any) -> int:
     return count
 
 
+def port(name: str, value: Any) -> str:
+    """A port's number as text, "auto" or "off"."""
+    found = words(value).lower()
+    if found in ("auto", "off"):
+        return found
+    if found.isdecimal() and 0 < int(found[:6]) < 1 << 16:
+        return str(int(found[:6]))
+    raise SettingError(
+        f"{name}={shown(value)} is not a port: give a number from 1 to 65535, auto or off"
+    )
+
+
 def one_of(*allowed: str) -> Callable[[str, Any], str]:
     def parse(name: str, value: Any) -> str:
         if isinstance(value, str) and value in allowed:

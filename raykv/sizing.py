@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raykv.config import Settings, default_pool_bytes, load_settings
+from raykv.config import Settings, load_settings
 from raykv.core.capacity import PoolWishes, make_plan
-from raykv.core.room import PoolNeeds, objection
+from raykv.core.room import PoolNeeds, default_pool_bytes, objection
 from raykv.errors import SettingError, first_line
 from raykv.memory.limits import disk_limit, is_in_memory, memory_limit
 from raykv.parsing import count

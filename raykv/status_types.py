@@ -12,6 +12,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
     `pinned_bytes` are of chunks that are kept from eviction, `locked_bytes` of the pool that a GPU
     may copy from and to directly.
+    `metrics`: where Prometheus finds its metrics ("host:port"), or why nowhere.
     """
 
     node_id: str
@@ -37,6 +38,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     pinned_chunks: int = 0
     pinned_bytes: int = 0
     locked_bytes: int = 0
+    metrics: str = ""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -72,7 +74,10 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
-    """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool."""
+    """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool.
+
+    `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
+    """
 
     address: str
     epoch: int
@@ -83,3 +88,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     namespaces: dict[str, int] = {}
     refused: dict[str, str] = {}
     spaces: list[NamespaceStatus] = []
+    metrics: str = ""

@@ -123,6 +123,20 @@ class Refusal(IntEnum):
         return self in (Refusal.STALE, Refusal.CLEARED, Refusal.BAD_HANDLE, Refusal.CORRUPT)
 
 
+class TokenSource(StrEnum):
+    """Where a prompt token's KV came from: every token of an ended request has one of these."""
+
+    COMPUTED = "computed"
+    OWN_CACHE = "own_cache"
+    """It was in vLLM's own cache."""
+    SAME_NODE = "same_node"
+    """Loaded from the pool of the engine's node."""
+    OTHER_NODE = "other_node"
+    """Loaded from there too, but fetched from another node for it."""
+    DISK = "disk"
+    """Brought back from a disk. No chunk is kept there yet."""
+
+
 class MissReason(StrEnum):
     """Why tokens of a prompt were not loaded. The first missing chunk decides for all behind it."""
 

@@ -44,6 +44,7 @@ TABLE = (
         "event_types",
         "findings",
         "handshake",
+        "metric_types",
         "miss_types",
         "operation_types",
         "plan_types",

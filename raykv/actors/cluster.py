@@ -31,7 +31,7 @@ from raykv.actors.node import CONCURRENCY, NodeActor
 from raykv.actors.processes import argument, command_lines, group_of, is_raylet, stop_group
 from raykv.actors.ray_messages import log_errors
 from raykv.actors.scheduler import SchedulerActor
-from raykv.config import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
+from raykv.config import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S, MetricsPlace
 from raykv.core.pins import SHARE
 from raykv.errors import ClusterError, VersionError, first_line
 from raykv.handshake import introduction, receive
@@ -51,6 +51,9 @@ HEAD_RESOURCE = "node:__internal_head__"
 SHARE_OF_HEAD = 0.001
 
 KEEP_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+ANY_PORT = MetricsPlace()
+"""For the metrics of actors that nobody has settings for."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +290,12 @@ def resolve_node_id(node_id: str) -> str:
     return node_id
 
 
-def scheduler_actor(address: str, eviction_policy: str, pin_share: float = SHARE) -> Any:
+def scheduler_actor(
+    address: str,
+    eviction_policy: str,
+    pin_share: float = SHARE,
+    metrics: MetricsPlace = ANY_PORT,
+) -> Any:
     """The scheduler actor, created if there is none; creators that race get the same one.
 
     It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
@@ -306,7 +314,7 @@ def scheduler_actor(address: str, eviction_policy: str, pin_share: float = SHARE
         "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
     }
     made = ray.remote(SchedulerActor).options(**options)
-    return made.remote(address, eviction_policy, pin_share)
+    return made.remote(address, eviction_policy, pin_share, metrics)
 
 
 def find_scheduler_actor() -> Any | None:
@@ -317,7 +325,14 @@ def find_scheduler_actor() -> Any | None:
         return None
 
 
-def node_actor(address: str, node_id: str, pool_bytes: int, slab_bytes: int, pool_path: str) -> Any:
+def node_actor(
+    address: str,
+    node_id: str,
+    pool_bytes: int,
+    slab_bytes: int,
+    pool_path: str,
+    metrics: MetricsPlace = ANY_PORT,
+) -> Any:
     """The NodeActor of a node, created there if there is none."""
     options = {
         "name": names.node_actor(node_id),
@@ -335,7 +350,7 @@ def node_actor(address: str, node_id: str, pool_bytes: int, slab_bytes: int, poo
     return (
         ray.remote(concurrency_groups=CONCURRENCY)(NodeActor)
         .options(**options)
-        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path)
+        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, metrics)
     )
 
 

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import cluster, names
 from raykv.actors.diagnosis import ask_all, ask_ray
-from raykv.config import UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S, default_pool_bytes
-from raykv.core.room import human_bytes, tightest
+from raykv.config import UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S
+from raykv.core.room import default_pool_bytes, human_bytes, tightest
 from raykv.core.wishes import NodeFacts, geometry_of, wants
 from raykv.errors import ClusterError, RayKVError, first_line
 from raykv.handshake import receive

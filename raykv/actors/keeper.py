@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from raykv.config import SLOT_LOOK_S
 from raykv.core.geometry import PoolGeometry
+from raykv.core.node_meter import PoolContents
 from raykv.core.slots import Admission, ChunkName, FailedStore, Seal, SlotState, SlotTable
 from raykv.memory.pool import Pool
 from raykv.messages import FailedStores, Inventory
@@ -174,6 +175,11 @@ class PoolKeeper:
     def num_quarantined(self) -> int:
         """Chunks that were damaged, and journals of a pool file that were not believed."""
         return self._num_quarantined + self.pool.num_set_aside
+
+    def contents(self) -> PoolContents:
+        """What fills the pool now."""
+        with self.lock:
+            return PoolContents(self.table.contents(), len(self._unreported))
 
     # Reports
 

@@ -26,6 +26,7 @@ import ray
 import raykv
 from raykv.actors import names
 from raykv.actors.devices import see_all_gpus
+from raykv.actors.exposition import MetricsServer
 from raykv.actors.fetching import FetchService
 from raykv.actors.host import host_facts
 from raykv.actors.keeper import inventory_of
@@ -49,9 +50,11 @@ from raykv.config import (
     NODE_ROOM_GRACE_LOOK_S,
     NODE_ROOM_GRACE_S,
     NODE_ROOM_LOOK_S,
+    MetricsPlace,
 )
 from raykv.core.breaker import Breakers, Pauses, joined
 from raykv.core.geometry import PoolGeometry
+from raykv.core.metric_table import number, numbers
 from raykv.errors import MessageError, RayKVError, SettingError, cause_of, first_line
 from raykv.findings import HostQuestion
 from raykv.handshake import receive
@@ -70,6 +73,7 @@ from raykv.messages import (
     decode,
     encode,
 )
+from raykv.metric_types import MetricFamily
 
 logger = logging.getLogger("raykv.node")
 
@@ -87,7 +91,13 @@ class NodeActor:
     """Runs as the detached Ray actor `node:<node id>`, pinned to that node."""
 
     def __init__(
-        self, node_id: str, socket_name: str, pool_bytes: int, slab_bytes: int, pool_path: str
+        self,
+        node_id: str,
+        socket_name: str,
+        pool_bytes: int,
+        slab_bytes: int,
+        pool_path: str,
+        metrics: MetricsPlace | None = None,
     ) -> None:
         see_all_gpus()
         self._node_id = node_id
@@ -105,11 +115,20 @@ class NodeActor:
         self._scheduler: Any = None
         # The report thread opens and closes it.
         self._breakers = Breakers(Pauses(*NODE_REPORT_PAUSES_S))
+        self._metrics: MetricsServer | None = None
+        # Several threads fetch and read.
+        self._measuring = threading.Lock()
         # Why there is no pool; empty as soon as there is one.
         self._refusal = self._open_within(NODE_ROOM_GRACE_S)
         if self._refusal:
             logger.error("no pool on this node: %s", self._refusal)
             threading.Thread(target=self._open_later, name="raykv-room", daemon=True).start()
+        if metrics is not None:
+            try:
+                host = ray.util.get_node_ip_address()
+                self._metrics = MetricsServer(metrics, host, self._families)
+            except Exception:
+                logger.exception("this node shows no metrics")
 
     def _open_within(self, seconds: float) -> str:
         give_up_at = time.monotonic() + seconds
@@ -199,13 +218,19 @@ class NodeActor:
         """`FetchRequest` → `FetchResult`: chunks of other nodes into slots of this one."""
         self._refuse_without_pool()
         request = receive(raw, FetchRequest, "the engine", HERE)
-        return encode(self._fetching.fetch(request))
+        result = self._fetching.fetch(request)
+        with self._measuring:
+            self._service.meter.fetch.observe(result.seconds)
+        return encode(result)
 
     @ray.method(concurrency_group="read")
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
         """`ReadRequest` → `ReadReply` and the bytes: chunks of this node, for another one."""
         self._refuse_without_pool()
+        began = time.monotonic()
         reply, data = self._reading.read(receive(raw, ReadRequest, "another NodeActor", HERE))
+        with self._measuring:
+            self._service.meter.reading.observe(time.monotonic() - began)
         return encode(reply), data
 
     @ray.method(concurrency_group="host")
@@ -229,8 +254,17 @@ class NodeActor:
         if self._refusal:
             raise SettingError(self._refusal)
 
+    def _families(self) -> list[MetricFamily]:
+        """All series, for a scrape; in a thread of the server."""
+        build = numbers("raykv_build_info", {(raykv.__version__, "node"): 1})
+        if self._refusal:
+            return [build, number("raykv_pool_size_bytes", 0)]
+        service = self._service
+        return [build, *service.meter.families(self._stats(), service.keeper.contents())]
+
     def _stats(self) -> NodeStats:
         fetched = self._fetching.counters
+        metrics = self._metrics
         return msgspec.structs.replace(
             self._service.stats(),
             bytes_fetched=fetched.bytes_fetched,
@@ -241,6 +275,8 @@ class NodeActor:
             breakers=joined(
                 [self._breakers.report(time.monotonic()), self._fetching.breaker_report()]
             ),
+            metrics_address="" if metrics is None else metrics.address,
+            metrics_problem="" if metrics is None else metrics.problem,
         )
 
     def inventory(self) -> bytes:
@@ -348,8 +384,8 @@ class NodeActor:
         """All READY chunks, for a scheduler actor that has just begun to know this node."""
         chunks = self._service.keeper.all_ready()
         pages = [chunks[i : i + MAX_PAGE] for i in range(0, len(chunks), MAX_PAGE)] or [[]]
-        for number, page in enumerate(pages, start=1):
+        for position, page in enumerate(pages, start=1):
             # What was overwritten meanwhile may have been reported already.
             rest = inventory_of(self._service.keeper.only_ready(page))
-            report = self._make_report(rest, FailedStores(), self._seq, number, len(pages))
+            report = self._make_report(rest, FailedStores(), self._seq, position, len(pages))
             self._take_reply(self._call(report))

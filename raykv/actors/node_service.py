@@ -47,6 +47,7 @@ from raykv.copy.engine import CopyBackend, JobQueue
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.copy.rows import RowCopier
 from raykv.core.geometry import PoolGeometry
+from raykv.core.node_meter import NodeMeter
 from raykv.core.room import NEAR_BYTES
 from raykv.core.slots import SlotState
 from raykv.errors import AttachError, HandleError, RayKVError
@@ -109,6 +110,7 @@ class NodeService:
         self.keeper = PoolKeeper(settings.geometry, settings.pool_path)
         self.integrity = Integrity(self.keeper, settings.loads_per_check)
         self.rows = RowCopier()
+        self.meter = NodeMeter()
         self._counters = _Counters()
         self._queue: JobQueue[QueuedJob] = JobQueue()
         # Guards the queue and the counters too.
@@ -340,6 +342,7 @@ class NodeService:
     def _run(self, queued: QueuedJob) -> None:
         """Carry out one job; whatever goes wrong is an answer, never an exception."""
         num_bytes = 0
+        began = time.monotonic()
         try:
             num_bytes = self._execute(queued)
         except PlanError as error:
@@ -348,6 +351,8 @@ class NodeService:
         except Exception:
             logger.exception("job %d failed", queued.job.job_id)
             queued.refuse_rest(Refusal.COPY_FAILED)
+        waited_s, took_s = began - queued.submitted_at, time.monotonic() - began
+        self.meter.ran(queued.direction, waited_s, took_s)
         self._answer(queued, num_bytes)
 
     def _execute(self, queued: QueuedJob) -> int:
@@ -453,6 +458,7 @@ class NodeService:
                 self._counters.bytes_loaded += num_bytes
                 self._counters.chunks_loaded += done
             self._counters.chunks_refused += len(queued.refusals)
+            self.meter.refused(queued.refusals.values())
             self._counters.jobs_cancelled += Refusal.CANCELLED in queued.refusals.values()
 
     # Looking

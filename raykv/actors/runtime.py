@@ -29,11 +29,9 @@ from raykv.config import (
     REPLACE_PAUSE_S,
     SESSION_STOP_S,
     Settings,
-    check_pool_bytes,
-    default_pool_bytes,
 )
 from raykv.core.geometry import PoolGeometry
-from raykv.core.room import human_bytes, tightest
+from raykv.core.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
 from raykv.core.view import EngineView
 from raykv.errors import ClusterError, RayKVError, SettingError, VersionError
 from raykv.memory.limits import memory_limit, worker_limits
@@ -162,8 +160,9 @@ class EngineRuntime:
         self._refuse_after_end()
         geometry = self._geometry
         settings = self._settings
+        place = settings.metrics_place
         scheduler = cluster.scheduler_actor(
-            self.address, settings.eviction_policy, settings.pin_share
+            self.address, settings.eviction_policy, settings.pin_share, place
         )
         cluster.node_actor(
             self.address,
@@ -171,6 +170,7 @@ class EngineRuntime:
             geometry.pool_bytes,
             geometry.slab_bytes,
             self._settings.pool_path,
+            place,
         )
         return scheduler
 

@@ -10,12 +10,24 @@ by a thread that nobody waits for, so what was ordered within the last moment ma
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
 
 import raykv
+from raykv.actors.discovery import Discovery, TargetsFile, default_path
+from raykv.actors.exposition import MetricsServer
 from raykv.actors.steward import Steward
 from raykv.catalog_types import ChunkQuery, WhereQuery
+from raykv.config import METRICS_COLLECT_S, MetricsPlace
 from raykv.core.manager import BlockManager, ManagerSettings
+from raykv.core.metric_table import numbers
 from raykv.core.pins import SHARE
 from raykv.core.sanity import (
     MAX_NUMBER,
@@ -39,8 +51,10 @@ from raykv.messages import (
     EngineAttached,
     NodeReport,
     SyncRequest,
+    decode,
     encode,
 )
+from raykv.metric_types import ClusterMetrics, MetricFamily
 from raykv.operation_types import (
     PinOrder,
     PoolWish,
@@ -49,6 +63,8 @@ from raykv.operation_types import (
     TransferOrder,
 )
 from raykv.types import EngineId, Epoch, Namespace
+
+logger = logging.getLogger("raykv.scheduler")
 
 _EPOCH_ZERO = 1_735_689_600
 """2025-01-01 in Unix time: epochs are seconds since then, which fit into 31 bits until 2093."""
@@ -62,7 +78,13 @@ EXPIRY_PAUSE_S = 0.25
 class SchedulerActor:
     """Runs as the detached Ray actor `scheduler` in the namespace `raykv`."""
 
-    def __init__(self, address: str, eviction_policy: str, pin_share: float = SHARE) -> None:
+    def __init__(
+        self,
+        address: str,
+        eviction_policy: str,
+        pin_share: float = SHARE,
+        metrics: MetricsPlace | None = None,
+    ) -> None:
         self._address = address
         settings = ManagerSettings(eviction_policy=eviction_policy, pin_share=pin_share)
         # Above every earlier life's epoch; should the host's clock have gone back, the NodeActors'
@@ -73,36 +95,59 @@ class SchedulerActor:
         self._steward = Steward(address)
         for order in self._steward.start():
             self._manager.pins.pin(order, time.monotonic())
+        self._metrics: MetricsServer | None = None
+        if metrics is not None:
+            try:
+                self._show_metrics(metrics)
+            except Exception:
+                # A constructor that raised would be run again by Ray for ever.
+                logger.exception("the scheduler actor lives without metrics")
+
+    def _show_metrics(self, place: MetricsPlace) -> None:
+        """Serve them from threads, which get all that they show by a call, in its turn."""
+        here = ray.get_runtime_context().current_actor
+        self._metrics = server = MetricsServer(
+            place, ray.util.get_node_ip_address(), lambda: _collected(here)
+        )
+        path = Path(place.sd_path) if place.sd_path else default_path()
+        if place.port != "off" and path is not None:
+            own = [server.address] if server.address else []
+            file = TargetsFile(path, self._address)
+            Discovery(file, lambda: own + _targets(here)).start()
 
     def attach(self, raw: bytes) -> bytes:
         """`AttachEngine` → `EngineAttached`, which says so if the message is refused."""
-        now = self._tick()
-        try:
-            message = receive(raw, AttachEngine, "the engine", HERE)
-            check_attach(message)
-        except (VersionError, MessageError) as error:
-            return encode(EngineAttached(self._manager.epoch, error=str(error)))
-        return encode(self._manager.attach_engine(message, now))
+        with self._measured("attach") as now:
+            try:
+                message = receive(raw, AttachEngine, "the engine", HERE)
+                check_attach(message)
+            except (VersionError, MessageError) as error:
+                return encode(EngineAttached(self._manager.epoch, error=str(error)))
+            return encode(self._manager.attach_engine(message, now))
 
     def sync(self, raw: bytes) -> bytes:
         """`SyncRequest` → `SyncReply`."""
-        now = self._tick()
-        request = receive(raw, SyncRequest, "the engine", HERE)
-        check_sync(request)
-        return encode(self._manager.sync(request, now))
+        with self._measured("sync") as now:
+            request = receive(raw, SyncRequest, "the engine", HERE)
+            check_sync(request)
+            reply = self._manager.sync(request, now)
+            self._manager.meter.synced(request, reply)
+            return encode(reply)
 
     def report(self, raw: bytes) -> bytes:
         """`NodeReport` → `NodeReportReply`."""
-        now = self._tick()
-        report = receive(raw, NodeReport, "the NodeActor", HERE)
-        check_report(report)
-        return encode(self._manager.node_report(report, now))
+        with self._measured("report") as now:
+            report = receive(raw, NodeReport, "the NodeActor", HERE)
+            check_report(report)
+            return encode(self._manager.node_report(report, now))
 
     def events(self, epoch: int, after: int) -> bytes:
         """→ `EventPage`: what follows a place of the event log."""
-        self._tick()
-        _require_numbers(epoch, after)
-        return encode(self._manager.events(Epoch(epoch), after))
+        with self._measured("events") as now:
+            _require_numbers(epoch, after)
+            page = self._manager.events(Epoch(epoch), after)
+            self._manager.meter.read_events(after, page, now)
+            return encode(page)
 
     def snapshot(self, cursor: int) -> bytes:
         """→ `SnapshotPage`; 0 begins a new snapshot, a page's cursor asks for the next one."""
@@ -178,7 +223,24 @@ class SchedulerActor:
     def status(self) -> bytes:
         """→ `ClusterStatus`."""
         now = self._tick()
-        return encode(self._manager.status(self._address, raykv.__version__, now))
+        status = self._manager.status(self._address, raykv.__version__, now)
+        server = self._metrics
+        metrics = "" if server is None else server.address or server.problem
+        return encode(msgspec.structs.replace(status, metrics=metrics))
+
+    def metrics(self) -> bytes:
+        """→ `ClusterMetrics`."""
+        now = self._tick()
+        meter = self._manager.meter
+        meter.follow(now)
+        build = numbers("raykv_build_info", {(raykv.__version__, "scheduler"): 1})
+        families = meter.families(now, is_paused=self._manager.paused)
+        return encode(ClusterMetrics([build, *families]))
+
+    def targets(self) -> list[str]:
+        """Where the NodeActors show their metrics."""
+        self._tick()
+        return self._manager.meter.targets()
 
     def why_miss(self, beginning: str) -> bytes:
         """→ `Explanations` of the requests whose ids begin so."""
@@ -203,6 +265,16 @@ class SchedulerActor:
         """RayKV's version here; answers once the actor is up."""
         return raykv.__version__
 
+    @contextmanager
+    def _measured(self, call: str) -> Iterator[float]:
+        """The time at which a call begins; how long it takes is counted."""
+        began = self._tick()
+        try:
+            yield began
+        finally:
+            now = time.monotonic()
+            self._manager.meter.called(call, now - began, now)
+
     def _tick(self) -> float:
         now = time.monotonic()
         if now >= self._expires_at:
@@ -213,7 +285,19 @@ class SchedulerActor:
         return now
 
 
-def _require_numbers(*numbers: object) -> None:
-    for number in numbers:
+def _collected(here: Any) -> list[MetricFamily]:
+    """In threads of this actor: what it shows, collected when its turn comes."""
+    raw: bytes = ray.get(here.metrics.remote(), timeout=METRICS_COLLECT_S)
+    return decode(raw, ClusterMetrics).families
+
+
+def _targets(here: Any) -> list[str]:
+    """In a thread of this actor, like `_collected`."""
+    found: list[str] = ray.get(here.targets.remote(), timeout=METRICS_COLLECT_S)
+    return found
+
+
+def _require_numbers(*places: object) -> None:
+    for number in places:
         is_number = isinstance(number, int) and abs(number) <= MAX_NUMBER
         require(is_number, "a place of the event log, or of a snapshot, that is no number")

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,7 +30,11 @@ from raykv.config import (
     Settings,
 )
 from raykv.core.breaker import Breakers, Pauses, aged, joined
+from raykv.core.engine_tally import WANTED
 from raykv.core.hints import HintBox
+from raykv.core.histogram import Histogram
+from raykv.core.metric_table import LATENCY_BOUNDS, LOOKUPS
+from raykv.core.reach import WantedKeys
 from raykv.core.sanity import check_reply
 from raykv.core.view import EngineView
 from raykv.errors import ClusterError, cause_of, first_line
@@ -146,6 +150,9 @@ class Session:
         # What requests wish for; the engine's manager fills one of its own.
         self.hints = HintBox()
         self._repeat_at = 0.0
+        # What requests want, and how long the scheduler actor takes to say where it is.
+        self._wanted = WantedKeys()
+        self._lookups = Histogram(LATENCY_BOUNDS)
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._epoch = Epoch(0)
@@ -203,6 +210,10 @@ class Session:
                     self._view.apply(message.reply, message.request)
                 case FetchEnded():
                     self._view.finish_fetch(message.orders, message.result)
+
+    def note_wanted(self, keys: Sequence[bytes]) -> None:
+        """A new request's prompt consists of these chunks; the caller changes `keys` no more."""
+        self._wanted.note(keys)
 
     def take_lines(self, reports: dict[int, BreakerReport]) -> None:
         """What the workers say of their lines to the NodeActor, by rank."""
@@ -302,6 +313,7 @@ class Session:
             raise ClusterError(answer.error)
         self._epoch = Epoch(answer.epoch)
         self._unanswered = None
+        self._wanted.tell_all_again()
         self._inbox.append(answer)
 
     def _exchange(self) -> bool:
@@ -311,7 +323,10 @@ class Session:
             if request is None:
                 request = self._next_request()
             self._unanswered = request
+            began = time.monotonic()
             reply = receive(self._calls.sync(encode(request)), SyncReply, SENDER, "the engine")
+            if request.asked:
+                self._lookups.observe(time.monotonic() - began)
             check_reply(reply, request, self._settings.slot_bytes)
             self._unanswered = None
             if reply.attach:
@@ -341,7 +356,14 @@ class Session:
         if request.idle:
             return request
         counters = {**request.counters, **self.hints.counter_values()}
-        return msgspec.structs.replace(request, hints=self.hints.take(), counters=counters)
+        sketch = self._wanted.take(self._epoch)
+        return msgspec.structs.replace(
+            request,
+            hints=self.hints.take(),
+            counters=counters | {WANTED: self._wanted.num_wanted},
+            latencies={LOOKUPS: self._lookups.data()},
+            wanted_keys=sketch,
+        )
 
     def _breaker_report(self, now: float) -> BreakerReport:
         """All breakers of the engine's processes."""

@@ -133,6 +133,10 @@ class EventLog:
             generations=[generation for run in runs for generation in run.generations],
         )
 
+    def runs(self, after: int) -> list[_Run]:
+        """Everything that follows a place of this epoch, as far as it is kept, as columns."""
+        return self._between(max(after + 1, self.first_seq), self.last_seq + 1)
+
     def _between(self, start: int, stop: int) -> list[_Run]:
         """The events with numbers from `start` to before `stop`; most readers are near the end."""
         found: list[_Run] = []

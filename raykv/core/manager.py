@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from raykv.core.admission import size_objection, version_objection
 from raykv.core.book import PoolBook
 from raykv.core.catalog import Catalog
+from raykv.core.cluster_meter import ClusterMeter
 from raykv.core.dict_table import DictTable
 from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
@@ -119,6 +120,7 @@ class BlockManager:
         self.pins = Pins(self._nodes, self._table, *of_pins)
         of_transfers = (lambda: self._generations, self.settings.transfer_s)
         self.transfers = Transfers(self._nodes, self._table, self.pins, *of_transfers)
+        self.meter = ClusterMeter(self._nodes, self._engines, self._log)
 
     @property
     def epoch(self) -> Epoch:

@@ -121,7 +121,13 @@ class MissLog:
         missed = dict(record.missed)
         missed[reason] = missed.pop(MissReason.NEVER_STORED) + missed.get(reason, 0)
         return MissRecord(
-            record.request_id, record.prompt, record.own, record.loaded, missed, record.missing
+            record.request_id,
+            record.prompt,
+            record.own,
+            record.loaded,
+            missed,
+            record.missing,
+            record.fetched,
         )
 
     def _reason(self, key: Key, namespace: Namespace, now: float) -> MissReason:

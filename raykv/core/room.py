@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from raykv.errors import SettingError
+
 RESERVE_BYTES = 256 << 20
 """Left free beside a pool: for the actors, for page tables, and for whatever else grows while the
 pool's pages are touched one after another."""
@@ -171,3 +173,32 @@ def human_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
+
+
+def check_pool_bytes(pool_bytes: int, chunk_bytes: int, free_bytes: int, limit: str) -> None:
+    """Refuse a pool that cannot be.
+
+    Args:
+        pool_bytes: size asked for.
+        chunk_bytes: largest slot of the model that is served.
+        free_bytes: what can still be had.
+        limit: names what limits `free_bytes`.
+
+    Raises:
+        SettingError: with the size and what is allowed.
+    """
+    if pool_bytes < chunk_bytes:
+        raise SettingError(
+            f"pool_bytes={pool_bytes} is smaller than one chunk of this model ({chunk_bytes} "
+            f"bytes): set pool_bytes to at least {chunk_bytes}"
+        )
+    if pool_bytes > free_bytes:
+        raise SettingError(
+            f"pool_bytes={pool_bytes} is more than {limit} can give: at most {free_bytes} bytes "
+            "are free"
+        )
+
+
+def default_pool_bytes(free_bytes: int) -> int:
+    """A quarter of the memory that is free."""
+    return free_bytes // 4

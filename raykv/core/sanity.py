@@ -6,6 +6,7 @@ changes nothing. All numbers that pass fit into the tables of `raykv/directory`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 
@@ -178,6 +179,7 @@ def check_sync(request: SyncRequest) -> None:
     _lost(request.lost)
     _counters(request.counters)
     _hints(request.hints)
+    _measured(request)
 
 
 def _hints(hints: Hints) -> None:
@@ -188,6 +190,18 @@ def _hints(hints: Hints) -> None:
     _keys("keys with a priority", hints.favoured)
     _rows("hints", hints.favoured, hints.priorities)
     _numbers("priorities", hints.priorities, 1, MAX_PRIORITY)
+
+
+def _measured(request: SyncRequest) -> None:
+    _rows("latencies", request.latencies)
+    _names("a latency's name", request.latencies)
+    for data in request.latencies.values():
+        _rows("buckets of a latency", data.counts)
+        _numbers("buckets of a latency", data.counts, 0, MAX_NUMBER)
+        require(0 <= data.total < math.inf, f"a latency of {data.total} s")
+    sketch = request.wanted_keys
+    require(len(sketch.registers) == 2 * len(sketch.ranks), "a sketch of two sizes")
+    _rows("registers of a sketch", sketch.ranks)
 
 
 def _counters(counters: Mapping[str, int]) -> None:
@@ -201,6 +215,7 @@ def check_report(report: NodeReport) -> None:
     MessageError: it can't be meant.
     """
     _names("a name", (report.node_id, report.hostname, report.raykv_version))
+    _names("an address of metrics", (report.stats.metrics_address, report.stats.metrics_problem))
     require(bool(report.node_id), "a node without an id")
     _numbers("a report's numbers", (report.epoch, report.seq, report.page), 0, MAX_NUMBER)
     slab_bytes, pool_bytes = report.slab_bytes, report.pool_bytes

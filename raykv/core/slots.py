@@ -18,7 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -144,6 +144,7 @@ class SlotTable:
         self.highest_generation = NO_GENERATION
         self.num_ready = 0
         self.used_bytes = 0
+        self._ready_bytes: Counter[Namespace] = Counter()
 
     # Stores
 
@@ -257,8 +258,10 @@ class SlotTable:
             self._drop_if_idle(slot, record)
             return
         record.state = SlotState.READY
+        slot_bytes = self._slabs[self.geometry.slab_of(slot)].slot_bytes
         self.num_ready += 1
-        self.used_bytes += self._slabs[self.geometry.slab_of(slot)].slot_bytes
+        self.used_bytes += slot_bytes
+        self._ready_bytes[record.namespace] += slot_bytes
 
     def expire(self, now: float) -> int:
         """Poison stores whose other ranks did not come in time; returns how many.
@@ -343,6 +346,9 @@ class SlotTable:
         if record.state is SlotState.READY:
             self.num_ready -= 1
             self.used_bytes -= slab.slot_bytes
+            self._ready_bytes[record.namespace] -= slab.slot_bytes
+            if not self._ready_bytes[record.namespace]:
+                del self._ready_bytes[record.namespace]
         self._writing.discard(slot)
         self._unproven.discard(slot)
         record.state = SlotState.EMPTY
@@ -362,6 +368,14 @@ class SlotTable:
         """Loads that read the slot now."""
         record = self._record(slot)
         return 0 if record is None else record.readers
+
+    def contents(self) -> dict[tuple[SlotState, Namespace], int]:
+        """Bytes of READY and WRITING slots by namespace."""
+        found = Counter({(SlotState.READY, name): n for name, n in self._ready_bytes.items()})
+        for slot in self._writing:
+            slab = self._slabs[self.geometry.slab_of(slot)]
+            found[SlotState.WRITING, slab.records[slot].namespace] += slab.slot_bytes
+        return found
 
     def inventory(self) -> Iterator[ChunkName]:
         """Every READY chunk, in no particular order."""
@@ -459,3 +473,5 @@ class SlotTable:
                     assert len(record.stored) == record.num_ranks, (slot, record)
         assert ready == self.num_ready, (ready, self.num_ready)
         assert used == self.used_bytes, (used, self.used_bytes)
+        assert used == self._ready_bytes.total(), (used, self._ready_bytes)
+        assert min(self._ready_bytes.values(), default=1) > 0, self._ready_bytes

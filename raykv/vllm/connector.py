@@ -267,7 +267,10 @@ class RayKVConnector(OffloadingConnector):
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
         """See `KVConnectorBase_V1.get_external_cache_hit_sources`."""
-        return super().get_external_cache_hit_sources(request, num_external_tokens)
+        sources = super().get_external_cache_hit_sources(request, num_external_tokens)
+        if self._manager is not None:
+            self._manager.misses.came_from(request, sources)
+        return sources
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `KVConnectorBase_V1.update_state_after_alloc`.

@@ -160,10 +160,12 @@ class RayOffloadingManager(OffloadingManager):
         """Find out who has what this node lacks, before the request is scheduled first; what the
         request wishes for these chunks is passed on.
         """
-        names = list(map(Key, keys))
+        wanted = list(keys)
+        names = list(map(Key, wanted))
         self.view.ask(request_id, names)
         self.hints.add(request_id, names)
         if self.session is not None:
+            self.session.note_wanted(wanted)
             self.session.nudge()
 
     @guarded(nothing)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -14,10 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.core.view import EngineView
 from raykv.miss_types import MissRecord
-from raykv.types import MissReason
+from raykv.types import MissReason, TokenSource
 from raykv.vllm.guard import guarded, nothing
 
 logger = logging.getLogger("raykv")
@@ -30,8 +32,9 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Counters in vLLM's `/metrics`; Prometheus appends `_total` to their names."""
     return {
         PROMPT_TOKENS: OffloadingCounterMetadata(
-            documentation="Prompt tokens of finished requests: found in vLLM's own cache, loaded "
-            "by RayKV, or computed.",
+            documentation="Prompt tokens of finished requests by where their KV came from: "
+            "computed, vLLM's own cache, this node's pool, another node's, a disk. The sum is all "
+            "prompt tokens.",
             labelnames=("source",),
         ),
         MISSED_TOKENS: OffloadingCounterMetadata(
@@ -86,6 +89,13 @@ class MissReporter:
             account.admit(request.num_computed_tokens, num_external_tokens, miss)
 
     @guarded(nothing)
+    def came_from(self, request: Any, sources: Mapping[CacheHitSource, int]) -> None:
+        """Where the tokens are that the request loads, after it was admitted."""
+        account = self._view.accounts.get(request.request_id)
+        if account is not None:
+            account.fetched = sources.get(CacheHitSource.P2P, 0)
+
+    @guarded(nothing)
     def failed(self, request_id: str, reason: MissReason) -> None:
         """Some of what the request loads does not come."""
         account = self._view.accounts.get(request_id)
@@ -98,9 +108,10 @@ class MissReporter:
         record = self._view.accounts.close(request.request_id)
         if record is None:
             return
-        self._tokens["source", "own_cache"] += record.own
-        self._tokens["source", "loaded"] += record.loaded
-        self._tokens["source", "computed"] += sum(record.missed.values())
+        self._tokens["source", TokenSource.OWN_CACHE] += record.own
+        self._tokens["source", TokenSource.SAME_NODE] += record.loaded - record.fetched
+        self._tokens["source", TokenSource.OTHER_NODE] += record.fetched
+        self._tokens["source", TokenSource.COMPUTED] += sum(record.missed.values())
         for reason, count in record.missed.items():
             self._tokens["reason", reason] += count
         if record.missed:
@@ -116,7 +127,7 @@ class MissReporter:
         stats = OffloadingConnectorStats()
         for (label, value), count in tokens.items():
             name = PROMPT_TOKENS if label == "source" else MISSED_TOKENS
-            stats.increase_counter(name, count, (value,))
+            stats.increase_counter(name, count, (str(value),))
         return stats
 
     def _correct(self) -> None:

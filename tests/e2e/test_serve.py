@@ -20,6 +20,9 @@ import pytest
 from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.miss_types import MissRecord
+from tests.dashboard import metrics_of_all_panels
+from tests.metric_lint import complaints
+from tests.scrapes import by_label, names_in, scrape
 from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from tests.waiting import wait_until
 
@@ -158,6 +161,43 @@ def test_answers_id_leads_to_its_misses_and_metrics_have_their_sum(
         "the metrics have it",
     )
     assert server.counter("raykv_prompt_tokens_total") >= record.prompt
+
+
+def test_metrics_of_vllm_and_of_the_actors_tell_the_same(server: Server, cluster: Cluster) -> None:
+    text = "Stately, plump Buck Mulligan came from the stairhead, bearing a bowl of lather. " * 6
+    first = server.complete(text)
+    stored = server.counter("vllm:kv_offload_store_bytes_total")
+    wait_until(
+        lambda: server.counter("vllm:kv_offload_store_bytes_total") >= stored > 0, 20.0, "stores"
+    )
+    server.post("/reset_prefix_cache")
+    assert server.complete(text) == first
+    status = cluster.status()
+
+    def is_told() -> bool:
+        own = by_label(server.get("/metrics"), "raykv_prompt_tokens_total")
+        told = by_label(scrape(status.metrics), "raykv_cluster_prompt_tokens_total")
+        return own == told and own["same_node"] >= 448
+
+    wait_until(is_told, 20.0, "the scheduler actor has the engine's tokens")
+    served = server.get("/metrics")
+    node, directory = scrape(status.nodes[0].metrics), scrape(status.metrics)
+    assert complaints(node) == complaints(directory) == []
+    # Loads from the own node's RAM, and nothing else, are what vLLM calls external hits.
+    cached = by_label(served, "vllm:prompt_tokens_cached_by_source_total")
+    hits = server.counter("vllm:external_prefix_cache_hits_total")
+    assert {**cached, "device": 0.0} == {"host": hits, "device": 0.0}
+    assert server.counter("vllm:external_prefix_cache_queries_total") >= hits
+    prompts = by_label(served, "vllm:prompt_tokens_by_source_total")
+    assert prompts["external_kv_transfer"] == hits
+    for direction in ("load", "store"):
+        copied = by_label(node, "raykv_copied_bytes_total", "direction")[direction]
+        assert copied == server.counter(f"vllm:kv_offload_{direction}_bytes_total") > 0
+        for histogram in ("raykv_copy_seconds_count", "raykv_queue_seconds_count"):
+            assert by_label(node, histogram, "direction")[direction] > 0
+    (ratio,) = by_label(directory, "raykv_reachable_hit_ratio", "namespace").values()
+    assert 0 < ratio < 1
+    assert metrics_of_all_panels() <= names_in(served) | names_in(node) | names_in(directory)
 
 
 def test_interrupt_ends_server_and_leaves_cluster(server: Server, cluster: Cluster) -> None:

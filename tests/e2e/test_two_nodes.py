@@ -24,6 +24,7 @@ from raykv.errors import ClusterError
 from raykv.event_types import NodeLost
 from raykv.status_types import NodeStatus
 from tests.processes import freeze
+from tests.scrapes import by_label, scrape
 from tests.truth import directory_of, inventories
 from tests.waiting import wait_until
 
@@ -140,6 +141,38 @@ def test_fetched_chunks_are_loaded_again_without_asking_anybody(
     time.sleep(1.2)
     assert counter(cluster, second.node_id, "chunks_asked") == asked
     assert node_of(cluster, second.node_id).bytes_fetched == fetched
+
+
+def test_tokens_of_the_other_node_are_told_apart_in_all_metrics(
+    engines: list[EngineProcess], cluster: Cluster, second: LocalNode
+) -> None:
+    tokens = prompt(16, BLOCK * 8)
+    reference = computed(engines[0], cluster, tokens)
+    names = [f"vllm:prompt_tokens_cached_by_source{{{source}}}" for source in ("p2p", "host")]
+    before = engines[1].call("counters")
+    assert loaded(engines[1], cluster, tokens, len(tokens)) == reference
+    after = engines[1].call("counters")
+    assert [after[name] - before.get(name, 0.0) for name in names] == [len(tokens), 0.0]
+    directory = cluster.status().metrics
+
+    def is_told() -> bool:
+        told = by_label(scrape(directory), "raykv_cluster_prompt_tokens_total")
+        return told.get("other_node", 0.0) >= len(tokens)
+
+    wait_until(is_told, 10.0, "the scheduler actor has heard of it")
+    here, there = (
+        scrape(node_of(cluster, node_id).metrics)
+        for node_id in (second.node_id, actors.resolve_node_id(""))
+    )
+    for text, name in (
+        (here, "raykv_fetch_seconds_count"),
+        (here, "raykv_fetched_bytes_total"),
+        (there, "raykv_read_seconds_count"),
+        (there, "raykv_sent_bytes_total"),
+        (scrape(directory), "raykv_lookup_seconds_count"),
+    ):
+        assert sum(by_label(text, name).values()) > 0, name
+    engines[1].reset()
 
 
 def test_prefix_that_lies_on_both_nodes_is_put_together(

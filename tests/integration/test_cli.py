@@ -16,6 +16,7 @@ import ray
 from typer.testing import CliRunner
 
 from raykv.actors import cluster as clusters
+from raykv.actors.discovery import default_path
 from raykv.block_hashes import (
     DEFAULT_SEED,
     HashScheme,
@@ -84,6 +85,19 @@ def test_status_shows_node_and_pool(running: Cluster) -> None:
     text = run("status")
     assert "64.0 MiB" in text
     assert "100 %" in text
+
+
+def test_targets_of_prometheus_are_beside_rays_own(running: Cluster) -> None:
+    path = default_path()
+    assert path is not None
+    targets = [running.status().metrics, running.status().nodes[0].metrics]
+    assert all(targets)
+
+    def are_told() -> bool:
+        return path.exists() and json.loads(path.read_text())[0]["targets"] == targets
+
+    wait_until(are_told, 20.0, f"{path} has both")
+    assert path.parent.name.startswith("session_")
 
 
 def test_pause_is_seen_and_outlives_scheduler_actor(running: Cluster) -> None:

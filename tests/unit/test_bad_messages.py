@@ -41,6 +41,7 @@ from raykv.messages import (
     NodeDescription,
     NodeReport,
     NodeReportReply,
+    NodeStats,
     ReadRequest,
     Replicas,
     SyncReply,
@@ -48,6 +49,7 @@ from raykv.messages import (
     decode,
     encode,
 )
+from raykv.metric_types import HistogramData, KeySketch
 from raykv.types import MAX_EPOCH, MAX_GENERATION, SLOT_ALIGNMENT, Epoch, Refusal
 
 PAGE = SLOT_ALIGNMENT
@@ -227,6 +229,7 @@ REPORTS = st.builds(
     page=sometimes(0, NUMBER),
     last_page=st.booleans(),
     cleared=sometimes({}, st.dictionaries(NAME, AGE, max_size=2)),
+    stats=sometimes(NodeStats(), st.builds(NodeStats, metrics_address=NAME, metrics_problem=NAME)),
 )
 ATTACHES = st.builds(
     AttachEngine,
@@ -239,6 +242,15 @@ ATTACHES = st.builds(
     slot_bytes=sometimes({0: PAGE}, st.dictionaries(NUMBER, SIZE, max_size=2)),
     leases=sometimes(Leases(), LEASES),
 )
+
+
+LATENCY = st.one_of(st.just("lookup"), NAME)
+HISTOGRAM = st.builds(
+    HistogramData,
+    counts=st.one_of(st.lists(NUMBER, max_size=3), st.lists(NUMBER, min_size=18, max_size=18)),
+    total=st.floats(),
+)
+SKETCH = st.builds(KeySketch, registers=st.binary(max_size=8), ranks=st.binary(max_size=4))
 
 
 @st.composite
@@ -257,6 +269,8 @@ def any_sync(draw: st.DrawFn) -> dict[str, Any]:
         "clear": draw(sometimes(0, NUMBER)),
         "idle": draw(st.booleans()),
         "counters": draw(sometimes({}, st.dictionaries(NAME, NUMBER, max_size=2))),
+        "latencies": draw(sometimes({}, st.dictionaries(LATENCY, HISTOGRAM, max_size=2))),
+        "wanted_keys": draw(sometimes(KeySketch(), SKETCH)),
     }
 
 
@@ -265,6 +279,7 @@ def refused_or_done(desk: Desk, call: Any, message: msgspec.Struct) -> None:
     with contextlib.suppress(MessageError):
         call(encode(message))
     desk.check()
+    desk.actor.metrics()
 
 
 @settings(max_examples=100, deadline=None)
@@ -301,6 +316,24 @@ def test_refused_exchange_changes_nothing() -> None:
         desk.actor.sync(encode(ragged))
     leased = desk.actor._manager._nodes[next(iter(desk.actor._manager._nodes))].book.leases()
     assert set(granted.slots) <= set(leased)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"latencies": {"lookup": HistogramData([-1], 0.0)}}, "buckets of a latency from -1"),
+        ({"latencies": {"lookup": HistogramData([1], math.nan)}}, "a latency of nan s"),
+        ({"latencies": {"lookup": HistogramData([1], -1.0)}}, "a latency of -1.0 s"),
+        ({"latencies": {"n" * 5000: HistogramData()}}, "5000 characters"),
+        ({"wanted_keys": KeySketch(b"abc", b"a")}, "a sketch of two sizes"),
+    ],
+)
+def test_measurement_that_can_not_be_is_refused(
+    desk: Desk, fields: dict[str, Any], why: str
+) -> None:
+    request = SyncRequest("engine", desk.epoch, desk.seq + 1, **fields)
+    with pytest.raises(MessageError, match=why):
+        desk.actor.sync(encode(request))
 
 
 def test_report_of_another_version_is_refused_with_both_versions(desk: Desk) -> None:

@@ -10,10 +10,9 @@ import pytest
 from raykv.config import (
     VLLM_KEYS,
     Settings,
-    check_pool_bytes,
-    default_pool_bytes,
     load_settings,
 )
+from raykv.core.room import check_pool_bytes, default_pool_bytes
 from raykv.errors import SettingError
 from raykv.parsing import parse_size
 
@@ -125,6 +124,14 @@ BAD = [
     ("lease_slots", "many"),
     ("lease_slots", True),
     ("fetch_checksums", "perhaps"),
+    ("metrics_port", 0),
+    ("metrics_port", 65536),
+    ("metrics_port", "111111"),
+    ("metrics_port", "any"),
+    ("metrics_port", True),
+    ("metrics_port", -1),
+    ("metrics_address", 1),
+    ("metrics_sd_path", None),
     ("stop_unused_stores", "sometimes"),
     ("pin_share", 0.8),
     ("pin_share", -0.1),

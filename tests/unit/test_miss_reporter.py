@@ -15,6 +15,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.core.requests import RequestOptions
 from raykv.core.view import EngineView
@@ -183,11 +184,40 @@ def test_counters_reach_vllms_metrics_beside_its_own(
         return registry.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
 
     assert value("raykv_prompt_tokens_total", source="own_cache") == 2 * CHUNK
-    assert value("raykv_prompt_tokens_total", source="loaded") is None
+    assert value("raykv_prompt_tokens_total", source="same_node") is None
     assert value("raykv_prompt_tokens_total", source="computed") == 2 * CHUNK
     assert value("raykv_missed_tokens_total", reason="other") is None
     assert value("raykv_missed_tokens_total", reason="incomplete_chunk") == 2 * CHUNK
     assert value("vllm:kv_offload_load_bytes_total") == 11
+
+
+@pytest.mark.parametrize(("came", "fetched"), [(4 * CHUNK, 3 * CHUNK), (CHUNK, CHUNK), (0, 0)])
+def test_loaded_tokens_are_told_apart_by_the_node_that_had_them(
+    reporter: MissReporter, view: EngineView, came: int, fetched: int
+) -> None:
+    request = PlayedRequest(num_prompt_tokens=4 * CHUNK)
+    reporter.began(request)
+    reporter.looks(request, 0, None)
+    reporter.admitted(request, 4 * CHUNK)
+    sources = {CacheHitSource.HOST: CHUNK, CacheHitSource.P2P: 3 * CHUNK}
+    reporter.came_from(request, sources)
+    if came < 4 * CHUNK:
+        reporter.failed("r", MissReason.LOAD_FAILED)
+    request.num_computed_tokens = came
+    reporter.admitted(request, 0)
+    reporter.ended(request)
+    assert view.counter_values()["fetched_tokens"] == fetched
+    stats = reporter.take_stats()
+    assert stats is not None
+    told = stats.to_dict()["data"]["raykv_prompt_tokens"]
+    expected = {
+        "other_node": fetched,
+        "same_node": came - fetched,
+        "computed": 4 * CHUNK - came,
+    }
+    assert {labels[0]: count for labels, count in told.items()} == {
+        source: count for source, count in expected.items() if count
+    }
 
 
 def test_reason_that_the_scheduler_actor_knows_better_is_made_up_for(

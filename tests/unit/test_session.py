@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from raykv.actors.session import Session, SessionSettings
+from raykv.core.reach import Reach
+from raykv.core.requests import RequestOptions
 from raykv.core.view import EngineView
 from raykv.messages import AttachEngine, EngineAttached, SyncReply, SyncRequest, decode, encode
-from raykv.types import EngineId
+from raykv.types import EngineId, Key
 from tests.waiting import wait_until
 
 DEADLINE_S = 10.0
@@ -16,6 +18,12 @@ class PlayedScheduler:
 
     def __init__(self) -> None:
         self.answers = True
+        self.requests: list[SyncRequest] = []
+
+    @property
+    def full(self) -> list[SyncRequest]:
+        """Messages that are more than a heartbeat."""
+        return [request for request in self.requests if not request.idle]
 
     def attach(self, raw: bytes) -> bytes:
         assert self.answers, "it does not answer"
@@ -24,7 +32,9 @@ class PlayedScheduler:
 
     def sync(self, raw: bytes) -> bytes:
         assert self.answers, "it does not answer"
-        return encode(SyncReply(1, decode(raw, SyncRequest).seq, node_epoch=7))
+        request = decode(raw, SyncRequest)
+        self.requests.append(request)
+        return encode(SyncReply(1, request.seq, node_epoch=7, has_peers=True))
 
     def detach(self, engine_id: str) -> None:
         pass
@@ -45,3 +55,37 @@ def test_view_knows_whether_the_scheduler_actor_answers() -> None:
         wait_until(lambda: not view.remote.is_cut_off, DEADLINE_S, "the view hears that it is over")
     finally:
         session.stop(DEADLINE_S)
+
+
+def test_what_requests_want_and_how_long_answers_take_is_told() -> None:
+    view = EngineView(EngineId("engine"), [0], 1.0, 4)
+    scheduler = PlayedScheduler()
+    settings = SessionSettings("engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=0.02)
+    session = Session(view, scheduler, settings)
+    session.attach(DEADLINE_S)
+    first = scheduler.requests[0]
+    assert (first.counters["wanted_chunks"], first.wanted_keys.ranks) == (0, b"")
+    assert not sum(first.latencies["lookup"].counts)
+    view.start_request("r", RequestOptions())
+    keys = [Key(bytes([number]) * 32 + bytes(4)) for number in range(5)]
+    view.ask("r", keys)
+    session.note_wanted(keys)
+    session.start()
+    try:
+
+        def is_timed() -> bool:
+            session.drain()
+            return any(each.latencies["lookup"].total for each in scheduler.full[:-2])
+
+        wait_until(is_timed, DEADLINE_S, "the answer was timed, and some exchanges went by")
+    finally:
+        session.stop(DEADLINE_S)
+    told = scheduler.full[1:]
+    assert sum(bool(request.asked) for request in told) == 1
+    assert sum(told[-1].latencies["lookup"].counts) == 1
+    assert told[-1].counters["wanted_chunks"] == 5
+    reach = Reach()
+    for request in told:
+        reach.add(0, request.wanted_keys)
+    reach.num_wanted = 5
+    assert round(reach.num_distinct) == 5

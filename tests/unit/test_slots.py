@@ -622,3 +622,27 @@ def test_name_that_can_not_be_granted_is_refused(table: SlotTable, wrong: dict[s
     assert not table.restore(name, 1)
     assert table.highest_generation == NO_GENERATION
     table.check()
+
+
+# What metrics show
+
+
+def test_contents_are_the_bytes_of_each_namespace_by_state(table: SlotTable) -> None:
+    page = SLOT_ALIGNMENT
+    model, other = Namespace("model"), Namespace("other")
+    assert table.contents() == {}
+    for name in (chunk(1), chunk(2, slot=1), chunk(3, slot=2, namespace="other")):
+        assert table.begin_store(name, 0, 1, LATER) == GO
+    assert table.contents() == {(WRITING, model): 2 * page, (WRITING, other): page}
+    table.finish_store(Slot(0), Generation(1), 0, ok=True)
+    table.finish_store(Slot(2), Generation(3), 0, ok=True)
+    assert table.contents() == {
+        (READY, model): page,
+        (READY, other): page,
+        (WRITING, model): page,
+    }
+    table.finish_store(Slot(1), Generation(2), 0, ok=False)
+    table.discard_namespace(model, Generation(9))
+    assert table.contents() == {(READY, other): page}
+    table.quarantine(chunk(3, slot=2, namespace="other"))
+    assert table.contents() == {}

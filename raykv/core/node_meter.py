@@ -1,0 +1,97 @@
+"""What a NodeActor measures of its work, and all that it has to show to Prometheus.
+
+The copy thread calls `ran`; `refusals`, `fetch` and `reading` are guarded by their callers' locks.
+Whoever looks reads plain numbers that may be a moment old.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from raykv.core.breaker_metrics import breaker_families
+from raykv.core.histogram import Histogram
+from raykv.core.label_values import NamespaceLabels
+from raykv.core.metric_table import LATENCY_BOUNDS, histograms, number, numbers
+from raykv.core.slots import SlotState
+from raykv.messages import NodeStats
+from raykv.metric_types import HistogramData, MetricFamily
+from raykv.types import Direction, Namespace, Refusal
+
+_NAMES = {direction: direction.name.lower() for direction in Direction}
+
+
+def _by_direction() -> dict[Direction, Histogram]:
+    return {direction: Histogram(LATENCY_BOUNDS) for direction in Direction}
+
+
+@dataclass(frozen=True)
+class PoolContents:
+    """Bytes of READY and WRITING slots by namespace, and chunks that nobody was told of yet."""
+
+    num_bytes: Mapping[tuple[SlotState, Namespace], int]
+    num_unreported: int = 0
+
+
+@dataclass
+class NodeMeter:
+    """Since the start."""
+
+    queue: dict[Direction, Histogram] = field(default_factory=_by_direction)
+    copy: dict[Direction, Histogram] = field(default_factory=_by_direction)
+    fetch: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    reading: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    refusals: Counter[Refusal] = field(default_factory=Counter)
+    labels: NamespaceLabels = field(default_factory=NamespaceLabels)
+
+    def ran(self, direction: Direction, queued_s: float, copied_s: float) -> None:
+        """A copy job has ended, after so long in the queue."""
+        self.queue[direction].observe(queued_s)
+        self.copy[direction].observe(copied_s)
+
+    def refused(self, refusals: Iterable[Refusal]) -> None:
+        """Chunks of a job did not happen."""
+        self.refusals.update(refusals)
+
+    def families(self, stats: NodeStats, contents: PoolContents) -> list[MetricFamily]:
+        """All series of a NodeActor that has a pool."""
+        copied = {"store": stats.bytes_stored, "load": stats.bytes_loaded}
+        chunks = {"store": stats.chunks_stored, "load": stats.chunks_loaded}
+        reasons = {(each.name.lower(),): self.refusals[each] for each in Refusal if each}
+        return [
+            self._pool(stats.pool_bytes, contents),
+            number("raykv_pool_size_bytes", stats.pool_bytes),
+            number("raykv_pool_prefaulted_bytes", stats.prefaulted_bytes),
+            numbers("raykv_copied_bytes_total", {(name,): n for name, n in copied.items()}),
+            numbers("raykv_copied_chunks_total", {(name,): n for name, n in chunks.items()}),
+            number("raykv_fetched_bytes_total", stats.bytes_fetched),
+            number("raykv_fetched_chunks_total", stats.chunks_fetched),
+            number("raykv_failed_fetches_total", stats.fetches_failed),
+            number("raykv_sent_bytes_total", stats.bytes_sent),
+            numbers("raykv_refused_chunks_total", reasons),
+            number("raykv_cancelled_jobs_total", stats.jobs_cancelled),
+            number("raykv_quarantined_chunks_total", stats.quarantined),
+            number("raykv_queued_jobs", stats.queued_jobs),
+            number("raykv_attached_workers", stats.num_workers),
+            number("raykv_unreported_chunks", contents.num_unreported),
+            histograms("raykv_queue_seconds", _rows(self.queue)),
+            histograms("raykv_copy_seconds", _rows(self.copy)),
+            histograms("raykv_fetch_seconds", [((), self.fetch.data())]),
+            histograms("raykv_read_seconds", [((), self.reading.data())]),
+            *breaker_families("node", [stats.breakers], stats.breakers),
+        ]
+
+    def _pool(self, pool_bytes: int, contents: PoolContents) -> MetricFamily:
+        found: Counter[tuple[str, ...]] = Counter()
+        for (state, namespace), num_bytes in contents.num_bytes.items():
+            found[state.value, self.labels[namespace]] += num_bytes
+        found[SlotState.EMPTY.value, ""] = max(0, pool_bytes - found.total())
+        return numbers("raykv_pool_bytes", found)
+
+
+def _rows(
+    found: Mapping[Direction, Histogram],
+) -> Iterator[tuple[tuple[str, ...], HistogramData]]:
+    for direction, each in found.items():
+        yield (_NAMES[direction],), each.data()

@@ -1,0 +1,158 @@
+"""Metrics of real actors, scraped as Prometheus does it; no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+
+from raykv.actors import cluster as clusters
+from raykv.client import Cluster
+from raykv.config import MetricsPlace
+from raykv.core.metric_table import BREAKERS, BUILD, CLUSTER, METRICS, NODE
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    EngineAttached,
+    SyncReply,
+    SyncRequest,
+    decode,
+    encode,
+)
+from raykv.types import MissReason, TokenSource
+from tests.dashboard import metrics_of_all_panels
+from tests.metric_lint import complaints
+from tests.scrapes import names_in, scrape
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+POOL_BYTES = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def sd_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("discovery") / "targets.json"
+
+
+@pytest.fixture(scope="module")
+def running(cluster: Cluster, sd_path: Path) -> Iterator[Cluster]:
+    """Both actors, told where the file of targets is."""
+    cluster.down()
+    place = MetricsPlace(sd_path=str(sd_path))
+    clusters.scheduler_actor(cluster.address, "lru", metrics=place)
+    node_id = clusters.resolve_node_id("")
+    clusters.node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "", place)
+    wait_until(lambda: len(targets(sd_path)) == 2, 60.0, "both actors are in the file of targets")
+    yield cluster
+    cluster.down()
+
+
+def targets(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    (group,) = json.loads(path.read_text())
+    assert group["labels"].keys() == {"job", "cluster"}
+    found: list[str] = group["targets"]
+    return found
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return float(sample.value)
+    raise AssertionError(f"no {name} with {labels} in\n{text}")
+
+
+def own(name: str) -> bool:
+    """Whether the actors serve it, not the engines."""
+    return name.removesuffix("_bucket") in METRICS
+
+
+def families_of(text: str) -> set[str]:
+    return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+
+
+def test_both_actors_show_all_their_metrics_in_good_form(running: Cluster, sd_path: Path) -> None:
+    status = running.status()
+    scheduler, node = targets(sd_path)
+    assert (status.metrics, status.nodes[0].metrics) == (scheduler, node)
+    own = {"scheduler": CLUSTER, "node": NODE}
+    for name, target in (("scheduler", scheduler), ("node", node)):
+        text = scrape(target)
+        assert complaints(text) == []
+        wanted = {metric.name for metric in (BUILD, *BREAKERS, *own[name])}
+        assert families_of(text) == wanted
+    assert set(METRICS) == {metric.name for metric in (BUILD, *BREAKERS, *NODE, *CLUSTER)}
+    assert value(scrape(node), "raykv_pool_bytes", state="empty", namespace="") == POOL_BYTES
+    assert value(scrape(scheduler), "raykv_nodes") == 1
+
+
+def test_tokens_of_an_engine_are_counted_by_source_with_one_sum(
+    running: Cluster, sd_path: Path
+) -> None:
+    scheduler = clusters.find_scheduler_actor()
+    assert scheduler is not None
+    node_id = clusters.resolve_node_id("")
+    hello = AttachEngine(PROTOCOL_VERSION, "played", node_id, "n" * 40, "a/model", 1, {0: 4096})
+    attached = decode(ray.get(scheduler.attach.remote(encode(hello)), timeout=10), EngineAttached)
+
+    def tell(seq: int, **counters: int) -> SyncReply:
+        request = SyncRequest("played", attached.epoch, seq, {0: 3}, counters=counters)
+        return decode(ray.get(scheduler.sync.remote(encode(request)), timeout=10), SyncReply)
+
+    tell(1, prompt_tokens=0)
+    for _ in range(2):
+        tell(
+            2,
+            prompt_tokens=100,
+            own_cache_tokens=10,
+            loaded_tokens=50,
+            fetched_tokens=20,
+            missed_tokens_evicted=40,
+            wanted_chunks=8,
+        )
+    text = scrape(targets(sd_path)[0])
+    expected = {"computed": 40, "own_cache": 10, "same_node": 30, "other_node": 20, "disk": 0}
+    found = {
+        str(source): value(
+            text, "raykv_cluster_prompt_tokens_total", namespace="n" * 12, source=str(source)
+        )
+        for source in TokenSource
+    }
+    assert found == expected
+    missed = {
+        reason: value(
+            text, "raykv_cluster_missed_tokens_total", namespace="n" * 12, reason=str(reason)
+        )
+        for reason in MissReason
+    }
+    assert missed == {reason: 40 * (reason is MissReason.EVICTED) for reason in MissReason}
+    assert value(text, "raykv_engines", namespace="n" * 12) == 1
+    assert value(text, "raykv_namespace_info", namespace="n" * 12, model="a/model") == 1
+    assert value(text, "raykv_directory_slots", state="leased") == 6
+    assert value(text, "raykv_granted_leases_total") == 6
+    served = names_in(text) | names_in(scrape(targets(sd_path)[1]))
+    assert {name for name in metrics_of_all_panels() if own(name)} <= served
+    ray.get(scheduler.detach.remote("played"), timeout=10)
+
+
+def test_killed_node_actor_is_a_target_again_where_it_is_back(
+    running: Cluster, sd_path: Path
+) -> None:
+    before = targets(sd_path)
+    os.kill(running.status().nodes[0].pid, 9)
+
+    def is_back() -> bool:
+        now = targets(sd_path)
+        return len(now) == 2 and now != before
+
+    wait_until(is_back, 60.0, "the file has the new port")
+    assert "raykv_pool_size_bytes" in scrape(targets(sd_path)[1])
+    assert targets(sd_path)[0] == before[0]
