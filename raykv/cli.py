@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import raykv
+from raykv.cli_wire import app as publish_app
 from raykv.errors import RayKVError
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ Address = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]
+
+
+app.add_typer(publish_app, name="publish")
 
 
 def main() -> None:

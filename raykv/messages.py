@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from raykv.breaker_types import BreakerReport
+from raykv.description_types import Descriptions
 from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
 
@@ -148,7 +149,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     number of the engine's latest reset that is not confirmed yet (0: none): the namespace is
     emptied everywhere. With `idle` set the answer carries no changes and no grants: the engine has
     not taken in the earlier ones. `finished` requests, and what became of their tokens.
-    `breakers`: whom the engine leaves alone.
+    `breakers`: whom the engine leaves alone. `described`: what is inside of chunks.
     """
 
     engine_id: str
@@ -167,6 +168,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     counters: dict[str, int] = {}
     finished: list[MissRecord] = []
     breakers: BreakerReport = BreakerReport()
+    described: Descriptions = Descriptions()
 
 
 class SyncReply(msgspec.Struct, frozen=True):

@@ -40,10 +40,12 @@ TABLE = (
     row(
         "messages",
         "breaker_types",
+        "description_types",
         "event_types",
         "findings",
         "handshake",
         "miss_types",
+        "publisher_types",
         "status_types",
         packages="msgspec",
         except_for=("raykv.config",),
@@ -53,7 +55,7 @@ TABLE = (
     row("memory", packages="msgspec numpy torch", except_for=("raykv.directory",)),
     row("copy.kernel", packages="llvmlite numba", except_for=("raykv.directory",)),
     row("copy", packages="msgspec numpy torch", except_for=("raykv.directory",)),
-    row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash"),
+    row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash zmq"),
     row("vllm", packages=None),
     row(
         "client",
@@ -77,6 +79,7 @@ TABLE = (
     ),
     row(
         "cli",
+        "cli_wire",
         "bench",
         "chaos",
         "demo",

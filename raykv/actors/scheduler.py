@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 
 import raykv
+from raykv.core.descriptions import DescriptionBook
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.sanity import MAX_NUMBER, check_attach, check_report, check_sync, require
 from raykv.directory import open_table
 from raykv.errors import MessageError, VersionError
 from raykv.handshake import receive
 from raykv.messages import (
+    MAX_KEYS,
     AttachEngine,
     EngineAttached,
     NodeReport,
@@ -43,6 +45,7 @@ class SchedulerActor:
         # reports raise it.
         epoch = Epoch(int(time.time()) - _EPOCH_ZERO)
         self._manager = BlockManager(epoch, settings, open_table(eviction_policy))
+        self._descriptions = DescriptionBook()
         self._expires_at = 0.0
 
     def attach(self, raw: bytes) -> bytes:
@@ -60,6 +63,7 @@ class SchedulerActor:
         now = self._tick()
         request = receive(raw, SyncRequest, "the engine", HERE)
         check_sync(request)
+        self._descriptions.take(request.described)
         return encode(self._manager.sync(request, now))
 
     def report(self, raw: bytes) -> bytes:
@@ -95,6 +99,15 @@ class SchedulerActor:
         """Empty a namespace, or all."""
         require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
         self._manager.clear(None if namespace is None else Namespace(namespace))
+        self._descriptions.forget(namespace)
+
+    def describe_chunks(self, keys: list[bytes], namespace: str | None = None) -> bytes:
+        """→ `Descriptions` of the chunks that are described, in order, as many as fit."""
+        require(isinstance(keys, list), "keys that are no list")
+        require(all(isinstance(key, bytes) for key in keys), "keys that are no bytes")
+        require(len(keys) <= MAX_KEYS, f"{len(keys)} keys: at most {MAX_KEYS} are described")
+        require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
+        return encode(self._descriptions.page(keys, namespace))
 
     def status(self) -> bytes:
         """→ `ClusterStatus`."""

@@ -30,6 +30,7 @@ from raykv.config import (
     Settings,
 )
 from raykv.core.breaker import Breakers, Pauses, aged, joined
+from raykv.core.descriptions import DescriptionOutbox
 from raykv.core.sanity import check_reply
 from raykv.core.view import EngineView
 from raykv.errors import ClusterError, cause_of, first_line
@@ -142,6 +143,8 @@ class Session:
         self._settings = settings
         self._inbox: deque[EngineAttached | Exchanged | FetchEnded] = deque()
         self._fetches = fetches
+        # What this engine tells of its chunks' tokens, if it does; set before `start`.
+        self.described: DescriptionOutbox | None = None
         self._repeat_at = 0.0
         self._wake = threading.Event()
         self._stopped = threading.Event()
@@ -297,6 +300,8 @@ class Session:
         answer = receive(raw, EngineAttached, SENDER, "the engine")
         if answer.error:
             raise ClusterError(answer.error)
+        if self.described is not None:
+            self.described.tell_again()
         self._epoch = Epoch(answer.epoch)
         self._unanswered = None
         self._inbox.append(answer)
@@ -319,9 +324,19 @@ class Session:
                 self._inbox.append(Exchanged(request, reply))
             if request.wanted and not reply.granted.slots:
                 self._refused_until = time.monotonic() + WANT_PAUSE_S
+            if self.described is not None and reply.void:
+                self.described.clear()
             has_more = reply.more or self._view.remote.has_questions
-            if not has_more or self._num_unread >= MAX_INBOX or self._stopped.is_set():
+            may_grow = self._num_unread < MAX_INBOX
+            if not (has_more and may_grow) and not self._has_descriptions:
                 return not reply.more
+            if self._stopped.is_set():
+                return not reply.more
+
+    @property
+    def _has_descriptions(self) -> bool:
+        """Heartbeats carry them too: their answers are not for the engine's thread."""
+        return self.described is not None and self.described.has_news
 
     def _next_request(self) -> SyncRequest:
         now = time.monotonic()
@@ -334,7 +349,12 @@ class Session:
             may_want=not self._num_unread,
             may_repeat=may_repeat,
         )
-        return msgspec.structs.replace(request, breakers=self._breaker_report(now))
+        request = msgspec.structs.replace(request, breakers=self._breaker_report(now))
+        if self.described is None:
+            return request
+        counters = {**request.counters, **self.described.counter_values()}
+        described = self.described.take()
+        return msgspec.structs.replace(request, counters=counters, described=described)
 
     def _breaker_report(self, now: float) -> BreakerReport:
         """All breakers of the engine's processes."""
