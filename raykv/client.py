@@ -9,7 +9,7 @@ for event in cluster.events(since=0):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,19 +17,22 @@ import msgspec
 import ray
 
 from raykv.actors import cluster, diagnosis
-from raykv.actors.readers import read_events, take_snapshot
+from raykv.actors.publishing import publish, publisher_status, stop_publisher
+from raykv.actors.readers import describe, read_events, take_snapshot
 from raykv.block_hashes import PLAIN, PromptTraits
 from raykv.catalog_types import Chunk, PromptLookup
 from raykv.client_operations import Operations
 from raykv.config import CLIENT_S
 from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
+from raykv.description_types import Description
 from raykv.errors import ClusterError
 from raykv.event_types import Event
 from raykv.findings import Finding
 from raykv.listing import Reader
 from raykv.miss_types import Explanation
 from raykv.plan_types import Plan
+from raykv.publisher_types import PublisherSettings, PublisherStatus
 from raykv.sizing import plan
 from raykv.status_types import ClusterStatus, NodeStatus
 
@@ -214,6 +217,48 @@ class Cluster(Operations):
             ClusterError: RayKV does not run here, or does not answer.
         """
         return take_snapshot(self._scheduler)
+
+    def tokens_of(
+        self, keys: Iterable[bytes], namespace: str | None = None
+    ) -> dict[bytes, Description]:
+        """What is inside of chunks, by offload key, where an engine has said so.
+
+        Engines say it under the setting `describe_chunks`, or with `events_endpoint`. A chunk of a
+        prompt with a `cache_salt` is never described.
+
+        Args:
+            keys: as `snapshot` and `events` have them.
+            namespace: None: any in which a key is known.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return {row.key: row for row in describe(self._scheduler, keys, namespace)}
+
+    def publish(self, settings: PublisherSettings) -> PublisherStatus:
+        """Have all events published in vLLM's format, from Ray's head node, until `down`.
+
+        Subscribers can place chunks of engines with `describe_chunks`; of others they get bare
+        hashes.
+
+        Raises:
+            ClusterError: RayKV does not run here, a publisher runs that was set up in another way,
+                or its sockets can't be bound.
+        """
+        self._scheduler()
+        return publish(settings)
+
+    def publisher(self) -> PublisherStatus | None:
+        """What the publisher of events does; None: there is none.
+
+        Raises:
+            ClusterError: it does not answer.
+        """
+        return publisher_status()
+
+    def stop_publishing(self) -> bool:
+        """End the publisher; False: there was none. An engine that attaches may start it again."""
+        return stop_publisher()
 
     def down(self) -> int:
         """End all of RayKV's actors and free their pools; returns how many there were.

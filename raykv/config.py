@@ -16,6 +16,7 @@ from raykv.errors import SettingError
 from raykv.parsing import (
     MAX_SHOWN,
     count,
+    endpoint,
     flag,
     one_of,
     parse_size,
@@ -25,6 +26,7 @@ from raykv.parsing import (
     share,
     shown,
     text,
+    topic,
 )
 
 VLLM_KEYS = frozenset(
@@ -176,6 +178,33 @@ class Settings:
         text,
         "File on Ray's head node that tells Prometheus of all targets. Default: "
         "`raykv_metrics_sd.json` in Ray's session directory",
+    )
+    describe_chunks: bool = _setting(
+        False,
+        flag,
+        "Tell the scheduler actor the token ids of stored chunks, for readers of events",
+    )
+    events_endpoint: str = _setting(
+        "",
+        endpoint,
+        "Where the cluster's events are published in vLLM's format, on Ray's head node, as in "
+        "tcp://*:5557; includes describe_chunks. Default: nowhere",
+    )
+    events_replay_endpoint: str = _setting(
+        "", endpoint, "Where subscribers ask for events that they have missed. Default: nowhere"
+    )
+    events_topic: str = _setting(
+        "kv@{node}@{model}",
+        topic,
+        "The stream of a chunk's events; it may name {node}, {ip}, {host}, {model}, {namespace}",
+    )
+    events_format: str = _setting(
+        "map", one_of("map", "array"), "Events as vLLM writes them now (map), or did (array)"
+    )
+    events_hashes: str = _setting(
+        "int",
+        one_of("int", "bytes"),
+        "Block hashes as vLLM publishes them: their low 64 bits (int), or whole (bytes)",
     )
 
     @property
@@ -465,6 +494,21 @@ after 10 s."""
 
 METRICS_TARGETS_S = 2.0
 """Between two looks at which nodes there are, for the file that Prometheus reads."""
+PUBLISH_LOOK_S = 0.1
+"""The publisher's sockets are looked at so often when nothing is published: for questions for what
+was missed, and for the end."""
+
+PUBLISH_PUT_S = 1.0
+"""For a batch to find room before the sockets; the log waits meanwhile."""
+
+PUBLISH_BIND_PAUSE_S = 0.5
+"""Between two tries to bind the publisher's sockets: an earlier life may still hold them."""
+
+PUBLISH_FAILED_PAUSE_S = 1.0
+"""After the scheduler actor could not be read for as long as a reader is patient."""
+
+PUBLISH_BIND_S = 5.0
+"""For a new publisher to say whether it could bind its sockets, to a person."""
 
 SERVE_GRACE_S = 20.0
 """For `vllm serve` to end after SIGINT: it may be writing out its last answers."""

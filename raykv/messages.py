@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from raykv.breaker_types import BreakerReport
+from raykv.description_types import Descriptions
 from raykv.metric_types import HistogramData, KeySketch
 from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
@@ -163,6 +164,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     `breakers`: whom the engine leaves alone. `hints`: what requests wish for their chunks.
     `latencies`: of the engine since its start, by what was measured. `wanted_keys`: what is new of
     the sketch of the chunks that its requests have wanted; their number is among the counters.
+    `described`: what is inside of chunks.
     """
 
     engine_id: str
@@ -184,6 +186,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     hints: Hints = Hints()
     latencies: dict[str, HistogramData] = {}
     wanted_keys: KeySketch = KeySketch()
+    described: Descriptions = Descriptions()
 
 
 class SyncReply(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +158,31 @@ def one_of(*allowed: str) -> Callable[[str, Any], str]:
         )
 
     return parse
+
+
+def endpoint(name: str, value: Any) -> str:
+    """Where a ZMQ socket is; an empty text is nowhere."""
+    if isinstance(value, str) and (not value or re.fullmatch(r"(tcp|ipc)://[!-~]+", value)):
+        return value
+    raise SettingError(
+        f"{name}={shown(value)} is no place for a ZMQ socket: give one like 'tcp://*:5557' or "
+        "'ipc:///tmp/events'"
+    )
+
+
+TOPIC_FIELDS = ("node", "ip", "host", "model", "namespace")
+
+
+def topic(name: str, value: Any) -> str:
+    """A topic in which fields stand for a chunk's node and model."""
+    try:
+        parts = list(string.Formatter().parse(text(name, value)))
+    except ValueError:
+        parts = [("", "?", "", None)]
+    fields = [(field, more or how) for _, field, more, how in parts if field is not None]
+    if any(field not in TOPIC_FIELDS or more for field, more in fields):
+        raise SettingError(
+            f"{name}={shown(value)} is no topic: it may name "
+            f"{', '.join(f'{{{field}}}' for field in TOPIC_FIELDS)}, and nothing else in braces"
+        )
+    return str(value)

@@ -41,6 +41,7 @@ TABLE = (
         "messages",
         "breaker_types",
         "catalog_types",
+        "description_types",
         "event_types",
         "findings",
         "handshake",
@@ -48,6 +49,7 @@ TABLE = (
         "miss_types",
         "operation_types",
         "plan_types",
+        "publisher_types",
         "status_types",
         packages="msgspec",
         except_for=("raykv.config",),
@@ -59,7 +61,7 @@ TABLE = (
     row("copy.kernel", packages="llvmlite numba", except_for=("raykv.directory",)),
     row("copy.cuda_kernel", packages="triton", except_for=("raykv.directory",)),
     row("copy", packages="cuda msgspec numpy torch", except_for=("raykv.directory",)),
-    row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash"),
+    row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash zmq"),
     row("vllm", packages=None),
     row(
         "sizing",
@@ -91,6 +93,7 @@ TABLE = (
     ),
     row(
         "cli",
+        "cli_wire",
         "bench",
         "chaos",
         "demo",

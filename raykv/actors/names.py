@@ -13,6 +13,8 @@ NODE_PREFIX = "node:"
 SCHEDULER = "scheduler"
 """The SchedulerActor."""
 
+PUBLISHER = "events"
+"""The PublisherActor, where events are published."""
 
 OWN_NODE_FETCHES = "own node (fetches)"
 """How an engine calls its NodeActor in reports of its breakers, when it asks it for fetches."""

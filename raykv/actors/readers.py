@@ -6,7 +6,7 @@ Nothing is kept for a reader there. One that is slow asks later, one that dies a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,10 +14,14 @@ import ray
 
 import raykv
 from raykv.config import READER_PATIENCE_S, READER_PAUSE_S, READER_S
+from raykv.core.descriptions import ANSWER_BYTES
 from raykv.core.replay import Replay
+from raykv.core.sanity import check_descriptions
+from raykv.description_types import Description, Descriptions, rows_of
 from raykv.errors import ClusterError, MessageError, RayKVError, VersionError, cause_of
 from raykv.event_types import Event, EventPage, EventsMissed, SnapshotPage, events_of
 from raykv.handshake import receive
+from raykv.messages import MAX_KEYS
 from raykv.types import EventKind
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -118,7 +122,33 @@ def _load(replay: Replay, page: SnapshotPage) -> None:
         raise MessageError(f"{SENDER} sent a snapshot that can't be read: {error}") from error
 
 
-def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: int) -> S:
+def describe(
+    find: Callable[[], Any], keys: Iterable[bytes], namespace: str | None = None
+) -> list[Description]:
+    """What engines have said of chunks; nothing for those that nobody has described.
+
+    `find` returns the scheduler actor. None for the namespace: any in which the key is known.
+
+    Raises:
+        ClusterError: the scheduler actor does not answer for half a minute.
+        MessageError: it sent something that can't be meant.
+    """
+    found: list[Description] = []
+    left = list(keys)
+    while left:
+        asked, left = left[:MAX_KEYS], left[MAX_KEYS:]
+        page = _answer(find, Descriptions, "describe_chunks", asked, namespace)
+        check_descriptions(page)
+        rows = list(rows_of(page))
+        found += rows
+        if rows and 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES:
+            # The answer may have been cut off behind the last one.
+            last = rows[-1].key
+            left = [*asked[asked.index(last) + 1 :], *left] if last in asked else left
+    return found
+
+
+def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: Any) -> S:
     """Raises:
     VersionError: the scheduler actor's answers can't be read here.
     """
@@ -132,7 +162,7 @@ def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: int
         ) from error
 
 
-def _ask(find: Callable[[], Any], method: str, *arguments: int) -> Any:
+def _ask(find: Callable[[], Any], method: str, *arguments: Any) -> Any:
     """Call the scheduler actor, again and again while it restarts."""
     give_up_at = time.monotonic() + READER_PATIENCE_S
     while True:

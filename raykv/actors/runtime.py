@@ -21,6 +21,7 @@ import ray
 from raykv.actors import cluster
 from raykv.actors.fetch_client import FetchClient
 from raykv.actors.patience import within
+from raykv.actors.publishing import ensure_publisher
 from raykv.actors.session import RayCalls, Session, SessionSettings
 from raykv.config import (
     ATTACH_SAY_S,
@@ -172,6 +173,7 @@ class EngineRuntime:
             self._settings.pool_path,
             place,
         )
+        ensure_publisher(self._settings)
         return scheduler
 
     def start(self) -> None:

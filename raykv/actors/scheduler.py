@@ -26,6 +26,7 @@ from raykv.actors.exposition import MetricsServer
 from raykv.actors.steward import Steward
 from raykv.catalog_types import ChunkQuery, WhereQuery
 from raykv.config import METRICS_COLLECT_S, MetricsPlace
+from raykv.core.descriptions import DescriptionBook
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.metric_table import numbers
 from raykv.core.pins import SHARE
@@ -47,6 +48,7 @@ from raykv.directory import open_table
 from raykv.errors import MessageError, VersionError
 from raykv.handshake import receive
 from raykv.messages import (
+    MAX_KEYS,
     AttachEngine,
     EngineAttached,
     NodeReport,
@@ -91,6 +93,7 @@ class SchedulerActor:
         # reports raise it.
         epoch = Epoch(int(time.time()) - _EPOCH_ZERO)
         self._manager = BlockManager(epoch, settings, open_table(eviction_policy))
+        self._descriptions = DescriptionBook()
         self._expires_at = 0.0
         self._steward = Steward(address)
         for order in self._steward.start():
@@ -130,6 +133,7 @@ class SchedulerActor:
         with self._measured("sync") as now:
             request = receive(raw, SyncRequest, "the engine", HERE)
             check_sync(request)
+            self._descriptions.take(request.described)
             reply = self._manager.sync(request, now)
             self._manager.meter.synced(request, reply)
             return encode(reply)
@@ -169,6 +173,15 @@ class SchedulerActor:
         """Empty a namespace, or all."""
         require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
         self._manager.clear(None if namespace is None else Namespace(namespace))
+        self._descriptions.forget(namespace)
+
+    def describe_chunks(self, keys: list[bytes], namespace: str | None = None) -> bytes:
+        """→ `Descriptions` of the chunks that are described, in order, as many as fit."""
+        require(isinstance(keys, list), "keys that are no list")
+        require(all(isinstance(key, bytes) for key in keys), "keys that are no bytes")
+        require(len(keys) <= MAX_KEYS, f"{len(keys)} keys: at most {MAX_KEYS} are described")
+        require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
+        return encode(self._descriptions.page(keys, namespace))
 
     # Operators
 

@@ -30,6 +30,7 @@ from raykv.config import (
     Settings,
 )
 from raykv.core.breaker import Breakers, Pauses, aged, joined
+from raykv.core.descriptions import DescriptionOutbox
 from raykv.core.engine_tally import WANTED
 from raykv.core.hints import HintBox
 from raykv.core.histogram import Histogram
@@ -149,6 +150,8 @@ class Session:
         self._fetches = fetches
         # What requests wish for; the engine's manager fills one of its own.
         self.hints = HintBox()
+        # What this engine tells of its chunks' tokens, if it does; set before `start`.
+        self.described: DescriptionOutbox | None = None
         self._repeat_at = 0.0
         # What requests want, and how long the scheduler actor takes to say where it is.
         self._wanted = WantedKeys()
@@ -311,6 +314,8 @@ class Session:
         answer = receive(raw, EngineAttached, SENDER, "the engine")
         if answer.error:
             raise ClusterError(answer.error)
+        if self.described is not None:
+            self.described.tell_again()
         self._epoch = Epoch(answer.epoch)
         self._unanswered = None
         self._wanted.tell_all_again()
@@ -337,9 +342,19 @@ class Session:
                 self._inbox.append(Exchanged(request, reply))
             if request.wanted and not reply.granted.slots:
                 self._refused_until = time.monotonic() + WANT_PAUSE_S
+            if self.described is not None and reply.void:
+                self.described.clear()
             has_more = reply.more or self._view.remote.has_questions
-            if not has_more or self._num_unread >= MAX_INBOX or self._stopped.is_set():
+            may_grow = self._num_unread < MAX_INBOX
+            if not (has_more and may_grow) and not self._has_descriptions:
                 return not reply.more
+            if self._stopped.is_set():
+                return not reply.more
+
+    @property
+    def _has_descriptions(self) -> bool:
+        """Heartbeats carry them too: their answers are not for the engine's thread."""
+        return self.described is not None and self.described.has_news
 
     def _next_request(self) -> SyncRequest:
         now = time.monotonic()
@@ -356,13 +371,16 @@ class Session:
         if request.idle:
             return request
         counters = {**request.counters, **self.hints.counter_values()}
-        sketch = self._wanted.take(self._epoch)
+        counters[WANTED] = self._wanted.num_wanted
+        if self.described is not None:
+            counters |= self.described.counter_values()
+            request = msgspec.structs.replace(request, described=self.described.take())
         return msgspec.structs.replace(
             request,
             hints=self.hints.take(),
-            counters=counters | {WANTED: self._wanted.num_wanted},
+            counters=counters,
             latencies={LOOKUPS: self._lookups.data()},
-            wanted_keys=sketch,
+            wanted_keys=self._wanted.take(self._epoch),
         )
 
     def _breaker_report(self, now: float) -> BreakerReport:

@@ -57,6 +57,10 @@ class Engine:
 
         watches_hooks = config.pop("watch_hooks", False)
         transfer = transfer_config(config.pop("raykv", None), config.pop("connector", None))
+        if "kv_events_config" in config:
+            from vllm.config import KVEventsConfig
+
+            config["kv_events_config"] = KVEventsConfig(**config["kv_events_config"])
         if watches_hooks:
             from raykv.bench import hooks
 

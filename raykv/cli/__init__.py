@@ -15,6 +15,7 @@ from raykv.cli import (
     measure,
     operate,
     plan,
+    publish,
     serve,
     status,
     switch,
@@ -33,6 +34,7 @@ TOPICS = (
     switch,
     operate,
     plan,
+    publish,
     serve,
     measure,
 )

@@ -6,6 +6,8 @@ events that happened while it was taken go together in any case.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from raykv.event_types import (
     BlockRemoved,
     BlockStored,
@@ -20,6 +22,14 @@ from raykv.event_types import (
 from raykv.types import Generation, Key, Namespace, NodeId, Slot
 
 Place = tuple[NodeId, Namespace, Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What an event has changed: chunks that are somewhere now, or are not there any more."""
+
+    came: list[Place] = field(default_factory=list)
+    went: list[Place] = field(default_factory=list)
 
 
 class Replay:
@@ -44,41 +54,55 @@ class Replay:
         """The nodes that have a chunk."""
         return [node for node, chunks in self._chunks.items() if (namespace, key) in chunks]
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: Event) -> Moved:
         """Take in the next event. `EventsMissed` changes nothing: take a snapshot then."""
         if not isinstance(event, EventsMissed):
             self.place = (event.epoch, event.seq)
         match event:
             case BlockRemoved():
-                self._remove(event)
+                return self._remove(event)
             case BlockStored():
-                held = (Slot(event.slot), Generation(event.generation))
-                chunks = self._chunks.setdefault(NodeId(event.node_id), {})
-                chunks[Namespace(event.namespace), Key(event.key)] = held
+                return self._store(event)
             case EpochBegan():
+                went = list(self.chunks)
                 self.nodes.clear()
                 self._chunks.clear()
+                return Moved(went=went)
             case NodeJoined():
                 self.nodes[NodeId(event.node_id)] = event.node_epoch
             case NodeLost():
-                self.nodes.pop(NodeId(event.node_id), None)
-                self._chunks.pop(NodeId(event.node_id), None)
+                node_id = NodeId(event.node_id)
+                self.nodes.pop(node_id, None)
+                return Moved(went=[(node_id, *name) for name in self._chunks.pop(node_id, {})])
             case CacheCleared():
-                self._clear(event)
+                return self._clear(event)
+        return Moved()
 
-    def _remove(self, event: BlockRemoved) -> None:
-        chunks = self._chunks.get(NodeId(event.node_id), {})
-        name = (Namespace(event.namespace), Key(event.key))
-        if name in chunks and chunks[name][1] <= event.generation:
-            del chunks[name]
+    def _store(self, event: BlockStored) -> Moved:
+        node_id, name = NodeId(event.node_id), (Namespace(event.namespace), Key(event.key))
+        chunks = self._chunks.setdefault(node_id, {})
+        is_new = name not in chunks
+        chunks[name] = (Slot(event.slot), Generation(event.generation))
+        return Moved(came=[(node_id, *name)]) if is_new else Moved()
 
-    def _clear(self, event: CacheCleared) -> None:
-        for node_id, chunks in self._chunks.items():
-            self._chunks[node_id] = {
-                name: held
-                for name, held in chunks.items()
-                if name[0] != event.namespace or held[1] > event.generation
-            }
+    def _remove(self, event: BlockRemoved) -> Moved:
+        node_id, name = NodeId(event.node_id), (Namespace(event.namespace), Key(event.key))
+        chunks = self._chunks.get(node_id, {})
+        if name not in chunks or chunks[name][1] > event.generation:
+            return Moved()
+        del chunks[name]
+        return Moved(went=[(node_id, *name)])
+
+    def _clear(self, event: CacheCleared) -> Moved:
+        went = [
+            (node_id, *name)
+            for node_id, chunks in self._chunks.items()
+            for name, held in chunks.items()
+            if name[0] == event.namespace and held[1] <= event.generation
+        ]
+        for node_id, namespace, key in went:
+            del self._chunks[node_id][namespace, key]
+        return Moved(went=went)
 
     def load(self, page: SnapshotPage) -> None:
         """Take in a page of a snapshot; the first one after `EpochBegan` or on a new object."""

@@ -19,6 +19,7 @@ from raykv.catalog_types import (
     WhereQuery,
 )
 from raykv.core.geometry import PoolGeometry
+from raykv.description_types import Descriptions, is_whole, rows_of
 from raykv.errors import MessageError
 from raykv.messages import (
     MAX_KEYS,
@@ -67,6 +68,7 @@ MAX_SLOTS = 1 << 32
 MAX_POOL_BYTES = MAX_SLOTS * SLOT_ALIGNMENT
 MAX_SLABS = 1 << 20
 MAX_GROUPS = 1 << 16
+MAX_BLOCK_TOKENS = 1 << 20
 MAX_NUMBER = (1 << 63) - 1
 
 MAX_PIECES = 240
@@ -180,6 +182,7 @@ def check_sync(request: SyncRequest) -> None:
     _counters(request.counters)
     _hints(request.hints)
     _measured(request)
+    check_descriptions(request.described)
 
 
 def _hints(hints: Hints) -> None:
@@ -208,6 +211,22 @@ def _counters(counters: Mapping[str, int]) -> None:
     _rows("counters", counters)
     _numbers("counters", counters.values(), 0, MAX_NUMBER)
     _names("a counter's name", counters)
+
+
+def check_descriptions(page: Descriptions) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    _keys("keys of descriptions", page.keys)
+    _rows("descriptions", page.keys, page.parents, page.inner, page.tokens)
+    _rows("descriptions", page.keys, page.block_sizes, page.namespace_index, page.model_index)
+    _rows("descriptions", page.keys, page.kind_index, page.lora_index)
+    _names("a name", page.names)
+    for index in (page.namespace_index, page.model_index, page.kind_index, page.lora_index):
+        _numbers("numbers of names", index, 0, len(page.names) - 1)
+    _numbers("block sizes", page.block_sizes, 1, MAX_BLOCK_TOKENS)
+    _numbers("lengths of parents", set(map(len, page.parents)), 0, MAX_KEY_BYTES)
+    require(all(map(is_whole, rows_of(page))), "a description whose parts don't fit together")
 
 
 def check_report(report: NodeReport) -> None:

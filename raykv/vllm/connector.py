@@ -41,6 +41,7 @@ from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
 from raykv.vllm.params import only_documented
 from raykv.vllm.spec import RayKVOffloadingSpec, refuse_several_nodes, use_our_spec
+from raykv.vllm.tracker import track_chunks
 from raykv.vllm.versions import check_vllm_version, vllm_version
 from raykv.vllm.worker import (
     RayKVConnectorMetadata,
@@ -124,6 +125,7 @@ class RayKVConnector(OffloadingConnector):
         self._runtime = EngineRuntime(spec.settings, manager.view, identity)
         manager.session = self._runtime.session
         manager.session.hints = manager.hints
+        manager.session.described = track_chunks(self.scheduler, spec, manager, identity)
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         self._runtime.start()
 

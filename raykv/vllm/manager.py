@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 )
 from vllm.v1.kv_offload.base import (
     LookupResult,
+    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -26,6 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.actors.session import Session
+from raykv.core.announcements import Announcements
 from raykv.core.hints import HintBox
 from raykv.core.requests import FailedLoad
 from raykv.core.view import EngineView
@@ -64,6 +66,8 @@ class RayOffloadingManager(OffloadingManager):
         self.session: Session | None = None
         self.hints = HintBox()
         self.misses = MissReporter(view)
+        # For vLLM's own KV events; None: nobody wants them.
+        self.announcements: Announcements | None = None
         self._no_lease_logged_at = float("-inf")
         self._logged_sampling = False
 
@@ -140,6 +144,8 @@ class RayOffloadingManager(OffloadingManager):
             for key in names:
                 self.fail_store(key)
         self.view.complete_store(names)
+        if self.announcements is not None:
+            self.announcements.came(names, self.view.loadable)
 
     def fail_store(self, key: Key) -> None:
         """A chunk was not stored, whatever its generation."""
@@ -210,6 +216,8 @@ class RayOffloadingManager(OffloadingManager):
         vLLM never completes jobs from before a reset, so what is in flight is released here.
         """
         self.view.reset()
+        if self.announcements is not None:
+            self.announcements.clear()
         if self.session is not None:
             self.session.nudge()
 
@@ -237,6 +245,15 @@ class RayOffloadingManager(OffloadingManager):
         self.view.set_link(node_epoch != 0)
         if node_epoch:
             self.view.node_restarted(Epoch(node_epoch))
+
+    @guarded(lambda *_: ())
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """See `OffloadingManager.take_events`: of chunks that this engine stored or found."""
+        from raykv.vllm.tracker import offloading_events
+
+        if self.announcements is None:
+            return ()
+        return list(offloading_events(self.announcements, self))
 
     @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:

@@ -213,11 +213,6 @@ def refuse_unsupported(config: Any) -> None:
     """
     if config.canonical_layout:
         raise SettingError("canonical_layout=true is not supported by RayKV yet: leave it out")
-    if config.extra_config.get("self_describing_kv_events"):
-        raise SettingError(
-            "self_describing_kv_events=true is not supported by RayKV yet, which publishes no KV "
-            "events: leave it out"
-        )
     if config.parallel.pp_size > 1:
         raise SettingError(
             f"pipeline_parallel_size={config.parallel.pp_size} is not supported by RayKV yet: "

@@ -1,13 +1,20 @@
-"""Chunks of four blocks; a second engine finds what the first one stored; strangers do not."""
+"""Chunks of four blocks; a second engine finds what the first one stored; strangers do not.
+
+What the engines say of those chunks is what subscribers of events get.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from raykv.bench.engine import EngineProcess
 from raykv.bench.prompts import prompt
@@ -35,7 +42,12 @@ POOL_FILE: dict[str, str] = {}
 
 
 def start(
-    cluster: Cluster, model: Path, log: Path, blocks_per_chunk: int, **settings: str
+    cluster: Cluster,
+    model: Path,
+    log: Path,
+    blocks_per_chunk: int,
+    events: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> EngineProcess:
     extra = {
         "ray_address": cluster.address,
@@ -44,15 +56,43 @@ def start(
         "blocks_per_chunk": blocks_per_chunk,
         **settings,
     }
-    return EngineProcess(model, log, extra)
+    config: dict[str, Any] = {} if events is None else {"kv_events_config": events}
+    return EngineProcess(model, log, extra, **config)
+
+
+def free_endpoint() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"tcp://*:{taken.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Any]:
+    """Settings of RayKV's own publisher."""
+    return {"events_endpoint": free_endpoint(), "events_replay_endpoint": free_endpoint()}
+
+
+@pytest.fixture(scope="module")
+def vllms() -> dict[str, Any]:
+    """Settings of vLLM's own publisher."""
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": free_endpoint(),
+        "replay_endpoint": free_endpoint(),
+    }
 
 
 @pytest.fixture(scope="module")
 def first_run(
-    fresh_cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    fresh_cluster: Cluster,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    ours: dict[str, Any],
 ) -> list[list[int]]:
     """An engine computes and stores the prompts, then ends; gives vLLM's own tokens."""
-    engine = start(fresh_cluster, tiny_model, tmp_path_factory.mktemp("first") / "log", 4)
+    log = tmp_path_factory.mktemp("first") / "log"
+    engine = start(fresh_cluster, tiny_model, log, 4, **ours)
     engine.tokens(PROMPTS)
     reference = engine.tokens(PROMPTS)
     seen = [-1]
@@ -73,8 +113,10 @@ def second_engine(
     fresh_cluster: Cluster,
     tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    vllms: dict[str, Any],
 ) -> Iterator[EngineProcess]:
-    engine = start(fresh_cluster, tiny_model, tmp_path_factory.mktemp("second") / "log", 4)
+    log = tmp_path_factory.mktemp("second") / "log"
+    engine = start(fresh_cluster, tiny_model, log, 4, vllms, self_describing_kv_events=True)
     yield engine
     engine.stop()
 
@@ -87,6 +129,89 @@ def test_second_engine_loads_what_first_one_stored(
     expected = [len(tokens) // CHUNK * CHUNK for tokens in PROMPTS]
     assert [output["cached"] for output in outputs] == expected
     second_engine.reset()
+
+
+def replayed(replay_endpoint: str) -> list[dict[str, Any]]:
+    """All events that a publisher remembers."""
+    events: list[dict[str, Any]] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as questions:
+        questions.setsockopt(zmq.LINGER, 0)
+        questions.connect(replay_endpoint.replace("*", "127.0.0.1"))
+        questions.send_multipart([b"", bytes(8)])
+        while True:
+            assert questions.poll(10_000), "no answer from the replay socket"
+            payload = questions.recv_multipart()[-1]
+            if not payload:
+                return events
+            events += msgspec.msgpack.decode(payload)[1]
+
+
+def chunk_blocks(tokens: list[int]) -> list[tuple[list[int], int | None, list[int]]]:
+    """The chunks of a prompt as vLLM hashes them: block hashes, the hash before, and tokens."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    request = Request(
+        request_id="r",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+    hashes = [int.from_bytes(each[-8:], "big") for each in request.block_hashes]
+    return [
+        (hashes[i : i + 4], hashes[i - 1] if i else None, tokens[i * BLOCK : (i + 4) * BLOCK])
+        for i in range(0, len(hashes) // 4 * 4, 4)
+    ]
+
+
+def stored_blocks(events: list[dict[str, Any]]) -> list[tuple[list[int], int | None, list[int]]]:
+    return [
+        (event["block_hashes"], event["parent_block_hash"], event["token_ids"])
+        for event in events
+        if event["type"] == "BlockStored" and event["medium"] == "CPU"
+    ]
+
+
+def test_published_chunks_are_those_of_the_prompts(
+    first_run: list[list[int]], fresh_cluster: Cluster, ours: dict[str, Any]
+) -> None:
+    """With vLLM's hashes of their blocks, the prompts' tokens, and each after the one before it."""
+    expected = [chunk for tokens in PROMPTS for chunk in chunk_blocks(tokens)]
+    held = len(fresh_cluster.snapshot().chunks)
+
+    def is_told() -> bool:
+        status = fresh_cluster.publisher()
+        return status is not None and status.held == held
+
+    wait_until(is_told, 20.0, "all chunks are published")
+    told = stored_blocks(replayed(ours["events_replay_endpoint"]))
+    assert all(chunk in told for chunk in expected)
+    known = {block for hashes, _, _ in told for block in hashes}
+    assert all(parent in known for _, parent, _ in told if parent is not None)
+    keys = [key for _, _, key in fresh_cluster.snapshot().chunks]
+    rows = fresh_cluster.tokens_of(keys)
+    assert rows.keys() == set(keys)
+    assert {tuple(row.token_ids) for row in rows.values()} >= {
+        tuple(tokens) for _, _, tokens in expected
+    }
+
+
+def test_vllms_own_events_tell_of_chunks_that_were_found(
+    second_engine: EngineProcess, vllms: dict[str, Any]
+) -> None:
+    second_engine.tokens(PROMPTS)
+    second_engine.reset()
+    expected = [chunk for tokens in PROMPTS for chunk in chunk_blocks(tokens)]
+
+    def are_told() -> bool:
+        told = stored_blocks(replayed(vllms["replay_endpoint"]))
+        return all(chunk in told for chunk in expected)
+
+    wait_until(are_told, 20.0, "vLLM's subscribers know of the chunks")
 
 
 def test_load_begins_inside_of_chunk_after_local_prefix_hit(
@@ -140,7 +265,7 @@ def test_engine_of_other_namespace_finds_nothing(
     tiny_model: Path,
     tmp_path: Path,
     blocks_per_chunk: int,
-    settings: dict[str, str],
+    settings: dict[str, Any],
 ) -> None:
     engine = start(fresh_cluster, tiny_model, tmp_path / "log", blocks_per_chunk, **settings)
     try:

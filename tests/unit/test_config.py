@@ -144,6 +144,17 @@ BAD = [
     ("fetch_bytes_per_s", "nan"),
     ("prefill_tokens_per_s", float("inf")),
     ("prefill_tokens_per_s", True),
+    ("describe_chunks", "partly"),
+    ("events_endpoint", "localhost:5557"),
+    ("events_endpoint", 5557),
+    ("events_replay_endpoint", "tcp://"),
+    ("events_topic", "kv@{pod}"),
+    ("events_topic", "kv@{node!r}"),
+    ("events_topic", "kv@{"),
+    ("events_topic", "kv@{}"),
+    ("events_topic", 1),
+    ("events_format", "json"),
+    ("events_hashes", "hex"),
     *[(name, bad) for name in SECONDS for bad in (0, -1, "soon", 3600.1, "nan", "inf", None, True)],
 ]
 

@@ -33,7 +33,6 @@ def test_plain_engine_is_accepted() -> None:
     ("fields", "named"),
     [
         ({"canonical_layout": True}, "canonical_layout=true"),
-        ({"extra_config": {"self_describing_kv_events": True}}, "self_describing_kv_events=true"),
         ({"parallel": SimpleNamespace(pp_size=2)}, "pipeline_parallel_size=2"),
     ],
 )

@@ -1,0 +1,127 @@
+"""`raykv publish`: the cluster's events for routers that read vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from raykv.cli.base import Address, AsJson
+from raykv.cli.base import app as main_app
+from raykv.config import Settings, load_settings
+from raykv.errors import ClusterError
+from raykv.publisher_types import PublisherSettings, PublisherStatus
+
+app = typer.Typer(
+    help="Publish the cluster's events in vLLM's format (ZMQ), for routers that index KV caches.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+main_app.add_typer(app, name="publish")
+
+
+@app.command()
+def start(
+    endpoint: Annotated[
+        str, typer.Argument(help="Where, as in tcp://*:5557; a host's name is connected to.")
+    ],
+    *,
+    replay: Annotated[
+        str, typer.Option(help="Where subscribers ask for what they have missed.")
+    ] = "",
+    topic: Annotated[
+        str, typer.Option(help="May name {node}, {ip}, {host}, {model}, {namespace}.")
+    ] = Settings.events_topic,
+    form: Annotated[
+        str, typer.Option("--format", help="map, or array as before June 2026.")
+    ] = Settings.events_format,
+    hashes: Annotated[
+        str, typer.Option(help="int for the low 64 bits of block hashes, or bytes.")
+    ] = Settings.events_hashes,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    r"""Publish from Ray's head node, until `stop` or `raykv down`.
+
+    Token ids are in the events for chunks of engines with describe_chunks=true.
+
+    \b
+    raykv publish start 'tcp://*:5557' --replay 'tcp://*:5558'
+    raykv publish start 'tcp://*:5557' --topic 'kv@{ip}:8000@{model}'
+    """
+    from raykv.client import connect
+
+    given = {
+        "events_endpoint": endpoint,
+        "events_replay_endpoint": replay,
+        "events_topic": topic,
+        "events_format": form,
+        "events_hashes": hashes,
+    }
+    settings = _checked(given)
+    with connect(ray_address) as cluster:
+        _show(cluster.publish(settings), as_json=as_json)
+
+
+@app.command()
+def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+    """What the publisher does; exit code 1 if there is none."""
+    from raykv.client import connect
+
+    with connect(ray_address) as cluster:
+        found = cluster.publisher()
+    if found is None:
+        Console(stderr=True).print("no events are published in this cluster")
+        raise typer.Exit(1)
+    _show(found, as_json=as_json)
+
+
+@app.command()
+def stop(ray_address: Address = None) -> None:
+    """End the publisher; exit code 1 if there was none."""
+    from raykv.client import connect
+
+    with connect(ray_address) as cluster:
+        if not cluster.stop_publishing():
+            raise typer.Exit(1)
+    typer.echo("no events are published any more")
+
+
+def _checked(given: dict[str, str]) -> PublisherSettings:
+    """As an engine's settings are checked."""
+    settings = load_settings(given, {})
+    if not settings.events_endpoint:
+        raise ClusterError("no endpoint is given: name one like tcp://*:5557")
+    return PublisherSettings(
+        endpoint=settings.events_endpoint,
+        replay_endpoint=settings.events_replay_endpoint,
+        topic=settings.events_topic,
+        form=settings.events_format,
+        hashes=settings.events_hashes,
+    )
+
+
+def _show(status: PublisherStatus, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(status)).decode())
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    replay = f", what was missed at {status.replay_endpoint}" if status.replay_endpoint else ""
+    console.print(
+        f"events at {status.endpoint}{replay}; topic {status.topic!r}, {status.format}, "
+        f"{status.hashes} hashes",
+        markup=False,
+    )
+    console.print(
+        f"{status.held} chunks told in {status.streams} streams, {status.waiting} waiting, "
+        f"{status.undescribed} told as bare hashes, {status.skipped} skipped"
+    )
+    console.print(
+        f"{status.messages} messages, {status.dropped} of them not to every subscriber, "
+        f"{status.replays} replays, {status.restarts} restarts"
+    )
+    if status.error:
+        console.print(f"not published: {status.error}", style="red", markup=False)

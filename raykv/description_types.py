@@ -1,0 +1,145 @@
+"""What is inside of chunks, in tokens: structs that cross processes, as in `messages.py`."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+_TOKEN_BYTES = 4
+
+
+class Description(msgspec.Struct, frozen=True, gc=False):
+    """One chunk in words of vLLM.
+
+    `key` is vLLM's offload key, `parent` the hash of the block before the chunk (None at the
+    beginning of a prompt), `inner` the hashes of the chunk's blocks but the last, back to back:
+    that one is the key's. `tokens` are unsigned numbers of four bytes, little endian. `kind` is
+    vLLM's name for the KV group's kind of attention, `lora` the adapter's name, if there is one.
+    """
+
+    namespace: str
+    key: bytes
+    parent: bytes | None
+    inner: bytes
+    tokens: bytes
+    block_size: int
+    model: str = ""
+    kind: str = ""
+    lora: str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the chunk, in order."""
+        numbers = array("I", self.tokens)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tolist()
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """vLLM's hashes of the chunk's blocks, in order; the last one names the chunk."""
+        last = self.key[:-4]
+        inner = self.inner
+        step = len(last)
+        return [*(inner[i : i + step] for i in range(0, len(inner), step)), last]
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory or in a message; the names are shared."""
+        parent = 0 if self.parent is None else len(self.parent)
+        return len(self.key) + parent + len(self.inner) + len(self.tokens)
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as `Description.tokens` has them.
+
+    Raises:
+        OverflowError: one of them is negative, or takes more than four bytes.
+    """
+    numbers = array("I", token_ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+class Descriptions(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of `Description`s; what ends in `_index` points into `names`, "" for none.
+
+    A parent of no bytes is none.
+    """
+
+    names: list[str] = []
+    namespace_index: list[int] = []
+    keys: list[bytes] = []
+    parents: list[bytes] = []
+    inner: list[bytes] = []
+    tokens: list[bytes] = []
+    block_sizes: list[int] = []
+    model_index: list[int] = []
+    kind_index: list[int] = []
+    lora_index: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+def page_of(rows: Sequence[Description]) -> Descriptions:
+    """Descriptions as columns."""
+    names: dict[str, int] = {}
+
+    def index(name: str | None) -> int:
+        return names.setdefault(name or "", len(names))
+
+    return Descriptions(
+        namespace_index=[index(row.namespace) for row in rows],
+        keys=[row.key for row in rows],
+        parents=[row.parent or b"" for row in rows],
+        inner=[row.inner for row in rows],
+        tokens=[row.tokens for row in rows],
+        block_sizes=[row.block_size for row in rows],
+        model_index=[index(row.model) for row in rows],
+        kind_index=[index(row.kind) for row in rows],
+        lora_index=[index(row.lora) for row in rows],
+        names=list(names),
+    )
+
+
+def rows_of(page: Descriptions) -> Iterator[Description]:
+    """The rows of a page that has been checked."""
+    names = page.names
+    columns = zip(
+        page.namespace_index,
+        page.keys,
+        page.parents,
+        page.inner,
+        page.tokens,
+        page.block_sizes,
+        page.model_index,
+        page.kind_index,
+        page.lora_index,
+        strict=True,
+    )
+    for namespace, key, parent, inner, tokens, size, model, kind, lora in columns:
+        yield Description(
+            names[namespace],
+            key,
+            parent or None,
+            inner,
+            tokens,
+            size,
+            names[model],
+            names[kind],
+            names[lora] or None,
+        )
+
+
+def is_whole(row: Description) -> bool:
+    """Whether the parts of a description fit together: as many tokens as its blocks have."""
+    step = len(row.key) - 4
+    if step <= 0 or len(row.inner) % step or len(row.tokens) % _TOKEN_BYTES:
+        return False
+    num_blocks = len(row.inner) // step + 1
+    return len(row.tokens) == num_blocks * row.block_size * _TOKEN_BYTES

@@ -1,0 +1,341 @@
+"""The publisher under real Ray, with a subscriber that keeps an index as a router does."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import ray
+import zmq
+from typer.testing import CliRunner
+
+from raykv.actors import cluster as clusters
+from raykv.actors.keeper import inventory_of
+from raykv.actors.publishing import find_publisher
+from raykv.actors.session import RayCalls, Session, SessionSettings
+from raykv.cli import app
+from raykv.client import Cluster
+from raykv.core.descriptions import DescriptionOutbox
+from raykv.core.slots import ChunkName
+from raykv.core.view import EngineView
+from raykv.description_types import Description, pack_tokens
+from raykv.errors import ClusterError
+from raykv.messages import PROTOCOL_VERSION, NodeReport, encode
+from raykv.publisher_types import PublisherStatus
+from raykv.types import SLOT_ALIGNMENT, EngineId, Generation, Key, Namespace, Slot
+from tests.one_node import actors_of_one_node
+from tests.waiting import wait_until
+from tests.wire_index import WireIndex
+
+pytestmark = pytest.mark.integration
+
+NAMESPACE = "model"
+NODES = ("first", "second")
+NUM_SLOTS = 1024
+SETTLED_S = 30.0
+
+
+def block_hash(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def key(number: int) -> Key:
+    return Key(block_hash(number) + bytes(4))
+
+
+def description(number: int) -> Description:
+    """Chunks of a hundred are a prompt."""
+    return Description(
+        namespace=NAMESPACE,
+        key=key(number),
+        parent=block_hash(number - 1) if number % 100 else None,
+        inner=b"",
+        tokens=pack_tokens([number, number + 1]),
+        block_size=2,
+        model="tiny",
+        kind="full_attention",
+    )
+
+
+class Nodes:
+    """Two NodeActors that have no memory: they say again and again what they hold."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[int]] = {name: [] for name in NODES}
+        self._seq = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat)
+        self._thread.start()
+
+    def hold(self, name: str, numbers: range) -> None:
+        with self._lock:
+            self._held[name] += numbers
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join(20.0)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(0.5):
+            with self._lock:
+                self._seq += 1
+                reports = [self._report(name, held) for name, held in self._held.items()]
+            for report in reports:
+                try:
+                    actor = clusters.find_scheduler_actor()
+                    ray.get(actor.report.remote(report), timeout=5.0)  # type: ignore[union-attr]
+                except (ray.exceptions.RayError, AttributeError):
+                    continue
+
+    def _report(self, name: str, held: list[int]) -> bytes:
+        pool_bytes = NUM_SLOTS * SLOT_ALIGNMENT
+        chunks = [
+            ChunkName(Namespace(NAMESPACE), key(number), Slot(slot), Generation(1), SLOT_ALIGNMENT)
+            for slot, number in enumerate(held)
+        ]
+        return encode(
+            NodeReport(
+                version=PROTOCOL_VERSION,
+                node_id=name,
+                epoch=1,
+                seq=self._seq,
+                pool_bytes=pool_bytes,
+                slab_bytes=pool_bytes,
+                highest_generation=0,
+                scheduler_epoch=0,
+                stored=inventory_of(chunks),
+            )
+        )
+
+
+class Subscriber:
+    """Reads in a thread of its own; asks for what it has missed, as vLLM's example does."""
+
+    def __init__(self, endpoint: str, replay: str) -> None:
+        self.index = WireIndex()
+        self.lock = threading.Lock()
+        # A deaf one throws away what it reads.
+        self.is_deaf = False
+        self.num_asked = 0
+        self._endpoint, self._replay = endpoint, replay
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join(20.0)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.SUB) as events:
+            events.connect(self._endpoint)
+            events.setsockopt(zmq.SUBSCRIBE, b"kv@")
+            with context.socket(zmq.DEALER) as questions:
+                questions.setsockopt(zmq.LINGER, 0)
+                questions.connect(self._replay)
+                self._ask(questions, 0)
+                while not self._ended.is_set():
+                    if events.poll(100):
+                        self._take(questions, *events.recv_multipart())
+
+    def _take(
+        self, questions: zmq.Socket[bytes], topic: bytes, seq_bytes: bytes, payload: bytes
+    ) -> None:
+        if self.is_deaf:
+            return
+        name, seq = topic.decode(), int.from_bytes(seq_bytes, "big")
+        last = self.index.last_seq.get(name)
+        if last is not None and seq > last + 1:
+            self._ask(questions, last + 1, topic)
+        with self.lock:
+            self.index.take(name, seq, payload)
+
+    def _ask(self, questions: zmq.Socket[bytes], start: int, *topic: bytes) -> None:
+        self.num_asked += 1
+        questions.send_multipart([b"", start.to_bytes(8, "big"), *topic])
+        while questions.poll(10_000):
+            _, name, seq, payload = questions.recv_multipart()
+            if not payload:
+                assert seq == (-1).to_bytes(8, "big", signed=True)
+                return
+            with self.lock:
+                self.index.last_seq.setdefault(name.decode(), -1)
+                # The picture's numbers may leave some out.
+                self.index.last_seq[name.decode()] = int.from_bytes(seq, "big") - 1
+                self.index.take(name.decode(), int.from_bytes(seq, "big"), payload)
+        raise AssertionError("no answer from the replay socket")
+
+    def blocks(self) -> dict[str, set[int | bytes]]:
+        """What it believes, by stream."""
+        with self.lock:
+            return {
+                topic: {name for _, name in blocks}
+                for topic, blocks in self.index.blocks.items()
+                if blocks
+            }
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+class Scene:
+    """A cluster with a publisher, an engine that describes, and a subscriber."""
+
+    def __init__(self, cluster: Cluster, node_id: str) -> None:
+        ports = free_port(), free_port()
+        settings = [f"tcp://*:{ports[0]}", "--replay", f"tcp://*:{ports[1]}", "--hashes", "bytes"]
+        self.cluster = cluster
+        self.started = json.loads(run("publish", "start", *settings, "--json"))
+        self.nodes = Nodes()
+        self.outbox = DescriptionOutbox()
+        view = EngineView(EngineId("engine"), [0], 10.0, 8)
+        who = SessionSettings("engine", node_id, NAMESPACE, "tiny", 1, {0: SLOT_ALIGNMENT})
+        self.session = Session(view, RayCalls(clusters.find_scheduler_actor, 5.0), who)
+        self.session.described = self.outbox
+        self.session.attach(10.0)
+        self.session.start()
+        self.subscriber = Subscriber(*(f"tcp://127.0.0.1:{port}" for port in ports))
+
+    def stop(self) -> None:
+        import time
+
+        t = time.monotonic()
+        self.subscriber.stop()
+        print("sub", time.monotonic() - t)
+        self.session.stop(5.0)
+        print("session", time.monotonic() - t)
+        self.nodes.stop()
+        print("nodes", time.monotonic() - t)
+
+    def publisher(self) -> PublisherStatus:
+        """What it says; without a process while it is not there."""
+        nobody = PublisherStatus("", "", "", "", "", pid=0)
+        try:
+            return self.cluster.publisher() or nobody
+        except ClusterError:
+            return nobody
+
+    def store(self, name: str, numbers: range) -> None:
+        """The news and what the engine says of it come in any order."""
+        self.nodes.hold(name, numbers)
+        for number in numbers:
+            self.outbox.add(description(number))
+
+    def settle(self, num_chunks: int) -> None:
+        """Wait until the subscriber believes what the directory has."""
+        expected: dict[str, set[int | bytes]] = {}
+
+        def agrees() -> bool:
+            chunks = self.cluster.snapshot().chunks
+            expected.clear()
+            for node_id, _, name in chunks:
+                expected.setdefault(f"kv@{node_id}@tiny", set()).add(name[:-4])
+            return len(chunks) == num_chunks and self.subscriber.blocks() == expected
+
+        wait_until(agrees, SETTLED_S, f"the subscriber knows of {num_chunks} chunks")
+
+
+@pytest.fixture(scope="module")
+def scene(cluster: Cluster) -> Iterator[Scene]:
+    with actors_of_one_node(cluster, 16 << 20) as node_id:
+        made = Scene(cluster, node_id)
+        yield made
+        made.stop()
+
+
+def test_subscriber_builds_the_directory_with_tokens_and_parents(scene: Scene) -> None:
+    scene.store(NODES[0], range(300))
+    scene.store(NODES[1], range(150))
+    scene.settle(450)
+    index = scene.subscriber.index
+    for (group, name), block in index.blocks[f"kv@{NODES[0]}@tiny"].items():
+        assert isinstance(name, bytes)
+        number = int.from_bytes(name, "big")
+        parent = block_hash(number - 1) if number % 100 else None
+        assert (group, block.parent, block.tokens) == (0, parent, [number, number + 1])
+    assert not index.orphans
+    assert not index.gaps
+    status = json.loads(run("publish", "status", "--json"))
+    assert (status["held"], status["streams"], status["undescribed"]) == (450, 2, 0)
+    assert "450 chunks told in 2 streams" in run("publish", "status")
+
+
+def test_tokens_of_chunks_are_known_to_clients(scene: Scene) -> None:
+    known = scene.cluster.tokens_of([key(5), b"no such key", key(200)])
+    assert {name: row.token_ids for name, row in known.items()} == {
+        key(5): [5, 6],
+        key(200): [200, 201],
+    }
+    assert known[key(5)] == description(5)
+    assert scene.cluster.tokens_of([key(5)], "other") == {}
+
+
+def test_deaf_subscriber_gets_what_it_has_missed(scene: Scene) -> None:
+    asked = scene.subscriber.num_asked
+    scene.subscriber.is_deaf = True
+    scene.store(NODES[1], range(300, 400))
+    wait_until(lambda: scene.publisher().held == 550, SETTLED_S, "the chunks are told")
+    scene.subscriber.is_deaf = False
+    scene.store(NODES[1], range(400, 410))
+    scene.settle(560)
+    assert scene.subscriber.num_asked > asked
+
+
+def test_all_is_told_again_after_the_scheduler_actor_has_died(scene: Scene) -> None:
+    before = scene.cluster.status().epoch
+    ray.kill(clusters.find_scheduler_actor(), no_restart=False)
+
+    def is_back() -> bool:
+        try:
+            return scene.cluster.status().epoch > before
+        except ClusterError:
+            return False
+
+    wait_until(is_back, SETTLED_S, "another scheduler actor")
+    scene.settle(560)
+    index = scene.subscriber.index
+    blocks = [block for blocks in index.blocks.values() for block in blocks.values()]
+    assert all(block.tokens for block in blocks)
+
+
+def test_publisher_that_has_died_goes_on_where_it_was(scene: Scene) -> None:
+    """Its numbers begin anew, higher: subscribers see a gap, and ask for what they have missed."""
+    asked, pid = scene.subscriber.num_asked, scene.publisher().pid
+    ray.kill(find_publisher(), no_restart=False)
+    scene.store(NODES[0], range(500, 510))
+    wait_until(lambda: scene.publisher().pid not in (0, pid), SETTLED_S, "another publisher")
+    scene.settle(570)
+    assert scene.subscriber.num_asked > asked
+
+
+def test_clearing_takes_all_back(scene: Scene) -> None:
+    scene.cluster.clear()
+    # The nodes go on reporting what was stored before: that is void.
+    scene.settle(0)
+    assert scene.cluster.tokens_of([key(5)]) == {}
+
+
+def test_second_publisher_is_refused_and_the_same_one_is_not(scene: Scene) -> None:
+    endpoint = scene.started["endpoint"].replace("0.0.0.0", "*")
+    replay = scene.started["replay_endpoint"].replace("0.0.0.0", "*")
+    run("publish", "start", endpoint, "--replay", replay, "--hashes", "bytes")
+    result = CliRunner().invoke(app, ["publish", "start", endpoint, "--topic", "other"])
+    assert "a publisher runs already" in str(result.exception)
+    run("publish", "stop")
+    wait_until(lambda: scene.cluster.publisher() is None, 10.0, "the publisher has ended")
+    assert CliRunner().invoke(app, ["publish", "stop"]).exit_code == 1
+    assert CliRunner().invoke(app, ["publish", "status"]).exit_code == 1

@@ -1,0 +1,152 @@
+"""What the engine says of the chunks that vLLM stores and finds: as vLLM hashes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raykv.actors.runtime import EngineIdentity
+from raykv.core.announcements import Announcements
+from raykv.core.descriptions import DescriptionOutbox
+from raykv.description_types import Description, rows_of
+from raykv.types import Key
+
+pytest.importorskip("vllm")
+
+BLOCK = 16
+CHUNK = 2 * BLOCK
+TOKENS = list(range(1, 3 * CHUNK + 1))
+WHO = EngineIdentity("engine", "namespace", "tiny", 1, {0: 4096}, "")
+
+
+def request(**fields: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    return Request(
+        request_id="r",
+        prompt_token_ids=TOKENS,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        **fields,
+    )
+
+
+def group(window: int | None = None) -> Any:
+    return SimpleNamespace(
+        group_idx=0,
+        tokens_per_block=BLOCK,
+        tokens_per_chunk=CHUNK,
+        hashes_per_chunk=2,
+        kv_event_group_spec=SimpleNamespace(
+            kv_cache_spec_kind="full_attention", kv_cache_spec_sliding_window=None
+        ),
+        sliding_window_size_in_chunks=window,
+    )
+
+
+def tracker(outbox: DescriptionOutbox | None, announcements: Announcements | None = None) -> Any:
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
+    from raykv.vllm.tracker import ChunkTracker
+
+    config = OffloadingKVEventsConfig(
+        enable_kv_cache_events=announcements is not None, self_describing_kv_events=True
+    )
+    return ChunkTracker(config, WHO, outbox, announcements)
+
+
+def key_of(req: Any, chunk: int) -> Any:
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return make_offload_key(req.block_hashes[2 * chunk + 1], 0)
+
+
+def told(outbox: DescriptionOutbox) -> list[Description]:
+    return list(rows_of(outbox.take()))
+
+
+def test_stored_chunk_is_described_with_tokens_hashes_and_the_one_before_it() -> None:
+    outbox, req = DescriptionOutbox(), request()
+    tracks = tracker(outbox)
+    for chunk in (0, 1):
+        tracks.record_store(req, group(), chunk, key_of(req, chunk))
+    first, second = told(outbox)
+    hashes = [bytes(each) for each in req.block_hashes]
+    assert (first.parent, first.block_hashes) == (None, hashes[:2])
+    assert (second.parent, second.block_hashes) == (hashes[1], hashes[2:4])
+    assert second.token_ids == TOKENS[CHUNK : 2 * CHUNK]
+    assert (second.block_size, second.model, second.kind) == (BLOCK, "tiny", "full_attention")
+    assert second.namespace == "namespace"
+
+
+def test_chunk_is_described_once_whether_it_is_stored_or_found() -> None:
+    outbox, req = DescriptionOutbox(), request()
+    tracks = tracker(outbox)
+    tracks.record_lookup(req, group(), 0, key_of(req, 0))
+    tracks.record_store(req, group(), 0, key_of(req, 0))
+    assert len(told(outbox)) == 1
+    tracks.record_lookup(req, group(), 0, key_of(req, 0))
+    assert not outbox.has_news
+
+
+def test_adapter_is_named() -> None:
+    from vllm.lora.request import LoRARequest
+
+    outbox, req = DescriptionOutbox(), request(lora_request=LoRARequest("poems", 1, "/nowhere"))
+    tracker(outbox).record_store(req, group(), 0, key_of(req, 0))
+    assert [row.lora for row in told(outbox)] == ["poems"]
+
+
+def test_chunk_of_a_salted_prompt_is_a_secret() -> None:
+    outbox, req = DescriptionOutbox(), request(cache_salt="mine")
+    tracker(outbox).record_store(req, group(), 0, key_of(req, 0))
+    assert not outbox.has_news
+
+
+def test_chunk_of_a_sliding_window_is_not_described() -> None:
+    outbox, req = DescriptionOutbox(), request()
+    tracker(outbox).record_store(req, group(window=1), 0, key_of(req, 0))
+    assert not outbox.has_news
+
+
+def test_request_that_vllm_cant_describe_breaks_nothing() -> None:
+    outbox, req = DescriptionOutbox(), request()
+    tracker(outbox).record_store(req, group(), 99, key_of(req, 0))
+    assert not outbox.has_news
+
+
+def test_vllms_own_events_come_and_go_with_the_chunk() -> None:
+    """The tracker keeps what it knows of a chunk until that is gone, and no longer."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    from raykv.vllm.tracker import offloading_events
+
+    announcements, req = Announcements(), request()
+    tracks = tracker(None, announcements)
+    loadable: dict[Key, None] = {}
+    manager: Any = SimpleNamespace(view=SimpleNamespace(loadable=loadable))
+
+    def events() -> list[Any]:
+        return list(tracks.take_events(offloading_events(announcements, manager)))
+
+    name = key_of(req, 1)
+    tracks.record_store(req, group(), 1, name)
+    assert events() == []
+    loadable[Key(name)] = None
+    announcements.came([Key(name)], loadable)
+    (stored,) = events()
+    assert isinstance(stored, BlockStored)
+    assert (stored.token_ids, stored.medium) == (TOKENS[CHUNK : 2 * CHUNK], "CPU")
+    assert stored.locality == "LOCAL"
+    loadable.clear()
+    (removed,) = events()
+    assert isinstance(removed, BlockRemoved)
+    assert removed.block_hashes == stored.block_hashes
+    assert not tracks._pending_event_metadata

@@ -1,0 +1,249 @@
+"""What chunks have inside: columns, the scheduler actor's book, the engine's outbox."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.actors.scheduler import SchedulerActor
+from raykv.core.descriptions import ANSWER_BYTES, ROW_BYTES, DescriptionBook, DescriptionOutbox
+from raykv.core.sanity import check_descriptions
+from raykv.description_types import (
+    Description,
+    Descriptions,
+    is_whole,
+    pack_tokens,
+    page_of,
+    rows_of,
+)
+from raykv.errors import MessageError
+from raykv.messages import SyncRequest, decode, encode
+
+BLOCK = 4
+
+
+def inner_hash(number: int, place: int) -> bytes:
+    return (number << 32 | place).to_bytes(8, "little")
+
+
+def description(number: int, namespace: str = "n", num_blocks: int = 1) -> Description:
+    tokens = range(number, number + BLOCK * num_blocks)
+    return Description(
+        namespace=namespace,
+        key=number.to_bytes(8, "big") + bytes(4),
+        parent=None if number == 0 else (number - 1).to_bytes(8, "big"),
+        inner=b"".join(inner_hash(number, each) for each in range(num_blocks - 1)),
+        tokens=pack_tokens(tokens),
+        block_size=BLOCK,
+        model="m",
+        kind="full_attention",
+        lora="poems" if number % 2 else None,
+    )
+
+
+def size(row: Description) -> int:
+    return row.num_bytes + ROW_BYTES
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_tokens_come_out_as_they_went_in(tokens: list[int]) -> None:
+    row = Description("", bytes(12), None, b"", pack_tokens(tokens), 1)
+    assert row.token_ids == tokens
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_token_that_has_no_four_bytes_is_refused(token: int) -> None:
+    with pytest.raises(OverflowError):
+        pack_tokens([token])
+
+
+def test_page_gives_its_rows_back() -> None:
+    rows = [description(0), description(1, "other"), description(7, num_blocks=3)]
+    page = decode(encode(page_of(rows)), Descriptions)
+    check_descriptions(page)
+    assert list(rows_of(page)) == rows
+    assert list(rows_of(page_of([]))) == []
+
+
+def test_block_hashes_end_with_the_key() -> None:
+    row = description(5, num_blocks=3)
+    assert row.block_hashes == [inner_hash(5, 0), inner_hash(5, 1), row.key[:-4]]
+
+
+REPLACE = [
+    {"keys": []},
+    {"keys": [b""]},
+    {"keys": [bytes(4)]},
+    {"keys": [bytes(200)]},
+    {"parents": [bytes(200)]},
+    {"tokens": [b"123"]},
+    {"tokens": [pack_tokens(range(3))]},
+    {"block_sizes": [0]},
+    {"block_sizes": [1 << 30]},
+    {"inner": [b"1"]},
+    {"inner": [bytes(8)]},
+    {"lora_index": [99]},
+    {"model_index": [-1]},
+    {"namespace_index": [0, 0]},
+    {"names": []},
+    {"names": ["x" * 5000] * 3},
+]
+
+
+@pytest.mark.parametrize("wrong", REPLACE, ids=repr)
+def test_page_that_cant_be_meant_is_refused_and_changes_nothing(
+    wrong: dict[str, list[object]],
+) -> None:
+    good = page_of([description(3)])
+    fields = {name: getattr(good, name) for name in good.__struct_fields__}
+    page = Descriptions(**{**fields, **wrong})
+    actor = SchedulerActor("nowhere", "lru")
+    with pytest.raises(MessageError):
+        actor.sync(encode(SyncRequest("engine", 1, 1, described=page)))
+    assert not decode(actor.describe_chunks([description(3).key]), Descriptions).keys
+
+
+def test_scheduler_actor_tells_what_it_was_told() -> None:
+    actor = SchedulerActor("nowhere", "lru")
+    rows = [description(number) for number in range(3)]
+    # It does not matter whether it knows the engine.
+    actor.sync(encode(SyncRequest("engine", 1, 1, described=page_of(rows))))
+    keys = [rows[2].key, b"unknown key", rows[0].key]
+    page = decode(actor.describe_chunks(keys), Descriptions)
+    assert list(rows_of(page)) == [rows[2], rows[0]]
+    assert not decode(actor.describe_chunks(keys, "other"), Descriptions).keys
+    actor.clear("n")
+    assert not decode(actor.describe_chunks(keys), Descriptions).keys
+
+
+def test_scheduler_actor_refuses_questions_without_keys() -> None:
+    actor = SchedulerActor("nowhere", "lru")
+    for keys in ("keys", [1], [b"key"] * 3000):
+        with pytest.raises(MessageError):
+            actor.describe_chunks(keys)  # type: ignore[arg-type]
+    with pytest.raises(MessageError):
+        actor.describe_chunks([], 5)  # type: ignore[arg-type]
+
+
+def test_book_forgets_what_was_not_used_for_longest_when_it_is_full() -> None:
+    rows = [description(number) for number in range(2, 5)]
+    book = DescriptionBook(most_bytes=sum(map(size, rows)))
+    for row in rows:
+        book.add(row)
+    assert book.find(rows[0].key) == rows[0]
+    book.add(description(9))
+    book.check()
+    assert book.num_forgotten == 1
+    assert book.find(rows[1].key) is None
+    assert book.find(rows[0].key) == rows[0]
+
+
+def test_book_keeps_namespaces_apart() -> None:
+    book = DescriptionBook()
+    short, long = description(4, "short"), description(4, "long", num_blocks=2)
+    book.add(short)
+    book.add(long)
+    assert (book.find(short.key, "short"), book.find(short.key, "long")) == (short, long)
+    book.forget("short")
+    book.check()
+    assert (book.find(short.key, "short"), book.find(short.key)) == (None, long)
+    book.forget()
+    book.check()
+    assert not book.num_bytes
+
+
+def test_answer_has_a_bound_and_always_a_first_row() -> None:
+    book = DescriptionBook()
+    # Each block has its tokens and a hash.
+    long = ANSWER_BYTES * 2 // 5 // (4 * BLOCK + 8)
+    rows = [description(number, num_blocks=long) for number in range(1, 4)]
+    big = Description("n", b"big key" + bytes(4), None, b"", pack_tokens(range(300_000)), 300_000)
+    for row in [*rows, big]:
+        book.add(row)
+    told = [row.key for row in rows_of(book.page([row.key for row in rows]))]
+    assert told == [row.key for row in rows[: len(told)]]
+    assert len(told) == 2
+    assert len(book.page([big.key])) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "find", "forget"]), st.integers(0, 20))))
+def test_book_keeps_its_bound_whatever_happens(steps: list[tuple[str, int]]) -> None:
+    book = DescriptionBook(most_bytes=3000)
+    for what, number in steps:
+        row = description(number, namespace="ab"[number % 2], num_blocks=1 + number % 3)
+        if what == "add":
+            book.add(row)
+        elif what == "find":
+            book.find(row.key)
+        else:
+            book.forget(row.namespace)
+        book.check()
+
+
+def test_outbox_tells_each_chunk_once_in_pages() -> None:
+    outbox = DescriptionOutbox()
+    rows = [description(number) for number in range(10)]
+    for row in rows:
+        assert not outbox.knows("n", row.key)
+        outbox.add(row)
+        assert outbox.knows("n", row.key)
+    told: list[Description] = []
+    num_pages = 0
+    while outbox.has_news:
+        page = list(rows_of(outbox.take(3 * rows[1].num_bytes)))
+        assert 1 <= len(page) <= 4
+        told += page
+        num_pages += 1
+    assert told == rows
+    assert num_pages >= 3
+    assert all(outbox.knows("n", row.key) for row in rows)
+
+
+def test_outbox_drops_and_counts_what_would_wait_beyond_its_bound() -> None:
+    rows = [description(number) for number in range(1, 6)]
+    outbox = DescriptionOutbox(waiting_bytes=2 * rows[0].num_bytes)
+    for row in rows:
+        outbox.add(row)
+    assert outbox.counter_values() == {"descriptions_dropped": 3}
+    assert list(rows_of(outbox.take())) == rows[:2]
+    assert not outbox.knows("n", rows[3].key)
+    outbox.add(rows[3])
+    assert list(rows_of(outbox.take())) == [rows[3]]
+
+
+def test_outbox_tells_all_again_to_a_new_scheduler_actor_within_its_bound() -> None:
+    rows = [description(number) for number in range(1, 6)]
+    outbox = DescriptionOutbox(told_bytes=3 * size(rows[0]))
+    for row in rows:
+        outbox.add(row)
+    outbox.take()
+    outbox.tell_again()
+    outbox.add(description(7))
+    assert list(rows_of(outbox.take())) == [description(7), *rows[2:]]
+    assert not outbox.has_news
+    outbox.clear()
+    outbox.tell_again()
+    assert not outbox.has_news
+
+
+def test_outbox_leaves_out_what_the_scheduler_actor_would_refuse() -> None:
+    broken = Description("n", b"key and" + bytes(4), None, b"", pack_tokens([1, 2]), BLOCK)
+    assert not is_whole(broken)
+    outbox = DescriptionOutbox()
+    outbox.add(broken)
+    outbox.add(description(1))
+    page = outbox.take()
+    check_descriptions(page)
+    assert list(rows_of(page)) == [description(1)]
+    assert outbox.counter_values() == {"descriptions_dropped": 1}
+
+
+def test_outbox_is_busy_while_much_waits() -> None:
+    outbox = DescriptionOutbox()
+    long = description(1, num_blocks=30_000)
+    assert not outbox.is_busy
+    outbox.add(long)
+    assert outbox.is_busy
+    outbox.take()
+    assert not outbox.is_busy
