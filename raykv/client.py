@@ -17,6 +17,7 @@ import msgspec
 import ray
 
 from raykv.actors import cluster, diagnosis
+from raykv.actors.inspection import read_requests
 from raykv.actors.readers import read_events, take_snapshot
 from raykv.config import CLIENT_S
 from raykv.core.doctor import diagnose
@@ -24,7 +25,7 @@ from raykv.core.replay import Replay
 from raykv.errors import ClusterError
 from raykv.event_types import Event
 from raykv.findings import Finding
-from raykv.miss_types import Explanation
+from raykv.miss_types import Explanation, RequestPage
 from raykv.status_types import ClusterStatus, NodeStatus
 
 
@@ -111,6 +112,18 @@ class Cluster:
                 "the scheduler actor, or have been answered by an engine without RayKV"
             )
         return known.found
+
+    def requests(self, after: int = 0) -> RequestPage:
+        """Requests that have ended, all over the cluster, and what became of their tokens.
+
+        Args:
+            after: the number of the last one that is known; a page's `first` and the length of
+                its `found` give that of the next one.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return read_requests(self._scheduler(), after)
 
     # Events
 

@@ -372,6 +372,16 @@ REPLACE_PAUSE_S = 0.5
 CLIENT_S = 10.0
 """For one answer of an actor to a person or a program, who may have come during a restart."""
 
+CHUNK_READ_S = 30.0
+"""For chunks of at most 64 MiB that a person looks at: from another node at 3 MB/s, or behind four
+fetches that run there."""
+
+RECORD_PAUSE_S = 0.5
+"""Between two looks of a recorder at the cluster: events and requests are kept for far longer."""
+
+RECORDER_STOP_S = 15.0
+"""For a recorder's thread, which may be waiting for one answer."""
+
 READER_S = 5.0
 """For one page of events or of a snapshot."""
 

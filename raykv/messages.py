@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from raykv.breaker_types import BreakerReport
+from raykv.kv_types import KVForm
 from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
 
@@ -379,7 +380,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     """A worker's KV cache as another process sees it.
 
     `kind` names the protocol that opens it ("memfd"). `groups[g]` lists, for the g-th KV group in
-    the order of `group_ids`, indices into `tensors`.
+    the order of `group_ids`, indices into `tensors`. `form` says how KV lies in chunks, for who
+    inspects them; without groups it says nothing.
     """
 
     kind: str
@@ -388,6 +390,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     tensors: list[TensorLayout]
     group_ids: list[int]
     groups: list[list[int]]
+    form: KVForm = KVForm()
 
 
 class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):

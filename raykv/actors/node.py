@@ -206,6 +206,11 @@ class NodeActor:
         reply, data = self._reading.read(receive(raw, ReadRequest, "another NodeActor", HERE))
         return encode(reply), data
 
+    def kv_form(self, namespace: str) -> bytes:
+        """→ `KVForm`; without groups if no worker of the namespace has told it to this life."""
+        self._refuse_without_pool()
+        return encode(self._service.forms.get(namespace))
+
     @ray.method(concurrency_group="host")
     def host(self, raw: bytes) -> bytes:
         """`HostQuestion` → `HostFacts`."""

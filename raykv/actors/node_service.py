@@ -45,6 +45,7 @@ from raykv.copy.engine import CopyBackend, JobQueue
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.copy.rows import RowCopier
 from raykv.core.geometry import PoolGeometry
+from raykv.core.kv_form import Forms
 from raykv.core.room import NEAR_BYTES
 from raykv.core.slots import SlotState
 from raykv.errors import AttachError, RayKVError
@@ -108,6 +109,7 @@ class NodeService:
         # Guards the queue and the counters too.
         self._lock = self.keeper.lock
         self._workers: set[AttachedWorker] = set()
+        self.forms = Forms()
         self._deaths = DeathWatch()
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
@@ -210,6 +212,7 @@ class NodeService:
             raise
         with self._lock:
             self._workers.add(worker)
+            self.forms.take(worker.hello.namespace, worker.hello.layout.form)
         wire.limit_sends(sock, NODE_SEND_S)
         worker.send(WorkerAttached(self.epoch))
         return worker, reader

@@ -106,6 +106,12 @@ class SchedulerActor:
         now = self._tick()
         return encode(self._manager.why_miss(beginning, now))
 
+    def requests(self, after: int) -> bytes:
+        """→ `RequestPage`: what became of the requests after the one of that number."""
+        now = self._tick()
+        _require_numbers(after)
+        return encode(self._manager.misses.page(self._manager.epoch, after, now))
+
     def ping(self) -> str:
         """RayKV's version here; answers once the actor is up."""
         return raykv.__version__

@@ -106,7 +106,7 @@ class BlockManager:
         self._table = table or DictTable(self.settings.eviction_policy)
         self._questions = Questions(self._nodes, self._table)
         self._reuse = ReuseGauges()
-        self._misses = MissLog(self._nodes)
+        self.misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
 
@@ -171,7 +171,7 @@ class BlockManager:
         del self._nodes[node.node_id]
         self._questions.nodes_changed()
         self._log.node_lost(node.node_id, node.epoch)
-        self._misses.lost(node)
+        self.misses.lost(node)
         self._table.remove_node(node.node_id)
 
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
@@ -347,7 +347,7 @@ class BlockManager:
             replicas=self._questions.answer(engine, request.asked, now, now + self.settings.pin_s),
             has_peers=self._has_peers(engine),
             store_share=self._reuse.store_share(engine.namespace),
-            refined=self._misses.take(engine, request.finished, now),
+            refined=self.misses.take(engine, request.finished, now),
         )
 
     def _has_peers(self, engine: Engine) -> bool:
@@ -368,7 +368,7 @@ class BlockManager:
         if changes.stored:
             self._questions.stored(changes.namespace, changes.keys)
         else:
-            self._misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
+            self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
         for engine in self._engines_on(node_id):
             if engine.namespace == changes.namespace:
                 engine.mirror.add(changes)
@@ -400,7 +400,7 @@ class BlockManager:
             self._cleared[name] = now_generation
             self._questions.forget_namespace(name)
             self._log.cleared(name, now_generation)
-            self._misses.cleared(name)
+            self.misses.cleared(name)
             for node in self._nodes.values():
                 self._clear_on(node, name)
 
@@ -457,7 +457,7 @@ class BlockManager:
 
     def why_miss(self, beginning: str, now: float) -> Explanations:
         """What became of the prompt tokens of requests whose ids begin so; changes nothing."""
-        return self._misses.find(beginning, now)
+        return self.misses.find(beginning, now)
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""

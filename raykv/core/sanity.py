@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 
+from raykv.core.accounts import MAX_NAMES_BYTES
 from raykv.core.geometry import PoolGeometry
 from raykv.errors import MessageError
 from raykv.messages import (
@@ -24,6 +25,7 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
+from raykv.miss_types import CHUNK_NAME_BYTES, MissRecord
 from raykv.types import (
     MAX_EPOCH,
     MAX_GENERATION,
@@ -145,6 +147,17 @@ def check_sync(request: SyncRequest) -> None:
     _handles("announced chunks", request.announced)
     _lost(request.lost)
     _counters(request.counters)
+    _finished(request.finished)
+
+
+def _finished(records: Sequence[MissRecord]) -> None:
+    _rows("requests that have ended", records)
+    _names("a request's id", (record.request_id for record in records))
+    for record in records:
+        num_bytes = len(record.chunks)
+        is_whole = num_bytes % CHUNK_NAME_BYTES == 0 and num_bytes <= MAX_NAMES_BYTES
+        require(is_whole, f"{num_bytes} bytes of chunks' names")
+        _numbers("tokens of a request", (record.prompt, record.chunk_tokens), 0, MAX_NUMBER)
 
 
 def _counters(counters: Mapping[str, int]) -> None:

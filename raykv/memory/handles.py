@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from raykv.core.kv_form import objection
 from raykv.errors import HandleError
 from raykv.memory.region import Region
 from raykv.messages import KVLayout
@@ -90,6 +91,8 @@ def check_layout(layout: KVLayout) -> None:
         raise HandleError(f"malformed KV layout: {layout}")
     if not 0 < layout.num_bytes <= MAX_KV_BYTES:
         raise HandleError(f"malformed KV layout: a KV cache of {layout.num_bytes} bytes")
+    if wrong := objection(layout.form):
+        raise HandleError(f"malformed form of KV: {wrong}")
     for tensor in layout.tensors:
         sizes_ok = tensor.page_bytes > 0 and tensor.num_blocks > 0
         sizes_ok &= max(tensor.block_stride, tensor.num_blocks) <= MAX_KV_BYTES

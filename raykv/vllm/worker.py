@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -32,7 +33,8 @@ from raykv.core.requests import FailedLoad
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
 from raykv.vllm.guard import guarded, nothing, report
-from raykv.vllm.spec import PoolSpec
+from raykv.vllm.kv_form import kv_form_of
+from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
 from raykv.vllm.staging import StagedLink
 
 logger = logging.getLogger("raykv")
@@ -253,6 +255,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
+        if isinstance(spec, RayKVOffloadingSpec) and spec.config.parallel.rank == 0:
+            spec.tell_form = partial(kv_form_of, vllm_config, kv_cache_config, spec)
         self._meta = RayKVWorkerMetadata()
         self._reported_epoch = 0
         self._reported_line = BreakerReport()
