@@ -17,20 +17,21 @@ import msgspec
 import ray
 
 from raykv.actors import cluster, diagnosis
+from raykv.actors.inspection import read_requests
 from raykv.actors.publishing import publish, publisher_status, stop_publisher
 from raykv.actors.readers import describe, read_events, take_snapshot
 from raykv.block_hashes import PLAIN, PromptTraits
 from raykv.catalog_types import Chunk, PromptLookup
 from raykv.client_operations import Operations
-from raykv.config import CLIENT_S
 from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
+from raykv.deadlines import CLIENT_S
 from raykv.description_types import Description
 from raykv.errors import ClusterError
 from raykv.event_types import Event
 from raykv.findings import Finding
 from raykv.listing import Reader
-from raykv.miss_types import Explanation
+from raykv.miss_types import Explanation, RequestPage
 from raykv.plan_types import Plan
 from raykv.publisher_types import PublisherSettings, PublisherStatus
 from raykv.sizing import plan
@@ -186,6 +187,18 @@ class Cluster(Operations):
                 "the scheduler actor, or have been answered by an engine without RayKV"
             )
         return known.found
+
+    def requests(self, after: int = 0) -> RequestPage:
+        """Requests that have ended, all over the cluster, and what became of their tokens.
+
+        Args:
+            after: the number of the last one that is known; a page's `first` and the length of
+                its `found` give that of the next one.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return read_requests(self._scheduler(), after)
 
     # Events
 

@@ -12,15 +12,9 @@ import msgspec
 import ray
 
 from raykv.actors import cluster, deployment
-from raykv.config import (
-    CLIENT_S,
-    FETCH_GRACE_S,
-    TRANSFER_LOOK_S,
-    TRANSFER_S,
-    UP_S,
-    load_settings,
-)
+from raykv.config import load_settings
 from raykv.core.wishes import usual_nodes
+from raykv.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S, UP_S
 from raykv.errors import ClusterError, RayKVError, SettingError, cause_of, first_line
 from raykv.handshake import receive
 from raykv.messages import PROTOCOL_VERSION, FetchRequest, FetchResult, LostReplicas, encode

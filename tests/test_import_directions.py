@@ -36,7 +36,7 @@ def row(*modules: str, packages: str | None, except_for: tuple[str, ...] = ()) -
 
 
 TABLE = (
-    row("types", "errors", "config", "parsing", packages=""),
+    row("types", "errors", "config", "deadlines", "parsing", packages=""),
     row(
         "messages",
         "breaker_types",
@@ -45,6 +45,7 @@ TABLE = (
         "event_types",
         "findings",
         "handshake",
+        "kv_types",
         "metric_types",
         "miss_types",
         "operation_types",
@@ -52,11 +53,13 @@ TABLE = (
         "publisher_types",
         "status_types",
         packages="msgspec",
-        except_for=("raykv.config",),
+        except_for=("raykv.config", "raykv.deadlines"),
     ),
-    row("block_hashes", packages="cbor2 xxhash", except_for=("raykv.config",)),
-    row("core", packages="numpy", except_for=("raykv.config",)),
-    row("directory", packages="llvmlite numba numpy", except_for=("raykv.config",)),
+    row("block_hashes", packages="cbor2 xxhash", except_for=("raykv.config", "raykv.deadlines")),
+    row("core", packages="numpy", except_for=("raykv.config", "raykv.deadlines")),
+    row(
+        "directory", packages="llvmlite numba numpy", except_for=("raykv.config", "raykv.deadlines")
+    ),
     row("memory", packages="cuda msgspec numpy torch", except_for=("raykv.directory",)),
     row("copy.kernel", packages="llvmlite numba", except_for=("raykv.directory",)),
     row("copy.cuda_kernel", packages="triton", except_for=("raykv.directory",)),
@@ -93,10 +96,10 @@ TABLE = (
     ),
     row(
         "cli",
-        "cli_wire",
         "bench",
         "chaos",
         "demo",
+        "inspect",
         "models",
         "serve",
         "vllm_command",

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
+from raykv import models, serve
 from raykv.errors import ClusterError, SettingError
 from raykv.serve import CONNECTOR, ServePlan, plan_serve
 from raykv.vllm_command import CpuBuildFinder
@@ -36,6 +37,20 @@ def transfer_of(args: list[str]) -> dict[str, Any]:
 
 
 # What vLLM is started with
+
+
+def test_small_model_is_fetched_and_other_names_are_vllms(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetched(progress: Callable[[str], None]) -> Path:
+        progress("downloading")
+        return tmp_path
+
+    monkeypatch.setattr(models, "smollm2", fetched)
+    assert serve._folder_of("some/smollm2") == "some/smollm2"
+    assert capsys.readouterr().err == ""
+    assert serve._folder_of("smollm2") == str(tmp_path)
+    assert capsys.readouterr().err == "raykv: downloading\n"
 
 
 def test_plan_serve_names_the_connector_without_any_flag() -> None:

@@ -18,8 +18,8 @@ from raykv.catalog_types import (
     WhereQuery,
     chunks_of,
 )
-from raykv.config import CLIENT_S, LISTING_PAUSE_S
 from raykv.core.sanity import check_chunk_page, check_where_page
+from raykv.deadlines import CLIENT_S, LISTING_PAUSE_S
 from raykv.errors import ClusterError, cause_of, first_line
 from raykv.handshake import receive
 from raykv.messages import MAX_KEYS, PROTOCOL_VERSION, encode

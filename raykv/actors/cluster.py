@@ -31,8 +31,9 @@ from raykv.actors.node import CONCURRENCY, NodeActor
 from raykv.actors.processes import argument, command_lines, group_of, is_raylet, stop_group
 from raykv.actors.ray_messages import log_errors
 from raykv.actors.scheduler import SchedulerActor
-from raykv.config import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S, MetricsPlace
+from raykv.config import MetricsPlace
 from raykv.core.pins import SHARE
+from raykv.deadlines import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
 from raykv.errors import ClusterError, VersionError, first_line
 from raykv.handshake import introduction, receive
 from raykv.messages import PROTOCOL_VERSION, NodeDescription, decode

@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 
 from raykv.actors import wire
-from raykv.config import NODE_DEATHS_LOOK_S
+from raykv.deadlines import NODE_DEATHS_LOOK_S
 from raykv.errors import AttachError
 
 logger = logging.getLogger("raykv.node")

@@ -13,9 +13,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import cluster, names
 from raykv.actors.diagnosis import ask_all, ask_ray
-from raykv.config import UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S
 from raykv.core.room import default_pool_bytes, human_bytes, tightest
 from raykv.core.wishes import NodeFacts, geometry_of, wants
+from raykv.deadlines import UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S
 from raykv.errors import ClusterError, RayKVError, first_line
 from raykv.handshake import receive
 from raykv.messages import NodeDescription

@@ -16,8 +16,8 @@ import raykv
 from raykv.actors import names
 from raykv.actors.cluster import named_actors
 from raykv.actors.patience import within
-from raykv.config import DOCTOR_GCS_S, DOCTOR_REACH_S, DOCTOR_S, DOCTOR_TAKE_S
 from raykv.core.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
+from raykv.deadlines import DOCTOR_GCS_S, DOCTOR_REACH_S, DOCTOR_S, DOCTOR_TAKE_S
 from raykv.errors import ClusterError, first_line
 from raykv.findings import HostFacts, HostQuestion, Place
 from raykv.messages import PROTOCOL_VERSION, NodeDescription, decode, encode

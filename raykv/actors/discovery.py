@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from raykv.config import METRICS_TARGETS_S
+from raykv.deadlines import METRICS_TARGETS_S
 from raykv.errors import first_line
 
 logger = logging.getLogger("raykv.metrics")

@@ -27,8 +27,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from raykv.config import METRICS_CLIENT_S, METRICS_LOOK_S, MetricsPlace
+from raykv.config import MetricsPlace
 from raykv.core.metric_table import METRICS, MetricKind
+from raykv.deadlines import METRICS_CLIENT_S, METRICS_LOOK_S
 from raykv.errors import first_line
 from raykv.metric_types import MetricFamily, MetricRow
 

@@ -21,10 +21,10 @@ import msgspec
 from raykv.actors import names
 from raykv.actors.peers import what_failed
 from raykv.breaker_types import BreakerReport
-from raykv.config import FETCH_GRACE_S, FETCH_LOOK_S, FETCHER_PAUSES_S
 from raykv.core.breaker import Breakers, Pauses
 from raykv.core.remote import FetchOrder
 from raykv.core.sanity import check_fetched
+from raykv.deadlines import FETCH_GRACE_S, FETCH_LOOK_S, FETCHER_PAUSES_S
 from raykv.handshake import receive
 from raykv.messages import (
     PROTOCOL_VERSION,

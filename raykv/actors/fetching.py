@@ -26,9 +26,9 @@ from raykv.actors import names
 from raykv.actors.keeper import PoolKeeper
 from raykv.actors.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.breaker_types import BreakerReport
-from raykv.config import FETCH_MOST_S, FETCH_SLOT_WAIT_S, SOURCE_PAUSES_S
 from raykv.core.breaker import Breakers, Pauses
 from raykv.core.slots import ChunkName, SlotState
+from raykv.deadlines import FETCH_MOST_S, FETCH_SLOT_WAIT_S, SOURCE_PAUSES_S
 from raykv.messages import (
     PROTOCOL_VERSION,
     FetchRequest,

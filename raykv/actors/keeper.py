@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from raykv.config import SLOT_LOOK_S
 from raykv.core.geometry import PoolGeometry
 from raykv.core.node_meter import PoolContents
 from raykv.core.slots import Admission, ChunkName, FailedStore, Seal, SlotState, SlotTable
+from raykv.deadlines import SLOT_LOOK_S
 from raykv.memory.pool import Pool
 from raykv.messages import FailedStores, Inventory
 from raykv.types import MAX_GENERATION, Generation, Namespace, Refusal

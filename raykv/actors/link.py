@@ -36,16 +36,16 @@ import msgspec
 
 from raykv.actors import wire
 from raykv.breaker_types import OWN_NODE, BreakerReport
-from raykv.config import (
+from raykv.config import Settings
+from raykv.core.breaker import Breakers, Pauses
+from raykv.core.sanity import believable
+from raykv.deadlines import (
     LINK_CONNECT_S,
     LINK_EXIT_LOOK_S,
     LINK_LOOK_S,
     LINK_PAUSES_S,
     LINK_WAIT_LOOK_S,
-    Settings,
 )
-from raykv.core.breaker import Breakers, Pauses
-from raykv.core.sanity import believable
 from raykv.errors import AttachError
 from raykv.memory.words import CancelWords
 from raykv.messages import (

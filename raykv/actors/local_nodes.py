@@ -13,7 +13,7 @@ import ray
 
 from raykv.actors.cluster import join
 from raykv.actors.processes import stop_group
-from raykv.config import RAY_LOOK_S, RAY_START_S
+from raykv.deadlines import RAY_LOOK_S, RAY_START_S
 from raykv.errors import ClusterError
 
 OBJECT_STORE_BYTES = 512 << 20

@@ -39,7 +39,11 @@ from raykv.actors.node_service import (
 from raykv.actors.patience import within
 from raykv.actors.peers import Bytes, ObjectRefTransport
 from raykv.actors.reading import ReadService
-from raykv.config import (
+from raykv.config import MetricsPlace
+from raykv.core.breaker import Breakers, Pauses, joined
+from raykv.core.geometry import PoolGeometry
+from raykv.core.metric_table import number, numbers
+from raykv.deadlines import (
     GCS_S,
     NODE_BATCH_PAUSE_S,
     NODE_BIND_LOOK_S,
@@ -50,11 +54,7 @@ from raykv.config import (
     NODE_ROOM_GRACE_LOOK_S,
     NODE_ROOM_GRACE_S,
     NODE_ROOM_LOOK_S,
-    MetricsPlace,
 )
-from raykv.core.breaker import Breakers, Pauses, joined
-from raykv.core.geometry import PoolGeometry
-from raykv.core.metric_table import number, numbers
 from raykv.errors import MessageError, RayKVError, SettingError, cause_of, first_line
 from raykv.findings import HostQuestion
 from raykv.handshake import receive
@@ -232,6 +232,11 @@ class NodeActor:
         with self._measuring:
             self._service.meter.reading.observe(time.monotonic() - began)
         return encode(reply), data
+
+    def kv_form(self, namespace: str) -> bytes:
+        """→ `KVForm`; without groups if no worker of the namespace has told it to this life."""
+        self._refuse_without_pool()
+        return encode(self._service.forms.get(namespace))
 
     @ray.method(concurrency_group="host")
     def host(self, raw: bytes) -> bytes:

@@ -34,7 +34,15 @@ from raykv.actors.deaths import DeathWatch, Watch
 from raykv.actors.devices import Devices
 from raykv.actors.integrity import LOADS_PER_CHECK, Integrity
 from raykv.actors.keeper import PoolKeeper
-from raykv.config import (
+from raykv.copy.engine import CopyBackend, JobQueue
+from raykv.copy.plan import CopyRuns, PlanError
+from raykv.copy.rows import RowCopier
+from raykv.core.geometry import PoolGeometry
+from raykv.core.kv_form import Forms
+from raykv.core.node_meter import NodeMeter
+from raykv.core.room import NEAR_BYTES
+from raykv.core.slots import SlotState
+from raykv.deadlines import (
     NODE_ACCEPT_PAUSE_S,
     NODE_COPY_WAIT_S,
     NODE_HELLO_S,
@@ -43,13 +51,6 @@ from raykv.config import (
     NODE_STOP_S,
     NODE_STORE_EXPIRY_S,
 )
-from raykv.copy.engine import CopyBackend, JobQueue
-from raykv.copy.plan import CopyRuns, PlanError
-from raykv.copy.rows import RowCopier
-from raykv.core.geometry import PoolGeometry
-from raykv.core.node_meter import NodeMeter
-from raykv.core.room import NEAR_BYTES
-from raykv.core.slots import SlotState
 from raykv.errors import AttachError, HandleError, RayKVError
 from raykv.memory.handles import open_kv
 from raykv.memory.limits import has_room, is_in_memory
@@ -116,6 +117,7 @@ class NodeService:
         # Guards the queue and the counters too.
         self._lock = self.keeper.lock
         self._workers: set[AttachedWorker] = set()
+        self.forms = Forms()
         self._deaths = DeathWatch()
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
@@ -223,6 +225,7 @@ class NodeService:
             raise
         with self._lock:
             self._workers.add(worker)
+            self.forms.take(worker.hello.namespace, worker.hello.layout.form)
         wire.limit_sends(sock, NODE_SEND_S)
         worker.send(WorkerAttached(self.epoch))
         return worker, reader

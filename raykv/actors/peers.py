@@ -15,7 +15,7 @@ import ray
 
 from raykv.actors import names
 from raykv.actors.patience import within
-from raykv.config import GCS_S
+from raykv.deadlines import GCS_S
 from raykv.errors import RayKVError, cause_of
 from raykv.handshake import receive
 from raykv.messages import ReadReply, ReadRequest, encode

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from raykv.config import RAY_STOP_S
+from raykv.deadlines import RAY_STOP_S
 
 
 def stop_group(group: int) -> None:

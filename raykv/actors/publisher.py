@@ -23,7 +23,10 @@ import zmq
 
 from raykv.actors import cluster
 from raykv.actors.readers import describe, read_events, take_snapshot
-from raykv.config import (
+from raykv.core.publication import Message, NodePlace, Publication
+from raykv.core.wire_format import WireFormat
+from raykv.core.wire_stream import ChunkId
+from raykv.deadlines import (
     CLIENT_S,
     PUBLISH_BIND_PAUSE_S,
     PUBLISH_FAILED_PAUSE_S,
@@ -31,9 +34,6 @@ from raykv.config import (
     PUBLISH_PUT_S,
     READER_PAUSE_S,
 )
-from raykv.core.publication import Message, NodePlace, Publication
-from raykv.core.wire_format import WireFormat
-from raykv.core.wire_stream import ChunkId
 from raykv.description_types import Description
 from raykv.errors import cause_of, first_line
 from raykv.event_types import EventsMissed

@@ -9,7 +9,8 @@ from typing import Any
 import ray
 
 from raykv.actors import cluster, names
-from raykv.config import CLIENT_S, PUBLISH_BIND_S, RAY_LOOK_S, Settings
+from raykv.config import Settings
+from raykv.deadlines import CLIENT_S, PUBLISH_BIND_S, RAY_LOOK_S
 from raykv.errors import ClusterError, first_line
 from raykv.handshake import receive
 from raykv.publisher_types import PublisherSettings, PublisherStatus

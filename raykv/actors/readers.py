@@ -13,10 +13,10 @@ import msgspec
 import ray
 
 import raykv
-from raykv.config import READER_PATIENCE_S, READER_PAUSE_S, READER_S
 from raykv.core.descriptions import ANSWER_BYTES
 from raykv.core.replay import Replay
 from raykv.core.sanity import check_descriptions
+from raykv.deadlines import READER_PATIENCE_S, READER_PAUSE_S, READER_S
 from raykv.description_types import Description, Descriptions, rows_of
 from raykv.errors import ClusterError, MessageError, RayKVError, VersionError, cause_of
 from raykv.event_types import Event, EventPage, EventsMissed, SnapshotPage, events_of

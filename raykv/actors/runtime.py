@@ -23,17 +23,11 @@ from raykv.actors.fetch_client import FetchClient
 from raykv.actors.patience import within
 from raykv.actors.publishing import ensure_publisher
 from raykv.actors.session import RayCalls, Session, SessionSettings
-from raykv.config import (
-    ATTACH_SAY_S,
-    LEAST_ATTACH_S,
-    LEAVE_S,
-    REPLACE_PAUSE_S,
-    SESSION_STOP_S,
-    Settings,
-)
+from raykv.config import Settings
 from raykv.core.geometry import PoolGeometry
 from raykv.core.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
 from raykv.core.view import EngineView
+from raykv.deadlines import ATTACH_SAY_S, LEAST_ATTACH_S, LEAVE_S, REPLACE_PAUSE_S, SESSION_STOP_S
 from raykv.errors import ClusterError, RayKVError, SettingError, VersionError
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.messages import NodeDescription

@@ -25,7 +25,7 @@ from raykv.actors.discovery import Discovery, TargetsFile, default_path
 from raykv.actors.exposition import MetricsServer
 from raykv.actors.steward import Steward
 from raykv.catalog_types import ChunkQuery, WhereQuery
-from raykv.config import METRICS_COLLECT_S, MetricsPlace
+from raykv.config import MetricsPlace
 from raykv.core.descriptions import DescriptionBook
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.metric_table import numbers
@@ -44,6 +44,7 @@ from raykv.core.sanity import (
     check_wish,
     require,
 )
+from raykv.deadlines import METRICS_COLLECT_S
 from raykv.directory import open_table
 from raykv.errors import MessageError, VersionError
 from raykv.handshake import receive
@@ -273,6 +274,12 @@ class SchedulerActor:
         query = receive(raw, WhereQuery, "the reader", HERE)
         check_where_query(query)
         return encode(self._manager.catalog.where(query))
+
+    def requests(self, after: int) -> bytes:
+        """→ `RequestPage`: what became of the requests after the one of that number."""
+        now = self._tick()
+        _require_numbers(after)
+        return encode(self._manager.misses.page(self._manager.epoch, after, now))
 
     def ping(self) -> str:
         """RayKV's version here; answers once the actor is up."""

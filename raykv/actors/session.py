@@ -21,14 +21,7 @@ import ray
 from raykv.actors import names
 from raykv.actors.fetch_client import FetchClient, FetchEnded
 from raykv.breaker_types import BreakerReport
-from raykv.config import (
-    ATTACH_PAUSE_S,
-    EXCHANGE_PAUSE_S,
-    REPEAT_PAUSE_S,
-    SCHEDULER_PAUSES_S,
-    WANT_PAUSE_S,
-    Settings,
-)
+from raykv.config import Settings
 from raykv.core.breaker import Breakers, Pauses, aged, joined
 from raykv.core.descriptions import DescriptionOutbox
 from raykv.core.engine_tally import WANTED
@@ -38,6 +31,13 @@ from raykv.core.metric_table import LATENCY_BOUNDS, LOOKUPS
 from raykv.core.reach import WantedKeys
 from raykv.core.sanity import check_reply
 from raykv.core.view import EngineView
+from raykv.deadlines import (
+    ATTACH_PAUSE_S,
+    EXCHANGE_PAUSE_S,
+    REPEAT_PAUSE_S,
+    SCHEDULER_PAUSES_S,
+    WANT_PAUSE_S,
+)
 from raykv.errors import ClusterError, cause_of, first_line
 from raykv.handshake import receive
 from raykv.messages import (

@@ -17,8 +17,8 @@ import ray
 
 from raykv.actors import bequest
 from raykv.actors.patience import within
-from raykv.config import GCS_S, RECONCILE_PAUSES_S
 from raykv.core.wishes import wants
+from raykv.deadlines import GCS_S, RECONCILE_PAUSES_S
 from raykv.errors import ClusterError, first_line
 from raykv.messages import PROTOCOL_VERSION, decode, encode
 from raykv.operation_types import KeptPin, PinOrder, PoolWish

@@ -93,12 +93,17 @@ def num_distinct(requests: Sequence[Request]) -> int:
 
 def unlimited_rate(requests: Sequence[Request]) -> float:
     """The hit rate if nothing is ever given up."""
+    return sum(unlimited_hits(requests)) / sum(map(len, requests))
+
+
+def unlimited_hits(requests: Sequence[Request]) -> list[int]:
+    """Of each request how many chunks of its prefix are held, if nothing is ever given up."""
     held: set[int] = set()
-    hits = 0
+    hits = []
     for request in requests:
-        hits += held_prefix(request, held)
+        hits.append(held_prefix(request, held))
         held.update(request)
-    return hits / sum(map(len, requests))
+    return hits
 
 
 def held_prefix(request: Request, held: Container[int]) -> int:
@@ -148,11 +153,17 @@ def replay(
     requests: Sequence[Request], policy: EvictionPolicy[tuple[str, bytes]], capacity: int
 ) -> float:
     """The prefix hit rate of a policy."""
+    return sum(prefix_hits(requests, policy, capacity)) / sum(map(len, requests))
+
+
+def prefix_hits(
+    requests: Sequence[Request], policy: EvictionPolicy[tuple[str, bytes]], capacity: int
+) -> list[int]:
+    """Of each request how many chunks of its prefix are held when it comes."""
     pool = _Pool(policy, capacity)
-    hits = 0
+    hits = []
     for request in requests:
-        num_hits = held_prefix(request, pool.held)
-        hits += num_hits
+        hits.append(held_prefix(request, pool.held))
         present = [chunk for chunk in request if chunk in pool.held]
         for chunk in reversed(present):
             pool.touch(chunk)
@@ -161,7 +172,7 @@ def replay(
         missing = missing[: capacity - len(present)]
         pool.make_room(len(pool.held) + len(missing) - capacity, keep=set(request))
         pool.store(missing)
-    return hits / sum(map(len, requests))
+    return hits
 
 
 def optimal_rate(requests: Sequence[Request], capacity: int) -> float:

@@ -34,13 +34,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from raykv.config import (
-    CUDA_COMPUTE_S,
-    CUDA_HANG_S,
-    CUDA_LANE_LOOK_S,
-    CUDA_POLL_S,
-    CUDA_SPIN_S,
-)
 from raykv.copy.cuda_batches import CUT_BYTES, Rows, batches, direct, rows_of, staged
 from raykv.copy.cuda_calibration import USUAL, Route, Table
 from raykv.copy.cuda_driver import (
@@ -54,6 +47,7 @@ from raykv.copy.cuda_driver import (
 from raykv.copy.cuda_pages import WORD_BYTES
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
+from raykv.deadlines import CUDA_COMPUTE_S, CUDA_HANG_S, CUDA_LANE_LOOK_S, CUDA_POLL_S, CUDA_SPIN_S
 from raykv.types import Direction
 
 logger = logging.getLogger("raykv.copy")

@@ -112,7 +112,7 @@ class BlockManager:
         self._table = table or DictTable(self.settings.eviction_policy)
         self._questions = Questions(self._nodes, self._table)
         self._reuse = ReuseGauges()
-        self._misses = MissLog(self._nodes)
+        self.misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
         self.catalog = Catalog(self._nodes, self._engines, self._table)
@@ -184,7 +184,7 @@ class BlockManager:
         del self._nodes[node.node_id]
         self._questions.nodes_changed()
         self._log.node_lost(node.node_id, node.epoch)
-        self._misses.lost(node)
+        self.misses.lost(node)
         self._table.remove_node(node.node_id)
         self.pins.lost(node.node_id)
 
@@ -348,7 +348,7 @@ class BlockManager:
             replicas=self._questions.answer(engine, request.asked, now, now + self.settings.pin_s),
             has_peers=self._has_peers(engine),
             store_share=self._reuse.store_share(engine.namespace),
-            refined=self._misses.take(engine, request.finished, now),
+            refined=self.misses.take(engine, request.finished, now),
         )
 
     def _has_peers(self, engine: Engine) -> bool:
@@ -369,7 +369,7 @@ class BlockManager:
         if changes.stored:
             self._questions.stored(changes.namespace, changes.keys)
         else:
-            self._misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
+            self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
         self.pins.changed(node_id, changes)
         for engine in self._engines_on(node_id):
             if engine.namespace == changes.namespace:
@@ -402,7 +402,7 @@ class BlockManager:
             self._cleared[name] = now_generation
             self._questions.forget_namespace(name)
             self._log.cleared(name, now_generation)
-            self._misses.cleared(name)
+            self.misses.cleared(name)
             self.pins.cleared(name)
             for node in self._nodes.values():
                 self._clear_on(node, name)
@@ -462,7 +462,7 @@ class BlockManager:
 
     def why_miss(self, beginning: str, now: float) -> Explanations:
         """What became of the prompt tokens of requests whose ids begin so; changes nothing."""
-        return self._misses.find(beginning, now)
+        return self.misses.find(beginning, now)
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""

@@ -16,11 +16,20 @@ from itertools import chain, islice
 
 from raykv.core.departures import Departures
 from raykv.core.members import Engine, Node
-from raykv.miss_types import Explanation, Explanations, MissRecord
+from raykv.miss_types import Explanation, Explanations, MissRecord, RequestPage
 from raykv.types import Key, MissReason, Namespace, NodeId
 
 MAX_RECORDS = 4096
 """Requests; the oldest are forgotten."""
+
+MAX_NAMES_BYTES = 16 << 20
+"""Of the names of all chunks of the requests that are remembered."""
+
+MAX_PAGE = 128
+"""Requests in one page of all of them."""
+
+MAX_PAGE_NAMES_BYTES = 48 << 10
+"""Of chunks' names in a page, unless one request alone has more: the page stays under 100 KiB."""
 
 MAX_TOLD = 16
 """Requests in one answer."""
@@ -52,6 +61,17 @@ class _Entry:
         own = rest if underscore and number.isdigit() else self.record.request_id
         return own.startswith(beginning) or self.record.request_id.startswith(beginning)
 
+    def told(self, now: float) -> Explanation:
+        """For who asks at that time."""
+        return Explanation(
+            record=self.record,
+            engine_id=self.engine_id,
+            node_id=self.node_id,
+            namespace=self.namespace,
+            model=self.model,
+            age_s=now - self.at,
+        )
+
 
 class MissLog:
     """Args:
@@ -60,7 +80,10 @@ class MissLog:
 
     def __init__(self, nodes: Mapping[NodeId, Node]) -> None:
         self._nodes = nodes
-        self._entries: deque[_Entry] = deque(maxlen=MAX_RECORDS)
+        # The newest one has the number `_num_taken`.
+        self._entries: deque[_Entry] = deque()
+        self._num_taken = 0
+        self._names_bytes = 0
         self._departures: Departures[tuple[Namespace, MissReason]] = Departures()
         self._places: list[tuple[NodeId, Namespace]] = []
         self._places_at = float("-inf")
@@ -106,10 +129,17 @@ class MissLog:
             if known is not record:
                 better.update(known.missed)
                 better.subtract(record.missed)
-            self._entries.append(
+            self._remember(
                 _Entry(known, engine.engine_id, engine.node_id, engine.namespace, engine.model, now)
             )
         return dict(+better)
+
+    def _remember(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+        self._num_taken += 1
+        self._names_bytes += len(entry.record.chunks)
+        while len(self._entries) > MAX_RECORDS or self._names_bytes > MAX_NAMES_BYTES:
+            self._names_bytes -= len(self._entries.popleft().record.chunks)
 
     def _refined(self, record: MissRecord, namespace: Namespace, now: float) -> MissRecord:
         """With a better reason than that the engine does not know the chunk, if there is one."""
@@ -121,13 +151,15 @@ class MissLog:
         missed = dict(record.missed)
         missed[reason] = missed.pop(MissReason.NEVER_STORED) + missed.get(reason, 0)
         return MissRecord(
-            record.request_id,
-            record.prompt,
-            record.own,
-            record.loaded,
-            missed,
-            record.missing,
-            record.fetched,
+            request_id=record.request_id,
+            prompt=record.prompt,
+            own=record.own,
+            loaded=record.loaded,
+            missed=missed,
+            missing=record.missing,
+            fetched=record.fetched,
+            chunks=record.chunks,
+            chunk_tokens=record.chunk_tokens,
         )
 
     def _reason(self, key: Key, namespace: Namespace, now: float) -> MissReason:
@@ -157,16 +189,22 @@ class MissLog:
         """What is known of the requests whose ids begin so, the newest first."""
         found = (entry for entry in reversed(self._entries) if entry.has_id(beginning))
         return Explanations(
-            found=[
-                Explanation(
-                    record=entry.record,
-                    engine_id=entry.engine_id,
-                    node_id=entry.node_id,
-                    namespace=entry.namespace,
-                    model=entry.model,
-                    age_s=now - entry.at,
-                )
-                for entry in islice(found, MAX_TOLD)
-            ],
+            found=[entry.told(now) for entry in islice(found, MAX_TOLD)],
             num_known=len(self._entries),
         )
+
+    def page(self, epoch: int, after: int, now: float) -> RequestPage:
+        """The requests that have ended after the one of that number, the oldest first.
+
+        Those that are forgotten are left out: then the first one's number is not the next.
+        """
+        oldest = self._num_taken - len(self._entries) + 1
+        first = max(oldest, after + 1)
+        found: list[Explanation] = []
+        names_bytes = 0
+        for entry in islice(self._entries, first - oldest, first - oldest + MAX_PAGE):
+            names_bytes += len(entry.record.chunks)
+            if found and names_bytes > MAX_PAGE_NAMES_BYTES:
+                break
+            found.append(entry.told(now))
+        return RequestPage(epoch=epoch, first=first, last=self._num_taken, found=found)

@@ -18,6 +18,7 @@ from raykv.catalog_types import (
     WherePage,
     WhereQuery,
 )
+from raykv.core.accounts import MAX_NAMES_BYTES
 from raykv.core.geometry import PoolGeometry
 from raykv.description_types import Descriptions, is_whole, rows_of
 from raykv.errors import MessageError
@@ -38,6 +39,7 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
+from raykv.miss_types import CHUNK_NAME_BYTES, MissRecord
 from raykv.operation_types import (
     MAX_ORDERED,
     MAX_PIN_S,
@@ -183,6 +185,7 @@ def check_sync(request: SyncRequest) -> None:
     _hints(request.hints)
     _measured(request)
     check_descriptions(request.described)
+    _finished(request.finished)
 
 
 def _hints(hints: Hints) -> None:
@@ -205,6 +208,16 @@ def _measured(request: SyncRequest) -> None:
     sketch = request.wanted_keys
     require(len(sketch.registers) == 2 * len(sketch.ranks), "a sketch of two sizes")
     _rows("registers of a sketch", sketch.ranks)
+
+
+def _finished(records: Sequence[MissRecord]) -> None:
+    _rows("requests that have ended", records)
+    _names("a request's id", (record.request_id for record in records))
+    for record in records:
+        num_bytes = len(record.chunks)
+        is_cut = num_bytes % CHUNK_NAME_BYTES == 0 and num_bytes <= MAX_NAMES_BYTES
+        require(is_cut, f"{num_bytes} bytes of chunks' names")
+        _numbers("tokens of a request", (record.prompt, record.chunk_tokens), 0, MAX_NUMBER)
 
 
 def _counters(counters: Mapping[str, int]) -> None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
+from raykv.core.kv_form import objection
 from raykv.errors import HandleError
 from raykv.memory.cuda_driver import MemoryDriver
 from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC, check_pieces, open_device_kv
@@ -111,6 +112,8 @@ def check_layout(layout: KVLayout) -> None:
         raise HandleError(f"malformed KV layout: {layout}")
     if not 0 < layout.num_bytes <= MAX_KV_BYTES:
         raise HandleError(f"malformed KV layout: a KV cache of {layout.num_bytes} bytes")
+    if wrong := objection(layout.form):
+        raise HandleError(f"malformed form of KV: {wrong}")
     for tensor in layout.tensors:
         sizes_ok = tensor.page_bytes > 0 and tensor.num_blocks > 0
         sizes_ok &= max(tensor.block_stride, tensor.num_blocks) <= MAX_KV_BYTES

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 
-from raykv.config import NODE_PIN_LOOK_S
 from raykv.core.geometry import PoolGeometry
 from raykv.core.pinning import pin_pieces
+from raykv.deadlines import NODE_PIN_LOOK_S
 from raykv.memory.cuda_driver import DriverError, MemoryDriver
 from raykv.memory.pool import Pool
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.config import NODE_ROOM_LOOK_S
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import ChunkName
+from raykv.deadlines import NODE_ROOM_LOOK_S
 from raykv.memory.pages import place_near_gpus, pool_region
 from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
 from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot

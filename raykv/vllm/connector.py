@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -365,7 +365,18 @@ class RayKVConnector(OffloadingConnector):
 
     def _ended(self, request: Any) -> None:
         if self._manager is not None:
-            self._manager.misses.ended(request)
+            self._manager.misses.ended(request, self._chunks_of(request.request_id))
+
+    @guarded(lambda *_: ())
+    def _chunks_of(self, request_id: str) -> Sequence[bytes]:
+        """Keys of a request's chunks, of the first group that is loaded as whole prefixes."""
+        status = self.scheduler._req_status.get(request_id)
+        groups = [] if status is None else status.group_states
+        configs = self.scheduler.config.kv_group_configs
+        windows = [each.sliding_window_size_in_chunks is not None for each in configs]
+        prefixes = [each for each, has in zip(groups, windows, strict=False) if not has]
+        keys: Sequence[bytes] = next(iter(prefixes or groups)).offload_keys if groups else ()
+        return keys
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:

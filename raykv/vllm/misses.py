@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -103,9 +103,9 @@ class MissReporter:
             account.failure = reason
 
     @guarded(nothing)
-    def ended(self, request: Any) -> None:
-        """The request has finished, or was aborted."""
-        record = self._view.accounts.close(request.request_id)
+    def ended(self, request: Any, keys: Sequence[bytes] = ()) -> None:
+        """The request has finished, or was aborted; `keys` are those of its chunks."""
+        record = self._view.accounts.close(request.request_id, keys)
         if record is None:
             return
         self._tokens["source", TokenSource.OWN_CACHE] += record.own

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     LoadStoreSpec,
@@ -23,6 +25,7 @@ from raykv.core.remote import ChunkSize, RemoteSettings
 from raykv.core.reuse import StoreSampler
 from raykv.core.view import EngineView
 from raykv.errors import SettingError
+from raykv.kv_types import KVForm
 from raykv.messages import KVLayout
 from raykv.types import EngineId
 
@@ -66,6 +69,8 @@ class RayKVOffloadingSpec(OffloadingSpec):
         self.sleeps = False
         # Then only rank 0 stores, for all; see vLLM's `OffloadingConnectorWorker`.
         self.replicated_layout = bool(config.replicated_layout)
+        # Set by the worker side, which has vLLM's configuration.
+        self.tell_form: Callable[[], KVForm] = KVForm
         self._manager: RayOffloadingManager | None = None
         refuse_unsupported(config)
 
@@ -154,6 +159,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         layout, region = describe(
             self.shared_allocation.regions, kv_caches, self.group_ids, self.blocks_per_chunk
         )
+        layout = msgspec.structs.replace(layout, form=self.tell_form())
         # A page that is touched for the first time costs more than the copy into it.
         threading.Thread(
             target=region.prefault, args=(lambda _done: True,), name="raykv-prefault", daemon=True
@@ -173,6 +179,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         memory = StagingMemory(
             kv_caches, self.group_ids, self.blocks_per_chunk, self.settings.staging_bytes
         )
+        memory.layout = msgspec.structs.replace(memory.layout, form=self.tell_form())
         logger.warning(
             "the KV cache is copied through %d MiB of host memory by the engine itself, slower "
             "than by the NodeActor: %s",

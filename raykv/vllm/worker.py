@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,13 +28,14 @@ from vllm.v1.kv_offload.base import (
 
 from raykv.actors.link import JobRequest, LinkTarget, WorkerLink
 from raykv.breaker_types import BreakerReport
-from raykv.config import LINK_CLOSE_S
 from raykv.core.requests import FailedLoad
+from raykv.deadlines import LINK_CLOSE_S
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.handover import AutoLink, DeviceLink
-from raykv.vllm.spec import PoolSpec
+from raykv.vllm.kv_form import kv_form_of
+from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
 from raykv.vllm.staging import StagedLink
 
 logger = logging.getLogger("raykv")
@@ -256,6 +258,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
+        if isinstance(spec, RayKVOffloadingSpec) and spec.config.parallel.rank == 0:
+            spec.tell_form = partial(kv_form_of, vllm_config, kv_cache_config, spec)
         self._meta = RayKVWorkerMetadata()
         self._reported_epoch = 0
         self._reported_line = BreakerReport()

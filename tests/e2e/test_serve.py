@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from raykv import inspect
 from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.miss_types import MissRecord
@@ -24,6 +25,7 @@ from tests.dashboard import metrics_of_all_panels
 from tests.metric_lint import complaints
 from tests.scrapes import by_label, names_in, scrape
 from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from tests.truth_of_kv import assert_as_transformers_computes
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -35,9 +37,10 @@ TEXT = "All happy families are alike; every unhappy family is unhappy in its own
 class Server:
     """A running `raykv serve` with the port that it listens on."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, model: Path) -> None:
         self.process = process
         self.port = port
+        self.model = model
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """POST as JSON; returns what came back, or None for an empty answer."""
@@ -103,7 +106,7 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=environment, start_new_session=True
         )
-    running = Server(process, port)
+    running = Server(process, port, model)
     try:
         wait_until(running.is_up, START_DEADLINE_S, f"the server answers; see {log}")
         yield running
@@ -198,6 +201,64 @@ def test_metrics_of_vllm_and_of_the_actors_tell_the_same(server: Server, cluster
     (ratio,) = by_label(directory, "raykv_reachable_hit_ratio", "namespace").values()
     assert 0 < ratio < 1
     assert metrics_of_all_panels() <= names_in(served) | names_in(node) | names_in(directory)
+
+
+def asked(server: Server, cluster: Cluster, text: str) -> Any:
+    """The row of a prompt that has been completed, and whose chunks are in the cache."""
+    body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0}
+    answer = server.post("/v1/completions", body)
+    rows: list[Any] = []
+
+    def is_cached() -> bool:
+        known = inspect.requests(cluster)
+        rows[:] = [row for _, row in known.iterrows() if answer["id"] in row["request_id"]]
+        held = {key[:16] for key in inspect.chunks(cluster)["key"]}
+        return bool(rows) and held.issuperset(rows[0]["chunks"])
+
+    wait_until(is_cached, 20.0, "the request's chunks are told and stored")
+    return rows[0]
+
+
+def test_kv_of_cached_prompt_is_what_transformers_computes(
+    server: Server, cluster: Cluster
+) -> None:
+    import torch
+
+    text = "Happy the man whose wish and care a few paternal acres bound. " * 4
+    row = asked(server, cluster, text)
+    chunks = row["chunks"][: row["prompt_tokens"] // row["chunk_tokens"]]
+    assert len(chunks) > 6
+    found = inspect.kv(cluster, chunks)
+    assert found.num_tokens == len(chunks) * 32
+    tokens = server.post("/tokenize", {"model": "tiny", "prompt": text})["tokens"]
+    assert_as_transformers_computes(found, server.model, tokens)
+    second = inspect.kv(cluster, found.keys[1])
+    name = next(iter(found.layers))
+    assert torch.equal(second.layers[name].k, found.layers[name].k[32:64])
+
+
+@pytest.mark.timeout(360)
+def test_notebooks_run_from_their_first_cell_to_their_last(
+    server: Server, cluster: Cluster
+) -> None:
+    asked(server, cluster, "Much have I travelled in the realms of gold. " * 8)
+    root = Path(__file__).parents[2]
+    notebooks = sorted((root / "notebooks").glob("*.ipynb"))
+    environment = {
+        **os.environ,
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "OPENAI_BASE_URL": f"http://127.0.0.1:{server.port}/v1",
+        "PYTHONPATH": str(root),
+        "RAY_ADDRESS": cluster.address,
+    }
+    command = [sys.executable, str(root / "tests" / "notebook_child.py"), *map(str, notebooks)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    images = [int(line.split()[-2]) for line in done.stdout.splitlines()]
+    assert len(images) == len(notebooks) == 4
+    assert min(images) >= 2, done.stdout
 
 
 def test_interrupt_ends_server_and_leaves_cluster(server: Server, cluster: Cluster) -> None:

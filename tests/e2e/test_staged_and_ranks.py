@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from raykv import inspect
 from raykv.bench.engine import EngineProcess
 from raykv.bench.prompts import prompt
 from raykv.client import Cluster
+from tests.truth_of_kv import assert_as_transformers_computes
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -70,5 +72,9 @@ def test_two_ranks_load_what_they_stored(
     try:
         check_loads(engine, cluster, [prompt(80 + i, 200 + BLOCK * i) for i in range(2)])
         assert cluster.status().nodes[0].num_workers == 2
+        known = inspect.requests(cluster)
+        names = known[known["prompt_tokens"] == 200].iloc[0]["chunks"][: 200 // BLOCK]
+        # Each rank has one of the two KV heads.
+        assert_as_transformers_computes(inspect.kv(cluster, names), tiny_model, prompt(80, 200))
     finally:
         engine.stop()

@@ -22,9 +22,10 @@ from raykv.actors.local_nodes import LocalNode, add_local_node
 from raykv.actors.runtime import EngineIdentity, EngineRuntime
 from raykv.cli import app
 from raykv.client import Cluster
-from raykv.config import NODE_ROOM_LOOK_S, Settings
+from raykv.config import Settings
 from raykv.core.room import MemoryLimit
 from raykv.core.view import EngineView
+from raykv.deadlines import NODE_ROOM_LOOK_S
 from raykv.errors import SettingError
 from raykv.findings import Finding, Severity
 from raykv.messages import (

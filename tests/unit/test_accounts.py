@@ -41,6 +41,7 @@ def test_prompt_is_split_into_own_loaded_and_the_rest_behind_the_first_missing_c
         3 * CHUNK,
         {"incomplete_chunk": 5, "evicted": 5 * CHUNK},
         EVICTED.key,
+        chunk_tokens=CHUNK,
     )
 
 

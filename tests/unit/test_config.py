@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from raykv.config import (
-    VLLM_KEYS,
-    Settings,
-    load_settings,
-)
+from raykv.config import VLLM_KEYS, Settings, load_settings
 from raykv.core.room import check_pool_bytes, default_pool_bytes
 from raykv.errors import SettingError
 from raykv.parsing import parse_size

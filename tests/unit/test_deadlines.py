@@ -1,4 +1,4 @@
-"""Every wait in the product has a deadline, and every such number is named in `config.py`.
+"""Every wait in the product has a deadline, and every such number is named in `deadlines.py`.
 
 Read off the sources: calls that are known to wait must say how long, or stand in the list of those
 that are bounded otherwise, with the reason. Benchmarks, chaos runs and the demonstration with its
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import raykv.config
+import raykv.deadlines
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("raykv/bench/", "raykv/chaos/", "raykv/demo/", "raykv/models.py")
@@ -23,7 +24,7 @@ SOURCES = [
     for path in sorted((ROOT / "raykv").rglob("*.py"))
     if not str(path.relative_to(ROOT)).startswith(LEFT_OUT)
 ]
-CONFIG = "raykv.config"
+DEADLINES = "raykv.deadlines"
 
 TIMED = {
     "wait": 0,
@@ -185,18 +186,18 @@ def untimed(tree: ast.Module, module: str) -> list[str]:
 
 
 def unnamed(tree: ast.Module, module: str) -> list[str]:
-    """Numbers that are times to wait and have no name in `config.py`."""
+    """Numbers that are times to wait and have no name in `deadlines.py`."""
     found = []
     for place, call in calls_of(tree, module):
         timeout = timeout_of(call)
         if (module, place.function) in FRACTIONS:
             continue
         if timeout is not None and (number := number_in(timeout)) is not None:
-            found.append(f"{place}: {number} belongs into config.py: `{ast.unparse(call)}`")
+            found.append(f"{place}: {number} belongs into deadlines.py: `{ast.unparse(call)}`")
     for node in tree.body:
         for name, value in assigned(node):
             if name.endswith(("_S", "_SECONDS")) and number_in(value) is not None:
-                found.append(f"{module}, line {node.lineno}: {name} belongs into config.py")
+                found.append(f"{module}, line {node.lineno}: {name} belongs into deadlines.py")
     return found
 
 
@@ -251,11 +252,11 @@ def test_every_wait_has_a_deadline() -> None:
     assert not found, "\n".join(found)
 
 
-def test_every_time_to_wait_is_named_in_config() -> None:
+def test_every_time_to_wait_is_named() -> None:
     found = []
     for path in SOURCES:
         module = module_name(path)
-        if module == CONFIG or is_pure(module):
+        if module == DEADLINES or is_pure(module):
             continue
         found += [
             complaint
@@ -283,7 +284,7 @@ def test_list_of_bounded_waits_has_nothing_that_is_not_there() -> None:
 
 
 def test_every_named_time_has_a_reason_and_is_used() -> None:
-    path = ROOT / "raykv" / "config.py"
+    path = ROOT / "raykv" / "deadlines.py"
     body = ast.parse(path.read_text()).body
     users = "".join(other.read_text() for other in SOURCES if other != path)
     named = 0
@@ -367,9 +368,9 @@ def test_number_that_somebody_waits_for_is_found(source: str) -> None:
     assert len(unnamed(ast.parse(source), "raykv.actors.node")) == 1
 
 
-def test_config_names_the_deadlines_of_the_issue() -> None:
+def test_deadlines_that_users_count_on_are_named() -> None:
     """Sync, fetch, copy job, attach, flush, shutdown."""
     for setting in ("rpc", "fetch", "load", "store", "attach", "flush"):
         assert getattr(raykv.config.Settings, f"{setting}_deadline_s") > 0
     for name in ("SESSION_STOP_S", "LINK_CLOSE_S", "LEAVE_S", "NODE_STOP_S"):
-        assert 0 < getattr(raykv.config, name) <= 5
+        assert 0 < getattr(raykv.deadlines, name) <= 5

@@ -18,10 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from raykv.actors import exposition
 from raykv.actors.exposition import MAX_CONNECTIONS, PORTS_TRIED, Collect, MetricsServer, _Families
-from raykv.config import METRICS_CLIENT_S, MetricsPlace
+from raykv.config import MetricsPlace
 from raykv.core.metric_table import LATENCY_BOUNDS, METRICS, histograms, number, numbers
 from raykv.core.node_meter import NodeMeter, PoolContents
 from raykv.core.slots import SlotState
+from raykv.deadlines import METRICS_CLIENT_S
 from raykv.messages import NodeStats
 from raykv.metric_types import HistogramData, MetricFamily
 from raykv.types import Direction, Namespace, Refusal

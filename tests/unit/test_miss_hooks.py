@@ -154,6 +154,8 @@ def test_prompt_that_is_cached_loaded_and_computed_in_parts() -> None:
         2 * CHUNK,
         {"incomplete_chunk": 3, "never_stored": 2 * CHUNK},
         key(3),
+        b"".join(key(at)[:8] for at in range(5)),
+        CHUNK,
     )
 
 

@@ -1,0 +1,285 @@
+"""Waits that are no settings, each with its reason.
+
+Together with the settings whose names end in `_deadline_s`, and `cancel_grace_s`, these are all the
+times that anything in RayKV waits for anything: tests/unit/test_deadlines.py finds waits without
+one, and numbers that should be here.
+"""
+
+from __future__ import annotations
+
+# The worker's line to its NodeActor
+
+LINK_CONNECT_S = 5.0
+"""For connecting and attaching: mapping a KV cache takes milliseconds, prefaulting may delay it."""
+
+LINK_PAUSES_S = (0.05, 2.0)
+"""Between attempts to reach the NodeActor, first and longest: Ray needs a second to start another
+one; an attempt costs microseconds."""
+
+LINK_LOOK_S = 1.0
+"""The line's thread looks around at least so often, should nothing wake it."""
+
+LINK_WAIT_LOOK_S = 0.5
+"""An engine that waits for jobs looks so often whether the line's thread still lives."""
+
+LINK_EXIT_LOOK_S = 5.0
+"""How often a NodeActor that was killed but has not exited yet is complained about."""
+
+GCS_S = 5.0
+"""For an actor's address from Ray's head node, which takes milliseconds; Ray itself waits for a
+minute for a GCS that is gone."""
+
+LINK_CLOSE_S = 5.0
+"""For the line's thread at the engine's end; it gives up whatever it waits for at once."""
+
+# The NodeActor
+
+NODE_HELLO_S = 10.0
+"""From a connection's start to the end of its attach message: strangers may say nothing. The
+message is sent at once; a frozen engine may attach anew when it wakes up."""
+
+NODE_SEND_S = 2.0
+"""A worker that does not read its results for so long is stuck; its connection is closed, so that
+it does not hold up the copies of others."""
+
+NODE_COPY_WAIT_S = 10.0
+"""How long a store waits for the readers of its slot: loads take milliseconds, and other nodes
+copy what they read first."""
+
+NODE_STORE_EXPIRY_S = 30.0
+"""How long a chunk waits for the parts of the other ranks, as long as a store may take."""
+
+NODE_LOOK_S = 1.0
+"""The copy thread looks so often for stores that have expired. Who waits for a copy to end looks so
+often whether it has; that it ends is sure, since every run of bytes is short."""
+
+NODE_DEATHS_LOOK_S = 1.0
+"""The thread that waits for the death of engines looks so often whether it should end."""
+
+NODE_STOP_S = 2.0
+"""For each thread at the end; a copy that runs is given up before its next run of bytes."""
+
+NODE_ACCEPT_PAUSE_S = 0.2
+"""After a connection could not be taken: there are too many open files now."""
+
+NODE_PIN_LOOK_S = 0.2
+"""While a piece of the pool that is to be pinned is not prefaulted yet: how often that is looked
+at. A piece of 1 GiB takes about half a second."""
+
+NODE_BIND_S = 10.0
+"""How long a new life waits for the last one to let go of the socket's name: a killed process with
+much memory takes seconds to go."""
+
+NODE_BIND_LOOK_S = 0.1
+"""Between two tries of that."""
+
+CUDA_COMPUTE_S = 30.0
+"""How long a copy waits for the GPU to finish what it was given before: a long step may take
+seconds. As long as a store may take; a load is taken back earlier by its own deadline."""
+
+CUDA_HANG_S = 10.0
+"""A batch of at most 32 MiB takes milliseconds: a device that has not carried it out by then hangs.
+Nothing can take the batch back, so that the process which has it ends."""
+
+CUDA_SPIN_S = 0.0002
+"""For so long the copy thread asks a device without a pause: a chunk takes a tenth of a
+millisecond, and to fall asleep and wake up takes as long."""
+
+CUDA_POLL_S = 0.0001
+"""Between two questions to a device after that."""
+
+CUDA_LANE_LOOK_S = 0.01
+"""A copy that waits for another one of its direction looks so often whether it was cancelled."""
+
+SLOT_LOOK_S = 0.05
+"""While a store waits for a slot's readers: how often it looks whether it was cancelled."""
+
+NODE_HEARTBEAT_S = 1.0
+"""The scheduler actor forgets a node after five missed ones."""
+
+NODE_REPORT_S = 2.0
+"""For one report, which is answered in milliseconds. A report to a scheduler actor that has just
+died may wait in vain; the next one finds its successor."""
+
+NODE_REPORT_PAUSES_S = (0.2, 1.0)
+"""After reports without an answer, first and longest: a new scheduler actor knows nothing until
+its nodes have reported."""
+
+NODE_BATCH_PAUSE_S = 0.002
+"""New chunks are collected for so long before they are reported."""
+
+NODE_ROOM_GRACE_S = 3.0
+"""How long a new life waits for the memory of the last one to come back."""
+
+NODE_ROOM_GRACE_LOOK_S = 0.5
+"""Between two looks at it."""
+
+NODE_ROOM_LOOK_S = 5.0
+"""Between two looks of a NodeActor without a pool, or of one that memory is short for, at whether
+there is room now."""
+
+# Fetches
+
+FETCH_MOST_S = 3600.0
+"""Whatever a request says; as much as a setting allows."""
+
+FETCH_GRACE_S = 2.0
+"""Above the deadline that the NodeActor keeps, before it counts as lost."""
+
+FETCH_LOOK_S = 0.2
+"""Between two looks for requests that are overdue."""
+
+FETCH_SLOT_WAIT_S = 1.0
+"""A leased slot has no readers, save those of what it held before."""
+
+SOURCE_PAUSES_S = (2.0, 30.0)
+"""A source that did not answer is not asked for so long, first and longest: asking in vain costs a
+request its fetch deadline, Ray takes 12 to 64 s to find that a node is gone."""
+
+FETCHER_PAUSES_S = (0.1, 2.0)
+"""The same for an engine's own NodeActor: Ray starts another one within seconds."""
+
+# The engine's exchange with the scheduler actor
+
+SCHEDULER_PAUSES_S = (0.1, 2.0)
+"""After an exchange without an answer, first and longest: a new scheduler actor is there within
+seconds, and nobody waits for it but new requests."""
+
+ATTACH_PAUSE_S = 0.05
+"""Between two tries to attach at the start."""
+
+EXCHANGE_PAUSE_S = 0.002
+"""Between two exchanges under load: news of some steps travel together."""
+
+REPEAT_PAUSE_S = 0.02
+"""Between two questions about chunks that are being stored elsewhere."""
+
+WANT_PAUSE_S = 0.05
+"""Between two requests for leases when the last one was not granted."""
+
+SESSION_STOP_S = 2.0
+"""For the session's thread at the engine's end; it may be waiting for an answer of Ray."""
+
+LEAVE_S = 5.0
+"""For leaving the Ray cluster at the engine's end: Ray itself waits for a dead GCS for a minute."""
+
+ATTACH_SAY_S = 4.0
+"""An engine that waits longer for the actors says so; new ones take 2 s."""
+
+LEAST_ATTACH_S = 1.0
+"""What is left of the attach deadline for a step when the steps before it have used it up."""
+
+# Clusters, actors, and who looks at them
+
+DOCTOR_S = 5.0
+"""For each round of the doctor's questions; they are asked all at once."""
+
+DOCTOR_GCS_S = 10.0
+"""For what the doctor asks Ray itself."""
+
+DOCTOR_REACH_S = 1.0
+"""For one port."""
+
+DOCTOR_TAKE_S = 1.0
+"""For taking an answer that is there."""
+
+RAY_START_S = 90.0
+"""For `ray start`, which takes 6 to 10 s on a quiet machine."""
+
+RAY_CONNECT_S = 5.0
+"""For reaching a cluster's port at all. Joining takes 0.1 to 0.6 s when all is well; without the
+cluster's authentication token Ray itself gives up after about 20 s."""
+
+RAY_STOP_S = 3.0
+"""For processes to end by themselves, then once more after SIGKILL."""
+
+RAY_LOOK_S = 0.1
+"""Between two looks for another process, a new node, or actors that are to go."""
+
+REPLACE_PAUSE_S = 0.5
+"""For Ray to forget the name of an actor that was ended."""
+
+RECONCILE_PAUSES_S = (2.0, 60.0)
+"""Between two looks for nodes that are to have a NodeActor and have none, first, and longest while
+Ray's head node does not answer: what waits for it is a thread each time."""
+
+UP_MEMORY_S = 30.0
+"""For a node to say how much memory it has free: Ray starts a process there first."""
+
+UP_S = 300.0
+"""For the pools of all nodes to be there, prefaulted: 2 GB/s, so 256 GiB take two minutes."""
+
+UP_LOOK_S = 0.2
+"""Between two looks at how far they are."""
+
+UP_ANSWER_S = 2.0
+"""For the answers of one look."""
+
+TRANSFER_S = 60.0
+"""For a page of chunks to come to a node, as long as its slots are lent for it."""
+
+TRANSFER_LOOK_S = 0.1
+"""Between two looks whether what has come is in the directory."""
+
+CLIENT_S = 10.0
+"""For one answer of an actor to a person or a program, who may have come during a restart."""
+
+LISTING_PAUSE_S = 0.005
+"""Between two pages of a listing, each of which takes the scheduler actor milliseconds: exchanges
+of engines come in between."""
+
+CHUNK_READ_S = 30.0
+"""For chunks of at most 64 MiB that a person looks at: from another node at 3 MB/s, or behind four
+fetches that run there."""
+
+RECORD_PAUSE_S = 0.5
+"""Between two looks of a recorder at the cluster: events and requests are kept for far longer."""
+
+RECORDER_STOP_S = 15.0
+"""For a recorder's thread, which may be waiting for one answer."""
+
+READER_S = 5.0
+"""For one page of events or of a snapshot."""
+
+READER_PATIENCE_S = 30.0
+"""A scheduler actor that restarts is asked again for so long by a reader of events."""
+
+READER_PAUSE_S = 0.2
+"""Between two questions of a reader when nothing is new, or nobody answers."""
+
+METRICS_CLIENT_S = 5.0
+"""For a scraper to send its request, and to take each part of the answer."""
+
+METRICS_LOOK_S = 0.5
+"""Between two looks of the metrics' server at whether it should end."""
+
+METRICS_COLLECT_S = 5.0
+"""For the scheduler actor's own metrics, which wait their turn among its calls. Prometheus gives up
+after 10 s."""
+
+METRICS_TARGETS_S = 2.0
+"""Between two looks at which nodes there are, for the file that Prometheus reads."""
+PUBLISH_LOOK_S = 0.1
+"""The publisher's sockets are looked at so often when nothing is published: for questions for what
+was missed, and for the end."""
+
+PUBLISH_PUT_S = 1.0
+"""For a batch to find room before the sockets; the log waits meanwhile."""
+
+PUBLISH_BIND_PAUSE_S = 0.5
+"""Between two tries to bind the publisher's sockets: an earlier life may still hold them."""
+
+PUBLISH_FAILED_PAUSE_S = 1.0
+"""After the scheduler actor could not be read for as long as a reader is patient."""
+
+PUBLISH_BIND_S = 5.0
+"""For a new publisher to say whether it could bind its sockets, to a person."""
+
+SERVE_GRACE_S = 20.0
+"""For `vllm serve` to end after SIGINT: it may be writing out its last answers."""
+
+SERVE_LEFTOVER_S = 5.0
+"""For processes that a dead server has left behind, before and after SIGKILL."""
+
+SERVE_LOOK_S = 0.2
+"""How often `raykv serve` looks whether it was asked to stop."""

@@ -1,0 +1,315 @@
+"""Computations behind the plots: numbers in, frames out; nothing here asks a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.bench.policy import prefix_hits, unlimited_hits
+from raykv.core.policy import DEFAULT_POLICY, POLICIES
+from raykv.errors import SettingError
+from raykv.inspect.extra import pandas
+from raykv.inspect.traces import Trace, prompts_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NUM_SIZES = 8
+"""Of pools that are simulated if none are named."""
+
+UNLIMITED = "unlimited"
+"""In place of a policy's name: a pool in which everything has room."""
+
+Numbers = npt.NDArray[np.int64]
+Chunk = tuple[str, str]
+"""Namespace and key."""
+
+
+# Sizes
+
+
+def sizing(
+    trace: Trace,
+    chunk_bytes: int,
+    pool_bytes: Sequence[int] | None = None,
+    policies: Sequence[str] = (DEFAULT_POLICY,),
+) -> pd.DataFrame:
+    """What pools of other sizes would have found of a trace: a row for each size and policy.
+
+    The trace is replayed through one pool that begins empty, so the first use of a chunk is a miss
+    at any size. Hits in vLLM's own cache are not taken out: these are hits of the pool alone.
+
+    Args:
+        trace: which chunks were asked for.
+        chunk_bytes: of a chunk of all KV groups, as `bytes_per_chunk` tells.
+        pool_bytes: sizes to try; None: some, up to where everything has room.
+        policies: worth, lru, arc, s3fifo.
+
+    Returns:
+        Columns pool_bytes, policy, hit_rate (of the prompts' chunks, 0 to 1) and hit_tokens; the
+        last row is "unlimited", the largest pool that makes sense.
+
+    Raises:
+        SettingError: a policy that is none, or a size without room for a chunk.
+    """
+    unknown = [name for name in policies if name not in POLICIES]
+    if unknown:
+        raise SettingError(f"{unknown[0]!r} is no eviction policy: there are {', '.join(POLICIES)}")
+    most = max(1, trace.num_distinct)
+    sizes = _sizes(most, chunk_bytes) if pool_bytes is None else list(pool_bytes)
+    if chunk_bytes < 1 or min(sizes, default=chunk_bytes) < chunk_bytes:
+        raise SettingError(f"a pool of {min(sizes)} bytes has no room for a chunk of {chunk_bytes}")
+    rows = []
+    for size in sizes:
+        for name in policies:
+            hits = prefix_hits(trace.requests, POLICIES[name](), size // chunk_bytes)
+            rows.append(_size_row(trace, size, name, hits))
+    rows.append(_size_row(trace, most * chunk_bytes, UNLIMITED, unlimited_hits(trace.requests)))
+    return pandas().DataFrame(rows, columns=["pool_bytes", "policy", "hit_rate", "hit_tokens"])
+
+
+def _sizes(most: int, chunk_bytes: int) -> list[int]:
+    """From a small share of the chunks to all of them, each the same factor larger."""
+    counts = np.geomspace(max(1, most // 64), most, NUM_SIZES).round().astype(int)
+    return [int(count) * chunk_bytes for count in dict.fromkeys(counts.tolist())]
+
+
+def _size_row(trace: Trace, size: int, policy: str, hits: Sequence[int]) -> dict[str, Any]:
+    found = sum(map(min, hits, trace.num_asked))
+    return {
+        "pool_bytes": size,
+        "policy": policy,
+        "hit_rate": found / max(1, trace.num_lookups),
+        "hit_tokens": found * trace.chunk_tokens,
+    }
+
+
+# Reuse
+
+
+def stack_distances(uses: Sequence[int]) -> Numbers:
+    """For each use how many other chunks were used since the last use of the same; -1: never.
+
+    An LRU pool finds a chunk if it has room for more chunks than that. (R. L. Mattson and others,
+    1970. With p the place of the last use, the uses between p and here whose own last use was not
+    after p are the distinct ones: counted while sorting.)
+    """
+    last: dict[int, int] = {}
+    before = np.full(len(uses), -1, np.int64)
+    for place, chunk in enumerate(uses):
+        before[place] = last.get(chunk, -1)
+        last[chunk] = place
+    distances = _num_not_above_before(before) - before - 1
+    distances[before < 0] = -1
+    return distances
+
+
+def _num_not_above_before(values: Numbers) -> Numbers:
+    """For each value how many of those before it are not above it; merges, widths doubling."""
+    count = len(values)
+    counts = np.zeros(count, np.int64)
+    # Each run's values are lifted above those of the runs before it: one sorted array to search.
+    lift = int(values.max(initial=0)) + 2
+    places = np.arange(count)
+    width = 1
+    while width < count:
+        pair = places // (2 * width)
+        is_right = places // width % 2 == 1
+        lifted = values + pair * lift
+        left, right = np.flatnonzero(~is_right), np.flatnonzero(is_right)
+        found = np.searchsorted(np.sort(lifted[left]), lifted[right], side="right")
+        # All runs before this pair are below it: their left halves are counted by place.
+        counts[right] += found - np.searchsorted(pair[left], pair[right])
+        width *= 2
+    return counts
+
+
+def reuse_distances(trace: Trace, chunk_bytes: int = 0) -> pd.DataFrame:
+    """How far apart the uses of a chunk are: a row for each distance that occurs.
+
+    Returns:
+        Columns distance_chunks (different chunks used in between), distance_bytes, uses, and
+        share: of all uses of chunks, those at this distance or nearer, 0 to 1. The rest are first
+        uses.
+    """
+    uses = [chunk for prompt in prompts_of(trace) for chunk in prompt]
+    distances = stack_distances(uses)
+    values, counts = np.unique(distances[distances >= 0], return_counts=True)
+    return pandas().DataFrame(
+        {
+            "distance_chunks": values,
+            "distance_bytes": values * chunk_bytes,
+            "uses": counts,
+            "share": np.cumsum(counts) / max(1, len(uses)),
+        }
+    )
+
+
+def prefix_tree(trace: Trace) -> pd.DataFrame:
+    """How often each chunk was asked for, and what it follows: a row for each chunk.
+
+    Returns:
+        Columns chunk (its number in the trace), parent (NA: the head of a prompt), depth (0: a
+        head), uses and tokens. Parents come before their children.
+    """
+    parents: dict[int, int | None] = {}
+    depths: dict[int, int] = {}
+    uses: dict[int, int] = {}
+    for prompt in prompts_of(trace):
+        parent: int | None = None
+        for depth, chunk in enumerate(prompt):
+            parents.setdefault(chunk, parent)
+            depths.setdefault(chunk, depth)
+            uses[chunk] = uses.get(chunk, 0) + 1
+            parent = chunk
+    pd = pandas()
+    return pd.DataFrame(
+        {
+            "chunk": pd.Series(list(parents), dtype="Int64"),
+            "parent": pd.Series(list(parents.values()), dtype="Int64"),
+            "depth": pd.Series([depths[chunk] for chunk in parents], dtype="Int64"),
+            "uses": pd.Series([uses[chunk] for chunk in parents], dtype="Int64"),
+            "tokens": pd.Series([trace.chunk_tokens] * len(parents), dtype="Int64"),
+        }
+    )
+
+
+# Events
+
+
+def occupancy(events: pd.DataFrame, start: pd.DataFrame | None = None) -> pd.DataFrame:
+    """How many chunks each node has after each event that changes that.
+
+    Args:
+        events: from `events` or a `Recorder`, from the beginning of an epoch on, or
+        start: the chunks that were there before the first of them, from `chunks` or a `Recorder`.
+
+    Returns:
+        Columns epoch, seq, time_s, node_id and chunks.
+    """
+    held: dict[str, dict[Chunk, int]] = {}
+    if start is not None:
+        names = ["node_id", "namespace", "key", "generation"]
+        for node, namespace, key, generation in start[names].itertuples(index=False):
+            held.setdefault(node, {})[namespace, key] = int(generation)
+    rows = []
+    for event in _rows(events):
+        place = (event["epoch"], event["seq"], event["time_s"])
+        rows += [(*place, node, len(held[node])) for node in _apply(held, event)]
+    return _table(
+        rows,
+        {
+            "epoch": "Int64",
+            "seq": "Int64",
+            "time_s": "Float64",
+            "node_id": "string",
+            "chunks": "Int64",
+        },
+    )
+
+
+def _rows(events: pd.DataFrame) -> Iterator[Mapping[str, Any]]:
+    wanted = ["epoch", "seq", "time_s", "event", "node_id", "namespace", "key", "generation"]
+    for values in events[wanted].itertuples(index=False):
+        yield dict(zip(wanted, values, strict=True))
+
+
+def _apply(held: dict[str, dict[Chunk, int]], event: Mapping[str, Any]) -> Iterable[str]:
+    """Take an event in; the nodes of which something has changed."""
+    node, name = event["node_id"], (event["namespace"], event["key"])
+    match event["event"]:
+        case "BlockStored":
+            held.setdefault(node, {})[name] = int(event["generation"])
+        case "BlockRemoved":
+            known = held.setdefault(node, {})
+            if known.get(name, int(event["generation"]) + 1) > int(event["generation"]):
+                return ()
+            del known[name]
+        case "NodeJoined":
+            held.setdefault(node, {})
+        case "NodeLost":
+            held[node] = {}
+        case "EpochBegan":
+            held.update({each: {} for each in held})
+            return list(held)
+        case "CacheCleared":
+            return [each for each in held if _clear(held[each], event)]
+        case _:
+            return ()
+    return (node,)
+
+
+def _clear(chunks: dict[Chunk, int], event: Mapping[str, Any]) -> bool:
+    gone = [
+        name
+        for name, generation in chunks.items()
+        if name[0] == event["namespace"] and generation <= int(event["generation"])
+    ]
+    for name in gone:
+        del chunks[name]
+    return bool(gone)
+
+
+def ages_at_eviction(events: pd.DataFrame) -> pd.DataFrame:
+    """How old chunks were when they were given up, one by one; the youngest first.
+
+    Chunks that were there before the first event, and those that went with a node or when the
+    cache was cleared, are left out.
+
+    Returns:
+        Columns node_id, namespace, key, age_s (missing without a recorder's times), age_events
+        (events in between) and share: of all rows, those up to this one, 0 to 1.
+    """
+    stored: dict[tuple[str, Chunk], Mapping[str, Any]] = {}
+    rows = []
+    for event in _rows(events):
+        name = (event["node_id"], (event["namespace"], event["key"]))
+        if event["event"] == "EpochBegan":
+            stored.clear()
+        elif event["event"] == "BlockStored":
+            stored[name] = event
+        elif event["event"] == "BlockRemoved" and name in stored:
+            began = stored.pop(name)
+            node, (namespace, key) = name
+            age_s, age = event["time_s"] - began["time_s"], event["seq"] - began["seq"]
+            rows.append((node, namespace, key, age_s, age))
+    types = {
+        "node_id": "string",
+        "namespace": "string",
+        "key": "string",
+        "age_s": "Float64",
+        "age_events": "Int64",
+    }
+    found = _table(rows, types).sort_values(["age_s", "age_events"], ignore_index=True)
+    found["share"] = (np.arange(len(found)) + 1) / max(1, len(found))
+    return found
+
+
+def transfer_rates(transfers: pd.DataFrame) -> pd.DataFrame:
+    """Bytes per second between two samples of a node, out of a `Recorder`'s transfers.
+
+    A NodeActor that has begun anew counts from zero again; the samples around that are left out.
+
+    Returns:
+        The columns of transfers, with bytes per second in those of bytes.
+    """
+    moved = [name for name in transfers.columns if name.startswith("bytes_")]
+    ordered = transfers.sort_values(["node_id", "time_s"], ignore_index=True)
+    steps = ordered.groupby("node_id")[[*moved, "time_s"]].diff()
+    rates = ordered.assign(**{name: steps[name] / steps["time_s"] for name in moved})
+    is_step = (steps["time_s"] > 0) & (steps[moved] >= 0).all(axis=1)
+    return rates[is_step.fillna(value=False)].reset_index(drop=True)
+
+
+def _table(rows: Sequence[Sequence[Any]], types: Mapping[str, str]) -> Any:
+    pd = pandas()
+    values = zip(*rows, strict=True) if rows else [()] * len(types)
+    return pd.DataFrame(
+        {
+            name: pd.Series(list(column), dtype=kind)
+            for (name, kind), column in zip(types.items(), values, strict=True)
+        }
+    )

@@ -1,0 +1,195 @@
+"""Plots: each takes a frame, draws on axes and returns them. Nothing is shown or saved here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raykv.inspect.curves import UNLIMITED
+from raykv.inspect.extra import pandas, pyplot
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+SHORT_ID = 8
+"""Characters of an id in a plot."""
+
+MAX_BARS = 20_000
+"""Of a prefix tree; those of the rarest chunks are left out."""
+
+MIB, GIB = 1 << 20, 1 << 30
+SOURCES = {
+    "own_cache_tokens": "in vLLM's own cache",
+    "loaded_tokens": "loaded by RayKV",
+    "computed_tokens": "computed",
+}
+
+
+def plot_occupancy(occupancy: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Chunks on each node over time, or over events where there are no times."""
+    ax = _axes(ax)
+    has_times = bool(occupancy["time_s"].notna().any())
+    start = occupancy["time_s"].min() if has_times else 0
+    for node, rows in occupancy.groupby("node_id"):
+        at = rows["time_s"] - start if has_times else rows["seq"]
+        ax.step(_floats(at), _floats(rows["chunks"]), where="post", label=node[:SHORT_ID])
+    ax.set(
+        xlabel="seconds" if has_times else "events", ylabel="chunks", title="chunks on each node"
+    )
+    return _with_legend(ax)
+
+
+def plot_heat_map(chunks: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Nodes by namespaces: MiB of chunks where sizes are known, else how many there are."""
+    ax = _axes(ax)
+    has_sizes = len(chunks) > 0 and bool(chunks["bytes"].notna().all())
+    table = chunks.assign(amount=chunks["bytes"] / MIB if has_sizes else 1).pivot_table(
+        index="node_id", columns="namespace", values="amount", aggfunc="sum", fill_value=0
+    )
+    shape = (max(1, table.shape[0]), max(1, table.shape[1]))
+    image = ax.imshow(_floats(table).reshape(shape) if table.size else np.zeros(shape), vmin=0)
+    ax.set_xticks(range(table.shape[1]), [name[:SHORT_ID] for name in table.columns])
+    ax.set_yticks(range(table.shape[0]), [name[:SHORT_ID] for name in table.index])
+    what = "MiB" if has_sizes else "chunks"
+    ax.figure.colorbar(image, ax=ax, label=what)
+    ax.set(xlabel="namespace", ylabel="node", title=f"{what} by node and namespace")
+    return ax
+
+
+def plot_prefix_tree(tree: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Prefixes from left to right: a bar is a chunk, as high as it was asked for often.
+
+    A chunk's children are at its right, within its height. Chunks without a known parent are heads.
+    """
+    ax = _axes(ax)
+    rows = tree.nlargest(MAX_BARS, "uses").sort_values(["depth", "uses"], ascending=[True, False])
+    tops: dict[Any, float] = {}
+    top = 0.0
+    bars = []
+    for row in rows[["chunk", "parent", "depth", "uses"]].itertuples(index=False):
+        chunk, parent, depth, uses = row
+        is_head = parent is pandas().NA or parent not in tops
+        begin = top if is_head else tops[parent]
+        if is_head:
+            top += uses
+        else:
+            tops[parent] += uses
+        tops[chunk] = begin
+        bars.append((int(depth), begin, int(uses)))
+    if bars:
+        # One collection: thousands of bars that are objects each would take half a minute.
+        boxes = [
+            [(left, low), (left, low + height), (left + 1, low + height), (left + 1, low)]
+            for left, low, height in bars
+        ]
+        shades = np.log1p([height for _, _, height in bars])
+        collections = pyplot().matplotlib.collections
+        ax.add_collection(
+            collections.PolyCollection(boxes, array=shades, linewidths=0, cmap="viridis")
+        )
+        ax.autoscale_view()
+    ax.set(xlabel="chunk of the prompt", ylabel="uses", title="prefixes, as high as used often")
+    return ax
+
+
+def plot_reuse_distances(reuse: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """The share of all uses of chunks that an LRU pool of each size would have held."""
+    ax = _axes(ax)
+    has_sizes = bool((reuse["distance_bytes"] > 0).any())
+    at = reuse["distance_bytes"] / GIB if has_sizes else reuse["distance_chunks"]
+    ax.step(_floats(at), _floats(reuse["share"]), where="post")
+    ax.set(
+        xlabel="GiB used in between" if has_sizes else "chunks used in between",
+        ylabel="share of all uses",
+        ylim=(0, 1),
+        title="reuse distance",
+    )
+    return ax
+
+
+def plot_ages_at_eviction(ages: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """The share of the chunks that were given up up to each age."""
+    ax = _axes(ax)
+    has_times = len(ages) > 0 and bool(ages["age_s"].notna().all())
+    ordered = ages.sort_values("age_s" if has_times else "age_events")
+    at = ordered["age_s"] if has_times else ordered["age_events"]
+    ax.step(_floats(at), _floats(ages["share"]), where="post")
+    ax.set(
+        xlabel="age in seconds" if has_times else "age in events",
+        ylabel="share of evictions",
+        ylim=(0, 1),
+        title="age at eviction",
+    )
+    return ax
+
+
+def plot_sizing(
+    sizing: pd.DataFrame, pool_bytes: float | None = None, ax: Axes | None = None
+) -> Axes:
+    """The hit rate over the size of the pool, a line for each policy.
+
+    Args:
+        sizing: from `sizing`.
+        pool_bytes: the size that there is now, which is marked.
+        ax: to draw on.
+    """
+    ax = _axes(ax)
+    for policy, rows in sizing.groupby("policy"):
+        if policy == UNLIMITED:
+            most = float(rows["hit_rate"].iloc[0])
+            ax.axhline(most, linestyle=":", color="gray", label="everything has room")
+        else:
+            ordered = rows.sort_values("pool_bytes")
+            ax.plot(
+                _floats(ordered["pool_bytes"] / GIB),
+                _floats(ordered["hit_rate"]),
+                marker="o",
+                label=policy,
+            )
+    if pool_bytes is not None:
+        ax.axvline(pool_bytes / GIB, color="black", linewidth=1, label="now")
+    ax.set(
+        xlabel="pool in GiB", ylabel="hit rate", ylim=(0, 1), title="what more memory would bring"
+    )
+    return _with_legend(ax)
+
+
+def plot_transfers(rates: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """MiB per second through each node over time, from `transfer_rates`."""
+    ax = _axes(ax)
+    start = rates["time_s"].min() if len(rates) else 0
+    for node, rows in rates.groupby("node_id"):
+        for name in ("bytes_stored", "bytes_loaded", "bytes_fetched"):
+            if (rows[name] > 0).any():
+                label = f"{node[:SHORT_ID]} {name.removeprefix('bytes_')}"
+                ax.plot(_floats(rows["time_s"] - start), _floats(rows[name] / MIB), label=label)
+    ax.set(xlabel="seconds", ylabel="MiB per second", title="transfers")
+    return _with_legend(ax)
+
+
+def plot_sources(requests: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Where the prompt tokens of each request came from, a bar for each in their order."""
+    ax = _axes(ax)
+    bottom = np.zeros(len(requests))
+    for name, label in SOURCES.items():
+        height = _floats(requests[name])
+        ax.bar(range(len(requests)), height, bottom=bottom, label=label)
+        bottom += height
+    ax.set(xlabel="request", ylabel="prompt tokens", title="where the tokens came from")
+    return _with_legend(ax)
+
+
+def _axes(ax: Axes | None) -> Any:
+    return pyplot().subplots(layout="constrained")[1] if ax is None else ax
+
+
+def _floats(values: Any) -> Any:
+    return values.to_numpy(dtype=float, na_value=np.nan)
+
+
+def _with_legend(ax: Any) -> Any:
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend()
+    return ax

@@ -1,0 +1,162 @@
+"""What the frames are made of: rows out of a `Cluster`, from the best source that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from raykv.actors.inspection import ChunkPlace
+from raykv.miss_types import CHUNK_NAME_BYTES, Explanation
+from raykv.types import Generation, Key, Namespace, NodeId, Slot, group_of
+
+if TYPE_CHECKING:
+    from raykv.client import Cluster
+    from raykv.event_types import Event
+
+MAX_PAGES = 1024
+"""Of requests that are read at once: more than the scheduler actor remembers."""
+
+Row = dict[str, Any]
+
+
+def chunk_rows(cluster: Cluster, namespace: str | None, node: str | None) -> Iterator[Row]:
+    """Chunks, those of one namespace or node only if their beginnings are given.
+
+    Where the cluster lists its chunks their ages, hits and sizes too; else what a snapshot has.
+    """
+    listed = getattr(cluster, "chunks", None)
+    if listed is not None:
+        yield from map(_listed_row, listed(namespace=namespace, node=node))
+        return
+    for row in _snapshot_rows(cluster):
+        in_space = row["namespace"].startswith(namespace or "")
+        if in_space and row["node_id"].startswith(node or ""):
+            yield row
+
+
+def _snapshot_rows(cluster: Cluster) -> Iterator[Row]:
+    for (node_id, space, key), (slot, generation) in cluster.snapshot().chunks.items():
+        yield {
+            "key": key.hex(),
+            "group": group_of(key),
+            "namespace": space,
+            "node_id": node_id,
+            "slot": slot,
+            "generation": generation,
+        }
+
+
+def _listed_row(chunk: Any) -> Row:
+    row = msgspec.structs.asdict(chunk)
+    return {**row, "key": row["key"].hex(), "bytes": row["num_bytes"]}
+
+
+def chunk_places(cluster: Cluster, namespace: str | None, node: str | None) -> list[ChunkPlace]:
+    """The same chunks as `chunk_rows`, for who wants to read them."""
+    rows = list(chunk_rows(cluster, namespace, node))
+    epochs = {known.node_id: known.epoch for known in cluster.status().nodes}
+    return [
+        ChunkPlace(
+            namespace=Namespace(row["namespace"]),
+            key=Key(bytes.fromhex(row["key"])),
+            node_id=NodeId(row["node_id"]),
+            # A node that has just gone refuses nothing, it does not answer.
+            node_epoch=epochs.get(row["node_id"], 0),
+            slot=Slot(row["slot"]),
+            generation=Generation(row["generation"]),
+        )
+        for row in rows
+    ]
+
+
+def node_rows(cluster: Cluster) -> Iterator[Row]:
+    """The nodes, and what has moved through each."""
+    for node in cluster.status().nodes:
+        yield msgspec.structs.asdict(node)
+
+
+def namespace_rows(cluster: Cluster, chunks: Iterable[Row]) -> Iterator[Row]:
+    """The namespaces that have chunks or engines; `chunks` are the rows of all chunks."""
+    known = cluster.status()
+    rows: dict[str, Row] = {}
+    nodes: dict[str, set[str]] = {}
+    for name in [*known.namespaces, *(engine.namespace for engine in known.engines)]:
+        rows[name] = {"namespace": name, "chunks": 0, "bytes": 0, "engines": 0}
+    for engine in known.engines:
+        rows[engine.namespace]["engines"] += 1
+        rows[engine.namespace]["model"] = engine.model
+    for chunk in chunks:
+        row = rows.setdefault(chunk["namespace"], {"namespace": chunk["namespace"], "chunks": 0})
+        row["chunks"] += 1
+        size = chunk.get("bytes")
+        # One size that is not known makes the sum unknown.
+        has_sum = size is not None and row.get("bytes") is not None
+        row["bytes"] = row["bytes"] + size if has_sum else None
+        nodes.setdefault(chunk["namespace"], set()).add(chunk["node_id"])
+    for name, row in rows.items():
+        yield {"engines": 0, **row, "nodes": len(nodes.get(name, ()))}
+
+
+def request_rows(found: Iterable[Explanation]) -> Iterator[Row]:
+    """What became of the tokens of requests that have ended."""
+    for each in found:
+        record = each.record
+        missed = dict(record.missed)
+        yield {
+            "request_id": record.request_id,
+            "age_s": each.age_s,
+            "namespace": each.namespace,
+            "model": each.model,
+            "node_id": each.node_id,
+            "engine_id": each.engine_id,
+            "prompt_tokens": record.prompt,
+            "own_cache_tokens": record.own,
+            "loaded_tokens": record.loaded,
+            "computed_tokens": sum(missed.values()),
+            "missed": missed,
+            "main_reason": max(missed, key=lambda reason: missed[reason], default=None),
+            "missing_key": record.missing.hex() or None,
+            "chunks": chunk_names(record.chunks),
+            "chunk_tokens": record.chunk_tokens,
+        }
+
+
+def chunk_names(chunks: bytes) -> tuple[str, ...]:
+    """The beginnings of the keys of a request's chunks, as hex digits."""
+    step = CHUNK_NAME_BYTES
+    return tuple(chunks[at : at + step].hex() for at in range(0, len(chunks), step))
+
+
+def all_requests(cluster: Cluster, after: int = 0) -> list[Explanation]:
+    """Requests after the one of that number, the oldest first."""
+    found: list[Explanation] = []
+    for _ in range(MAX_PAGES):
+        page = cluster.requests(after)
+        found += page.found
+        after = page.first + len(page.found) - 1
+        if not page.found or after >= page.last:
+            break
+    return found
+
+
+def event_row(event: Event) -> Row:
+    """An event of any kind; what its kind does not have is left out."""
+    row = msgspec.structs.asdict(event)
+    row["event"] = type(event).__name__
+    if "key" in row:
+        row["group"] = group_of(Key(row["key"]))
+        row["key"] = row["key"].hex()
+    return row
+
+
+def known_tokens(cluster: Cluster, namespace: Namespace, keys: Sequence[Key]) -> list[int] | None:
+    """The token ids of chunks that follow each other; None unless all are known."""
+    tokens_of = getattr(cluster, "tokens_of", None)
+    if tokens_of is None:
+        return None
+    known = tokens_of(list(keys), namespace=namespace)
+    if not known.keys() >= set(keys):
+        return None
+    return [token for key in keys for token in known[key].token_ids]

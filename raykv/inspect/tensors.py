@@ -1,0 +1,211 @@
+"""The KV of cached chunks as tensors: copies, never the live bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raykv.actors.inspection import ChunkPlace, kv_form, read_chunks
+from raykv.core.kv_form import LayerElements, layers_of, tokens_per_chunk
+from raykv.errors import ClusterError
+from raykv.inspect.sources import chunk_places, known_tokens
+from raykv.kv_types import GroupForm, KVForm
+from raykv.types import Namespace, group_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from raykv.client import Cluster
+
+SHORTEST_BEGINNING = 4
+"""Hex digits of a key that are enough, if no other chunk's key begins so."""
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """K and V of a layer, each [tokens, heads, head size]; K after its rotary embedding."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ChunkKV:
+    """The KV of chunks that follow each other.
+
+    `layers` has vLLM's layer names in the model's order. `tokens` are the token ids of the rows;
+    None where the cluster does not know them.
+    """
+
+    namespace: str
+    keys: tuple[str, ...]
+    nodes: tuple[str, ...]
+    layers: dict[str, LayerKV]
+    dtype: str
+    tokens_per_chunk: int
+    tokens: list[int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of each tensor."""
+        return self.tokens_per_chunk * len(self.keys)
+
+
+def kv(
+    cluster: Cluster,
+    keys: bytes | str | Sequence[bytes | str],
+    node: str | None = None,
+    namespace: str | None = None,
+) -> ChunkKV:
+    """Read chunks out of the pools that have them.
+
+    Args:
+        cluster: from `raykv.connect()`.
+        keys: of one chunk, or of several in the order of their tokens: vLLM's offload key as bytes,
+            or its hex digits, of which the first ones are enough where they are unambiguous.
+        node: the beginning of the id of the node to read from; None: any that has them.
+        namespace: the beginning of the chunks' namespace; None: the one that has them.
+
+    Raises:
+        ClusterError: a chunk is not there, can't be read, or has no K and V: the sentence says
+            which and why.
+    """
+    wanted = [keys] if isinstance(keys, bytes | str) else list(keys)
+    if not wanted:
+        raise ClusterError("no keys were given: name at least one chunk")
+    places = _places(cluster, [_hex(key) for key in wanted], node, namespace)
+    form, group = _readable_form(cluster, places)
+    parts = [list(layers_of(form, group_of(places[0].key), data)) for data in _bytes(places, form)]
+    return ChunkKV(
+        namespace=str(places[0].namespace),
+        keys=tuple(place.key.hex() for place in places),
+        nodes=tuple(str(place.node_id) for place in places),
+        layers=dict(_tensors(parts, group.dtype)),
+        dtype=group.dtype,
+        tokens_per_chunk=tokens_per_chunk(form, group),
+        tokens=known_tokens(cluster, places[0].namespace, [place.key for place in places]),
+    )
+
+
+def bytes_per_chunk(cluster: Cluster, namespace: str | None = None) -> int:
+    """Bytes that a chunk of tokens takes in a pool: the slots of all KV groups together.
+
+    Args:
+        cluster: from `raykv.connect()`.
+        namespace: the beginning of one; None: the only one that has engines or chunks.
+
+    Raises:
+        ClusterError: no engine of the namespace has told it since the NodeActors have started, or
+            there is not one namespace that is meant.
+    """
+    known = cluster.status()
+    names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
+    meant = sorted(name for name in names if name.startswith(namespace or ""))
+    if len(meant) != 1:
+        raise ClusterError(
+            f"{len(meant)} namespaces are meant ({', '.join(meant) or 'none'}): name one of those "
+            f"that there are: {', '.join(sorted(names)) or 'none'}"
+        )
+    form = kv_form(Namespace(meant[0]), [node.node_id for node in known.nodes])
+    if not form.groups:
+        raise ClusterError(_unknown(meant[0]))
+    return sum(form.slot_bytes.values())
+
+
+def _unknown(namespace: str) -> str:
+    return (
+        f"nobody has told how KV lies in the chunks of namespace {namespace[:12]}: an engine of "
+        "that model must have attached since the NodeActor of its node has started"
+    )
+
+
+def _hex(key: bytes | str) -> str:
+    digits = key.hex() if isinstance(key, bytes) else key.strip().lower()
+    if len(digits) < SHORTEST_BEGINNING or set(digits) - set("0123456789abcdef"):
+        raise ClusterError(
+            f"{key!r} is no key: give bytes, or at least {SHORTEST_BEGINNING} hex digits of it"
+        )
+    return digits
+
+
+def _places(
+    cluster: Cluster, beginnings: list[str], node: str | None, namespace: str | None
+) -> list[ChunkPlace]:
+    """Where each chunk is, all in one namespace and KV group.
+
+    Raises:
+        ClusterError: a chunk is nowhere, or its name is ambiguous.
+    """
+    length = min(map(len, beginnings))
+    found: dict[str, list[ChunkPlace]] = {begin: [] for begin in beginnings}
+    heads = {begin[:length] for begin in beginnings}
+    for place in chunk_places(cluster, namespace, node):
+        digits = place.key.hex()
+        if digits[:length] in heads:
+            for begin in filter(digits.startswith, found):
+                found[begin].append(place)
+    return _chosen(found, node)
+
+
+def _chosen(found: dict[str, list[ChunkPlace]], node: str | None) -> list[ChunkPlace]:
+    """One place of each chunk, on as few nodes as can be."""
+    for begin, places in found.items():
+        if not places:
+            where = "on no node" if node is None else f"not on a node {node!r}"
+            raise ClusterError(f"chunk {begin} is {where}: never stored, or evicted")
+        names = {(place.namespace, place.key) for place in places}
+        if len(names) > 1:
+            raise ClusterError(
+                f"{len(names)} chunks have keys that begin with {begin} (other KV groups or "
+                "namespaces): give all digits, and the namespace"
+            )
+    first = next(iter(found.values()))[0]
+    chosen = []
+    for begin, places in found.items():
+        if (places[0].namespace, group_of(places[0].key)) != (
+            first.namespace,
+            group_of(first.key),
+        ):
+            raise ClusterError(f"chunk {begin} is of another namespace or KV group than the first")
+        near = [place for place in places if place.node_id == first.node_id]
+        chosen.append((near or places)[0])
+    return chosen
+
+
+def _readable_form(cluster: Cluster, places: Sequence[ChunkPlace]) -> tuple[KVForm, GroupForm]:
+    namespace, group_id = places[0].namespace, group_of(places[0].key)
+    form = kv_form(namespace, [place.node_id for place in places])
+    if not form.groups:
+        # Those that have the chunks may only have fetched them.
+        form = kv_form(namespace, [node.node_id for node in cluster.status().nodes])
+    group = form.groups.get(group_id)
+    if group is None:
+        raise ClusterError(_unknown(namespace))
+    if group.refusal:
+        raise ClusterError(f"chunks of this model can't be read as K and V: {group.refusal}")
+    return form, group
+
+
+def _bytes(places: Sequence[ChunkPlace], form: KVForm) -> Iterator[Any]:
+    """The bytes of each chunk's slot, in order."""
+    slot_bytes = form.slot_bytes[group_of(places[0].key)]
+    for _, same in groupby(places, key=lambda place: place.node_id):
+        yield from read_chunks(list(same), slot_bytes)
+
+
+def _tensors(parts: list[list[LayerElements]], dtype: str) -> Iterator[tuple[str, LayerKV]]:
+    """Layers by name, the chunks' tokens one after the other."""
+    import torch
+
+    kind = getattr(torch, dtype)
+
+    def joined(columns: list[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(columns)).view(kind)
+
+    for layer in zip(*parts, strict=True):
+        keys = joined([part.keys for part in layer])
+        yield layer[0].layer, LayerKV(keys, joined([part.values for part in layer]))

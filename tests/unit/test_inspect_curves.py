@@ -1,0 +1,225 @@
+"""What the plots show, computed: against counting by hand and by brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("pandas")
+
+from raykv import inspect
+from raykv.bench.policy import replay
+from raykv.core.policy import POLICIES
+from raykv.errors import SettingError
+from raykv.inspect.curves import stack_distances
+from raykv.inspect.frames import frame
+from raykv.inspect.traces import Trace
+
+# Requests
+
+
+def request(name: str, chunks: Sequence[str], tokens: int, **more: Any) -> dict[str, Any]:
+    row = {"namespace": "space", "node_id": "node", "chunk_tokens": 32}
+    return {**row, "request_id": name, "chunks": tuple(chunks), "prompt_tokens": tokens, **more}
+
+
+def test_trace_numbers_chunks_and_knows_which_are_looked_up() -> None:
+    rows = [request("a", ["x", "y"], 70), request("b", ["x", "z", "w"], 90), request("c", [], 9)]
+    trace = inspect.trace(frame("requests", rows))
+    # The third chunk of "b" is of generated tokens.
+    assert trace == Trace([[0, 1], [0, 2, 3]], [2, 2], 32)
+    assert (trace.num_lookups, trace.num_distinct, len(trace)) == (4, 4, 2)
+
+
+def test_trace_is_of_one_namespace_and_of_those_nodes_that_are_named() -> None:
+    rows = [
+        request("a", ["x"], 32),
+        request("b", ["x"], 32, namespace="other"),
+        request("c", ["y"], 32, node_id="far"),
+    ]
+    known = frame("requests", rows)
+    with pytest.raises(SettingError, match="2 namespaces"):
+        inspect.trace(known)
+    assert len(inspect.trace(known, namespace="sp")) == 2
+    assert len(inspect.trace(known, namespace="sp", node="far")) == 1
+    with pytest.raises(SettingError, match="0 namespaces"):
+        inspect.trace(known, namespace="none")
+
+
+def test_saved_trace_is_read_as_it_was(tmp_path: Path) -> None:
+    trace = Trace([[0, 1], [0, 2, 3]], [2, 2], 32)
+    trace.save(str(tmp_path / "trace"))
+    assert inspect.read_trace(str(tmp_path / "trace"), chunk_tokens=32) == trace
+
+
+# Distances
+
+
+def counted(uses: Sequence[int]) -> list[int]:
+    found = []
+    for place, chunk in enumerate(uses):
+        before = [at for at in range(place) if uses[at] == chunk]
+        found.append(len(set(uses[before[-1] + 1 : place])) if before else -1)
+    return found
+
+
+@given(uses=st.lists(st.integers(0, 12), max_size=60))
+def test_stack_distances_are_those_counted_one_by_one(uses: list[int]) -> None:
+    assert stack_distances(uses).tolist() == counted(uses)
+
+
+def test_reuse_distances_leave_first_uses_out() -> None:
+    known = inspect.reuse_distances(Trace([[0, 1], [0, 2], [1]], [2, 2, 1], 32), chunk_bytes=10)
+    assert known["distance_chunks"].tolist() == [1, 2]
+    assert known["distance_bytes"].tolist() == [10, 20]
+    assert known["uses"].tolist() == [1, 1]
+    assert known["share"].tolist() == [0.2, 0.4]
+
+
+def test_prefix_tree_has_parents_before_children() -> None:
+    tree = inspect.prefix_tree(Trace([[0, 1], [0, 2, 3], [4]], [2, 2, 1], 32))
+    assert tree["chunk"].tolist() == [0, 1, 2, 4]
+    assert tree["parent"].tolist()[1:3] == [0, 0]
+    assert tree["parent"].isna().tolist() == [True, False, False, True]
+    assert tree["uses"].tolist() == [2, 1, 1, 1]
+    assert tree["depth"].tolist() == [0, 1, 1, 0]
+
+
+# Sizes
+
+LOOP = Trace([[chunk] for _ in range(4) for chunk in range(8)], [1] * 32, 16)
+"""Eight chunks in turn: LRU finds none of them unless all have room."""
+
+
+def test_sizing_says_what_pools_of_other_sizes_would_have_found() -> None:
+    known = inspect.sizing(LOOP, 100, [700, 800], policies=["lru"])
+    assert known["hit_rate"].tolist() == [0.0, 0.75, 0.75]
+    assert known["hit_tokens"].tolist() == [0, 24 * 16, 24 * 16]
+    assert known["policy"].tolist() == ["lru", "lru", "unlimited"]
+    assert known["pool_bytes"].tolist() == [700, 800, 800]
+
+
+def test_sizing_agrees_with_the_benchmark() -> None:
+    requests = [[number % 5, 10 + number % 7, 20 + number % 11] for number in range(80)]
+    trace = Trace(requests, [3] * 80, 16)
+    known = inspect.sizing(trace, 1, [6, 12], policies=list(POLICIES))
+    for row in known[known["policy"] != "unlimited"].itertuples():
+        assert row.hit_rate == replay(requests, POLICIES[row.policy](), row.pool_bytes)
+    assert len(known) == 2 * len(POLICIES) + 1
+
+
+def test_generated_chunks_are_stored_and_not_asked_for() -> None:
+    # The second prompt holds what the first generated.
+    trace = Trace([[0, 1], [0, 1], [0, 1]], [1, 2, 1], 16)
+    known = inspect.sizing(trace, 1, [2])
+    assert known["hit_rate"].tolist() == [3 / 4, 3 / 4]
+
+
+def test_sizes_are_chosen_up_to_where_all_have_room() -> None:
+    known = inspect.sizing(LOOP, 100)
+    assert known["pool_bytes"].min() == 100
+    assert known["pool_bytes"].max() == 800
+    assert known["hit_rate"].is_monotonic_increasing
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "pool_bytes", "policy", "what"),
+    [
+        (100, [50], "lru", "no room for a chunk"),
+        (0, [50], "lru", "no room for a chunk"),
+        (100, [100], "best", "'best' is no eviction policy"),
+    ],
+)
+def test_impossible_sizes_and_policies_are_refused(
+    chunk_bytes: int, pool_bytes: list[int], policy: str, what: str
+) -> None:
+    with pytest.raises(SettingError, match=what):
+        inspect.sizing(LOOP, chunk_bytes, pool_bytes, policies=[policy])
+
+
+# Events
+
+
+def event(seq: int, kind: str, node: str = "", key: str = "", **more: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {"epoch": 1, "seq": seq, "event": kind, "node_id": node or None}
+    if key:
+        row |= {"namespace": "space", "key": key, "generation": seq}
+    return {**row, **more}
+
+
+def test_occupancy_follows_every_kind_of_event() -> None:
+    rows = [
+        event(1, "EpochBegan"),
+        event(2, "NodeJoined", "n"),
+        event(3, "BlockStored", "n", "a"),
+        event(4, "BlockStored", "m", "a"),
+        event(5, "BlockStored", "n", "b"),
+        event(6, "BlockStored", "n", "a"),
+        event(7, "BlockRemoved", "n", "b"),
+        event(8, "CacheCleared", namespace="space", generation=5),
+        event(9, "NodeLost", "n"),
+    ]
+    known = inspect.occupancy(frame("events", rows))
+    found = [tuple(row) for row in known[["seq", "node_id", "chunks"]].itertuples(index=False)]
+    assert found == [
+        *[(2, "n", 0), (3, "n", 1), (4, "m", 1), (5, "n", 2), (6, "n", 2), (7, "n", 1)],
+        # The chunk that was stored after generation 5 stays.
+        *[(8, "m", 0), (9, "n", 0)],
+    ]
+
+
+def test_occupancy_ignores_the_removal_of_what_has_come_anew() -> None:
+    rows = [
+        event(5, "BlockStored", "n", "a", generation=9),
+        event(6, "BlockRemoved", "n", "a", generation=8),
+    ]
+    assert inspect.occupancy(frame("events", rows))["chunks"].tolist() == [1]
+
+
+def test_occupancy_begins_with_what_was_there() -> None:
+    start = {"node_id": "n", "namespace": "space", "key": "a", "generation": 3}
+    rows = [event(5, "BlockStored", "n", "b"), event(6, "EpochBegan")]
+    known = inspect.occupancy(frame("events", rows), frame("chunks", [start]))
+    assert known["chunks"].tolist() == [2, 0]
+
+
+def test_ages_are_of_chunks_that_were_seen_to_come_and_go() -> None:
+    rows = [
+        event(1, "BlockRemoved", "n", "old", time_s=1.0),
+        event(2, "BlockStored", "n", "a", time_s=1.5),
+        event(3, "BlockStored", "n", "b", time_s=2.0),
+        event(4, "BlockRemoved", "n", "b", time_s=4.0),
+        event(5, "BlockRemoved", "n", "a", time_s=9.5),
+        event(6, "BlockStored", "n", "c", time_s=9.5),
+    ]
+    known = inspect.ages_at_eviction(frame("events", rows))
+    assert known["key"].tolist() == ["b", "a"]
+    assert known["age_s"].tolist() == [2.0, 8.0]
+    assert known["age_events"].tolist() == [1, 3]
+    assert known["share"].tolist() == [0.5, 1.0]
+
+
+def test_ages_without_times_are_in_events() -> None:
+    rows = [event(2, "BlockStored", "n", "a"), event(9, "BlockRemoved", "n", "a")]
+    known = inspect.ages_at_eviction(frame("events", rows))
+    assert known["age_s"].isna().all()
+    assert known["age_events"].tolist() == [7]
+
+
+def test_transfer_rates_are_between_samples_of_a_node() -> None:
+    rows = [
+        {"time_s": 1.0, "node_id": "n", "bytes_stored": 10},
+        {"time_s": 1.0, "node_id": "m", "bytes_stored": 7},
+        {"time_s": 3.0, "node_id": "n", "bytes_stored": 30},
+        {"time_s": 4.0, "node_id": "n", "bytes_stored": 5},
+        {"time_s": 5.0, "node_id": "n", "bytes_stored": 6},
+    ]
+    still = {"bytes_loaded": 0, "bytes_fetched": 0, "bytes_sent": 0}
+    known = inspect.transfer_rates(frame("transfers", [{**row, **still} for row in rows]))
+    assert known["time_s"].tolist() == [3.0, 5.0]
+    assert known["bytes_stored"].tolist() == [10.0, 1.0]

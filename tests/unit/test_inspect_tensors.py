@@ -1,0 +1,291 @@
+"""Chunks as tensors: which are meant, what the source may answer, what types come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import xxhash
+
+pytest.importorskip("torch")
+
+import torch
+
+from raykv import inspect
+from raykv.actors import inspection
+from raykv.actors.inspection import ChunkPlace
+from raykv.actors.peers import Bytes, PeerError
+from raykv.client import Cluster
+from raykv.core.replay import Replay
+from raykv.errors import ClusterError
+from raykv.event_types import BlockStored, NodeJoined
+from raykv.inspect import tensors
+from raykv.kv_types import ElementOrder, GroupForm, KVForm
+from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest, decode, encode
+from raykv.status_types import ClusterStatus, NodeStatus
+from raykv.types import Generation, Key, Namespace, NodeId, Refusal, Slot
+
+SLOT_BYTES = 4096
+
+# Two heads of two dimensions, three tokens; K whole before V.
+GROUP = GroupForm(
+    layers=["first", "second"],
+    dtype="float32",
+    page_bytes=96,
+    keys=ElementOrder([0, 2], [0, 4, 8], [0, 1]),
+    values=ElementOrder([12, 14], [0, 4, 8], [0, 1]),
+)
+FORM = KVForm(slot_bytes={0: SLOT_BYTES}, groups={0: GROUP, 1: GroupForm(refusal="has no K")})
+
+
+def key(name: str, group: int = 0) -> bytes:
+    return name.encode().ljust(8, b".") + group.to_bytes(4, "big")
+
+
+class PlayedPools:
+    """Nodes that hold chunks, the scheduler actor's snapshot of them, and reads out of them."""
+
+    def __init__(self) -> None:
+        self.directory = Replay()
+        self.form = FORM
+        self.reads: list[ReadRequest] = []
+        for node in ("near", "far"):
+            self.directory.apply(NodeJoined(epoch=1, seq=1, node_id=node, node_epoch=5))
+
+    def hold(self, node: str, name: bytes, slot: int, namespace: str = "space") -> None:
+        self.directory.apply(
+            BlockStored(
+                epoch=1,
+                seq=2,
+                node_id=node,
+                namespace=namespace,
+                key=name,
+                slot=slot,
+                generation=slot + 1,
+            )
+        )
+
+    def snapshot(self) -> Replay:
+        return self.directory
+
+    def status(self) -> ClusterStatus:
+        nodes = [
+            NodeStatus(node, 5, "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+            for node in self.directory.nodes
+        ]
+        return ClusterStatus("here", 1, "0", paused=False, nodes=nodes, namespaces={"space": 1})
+
+    def kv_form(self, namespace: str, node_ids: Iterable[str]) -> KVForm:
+        """An engine has attached on one node only."""
+        assert namespace == "space"
+        return self.form if "near" in node_ids else KVForm()
+
+    def read_chunks(self, places: Sequence[ChunkPlace], slot_bytes: int) -> Any:
+        assert slot_bytes == SLOT_BYTES
+        assert all(place.node_epoch == 5 for place in places)
+        return [content(place.slot, str(place.node_id)) for place in places]
+
+
+def content(slot: int, node: str) -> Bytes:
+    """A slot whose elements are numbers that say which they are."""
+    numbers = np.zeros(SLOT_BYTES // 4, np.float32)
+    numbers[:48] = np.arange(48) + 100 * slot + (0.5 if node == "far" else 0)
+    return numbers.view(np.uint8)
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> PlayedPools:
+    played = PlayedPools()
+    monkeypatch.setattr(
+        tensors,
+        "kv_form",
+        lambda namespace, nodes: played.form if {*nodes} & {"near"} else KVForm(),
+    )
+    monkeypatch.setattr(tensors, "read_chunks", played.read_chunks)
+    return played
+
+
+def cluster_of(pools: PlayedPools) -> Cluster:
+    return cast("Cluster", pools)
+
+
+# What comes out
+
+
+def test_layers_of_several_chunks_are_joined_in_the_order_of_the_keys(pools: PlayedPools) -> None:
+    pools.hold("near", key("b"), 2)
+    pools.hold("near", key("a"), 1)
+    found = inspect.kv(cluster_of(pools), [key("b"), key("a")])
+    assert list(found.layers) == ["first", "second"]
+    assert (found.num_tokens, found.tokens_per_chunk, found.dtype) == (6, 3, "float32")
+    first = found.layers["first"]
+    assert first.k.shape == first.v.shape == (6, 2, 2)
+    assert first.k[:, 0, 0].tolist() == [200, 204, 208, 100, 104, 108]
+    assert first.k[0].tolist() == [[200, 201], [202, 203]]
+    assert first.v[0].tolist() == [[212, 213], [214, 215]]
+    assert found.layers["second"].k[0, 0, 0] == 224
+    assert found.tokens is None
+
+
+def test_bfloat16_keeps_its_bits(pools: PlayedPools) -> None:
+    pools.hold("near", key("a"), 1)
+    half = GroupForm(["only"], "bfloat16", 96, GROUP.keys, GROUP.values)
+    pools.form = KVForm(slot_bytes={0: SLOT_BYTES}, groups={0: half})
+    known = inspect.kv(cluster_of(pools), key("a")).layers["only"].k
+    assert known.dtype == torch.bfloat16
+    bits = content(1, "near").view(np.uint16)
+    assert known.view(torch.uint16)[1, 0].tolist() == bits[4:6].tolist()
+
+
+def test_key_may_be_bytes_digits_or_their_beginning(pools: PlayedPools) -> None:
+    pools.hold("near", key("abc"), 1)
+    pools.hold("near", key("xyz"), 2)
+    for name in (key("abc"), key("abc").hex(), key("abc").hex()[:6].upper()):
+        assert inspect.kv(cluster_of(pools), name).keys == (key("abc").hex(),)
+
+
+def test_chunks_are_read_where_the_first_one_is_or_on_the_named_node(pools: PlayedPools) -> None:
+    for node in ("far", "near"):
+        pools.hold(node, key("a"), 1)
+    pools.hold("near", key("b"), 2)
+    assert inspect.kv(cluster_of(pools), key("a"), node="ne").nodes == ("near",)
+    assert inspect.kv(cluster_of(pools), key("a"), node="fa").nodes == ("far",)
+    # The second one is not on the first one's node.
+    found = inspect.kv(cluster_of(pools), [key("a"), key("b")])
+    assert found.nodes == ("far", "near")
+    assert found.layers["first"].k[[0, 3], 0, 0].tolist() == [100.5, 200]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("keys", "arguments", "what"),
+    [
+        ([], {}, "no keys were given"),
+        ("", {}, "is no key"),
+        ("abc", {}, "is no key"),
+        ("not hexadecimal", {}, "is no key"),
+        (key("gone"), {}, "on no node: never stored, or evicted"),
+        (key("a"), {"node": "far"}, "not on a node 'far'"),
+        (key("a"), {"namespace": "other"}, "on no node"),
+        (key("two").hex()[:6], {}, "2 chunks have keys that begin with"),
+        (key("same"), {}, "2 chunks"),
+        (key("one", 1), {}, "can't be read as K and V: has no K"),
+        ([key("a"), key("one", 1)], {}, "another namespace or KV group than the first"),
+        (key("third", 2), {}, "nobody has told how KV lies"),
+    ],
+)
+def test_what_can_not_be_read_is_said(
+    pools: PlayedPools, keys: Any, arguments: dict[str, str], what: str
+) -> None:
+    pools.hold("near", key("a"), 1)
+    pools.hold("near", key("two1"), 2)
+    pools.hold("near", key("two2"), 3)
+    pools.hold("near", key("one", 1), 4)
+    pools.hold("near", key("third", 2), 5)
+    pools.hold("near", key("same"), 6)
+    pools.hold("far", key("same"), 7, namespace="twin")
+    with pytest.raises(ClusterError, match=what):
+        inspect.kv(cluster_of(pools), keys, **arguments)
+
+
+def test_bytes_per_chunk_are_those_of_all_groups(pools: PlayedPools) -> None:
+    pools.form = KVForm(slot_bytes={0: 4096, 1: 8192}, groups=FORM.groups)
+    assert inspect.bytes_per_chunk(cluster_of(pools)) == 12288
+    assert inspect.bytes_per_chunk(cluster_of(pools), "sp") == 12288
+    with pytest.raises(ClusterError, match=r"0 namespaces are meant .* there are: space"):
+        inspect.bytes_per_chunk(cluster_of(pools), "other")
+    pools.form = KVForm()
+    with pytest.raises(ClusterError, match="nobody has told"):
+        inspect.bytes_per_chunk(cluster_of(pools))
+
+
+# What the source may answer
+
+PLACES = [
+    ChunkPlace(Namespace("space"), Key(key(name)), NodeId("near"), 5, Slot(slot), Generation(9))
+    for slot, name in enumerate(("a", "b", "c"))
+]
+
+
+class PlayedSource:
+    """Answers reads as a NodeActor does, unless the test has it answer otherwise."""
+
+    def __init__(self) -> None:
+        self.asked: list[ReadRequest] = []
+        self.refusals: dict[bytes, Refusal] = {}
+        self.flips = False
+        self.cuts = False
+        self.is_gone = False
+
+    def start_read(self, node_id: str, request: ReadRequest) -> PlayedSource:
+        assert node_id == "near"
+        self.asked.append(decode(encode(request), ReadRequest))
+        return self
+
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+        assert timeout_s > 0
+        if self.is_gone:
+            raise PeerError("node near: GetTimeoutError")
+        request = self.asked[-1]
+        refusals = [int(self.refusals.get(key, 0)) for key in request.handles.keys]
+        rows = [
+            content(slot, "near")
+            for slot, refusal in zip(request.handles.slots, refusals, strict=True)
+            if not refusal
+        ]
+        sums = [xxhash.xxh3_64_intdigest(row.data) for row in rows]
+        data = np.concatenate([*rows, np.zeros(0, np.uint8)])
+        if self.flips:
+            data[17] ^= 1
+        return ReadReply(5, refusals, sums), data[:-1] if self.cuts else data
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> PlayedSource:
+    played = PlayedSource()
+    monkeypatch.setattr(inspection, "ObjectRefTransport", lambda: played)
+    return played
+
+
+def test_reads_are_cut_into_pieces_and_come_in_order(
+    source: PlayedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "MAX_READ_BYTES", 2 * SLOT_BYTES)
+    found = list(inspection.read_chunks(PLACES, SLOT_BYTES))
+    assert [each.view(np.float32)[0] for each in found] == [0, 100, 200]
+    assert [len(request.handles) for request in source.asked] == [2, 1]
+    first = source.asked[0]
+    assert (first.version, first.namespace, first.node_epoch) == (PROTOCOL_VERSION, "space", 5)
+    assert first.handles.generations == [9, 9]
+    assert first.with_checksums
+
+
+def test_chunk_larger_than_a_piece_is_read_alone(
+    source: PlayedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "MAX_READ_BYTES", 1)
+    assert len(list(inspection.read_chunks(PLACES, SLOT_BYTES))) == 3
+    assert len(source.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ({"refusals": {key("b"): Refusal.STALE}}, "stale; it may have been evicted meanwhile"),
+        ({"refusals": {key("a"): Refusal.CORRUPT}}, "corrupt"),
+        ({"flips": True}, "was damaged on its way"),
+        ({"cuts": True}, "sent 12287 bytes"),
+        ({"is_gone": True}, "no chunks could be read: node near: GetTimeoutError"),
+    ],
+)
+def test_wrong_answers_are_no_chunks(
+    source: PlayedSource, fault: dict[str, Any], what: str
+) -> None:
+    for name, value in fault.items():
+        setattr(source, name, value)
+    with pytest.raises(ClusterError, match=what):
+        list(inspection.read_chunks(PLACES, SLOT_BYTES))
