@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 import raykv
-from raykv.cli.base import Address, AsJson, app
+from raykv.cli.base import Address, AsJson, app, print_json
 from raykv.core.room import human_bytes
 from raykv.errors import SettingError
 from raykv.parsing import parse_size
@@ -187,6 +187,8 @@ def pin(
 @app.command()
 def unpin(
     pin_ids: Annotated[list[str], typer.Argument(help="As `raykv pins` shows them.")],
+    *,
+    as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
     """End pins: their chunks are evicted in their turn again.
@@ -196,7 +198,10 @@ def unpin(
     with raykv.connect(ray_address) as cluster:
         for pin_id in pin_ids:
             cluster.unpin(pin_id)
-            typer.echo(f"unpinned {pin_id}")
+            if not as_json:
+                typer.echo(f"unpinned {pin_id}")
+    if as_json:
+        print_json({"unpinned": pin_ids})
 
 
 @app.command()

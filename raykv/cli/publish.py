@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
-from raykv.cli.base import Address, AsJson
+from raykv.cli.base import Address, AsJson, print_json
 from raykv.cli.base import app as main_app
 from raykv.config import Settings, load_settings
 from raykv.errors import ClusterError
@@ -44,13 +43,11 @@ def start(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    r"""Publish from Ray's head node, until `stop` or `raykv down`.
+    """Publish from Ray's head node, until `stop` or `raykv down`.
 
     Token ids are in the events for chunks of engines with describe_chunks=true.
 
-    \b
-    raykv publish start 'tcp://*:5557' --replay 'tcp://*:5558'
-    raykv publish start 'tcp://*:5557' --topic 'kv@{ip}:8000@{model}'
+    Example: raykv publish start 'tcp://*:5557' --replay 'tcp://*:5558'
     """
     from raykv.client import connect
 
@@ -68,7 +65,10 @@ def start(
 
 @app.command()
 def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
-    """What the publisher does; exit code 1 if there is none."""
+    """What the publisher does; exit code 1 if there is none.
+
+    Example: raykv publish status
+    """
     from raykv.client import connect
 
     with connect(ray_address) as cluster:
@@ -80,14 +80,20 @@ def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
 
 @app.command()
-def stop(ray_address: Address = None) -> None:
-    """End the publisher; exit code 1 if there was none."""
+def stop(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+    """End the publisher; exit code 1 if there was none.
+
+    Example: raykv publish stop
+    """
     from raykv.client import connect
 
     with connect(ray_address) as cluster:
-        if not cluster.stop_publishing():
-            raise typer.Exit(1)
-    typer.echo("no events are published any more")
+        was_there = cluster.stop_publishing()
+    if as_json:
+        print_json({"stopped": was_there})
+    elif was_there:
+        typer.echo("no events are published any more")
+    raise typer.Exit(0 if was_there else 1)
 
 
 def _checked(given: dict[str, str]) -> PublisherSettings:
@@ -106,7 +112,7 @@ def _checked(given: dict[str, str]) -> PublisherSettings:
 
 def _show(status: PublisherStatus, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(status)).decode())
+        print_json(status)
         return
     console = Console(highlight=False, soft_wrap=True)
     replay = f", what was missed at {status.replay_endpoint}" if status.replay_endpoint else ""

@@ -72,7 +72,7 @@ def assert_possible(loaded: Settings) -> None:
             assert "\0" not in value
         else:
             assert math.isfinite(value)
-            assert 0 < value <= max(MAX_SIZE, MAX_COUNT) or f.name.endswith("_per_s")
+            assert 0 < value <= max(MAX_SIZE, MAX_COUNT) or f.name.endswith(("_per_s", "_share"))
 
 
 def assert_one_sentence(error: SettingError, *named: str) -> None:

@@ -22,7 +22,17 @@ from raykv.event_types import BlockStored, Event, NodeLost
 from raykv.status_types import ClusterStatus, NamespaceStatus
 from tests.unit.test_rates import engine, node
 
-COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+
+def all_commands(group: Any, before: str = "") -> dict[str, Any]:
+    """By name; those of a group have its name in front."""
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        is_group = hasattr(command, "commands")
+        found |= all_commands(command, f"{name} ") if is_group else {before + name: command}
+    return found
+
+
+COMMANDS = all_commands(get_command(app))
 
 PRINTS_NO_JSON = {"serve"}
 """It is vLLM's server. `demo`, `bench` and `chaos` write their JSON to a file, or to "-"."""
@@ -315,8 +325,12 @@ def test_times_are_short_words() -> None:
 
 def test_every_topic_adds_commands() -> None:
     topics = {name for topic in cli.TOPICS if (name := topic.__name__)}
+    groups = [group.typer_instance for group in app.registered_groups if group.typer_instance]
     owners = {
-        command.callback.__module__ for command in app.registered_commands if command.callback
+        command.callback.__module__
+        for each in (app, *groups)
+        for command in each.registered_commands
+        if command.callback
     }
     assert topics == owners
     assert base.__name__ not in topics
