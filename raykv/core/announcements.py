@@ -80,7 +80,8 @@ class Announcements:
             else:
                 self._round.append(key)
         news, self._news = self._news, News()
-        return news
+        # What came and went since is no news.
+        return News([key for key in news.stored if key in self._known], news.removed)
 
     def clear(self) -> None:
         """The cache was emptied, and subscribers hear that from vLLM."""

@@ -60,6 +60,12 @@ def test_nothing_is_known_after_the_cache_was_emptied() -> None:
     assert (news.stored, news.removed, len(announcements)) == ([], [], 0)
 
 
+def test_chunk_that_came_and_went_in_between_is_not_told() -> None:
+    announcements = Announcements()
+    announcements.came(KEYS[:1], set(KEYS))
+    assert announcements.take(set(), 0.0).stored == []
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["expect", "came", "there", "gone", "take"]), st.integers(0, 5))
