@@ -158,6 +158,11 @@ class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[NodePrefix]
     chunks: list[PromptChunk]
 
+    @property
+    def keys(self) -> list[bytes]:
+        """Those of all its chunks, as `Cluster.pin`, `prefetch` and `move` take them."""
+        return [chunk.key for chunk in self.chunks]
+
 
 def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
     """The rows of a page.

@@ -74,7 +74,8 @@ class Operations:
         yet. All of them or, with an error, none.
 
         Args:
-            keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first.
+            keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first. Those
+                of a prompt are `cluster.lookup(text=…).keys`.
             namespace: as `status` shows it, or the beginning of it; may be left out if there is
                 one only.
             ttl_s: for so many seconds, at most 30 days.

@@ -171,7 +171,7 @@ def lookup(
 
     Example: raykv lookup @document.txt --model SmolLM2-135M
     """
-    given = _read(prompt, form)
+    given = read_prompt(prompt, form)
     of_request = _traits(traits or [])
     with connected(ray_address) as cluster:
         found = cluster.lookup(**given, model=model, namespace=namespace, traits=of_request)
@@ -182,7 +182,7 @@ def lookup(
     raise typer.Exit(ExitCode.OK if found.cached_tokens else ExitCode.NOT_WELL)
 
 
-def _read(prompt: str, form: Form) -> dict[str, Any]:
+def read_prompt(prompt: str, form: Form) -> dict[str, Any]:
     """The prompt as an argument of `Cluster.lookup`.
 
     Raises:

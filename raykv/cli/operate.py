@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -17,11 +17,13 @@ from rich.table import Table
 
 import raykv
 from raykv.cli.base import Address, AsJson, app, print_json
+from raykv.cli.chunks import Form, read_prompt
 from raykv.core.room import human_bytes
 from raykv.errors import SettingError
 from raykv.parsing import parse_size
 
 if TYPE_CHECKING:
+    from raykv.client import Cluster
     from raykv.operation_types import NodeUp, Pinned, TransferResult
 
 Keys = Annotated[
@@ -29,7 +31,8 @@ Keys = Annotated[
     typer.Argument(
         metavar="KEY...",
         help="Of chunks, hexadecimal, a prefix's first ones first; @FILE: those in a file, split "
-        "by white space; -: those of standard input.",
+        "by white space; -: those of standard input. Or a prompt, as `raykv lookup` takes it: "
+        "text:PROMPT, text:@FILE, tokens:1,2,3 or chat:@FILE.",
     ),
 ]
 Namespace = Annotated[
@@ -93,7 +96,7 @@ def up(
             watch=lambda nodes: _show_nodes(bars, nodes),
         )
     if as_json:
-        _write_json(found)
+        print_json(found)
     else:
         _print_nodes(found)
     raise typer.Exit(any(node.error for node in found))
@@ -164,19 +167,19 @@ def pin(
 
     Refused as a whole where a node's share for pins (pin_share) would be exceeded.
 
-    Example: raykv pin @system-prompt.keys --ttl 8h --id system
+    Example: raykv pin text:@system-prompt.txt --ttl 8h --id system
     """
     ttl_s = parse_duration("--ttl", ttl)
     with raykv.connect(ray_address) as cluster:
         made = cluster.pin(
-            _all_keys(keys),
+            _all_keys(cluster, keys, namespace),
             namespace=namespace,
             ttl_s=ttl_s,
             priority=priority,
             pin_id=pin_id,
         )
     if as_json:
-        _write_json(made)
+        print_json(made)
         return
     typer.echo(
         f"pin {made.pin_id}: {made.held_chunks} of {made.chunks} chunks are stored and kept "
@@ -213,7 +216,7 @@ def pins(*, as_json: AsJson = False, ray_address: Address = None) -> None:
     with raykv.connect(ray_address) as cluster:
         known = cluster.pins()
     if as_json:
-        _write_json(known)
+        print_json(known)
     else:
         _print_pins(known)
 
@@ -266,11 +269,15 @@ def prefetch(
 
     Exit code 1 if some of them are not there at the end.
 
-    Example: raykv prefetch @system-prompt.keys --to 3f9a
+    Example: raykv prefetch text:@system-prompt.txt --to 3f9a
     """
     with raykv.connect(ray_address) as cluster, _counting("prefetch") as watch:
         found = cluster.prefetch(
-            _all_keys(keys), to, namespace=namespace, deadline_s=timeout, watch=watch
+            _all_keys(cluster, keys, namespace),
+            to,
+            namespace=namespace,
+            deadline_s=timeout,
+            watch=watch,
         )
     _report(found, as_json=as_json)
 
@@ -293,7 +300,11 @@ def move(
     """
     with raykv.connect(ray_address) as cluster, _counting("move") as watch:
         found = cluster.move(
-            _all_keys(keys), to, namespace=namespace, deadline_s=timeout, watch=watch
+            _all_keys(cluster, keys, namespace),
+            to,
+            namespace=namespace,
+            deadline_s=timeout,
+            watch=watch,
         )
     _report(found, as_json=as_json)
 
@@ -316,7 +327,7 @@ def _counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
 
 def _report(found: TransferResult, *, as_json: bool) -> None:
     if as_json:
-        _write_json({**msgspec.to_builtins(found), "failed": found.failed})
+        print_json({**msgspec.to_builtins(found), "failed": found.failed})
     else:
         typer.echo(_sentence(found))
     raise typer.Exit(found.failed > 0)
@@ -352,12 +363,16 @@ def parse_duration(name: str, value: str) -> float:
     return float(match[1]) * UNITS[match[2] or "s"]
 
 
-def _all_keys(arguments: Sequence[str]) -> list[bytes | str]:
-    """Raises:
-    SettingError: a file can't be read.
+def _all_keys(cluster: Cluster, arguments: Sequence[str], namespace: str) -> list[bytes | str]:
+    """Keys as they are given, and those of prompts.
+
+    Raises:
+        ClusterError: as for `Cluster.lookup`.
+        SettingError: a file, or a prompt, can't be read.
     """
     keys: list[bytes | str] = []
     for argument in arguments:
+        form, colon, prompt = argument.partition(":")
         if argument == "-":
             keys += sys.stdin.read().split()
         elif argument.startswith("@"):
@@ -365,13 +380,12 @@ def _all_keys(arguments: Sequence[str]) -> list[bytes | str]:
                 keys += Path(argument[1:]).read_text().split()
             except (OSError, UnicodeDecodeError) as error:
                 raise SettingError(f"the keys in {argument[1:]} can't be read: {error}") from error
+        elif colon and form in set(Form):
+            given = read_prompt(prompt, Form(form))
+            keys += cluster.lookup(**given, namespace=namespace or None).keys
         else:
             keys.append(argument)
     return keys
-
-
-def _write_json(what: Any) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(what)).decode())
 
 
 def _table(*columns: str) -> Table:

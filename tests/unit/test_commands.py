@@ -19,6 +19,7 @@ from raykv.cli import app, base, chunks, main
 from raykv.cli.base import EXIT_CODES, ago
 from raykv.errors import ClusterError, SettingError
 from raykv.event_types import BlockStored, Event, NodeLost
+from raykv.operation_types import TransferResult
 from raykv.status_types import ClusterStatus, NamespaceStatus
 from tests.unit.test_rates import engine, node
 
@@ -109,6 +110,10 @@ class PlayedCluster:
             ],
         )
 
+    def prefetch(self, keys: Any, node_id: str, **asked: Any) -> TransferResult:
+        self._answer(keys=keys, node_id=node_id, **asked)
+        return TransferResult(asked=len(keys), came=len(keys))
+
 
 CHUNK = Chunk(
     key=b"\x01" * 32 + bytes(4),
@@ -182,6 +187,16 @@ def test_json_has_keys_as_digits(cluster: PlayedCluster) -> None:
     found = json.loads(run("lookup", "[1, 2]", "--form", "tokens", "--json"))
     assert found["chunks"][0]["key"] == (b"k" * 36).hex()
     assert cluster.asked[-1]["tokens"] == [1, 2]
+
+
+def test_operations_take_keys_and_prompts(cluster: PlayedCluster, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Hello")
+    found = json.loads(run("prefetch", "ab12", f"text:@{prompt}", "--to", "n", "--json"))
+    assert found["came"] == 2
+    looked_up, asked = cluster.asked
+    assert looked_up == {"tokens": None, "text": "Hello", "namespace": None}
+    assert asked["keys"] == ["ab12", b"k" * 36]
 
 
 def test_lookup_reads_a_prompt_in_any_form(cluster: PlayedCluster, tmp_path: Path) -> None:
