@@ -85,7 +85,7 @@ class Cluster(Operations):
         """
         scheduler = self._scheduler()
         if namespace is not None:
-            namespace = self._reader.full_namespace(namespace)
+            namespace = self._full_namespace(namespace)
         ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
 
     # Chunks
@@ -162,6 +162,9 @@ class Cluster(Operations):
     ) -> Plan:
         """`raykv.plan`: it asks nobody in the cluster."""
         return plan(model, settings, engine)
+
+    def _full_namespace(self, beginning: str) -> str:
+        return self._reader.full_namespace(beginning)
 
     @property
     def _reader(self) -> Reader:

@@ -368,13 +368,14 @@ class Session:
             may_repeat=may_repeat,
         )
         request = msgspec.structs.replace(request, breakers=self._breaker_report(now))
+        if self.described is not None:
+            request = msgspec.structs.replace(request, described=self.described.take())
         if request.idle:
             return request
         counters = {**request.counters, **self.hints.counter_values()}
         counters[WANTED] = self._wanted.num_wanted
         if self.described is not None:
             counters |= self.described.counter_values()
-            request = msgspec.structs.replace(request, described=self.described.take())
         return msgspec.structs.replace(
             request,
             hints=self.hints.take(),
