@@ -71,9 +71,16 @@ def engines(
         return EngineProcess(tiny_model, logs / f"{number}.log", settings, cores=str(number))
 
     started = started_together(partial(start, 0), partial(start, 1))
+    wait_until(lambda: may_store(cluster, 2), 60.0, "both engines have free slots")
     yield started
     for engine in started:
         engine.stop()
+
+
+def may_store(cluster: Cluster, num_engines: int) -> bool:
+    """Whether so many engines have free slots; without them nothing is stored."""
+    known = cluster.status().engines
+    return len(known) == num_engines and all(engine.leased_slots for engine in known)
 
 
 def node_of(cluster: Cluster, node_id: str) -> NodeStatus:
