@@ -71,16 +71,17 @@ def engines(
         return EngineProcess(tiny_model, logs / f"{number}.log", settings, cores=str(number))
 
     started = started_together(partial(start, 0), partial(start, 1))
-    wait_until(lambda: may_store(cluster, 2), 60.0, "both engines have free slots")
+    wait_until(lambda: have_stored(cluster, started), 60.0, "both engines store")
     yield started
     for engine in started:
         engine.stop()
 
 
-def may_store(cluster: Cluster, num_engines: int) -> bool:
-    """Whether so many engines have free slots; without them nothing is stored."""
-    known = cluster.status().engines
-    return len(known) == num_engines and all(engine.leased_slots for engine in known)
+def have_stored(cluster: Cluster, engines: list[EngineProcess]) -> bool:
+    """Whether each has; the first store of a NodeActor takes seconds: it loads compiled code."""
+    for number, engine in enumerate(engines):
+        engine.tokens([prompt(90 + number, BLOCK * 4)])
+    return len({node_id for node_id, *_ in inventories(cluster)}) == len(engines)
 
 
 def node_of(cluster: Cluster, node_id: str) -> NodeStatus:
