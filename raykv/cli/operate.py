@@ -13,10 +13,9 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.table import Table
 
 import raykv
-from raykv.cli.base import Address, AsJson, app, print_json
+from raykv.cli.base import Address, AsJson, app, console, print_json, table
 from raykv.cli.chunks import Form, read_prompt
 from raykv.core.room import human_bytes
 from raykv.errors import SettingError
@@ -105,13 +104,13 @@ def up(
 @contextmanager
 def _bars() -> Iterator[Progress]:
     """On standard error, and only if that is a terminal."""
-    console = Console(stderr=True)
+    errors = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        console=console,
-        disable=not console.is_terminal,
+        console=errors,
+        disable=not errors.is_terminal,
         transient=True,
     )
     with progress:
@@ -129,18 +128,16 @@ def _show_nodes(bars: Progress, nodes: Sequence[NodeUp]) -> None:
 
 
 def _print_nodes(nodes: Sequence[NodeUp]) -> None:
-    console = Console()
+    printed = console()
     for node in nodes:
         name = f"node {node.node_id[:12]} ({node.hostname})"
         if node.error:
-            console.print(f"{name}: no pool: {node.error}", style="red", markup=False)
+            printed.print(f"{name}: no pool: {node.error}", style="red")
             continue
         state = "made" if node.is_new else "was there already"
         size = human_bytes(node.pool_bytes)
         note = f"; {node.note}" if node.note else ""
-        console.print(
-            f"{name}: pool of {size} {state}, all prefaulted{note}", highlight=False, markup=False
-        )
+        printed.print(f"{name}: pool of {size} {state}, all prefaulted{note}")
 
 
 @app.command()
@@ -222,8 +219,8 @@ def pins(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
 
 def _print_pins(known: Pinned) -> None:
-    console = Console()
-    rows = _table("pin", "namespace", "chunks", "kept", "bytes", "waiting", "priority", "left")
+    printed = console()
+    rows = table("pin", "namespace", "chunks", "kept", "bytes", "waiting", "priority", "left")
     for each in known.pins:
         rows.add_row(
             each.pin_id,
@@ -235,8 +232,8 @@ def _print_pins(known: Pinned) -> None:
             "firm" if each.priority is None else str(each.priority),
             f"{each.left_s:,.0f} s",
         )
-    console.print(rows)
-    nodes = _table("node", "kept", "bytes", "of", "requests'", "waiting")
+    printed.print(rows)
+    nodes = table("node", "kept", "bytes", "of", "requests'", "waiting")
     for node in known.nodes:
         nodes.add_row(
             node.node_id[:12],
@@ -246,12 +243,11 @@ def _print_pins(known: Pinned) -> None:
             human_bytes(node.client_bytes),
             str(node.waiting_chunks),
         )
-    console.print(nodes)
+    printed.print(nodes)
     if known.client_chunks or known.hints_refused:
-        console.print(
+        printed.print(
             f"requests keep {known.client_chunks} chunks; for {known.hints_refused} more there "
-            "was no room",
-            highlight=False,
+            "was no room"
         )
 
 
@@ -312,8 +308,8 @@ def move(
 @contextmanager
 def _counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
     """A bar on a terminal, in chunks."""
-    console = Console(stderr=True)
-    progress = Progress(console=console, disable=not console.is_terminal, transient=True)
+    errors = Console(stderr=True)
+    progress = Progress(console=errors, disable=not errors.is_terminal, transient=True)
     with progress:
         task = progress.add_task(what, total=None)
 
@@ -386,10 +382,3 @@ def _all_keys(cluster: Cluster, arguments: Sequence[str], namespace: str) -> lis
         else:
             keys.append(argument)
     return keys
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

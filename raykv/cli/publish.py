@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from raykv.cli.base import Address, AsJson, print_json
+from raykv.cli.base import Address, AsJson, print_json, say
 from raykv.cli.base import app as main_app
 from raykv.config import Settings, load_settings
 from raykv.errors import ClusterError
@@ -114,20 +114,18 @@ def _show(status: PublisherStatus, *, as_json: bool) -> None:
     if as_json:
         print_json(status)
         return
-    console = Console(highlight=False, soft_wrap=True)
     replay = f", what was missed at {status.replay_endpoint}" if status.replay_endpoint else ""
-    console.print(
+    say(
         f"events at {status.endpoint}{replay}; topic {status.topic!r}, {status.format}, "
-        f"{status.hashes} hashes",
-        markup=False,
+        f"{status.hashes} hashes"
     )
-    console.print(
+    say(
         f"{status.held} chunks told in {status.streams} streams, {status.waiting} waiting, "
         f"{status.undescribed} told as bare hashes, {status.skipped} skipped"
     )
-    console.print(
+    say(
         f"{status.messages} messages, {status.dropped} of them not to every subscriber, "
         f"{status.replays} replays, {status.restarts} restarts"
     )
     if status.error:
-        console.print(f"not published: {status.error}", style="red", markup=False)
+        say(f"not published: {status.error}", style="red")
