@@ -276,6 +276,7 @@ class Operations:
             ClusterError: no node matches, or Ray does not answer.
             SettingError: a setting is malformed.
         """
+        give_up_at = time.monotonic() + deadline_s
         settings = load_settings({})
         wish = PoolWish(
             version=PROTOCOL_VERSION,
@@ -289,8 +290,10 @@ class Operations:
             self.address, settings.eviction_policy, settings.pin_share
         )
         found = deployment.bring_up(self.address, wish, deadline_s, watch)
+        # At its first start on a machine the scheduler actor compiles for a quarter of a minute.
+        left_s = max(CLIENT_S, give_up_at - time.monotonic())
         try:
-            ray.get(scheduler.wish.remote(encode(wish)), timeout=CLIENT_S)
+            ray.get(scheduler.wish.remote(encode(wish)), timeout=left_s)
         except Exception as error:
             raise ClusterError(
                 "the scheduler actor does not answer, so nodes that join later get no pool: "

@@ -85,6 +85,7 @@ def up(
     joined = ensure_cluster(ray_address)
     if joined.started:
         Console(stderr=True).print(f"started a local Ray cluster at {joined.address}")
+    Console(stderr=True).print("waiting for the actors, which compile at their first start")
     with raykv.connect(joined.address) as cluster, _bars() as bars:
         found = cluster.up(
             on=on,
