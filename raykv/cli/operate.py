@@ -85,8 +85,9 @@ def up(
     joined = ensure_cluster(ray_address)
     if joined.started:
         Console(stderr=True).print(f"started a local Ray cluster at {joined.address}")
-    Console(stderr=True).print("waiting for the actors, which compile at their first start")
     with raykv.connect(joined.address) as cluster, _bars() as bars:
+        if not bars.disable:
+            bars.console.print("waiting for the actors, which compile at their first start")
         found = cluster.up(
             on=on,
             node_ids=nodes or (),
