@@ -46,6 +46,13 @@ _names = itertools.count()
 _job_ids = itertools.count(1)
 
 
+def mapped_files() -> frozenset[str]:
+    """Device, inode and name of each file of a fake GPU that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    names = (KV_NAME, EVENT_NAME)
+    return frozenset(" ".join(x.split()[3:]) for x in lines if any(n in x for n in names))
+
+
 @dataclass
 class World:
     """A NodeService, and what its side of CUDA has open."""
@@ -54,6 +61,7 @@ class World:
     cuda: FakeCuda
     workers: list[Worker] = field(default_factory=list)
     children: list[subprocess.Popen[str]] = field(default_factory=list)
+    others: frozenset[str] = field(default_factory=mapped_files)
 
     def worker(self, *args: Any, **kwargs: Any) -> Worker:
         self.workers.append(Worker(self.service, *args, **kwargs))
@@ -70,10 +78,14 @@ class World:
         assert child.stdout.readline() == "there\n"
         return child
 
+    @property
+    def mapped(self) -> frozenset[str]:
+        """What this process maps of workers, without what other tests' fakes left."""
+        return mapped_files() - self.others
+
     def wait_until_closed(self) -> None:
         def is_closed() -> bool:
-            maps = Path("/proc/self/maps").read_text()
-            return self.cuda.num_open == 0 and not any(n in maps for n in (KV_NAME, EVENT_NAME))
+            return self.cuda.num_open == 0 and not self.mapped
 
         wait_until(is_closed, LONG_S, "nothing of a dead worker is mapped")
 
@@ -292,7 +304,7 @@ def test_worker_that_leaves_is_closed(world: World) -> None:
 def test_killed_worker_is_closed_at_once(world: World, stage: str, kind: str) -> None:
     child = world.spawn(stage, kind)
     if stage != "half attached":
-        assert KV_NAME in Path("/proc/self/maps").read_text()
+        assert any(KV_NAME in line for line in world.mapped)
     if stage == "waiting":
         wait_until(lambda: world.service.stats().queued_jobs == 0, LONG_S, "the copy waits")
     child.kill()
