@@ -283,3 +283,6 @@ SERVE_LEFTOVER_S = 5.0
 
 SERVE_LOOK_S = 0.2
 """How often `raykv serve` looks whether it was asked to stop."""
+
+ENGINE_LOOK_S = 0.1
+"""How often a Serve replica looks whether its engine lives: a dead one takes requests as long."""

@@ -16,9 +16,9 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from raykv import models, serve
+from raykv import models
 from raykv.errors import ClusterError, SettingError
-from raykv.serve import CONNECTOR, ServePlan, plan_serve
+from raykv.serve import CONNECTOR, ServePlan, command, plan_serve
 from raykv.vllm_command import CpuBuildFinder
 
 ADDRESS = "10.0.0.1:6379"
@@ -47,9 +47,9 @@ def test_small_model_is_fetched_and_other_names_are_vllms(
         return tmp_path
 
     monkeypatch.setattr(models, "smollm2", fetched)
-    assert serve._folder_of("some/smollm2") == "some/smollm2"
+    assert command._folder_of("some/smollm2") == "some/smollm2"
     assert capsys.readouterr().err == ""
-    assert serve._folder_of("smollm2") == str(tmp_path)
+    assert command._folder_of("smollm2") == str(tmp_path)
     assert capsys.readouterr().err == "raykv: downloading\n"
 
 
@@ -211,7 +211,7 @@ def test_cpu_build_finder_answers_for_vllm_alone(tmp_path: Path) -> None:
 
 SUPERVISOR = """
 import os, sys
-from raykv.serve import _stop_requests, run_server
+from raykv.serve.command import _stop_requests, run_server
 with _stop_requests() as stops:
     print("status", run_server(sys.argv[2:], os.environ, stops, grace_s=float(sys.argv[1])))
 """

@@ -79,3 +79,9 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 def _quietly(action: Any) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         action()
+
+
+def end_children() -> None:
+    """Kill whatever this process has started, and what that has started."""
+    for child in _children(psutil.Process()):
+        _quietly(child.kill)

@@ -73,7 +73,7 @@ BOUNDED = {
     ("raykv.actors.fetch_client", "_end", "result"): "the call is done",
     ("raykv.vllm.staging", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.vllm.worker", "wait", "wait"): "of a link: its flush deadline",
-    ("raykv.serve", "run_server", "wait"): "the process has ended, it is only reaped",
+    ("raykv.serve.command", "run_server", "wait"): "the process has ended, it is only reaped",
     ("raykv.actors.cluster", "join", "init"): "Ray gives up by itself; the cluster was reachable",
     ("raykv.actors.cluster", "_start_lock", "flock"): "LOCK_NB, in a loop with a deadline",
     ("raykv.actors.cluster", "resolve_node_id", "nodes"): "at the start; Ray's own RPC deadline",

@@ -1,0 +1,40 @@
+"""vLLM with RayKV over HTTP: `raykv serve` on one machine, applications for Ray Serve.
+
+The builders are what `import_path` of a Serve configuration names; `deploy/serve` has examples.
+Importing this package loads neither Ray nor vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from raykv.serve.command import CONNECTOR, ServePlan, StopRequests, plan_serve, run_server, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ray.serve import Application
+
+__all__ = [
+    "CONNECTOR",
+    "ServePlan",
+    "StopRequests",
+    "build_app",
+    "plan_serve",
+    "run_server",
+    "serve",
+]
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """One or several models, each with replicas of vLLM, OpenAI-compatible over HTTP.
+
+    Args:
+        args: see `raykv.serve.arguments.AppArguments`.
+
+    Raises:
+        SettingError: an argument is unknown, malformed, or contradicts another one.
+    """
+    from raykv.serve.app import build_app as build
+
+    return build(args)

@@ -1,0 +1,131 @@
+"""Arguments of the applications: what the `args` of a Serve configuration may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from raykv.config import load_settings
+from raykv.errors import SettingError
+from raykv.serve.command import plan_serve
+from raykv.serve.flags import to_flags
+
+Name = Annotated[str, Field(min_length=1, pattern=r"^[\w.-]+$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RouterArguments(_Strict):
+    """Which replica a request goes to, see `raykv.serve.routing`.
+
+    `policy`: "power_of_two" is Ray's default; "round_robin" takes turns; a class is any other
+    request router by its import path, which gets `kwargs`.
+    """
+
+    policy: Literal["power_of_two", "round_robin"] | str = "power_of_two"
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class ModelArguments(_Strict):
+    """A model and the replicas that serve it."""
+
+    model: str
+    """A path or a name, as for `vllm serve`; "smollm2" is the demo's small model."""
+    name: Name | None = None
+    """Of the deployment; default: the last part of the model."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Options of `vllm serve` by name, underscores for hyphens: `max_model_len: 32768`."""
+    raykv: dict[str, Any] | None = Field(default_factory=dict)
+    """Settings of RayKV; `null` serves without it."""
+    deployment: dict[str, Any] = Field(default_factory=dict)
+    """Options of the Serve deployment: `num_replicas`, `autoscaling_config`, ..."""
+    router: RouterArguments = Field(default_factory=RouterArguments)
+
+    @property
+    def deployment_name(self) -> str:
+        """The name of its deployment."""
+        return self.name or self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def served_names(self) -> list[str]:
+        """What requests call the model."""
+        given = self.engine_args.get("served_model_name") or [self.model]
+        return [given] if isinstance(given, str) else list(given)
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> ModelArguments:
+        load_settings(plan_of(self, ray_address=None).transfer["kv_connector_extra_config"])
+        return self
+
+
+class IngressArguments(_Strict):
+    """What takes the HTTP requests in front of the replicas."""
+
+    deployment: dict[str, Any] = Field(default_factory=dict)
+    max_body_bytes: int = Field(default=64 << 20, gt=0)
+    """A longer request is refused with 413."""
+    attempts: int = Field(default=3, ge=1)
+    """How many replicas a request is given to if they die before the first byte of an answer."""
+
+
+class AppArguments(_Strict):
+    """Of `build_app`: either `models`, or one model's arguments beside `ingress`."""
+
+    models: list[ModelArguments] = Field(min_length=1)
+    ingress: IngressArguments = Field(default_factory=IngressArguments)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_model(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "models" in given:
+            return given
+        model = {key: value for key, value in given.items() if key != "ingress"}
+        return {"models": [model], **{k: v for k, v in given.items() if k == "ingress"}}
+
+    @model_validator(mode="after")
+    def _distinct(self) -> AppArguments:
+        for what, names in (
+            ("deployment", [model.deployment_name for model in self.models]),
+            ("served model", [name for model in self.models for name in model.served_names]),
+        ):
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"two {what}s are called {name!r}: name one of them otherwise")
+        return self
+
+
+_Arguments = TypeVar("_Arguments", bound=_Strict)
+
+
+def parse(kind: type[_Arguments], args: Mapping[str, Any]) -> _Arguments:
+    """`args` as read from YAML.
+
+    Raises:
+        SettingError: naming each place that is wrong.
+    """
+    try:
+        return kind.model_validate(dict(args))
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, each['loc'])) or 'args'}: {each['msg']}" for each in error.errors()
+        ]
+        raise SettingError(f"arguments of the application: {'; '.join(wrong)}") from error
+
+
+def plan_of(model: ModelArguments, ray_address: str | None, **settings: str) -> Any:
+    """What vLLM is started with; see `raykv.serve.command.ServePlan`.
+
+    `settings` are RayKV's that only the replica knows.
+    """
+    engine_args = dict(model.engine_args)
+    transfer = engine_args.pop("kv_transfer_config", None) or {}
+    if isinstance(transfer, Mapping):
+        own = dict(transfer.get("kv_connector_extra_config") or {})
+        extra = {**own, **(model.raykv or {}), **settings}
+        transfer = {**transfer, "kv_connector_extra_config": extra}
+    engine_args["kv_transfer_config"] = transfer
+    return plan_serve(model.model, to_flags(engine_args), ray_address=ray_address, pool_bytes=None)

@@ -1,0 +1,28 @@
+"""Request routers for Ray Serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+
+
+class RoundRobinRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
+    """Replicas take turns."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """See `RequestRouter.initialize_state`."""
+        del kwargs
+        self._turn = 0
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """See `RequestRouter.choose_replicas`."""
+        del pending_request
+        replicas = sorted(candidate_replicas, key=lambda each: each.replica_id.unique_id)
+        self._turn += 1
+        first = self._turn % max(1, len(replicas))
+        return [[each] for each in replicas[first:] + replicas[:first]]
