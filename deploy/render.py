@@ -12,13 +12,14 @@ from pathlib import Path
 
 KUBERAY = Path(__file__).parent / "kuberay"
 RENDERED = KUBERAY / "rendered"
+SOURCES = ("base", "base-serve", "common", "components", "overlays")
 OVERLAYS = tuple(sorted(path.name for path in (KUBERAY / "overlays").iterdir()))
 
 
 def sources_digest() -> str:
     """Of every file that an overlay may be made of, names and contents."""
     digest = hashlib.sha256()
-    for folder in ("base", "components", "overlays"):
+    for folder in SOURCES:
         for path in sorted((KUBERAY / folder).rglob("*")):
             if path.is_file():
                 name = path.relative_to(KUBERAY).as_posix()

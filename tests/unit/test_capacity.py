@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from deploy import sizes
 from raykv.core.capacity import PoolWishes, make_plan
 from raykv.errors import SettingError
 from raykv.plan_types import KVShape
@@ -145,6 +146,42 @@ def test_shape_is_read_from_a_models_folder(tmp_path: Path) -> None:
     assert split.bytes_per_token == 2 * 4 * 16 * 2 * 4
     by_tokens = plan(model, {"block_size": 64}, {"block_size": 16})
     assert by_tokens.tokens_per_chunk == 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"),
+    [
+        (
+            sizes.SMOLLM2_135M,
+            {
+                "hidden_size": 576,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "num_hidden_layers": 30,
+            },
+        ),
+        (
+            sizes.QWEN3_8B,
+            {
+                "hidden_size": 4096,
+                "head_dim": 128,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "num_hidden_layers": 36,
+                "max_position_embeddings": 40960,
+            },
+        ),
+    ],
+    ids=["smollm2", "qwen3"],
+)
+def test_shapes_of_the_manifests_are_what_plan_reads(
+    tmp_path: Path, shape: KVShape, numbers: dict[str, int]
+) -> None:
+    from raykv.sizing import plan
+
+    model = folder(tmp_path, {**LLAMA, "max_position_embeddings": 8192, **numbers})
+    engine = {"block_size": shape.tokens_per_block, "max_model_len": shape.max_model_len}
+    assert plan(model, {}, engine).shape == msgspec.structs.replace(shape, model=model)
 
 
 def test_latent_attention_has_one_vector_for_all_heads(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ import json
 import re
 import shutil
 import tomllib
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -20,95 +18,36 @@ import yamllint.linter
 import raykv
 from deploy import render, sizes
 from raykv.config import load_settings
+from raykv.core.container import ContainerMemory
+from raykv.core.metric_table import METRICS
+from raykv.core.room import MonitorSettings, PoolNeeds, monitor_limit, objection
 from raykv.parsing import parse_size
-
-ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
-KUBERAY = DEPLOY / "kuberay"
-
-KUBERNETES = ("1.29", "1.37")
-OWN_SCHEMAS = ("RayCluster", "PodMonitor")
+from tests.manifests import (
+    ALL_OPTIONS,
+    DEPLOY,
+    KUBERAY,
+    RAY_CLUSTERS,
+    ROOT,
+    as_pod_template,
+    changed,
+    check_schema,
+    container,
+    only,
+    port_numbers,
+    quantity,
+    ray_cluster,
+    rendered,
+    serve_config,
+    settings,
+    shm_bytes,
+    templates,
+    worker_groups,
+    worker_templates,
+)
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 every_overlay = pytest.mark.parametrize("overlay", render.OVERLAYS)
-
-Document = dict[str, Any]
-
-
-@cache
-def rendered(overlay: str) -> tuple[Document, ...]:
-    return tuple(yaml.safe_load_all((render.RENDERED / f"{overlay}.yaml").read_text()))
-
-
-def only(overlay: str, kind: str, name: str | None = None) -> Document:
-    found = [
-        document
-        for document in rendered(overlay)
-        if document["kind"] == kind and name in (None, document["metadata"]["name"])
-    ]
-    assert len(found) == 1, (overlay, kind, name)
-    return found[0]
-
-
-def settings(overlay: str) -> dict[str, str]:
-    data: dict[str, str] = only(overlay, "ConfigMap", "raykv-settings")["data"]
-    return data
-
-
-def worker_group(overlay: str) -> Document:
-    (group,) = only(overlay, "RayCluster")["spec"]["workerGroupSpecs"]
-    assert isinstance(group, dict)
-    return group
-
-
-def templates(overlay: str) -> dict[str, Document]:
-    """Pod templates of the Ray cluster."""
-    head = only(overlay, "RayCluster")["spec"]["headGroupSpec"]["template"]
-    return {"head": head, "worker": worker_group(overlay)["template"]}
-
-
-def container(template: Document) -> Document:
-    (found,) = template["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
-
-
-def quantity(text: str) -> int:
-    """Bytes of a quantity as these manifests write it."""
-    number, unit = re.fullmatch(r"(\d+)(Gi|Mi)", text).groups()  # type: ignore[union-attr]
-    return int(number) << {"Gi": 30, "Mi": 20}[unit]
-
-
-def shm_bytes(template: Document) -> int:
-    """Size limit of the volume at /dev/shm."""
-    (name,) = (
-        mount["name"]
-        for mount in container(template)["volumeMounts"]
-        if mount["mountPath"] == "/dev/shm"
-    )
-    (volume,) = (volume for volume in template["spec"]["volumes"] if volume["name"] == name)
-    assert volume["emptyDir"]["medium"] == "Memory"
-    return quantity(volume["emptyDir"]["sizeLimit"])
-
-
-def check_schema(document: Document) -> None:
-    """Raises if an API server would refuse it."""
-    kind = document["kind"]
-    if kind in OWN_SCHEMAS:
-        schema = json.loads((KUBERAY / "schemas" / f"{kind}.json").read_text())
-        jsonschema.validate(document, schema)
-    else:
-        for version in KUBERNETES:
-            kubernetes_validate.validate(document, version, strict=True)
-
-
-def as_pod_template(name: str, template: Document) -> Document:
-    return {
-        "apiVersion": "v1",
-        "kind": "PodTemplate",
-        "metadata": {"name": name},
-        "template": template,
-    }
+every_ray_cluster = pytest.mark.parametrize("overlay", RAY_CLUSTERS)
 
 
 @every_overlay
@@ -133,18 +72,12 @@ def test_manifest_has_the_schema_of_its_kind(overlay: str) -> None:
 def test_ray_cluster_is_refused_with_a_wrong_field(
     place: tuple[str | int, ...], value: object
 ) -> None:
-    document = json.loads(json.dumps(only("cpu-trial", "RayCluster")))
-    *path, last = place
-    target = document
-    for step in path:
-        target = target[step]
-    target[last] = value
     with pytest.raises(jsonschema.ValidationError):
-        check_schema(document)
+        check_schema(changed(only("cpu-trial", "RayCluster"), place, value))
 
 
 def test_pod_template_is_refused_with_a_misspelt_field() -> None:
-    template = json.loads(json.dumps(templates("cpu-trial")["worker"]))
+    template = json.loads(json.dumps(templates("cpu-trial")["engines"]))
     container(template)["volumeMount"] = container(template).pop("volumeMounts")
     with pytest.raises(kubernetes_validate.ValidationError):
         check_schema(as_pod_template("worker", template))
@@ -178,8 +111,6 @@ def test_rendered_overlay_is_what_kubectl_makes(overlay: str) -> None:
 
 @needs_kubectl
 def test_dashboard_becomes_a_config_map_for_grafana(tmp_path: Path) -> None:
-    if not (DEPLOY / "grafana" / "raykv.json").exists():
-        pytest.skip("no dashboard")
     shutil.copytree(DEPLOY / "grafana", tmp_path / "grafana")
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "kustomization.yaml").write_text("components: [../grafana]\n")
@@ -191,46 +122,70 @@ def test_dashboard_becomes_a_config_map_for_grafana(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overlay", sizes.OVERLAYS)
 def test_worker_has_room_for_all_that_counts_against_its_limit(overlay: str) -> None:
+    expected = sizes.OVERLAYS[overlay].container
+    for group in worker_groups(overlay):
+        template = group["template"]
+        found = ContainerMemory(
+            pool_bytes=parse_size("RAYKV_POOL_BYTES", settings(overlay)["RAYKV_POOL_BYTES"]),
+            engine_bytes=expected.engine_bytes,
+            object_store_bytes=int(group["rayStartParams"]["object-store-memory"]),
+            shm_bytes=shm_bytes(template),
+        )
+        assert found == expected
+        resources = container(template)["resources"]
+        limit = quantity(resources["limits"]["memory"])
+        assert not found.objections(limit, quantity(resources["requests"]["memory"]))
+        assert limit == found.least_limit_bytes, "more than is needed"
+
+
+@pytest.mark.parametrize("overlay", sizes.OVERLAYS)
+def test_pool_of_an_overlay_suits_the_model_that_it_serves(overlay: str) -> None:
     expected = sizes.OVERLAYS[overlay]
-    group = worker_group(overlay)
-    template = group["template"]
-    found = sizes.WorkerMemory(
-        pool_bytes=parse_size("RAYKV_POOL_BYTES", settings(overlay)["RAYKV_POOL_BYTES"]),
-        engine_bytes=expected.engine_bytes,
-        object_store_bytes=int(group["rayStartParams"]["object-store-memory"]),
-        shm_bytes=shm_bytes(template),
-    )
-    assert found == expected
-    resources = container(template)["resources"]
-    limit = quantity(resources["limits"]["memory"])
-    assert not found.objections(limit, quantity(resources["requests"]["memory"]))
-    assert limit == found.least_limit_bytes, "more than is needed"
+    shape = expected.shape
+    if overlay in RAY_CLUSTERS:
+        flags = yaml.safe_load(only(overlay, "ConfigMap", "raykv-engine")["data"]["engine.yaml"])
+        serves = (settings(overlay)["MODEL"], flags["max-model-len"])
+    else:
+        (application,) = serve_config(overlay)["applications"]
+        args = application["args"]
+        serves = (args["model"], args["engine_args"]["max_model_len"])
+    assert serves == (shape.model, shape.max_model_len)
+    assert load_settings({}, settings(overlay)).lease_slots == expected.lease_slots
+    assert (expected.plan.problems, expected.plan.hints) == ([], [])
 
 
 def test_every_overlay_has_its_sizes() -> None:
-    assert {*sizes.OVERLAYS, "all-options"} == set(render.OVERLAYS)
-    assert settings("all-options") == settings("multi-node")
-    assert worker_group("all-options") == worker_group("multi-node")
+    assert {*sizes.OVERLAYS, *ALL_OPTIONS} == set(render.OVERLAYS)
+    for all_options, plain in zip(ALL_OPTIONS, ("multi-node", "serve-disaggregated"), strict=True):
+        assert settings(all_options) == settings(plain)
+        assert worker_groups(all_options) == worker_groups(plain)
 
 
-def test_limit_bears_the_pool_where_ray_begins_to_kill() -> None:
-    memory = sizes.WorkerMemory(4 << 30, 2 << 30, 1 << 30, 2 << 30, ray_bytes=1 << 30)
-    # 4 + 2 + 2 + 1 and a quarter GiB; of 10 GiB Ray gives 9.5.
-    assert memory.least_limit_bytes == 10 << 30
-    assert not memory.objections(10 << 30, 10 << 30)
+@pytest.mark.parametrize("pool_gib", [1, 7, 64, 128])
+def test_limit_is_the_least_at_which_the_node_actor_gives_the_pool(pool_gib: int) -> None:
+    memory = ContainerMemory(pool_gib << 30, 16 << 30, 1 << 30, 2 << 30)
+    needs = PoolNeeds(memory.pool_bytes)
+
+    def refusal(limit_bytes: int) -> str:
+        limit = monitor_limit(MonitorSettings(), memory.other_bytes, limit_bytes, "the container")
+        assert limit is not None
+        return objection(needs, [limit], None)
+
+    assert not refusal(memory.least_limit_bytes)
+    assert "does not fit" in refusal(memory.least_limit_bytes - (1 << 30))
 
 
 def test_size_that_does_not_fit_is_named() -> None:
-    memory = sizes.WorkerMemory(4 << 30, 2 << 30, 1 << 30, 1 << 30, ray_bytes=1 << 30)
+    memory = ContainerMemory(4 << 30, 2 << 30, 1 << 30, 1 << 30, ray_bytes=1 << 30)
     shm, limit, request = memory.objections(8 << 30, 4 << 30)
-    assert shm.startswith("/dev/shm has 1 GiB")
-    assert limit.startswith("the memory limit is 8 GiB: raise it to 9 GiB")
-    assert request.startswith("4 GiB of 8 GiB are requested")
+    assert shm.startswith("/dev/shm has 1.0 GiB: the object store of 1.0 GiB")
+    assert limit.startswith("the memory limit is 8.0 GiB: raise it to 9.0 GiB")
+    assert request.startswith("4.0 GiB of 8.0 GiB are requested")
 
 
 @every_overlay
 def test_head_has_room_for_its_shared_memory_and_no_cpu_for_others(overlay: str) -> None:
-    group = only(overlay, "RayCluster")["spec"]["headGroupSpec"]
+    group = ray_cluster(overlay)["headGroupSpec"]
     template = group["template"]
     store = int(group["rayStartParams"]["object-store-memory"])
     limit = quantity(container(template)["resources"]["limits"]["memory"])
@@ -250,34 +205,87 @@ def test_page_of_sizes_has_the_table() -> None:
 def test_page_names_only_files_that_exist() -> None:
     named = set(re.findall(r"\bdeploy/[\w./-]*\w", (DEPLOY / "README.md").read_text()))
     assert len(named) > 5
-    made_elsewhere = {"deploy/grafana/raykv.json", "deploy/prometheus/prometheus.yml"}
-    missing = {name for name in named if not (ROOT / name).exists()}
-    assert missing <= made_elsewhere
+    assert not {name for name in named if not (ROOT / name).exists()}
 
 
-@every_overlay
-def test_ports_that_are_named_are_there(overlay: str) -> None:
-    worker = container(templates(overlay)["worker"])
-    names = {port["name"]: port["containerPort"] for port in worker["ports"]}
+@every_ray_cluster
+def test_service_leads_to_the_port_of_the_engines(overlay: str) -> None:
+    (template,) = worker_templates(overlay)
     flags = yaml.safe_load(only(overlay, "ConfigMap", "raykv-engine")["data"]["engine.yaml"])
-    assert flags["port"] == names["http"]
-    (service,) = only(overlay, "Service")["spec"]["ports"]
-    assert service["targetPort"] in names
-    for rule in only(overlay, "NetworkPolicy")["spec"]["ingress"]:
-        assert {port["port"] for port in rule.get("ports", ())} <= set(names)
-    for document in rendered(overlay):
-        if document["kind"] == "PodMonitor":
-            assert {each["port"] for each in document["spec"]["podMetricsEndpoints"]} == set(names)
+    assert flags["port"] == port_numbers(template)["http"]
+    service = only(overlay, "Service")["spec"]
+    assert [port["targetPort"] for port in service["ports"]] == ["http"]
+    cluster = only(overlay, "RayCluster")["metadata"]["name"]
+    assert service["selector"] == {"ray.io/cluster": cluster, "ray.io/group": "engines"}
 
 
 @every_overlay
-def test_selectors_mean_the_pods_of_the_cluster(overlay: str) -> None:
-    cluster = only(overlay, "RayCluster")["metadata"]["name"]
-    labels = {"ray.io/cluster": cluster, "ray.io/group": worker_group(overlay)["groupName"]}
-    assert only(overlay, "Service")["spec"]["selector"] == labels
+def test_network_policy_means_all_pods_and_opens_ports_that_they_have(overlay: str) -> None:
     policy = only(overlay, "NetworkPolicy")["spec"]
-    assert policy["podSelector"]["matchLabels"] == {"ray.io/cluster": cluster}
+    for template in templates(overlay).values():
+        labels = template["metadata"]["labels"].items()
+        assert policy["podSelector"]["matchLabels"].items() <= labels
     assert policy["ingress"][0] == {"from": [{"podSelector": policy["podSelector"]}]}
+    names = {name for each in templates(overlay).values() for name in port_numbers(each)}
+    for rule in policy["ingress"][1:]:
+        assert {port["port"] for port in rule["ports"]} <= names - {"gcs-server"}
+
+
+@every_overlay
+def test_metrics_of_the_actors_are_at_the_port_that_is_scraped(overlay: str) -> None:
+    wanted = int(settings(overlay)["RAYKV_METRICS_PORT"])
+    for template in templates(overlay).values():
+        ports = port_numbers(template)
+        assert ports["raykv-metrics"] == wanted
+        assert len(set(ports.values())) == len(ports)
+    assert wanted < 10_000, "Ray gives its workers ports from 10,002 on"
+    scraped = only(overlay, "NetworkPolicy")["spec"]["ingress"][2]["ports"]
+    assert {"metrics", "raykv-metrics"} <= {port["port"] for port in scraped}
+
+
+@pytest.mark.parametrize("overlay", ALL_OPTIONS)
+def test_pod_monitor_gives_the_dashboard_the_labels_that_it_asks_for(overlay: str) -> None:
+    monitor = only(overlay, "PodMonitor")["spec"]
+    worker = worker_templates(overlay)[0]
+    labels = worker["metadata"]["labels"].items()
+    assert monitor["selector"]["matchLabels"].items() <= labels
+    endpoints = {each["port"]: each for each in monitor["podMetricsEndpoints"]}
+    assert set(endpoints) == {"http", "metrics", "raykv-metrics"}
+    assert set(endpoints) >= set(port_numbers(worker)) - {"serve"}
+    # A metric's own label wins over Prometheus' of the same name.
+    assert any("namespace" in metric.labels for metric in METRICS.values())
+    for port in ("http", "raykv-metrics"):
+        assert endpoints[port]["honorLabels"] is True
+        assert [each["targetLabel"] for each in endpoints[port]["relabelings"]] == ["cluster"]
+
+
+def test_prometheus_without_the_operator_scrapes_the_same_ports() -> None:
+    path = DEPLOY / "prometheus" / "kubernetes.yml"
+    jobs = {job["job_name"]: job for job in yaml.safe_load(path.read_text())["scrape_configs"]}
+    assert jobs["raykv"]["honor_labels"] is True
+    ports = []
+    for job in jobs.values():
+        instance, port, cluster = job["relabel_configs"]
+        labels = {
+            f"__meta_kubernetes_pod_label_{re.sub(r'[^a-z]', '_', name)}": value
+            for name, value in worker_templates("all-options")[0]["metadata"]["labels"].items()
+        }
+        assert labels[instance["source_labels"][0]] == instance["regex"]
+        assert port["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+        ports += port["regex"].split("|")
+        assert cluster["source_labels"] == ["__meta_kubernetes_pod_label_ray_io_cluster"]
+    monitor = only("all-options", "PodMonitor")["spec"]
+    assert sorted(ports) == sorted(each["port"] for each in monitor["podMetricsEndpoints"])
+    assert jobs["raykv"]["relabel_configs"][2]["target_label"] == "cluster"
+
+
+@pytest.mark.parametrize("overlay", ALL_OPTIONS)
+def test_ray_keeps_its_state_in_redis_where_that_is_asked_for(overlay: str) -> None:
+    options = ray_cluster(overlay)["gcsFaultToleranceOptions"]
+    assert set(options) == {"redisAddress", "redisPassword"}
+    assert "secretKeyRef" in options["redisPassword"]["valueFrom"]
+    plain = "multi-node" if overlay in RAY_CLUSTERS else "serve-disaggregated"
+    assert "gcsFaultToleranceOptions" not in ray_cluster(plain)
 
 
 @every_overlay
@@ -286,13 +294,14 @@ def test_volumes_and_mounts_match(overlay: str) -> None:
     for template in templates(overlay).values():
         volumes = {volume["name"] for volume in template["spec"]["volumes"]}
         assert {mount["name"] for mount in container(template)["volumeMounts"]} == volumes
-        for volume in template["spec"]["volumes"]:
-            assert volume.get("configMap", {}).get("name", "raykv-engine") in maps
+        named = [each.get("configMap") for each in template["spec"]["volumes"]]
+        named += [each["configMapRef"] for each in container(template).get("envFrom", ())]
+        assert {each["name"] for each in named if each} <= maps
 
 
 @every_overlay
 def test_pods_of_the_cluster_have_no_privileges(overlay: str) -> None:
-    assert only(overlay, "RayCluster")["spec"]["authOptions"] == {"mode": "token"}
+    assert ray_cluster(overlay)["authOptions"] == {"mode": "token"}
     for template in templates(overlay).values():
         assert template["spec"]["securityContext"]["runAsNonRoot"] is True
         assert template["spec"]["automountServiceAccountToken"] is False
@@ -305,9 +314,9 @@ def test_pods_of_the_cluster_have_no_privileges(overlay: str) -> None:
 @every_overlay
 def test_manifests_bring_no_secret_and_no_right_of_the_cluster(overlay: str) -> None:
     kinds = {document["kind"] for document in rendered(overlay)}
-    allowed = {"ConfigMap", "NetworkPolicy", "RayCluster", "Service"}
-    optional = {"DaemonSet", "PodMonitor"} if overlay == "all-options" else set()
-    assert kinds == allowed | optional
+    made = {"RayCluster", "Service"} if overlay in RAY_CLUSTERS else {"RayService"}
+    optional = {"DaemonSet", "PodMonitor"} if overlay in ALL_OPTIONS else set()
+    assert kinds == {"ConfigMap", "NetworkPolicy"} | made | optional
 
 
 @every_overlay
@@ -315,16 +324,25 @@ def test_versions_are_those_of_the_package(overlay: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (ray,) = (each for each in project["dependencies"] if each.startswith("ray>="))
     minor = re.findall(r"\d+\.\d+", ray)[0]
-    assert only(overlay, "RayCluster")["spec"]["rayVersion"].startswith(f"{minor}.")
+    assert ray_cluster(overlay)["rayVersion"].startswith(f"{minor}.")
     assert f'"ray[default]=={minor}.*"' in (DEPLOY / "Dockerfile").read_text()
-    build = "cpu" if overlay == "cpu-trial" else "gpu"
+    build = "cpu" if overlay.endswith("cpu-trial") else "gpu"
     for template in templates(overlay).values():
         assert container(template)["image"] == f"raykv:{raykv.__version__}-{build}"
 
 
-@every_overlay
+def test_image_has_the_extras_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    (default,) = re.findall(r"^ARG EXTRA=(\w+)$", dockerfile, re.MULTILINE)
+    (installed,) = re.findall(r'"\.\[([^]]*)\]"', dockerfile)
+    assert set(installed.split(",")) == {"${EXTRA}", "serve"}
+    assert {default, "cpu", "serve"} <= set(project["optional-dependencies"])
+
+
+@every_ray_cluster
 def test_worker_runs_the_script_of_the_image(overlay: str) -> None:
-    template = templates(overlay)["worker"]
+    (template,) = worker_templates(overlay)
     assert template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
     (command,) = container(template)["command"]
     assert f"deploy/node.sh /usr/local/bin/{command}" in (DEPLOY / "Dockerfile").read_text()
