@@ -12,7 +12,7 @@ import msgspec
 
 from raykv.breaker_types import BreakerReport
 from raykv.description_types import Descriptions
-from raykv.kv_types import KVForm
+from raykv.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
 from raykv.metric_types import HistogramData, KeySketch
 from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
@@ -413,9 +413,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     Memory of a GPU comes in pieces, of `piece_bytes` each; offsets count through all of them, back
     to back. `device` is the GPU's UUID. `handles` opens them, one each ("cuda-ipc"); "cuda-fd" has
     a descriptor for each instead. `event` is the handle of the event that the worker records on its
-    compute stream before it submits a job.
-
-    `form` says how KV lies in chunks, for who inspects them; without groups it says nothing.
+    compute stream before it submits a job. `form`: how KV lies in chunks, for who inspects them.
+    `canonical`: where pages are in chunks that any number of ranks shares. Both may say nothing.
     """
 
     kind: str
@@ -429,6 +428,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     handles: list[bytes] = []
     event: bytes = b""
     form: KVForm = KVForm()
+    canonical: CanonicalPages = NOT_CANONICAL
 
 
 class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):

@@ -202,11 +202,11 @@ def check_parts(worker: AttachedWorker) -> None:
     """
     hello = worker.hello
     for group_id, slot_bytes in hello.slot_bytes.items():
-        part = worker.planner.part_bytes(group_id)
-        if part * hello.num_ranks > slot_bytes:
+        needed = worker.planner.chunk_bytes(group_id, hello.num_ranks)
+        if needed > slot_bytes:
             raise AttachError(
-                f"{hello.num_ranks} parts of {part} bytes of KV group {group_id} don't fit "
-                f"into a slot of {slot_bytes} bytes"
+                f"a chunk of KV group {group_id} has {needed} bytes with the parts of all "
+                f"{hello.num_ranks} ranks, which don't fit into a slot of {slot_bytes} bytes"
             )
 
 

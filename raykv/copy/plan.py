@@ -1,7 +1,8 @@
 """From a copy job to runs of bytes: which pages go where.
 
 A chunk's slot holds one part per rank, each part one region per layer, each region the chunk's
-blocks in order. Runs that are adjacent on both sides are merged.
+blocks in order. A canonical chunk has one region per layer for all ranks, of canonical pages, and
+each rank copies the fragments of them that it has. Runs that are adjacent on both sides are merged.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from raykv.core.canonical import fragments_of, shares, within
 from raykv.memory.handles import part_bytes
 from raykv.messages import CopyJob, KVLayout
-from raykv.types import SLOT_ALIGNMENT
+from raykv.types import SLOT_ALIGNMENT, Direction
 
 Column = npt.NDArray[np.int64]
 
@@ -47,14 +49,28 @@ class CopyRuns:
 
 @dataclass(frozen=True)
 class _Group:
-    """Columns with one entry per layer; `base` is the layer's place in a rank's part."""
+    """How a block of a KV group is copied: columns with one entry per fragment of its pages.
+
+    `offset` is the fragment's place in block 0 of the KV cache, `base` in the first block of a
+    chunk's slot; the next block is `stride` and `pitch` further on. `per_layer` fragments of a
+    layer follow each other, where all have as many; else it is 1.
+    """
 
     offset: Column
     stride: Column
-    page: Column
+    size: Column
     base: Column
+    pitch: Column
     num_blocks: int
+    per_layer: int = 1
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Sizes of a chunk of a KV group: a rank's pages, and all canonical pages if it has such."""
+
     part: int
+    whole: int | None
 
 
 class Planner:
@@ -62,10 +78,14 @@ class Planner:
 
     def __init__(self, layout: KVLayout, rank: int) -> None:
         self._blocks_per_chunk = layout.blocks_per_chunk
-        self._rank = rank
-        self._groups = {
-            group_id: _group(layout, index) for index, group_id in enumerate(layout.group_ids)
-        }
+        self._chunks: dict[int, _Chunk] = {}
+        # What is copied of a block, by direction: of what several ranks have each stores a share.
+        self._groups: dict[Direction, dict[int, _Group]] = {way: {} for way in Direction}
+        for index, group_id in enumerate(layout.group_ids):
+            self._chunks[group_id] = _chunk(layout, index)
+            plain = None if layout.canonical.groups else _group(layout, index, rank)
+            for way in Direction:
+                self._groups[way][group_id] = plain or _canonical_group(layout, index, way)
 
     def part_bytes(self, group_id: int) -> int:
         """Bytes of this rank's part of a chunk of the group.
@@ -73,9 +93,21 @@ class Planner:
         Raises:
             PlanError: there is no such group.
         """
-        if group_id not in self._groups:
-            raise PlanError(f"no KV group {group_id}; there are {sorted(self._groups)}")
-        return self._groups[group_id].part
+        return self._chunk_of(group_id).part
+
+    def chunk_bytes(self, group_id: int, num_ranks: int) -> int:
+        """Bytes of a chunk of the group, the parts of all ranks.
+
+        Raises:
+            PlanError: there is no such group.
+        """
+        chunk = self._chunk_of(group_id)
+        return chunk.part * num_ranks if chunk.whole is None else chunk.whole
+
+    def _chunk_of(self, group_id: int) -> _Chunk:
+        if group_id not in self._chunks:
+            raise PlanError(f"no KV group {group_id}; there are {sorted(self._chunks)}")
+        return self._chunks[group_id]
 
     def plan(self, job: CopyJob) -> CopyRuns:
         """The runs of all chunks of `job`, chunk by chunk.
@@ -91,22 +123,24 @@ class Planner:
             return self._plan_kinds(job, kinds)
         ((group_id, count),) = kinds
         slots, first = _column(job.handles.slots), _column(job.first_block)
-        rows = self._rows(group_id, slots, first, _column(job.block_ids).reshape(-1, count))
+        group = self._groups[Direction(job.direction)][group_id]
+        rows = _rows(group, slots, first, _column(job.block_ids).reshape(-1, count))
         ends = np.arange(1, len(slots) + 1) * rows.shape[-1]
         return _merged(rows.reshape(3, -1), ends)
 
     def _plan_kinds(self, job: CopyJob, kinds: set[tuple[int, int]]) -> CopyRuns:
         """Plan chunks of several groups and numbers of blocks: those of one kind together."""
+        known = self._groups[Direction(job.direction)]
         groups, counts = _column(job.groups), _column(job.num_blocks)
         slots, first = _column(job.handles.slots), _column(job.first_block)
         blocks, starts = _column(job.block_ids), np.cumsum(counts) - counts
-        num_rows = counts * _column([len(self._groups[group].page) for group in job.groups])
+        num_rows = counts * _column([len(known[group].size) for group in job.groups])
         ends = np.cumsum(num_rows)
         rows = np.empty((3, ends[-1]), np.int64)
         for group_id, count in kinds:
             chunks = np.flatnonzero((groups == group_id) & (counts == count))
             theirs = blocks[starts[chunks, None] + np.arange(count)]
-            some = self._rows(group_id, slots[chunks], first[chunks], theirs)
+            some = _rows(known[group_id], slots[chunks], first[chunks], theirs)
             rows[:, (ends - num_rows)[chunks, None] + np.arange(some.shape[-1])] = some
         return _merged(rows, ends)
 
@@ -130,50 +164,91 @@ class Planner:
             self.part_bytes(group_id)
             if count < 1 or first < 0 or first + count > self._blocks_per_chunk:
                 raise PlanError(f"job {job.job_id}: blocks {first}..{first + count} of a chunk")
-        most = min((self._groups[g].num_blocks for g in set(job.groups)), default=0)
+        known = self._groups[Direction(job.direction)]
+        most = min((known[group].num_blocks for group in set(job.groups)), default=0)
         if job.block_ids and not 0 <= min(job.block_ids) <= max(job.block_ids) < most:
             raise PlanError(f"job {job.job_id}: a block id outside of 0..{most - 1}")
 
-    def _rows(self, group_id: int, slots: Column, first: Column, blocks: Column) -> Column:
-        """Rows of chunks of one group with as many blocks, as [column, chunk, row].
 
-        In a chunk layer by layer, so that neighbouring blocks can be merged.
+def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column:
+    """Rows of chunks of one group with as many blocks, as [column, chunk, row].
 
-        Args:
-            group_id: the KV group.
-            slots: of each chunk.
-            first: place in its chunk of each chunk's first block.
-            blocks: block ids, [chunk, block].
-        """
-        group = self._groups[group_id]
-        offset, stride, page, base = (
-            column[:, None] for column in (group.offset, group.stride, group.page, group.base)
-        )
-        place = (first[:, None] + np.arange(blocks.shape[1]))[:, None, :]
-        start = (slots * SLOT_ALIGNMENT + self._rank * group.part)[:, None, None]
-        rows = np.empty((3, len(slots), len(page), blocks.shape[1]), np.int64)
-        kv, pool, size = rows
-        np.add(offset, blocks[:, None, :] * stride, out=kv)
-        np.add(start + base, place * page, out=pool)
-        size[:] = page
-        return rows.reshape(3, len(slots), -1)
+    In a chunk layer by layer, so that neighbouring blocks can be merged; then block by block.
+
+    Args:
+        group: the KV group.
+        slots: of each chunk.
+        first: place in its chunk of each chunk's first block.
+        blocks: block ids, [chunk, block].
+    """
+    offset, stride, base, pitch = (
+        column[:, None] for column in (group.offset, group.stride, group.base, group.pitch)
+    )
+    place = (first[:, None] + np.arange(blocks.shape[1]))[:, None, :]
+    start = (slots * SLOT_ALIGNMENT)[:, None, None]
+    rows = np.empty((3, len(slots), len(group.size), blocks.shape[1]), np.int64)
+    kv, pool, size = rows
+    np.add(offset, blocks[:, None, :] * stride, out=kv)
+    np.add(start + base, place * pitch, out=pool)
+    size[:] = group.size[:, None]
+    if group.per_layer > 1:
+        by_layer = rows.reshape(3, len(slots), -1, group.per_layer, blocks.shape[1])
+        rows = by_layer.swapaxes(3, 4)
+    return rows.reshape(3, len(slots), -1)
 
 
 def _column(numbers: Sequence[int]) -> Column:
     return np.asarray(numbers, dtype=np.int64)
 
 
-def _group(layout: KVLayout, index: int) -> _Group:
+def _chunk(layout: KVLayout, index: int) -> _Chunk:
+    maps = layout.canonical.maps
+    whole = None
+    if layout.canonical.groups:
+        pages = sum(maps[number].page_bytes for number in layout.canonical.groups[index])
+        whole = pages * layout.blocks_per_chunk
+    return _Chunk(part_bytes(layout, index), whole)
+
+
+def _group(layout: KVLayout, index: int, rank: int) -> _Group:
+    """Whole pages, in the rank's own part."""
     tensors = [layout.tensors[i] for i in layout.groups[index]]
-    page = np.array([tensor.page_bytes for tensor in tensors], dtype=np.int64)
+    page = _column([tensor.page_bytes for tensor in tensors])
     regions = page * layout.blocks_per_chunk
     return _Group(
-        offset=np.array([tensor.offset for tensor in tensors], dtype=np.int64),
-        stride=np.array([tensor.block_stride for tensor in tensors], dtype=np.int64),
-        page=page,
-        base=np.cumsum(regions) - regions,
+        offset=_column([tensor.offset for tensor in tensors]),
+        stride=_column([tensor.block_stride for tensor in tensors]),
+        size=page,
+        base=np.cumsum(regions) - regions + rank * part_bytes(layout, index),
+        pitch=page,
         num_blocks=min(tensor.num_blocks for tensor in tensors),
-        part=part_bytes(layout, index),
+    )
+
+
+def _canonical_group(layout: KVLayout, index: int, direction: Direction) -> _Group:
+    """Fragments of canonical pages; a store has the rank's share of what several ranks have."""
+    tensors = [layout.tensors[i] for i in layout.groups[index]]
+    maps = [layout.canonical.maps[number] for number in layout.canonical.groups[index]]
+    pieces = [fragments_of(page) for page in maps]
+    if direction is Direction.STORE:
+        pieces = [within(piece, span) for piece, span in zip(pieces, shares(maps), strict=True)]
+    pages = _column([page.page_bytes for page in maps])
+    regions = pages * layout.blocks_per_chunk
+    counts = [len(piece.size) for piece in pieces]
+
+    def repeated(column: Column) -> Column:
+        return np.repeat(column, counts)
+
+    return _Group(
+        offset=repeated(_column([tensor.offset for tensor in tensors]))
+        + np.concatenate([piece.own for piece in pieces]),
+        stride=repeated(_column([tensor.block_stride for tensor in tensors])),
+        size=np.concatenate([piece.size for piece in pieces]),
+        base=repeated(np.cumsum(regions) - regions)
+        + np.concatenate([piece.whole for piece in pieces]),
+        pitch=repeated(pages),
+        num_blocks=min(tensor.num_blocks for tensor in tensors),
+        per_layer=counts[0] if len(set(counts)) == 1 else 1,
     )
 
 

@@ -27,6 +27,7 @@ import msgspec
 
 from raykv.core.sanity import MAX_PIECES
 from raykv.errors import HandleError
+from raykv.kv_types import NOT_CANONICAL, CanonicalPages
 from raykv.memory.cuda_driver import DriverError, Extent, MemoryDriver
 from raykv.messages import KVLayout, TensorLayout
 
@@ -60,6 +61,7 @@ class Grouping:
     blocks_per_chunk: int
     group_ids: list[int]
     groups: list[list[int]]
+    canonical: CanonicalPages = NOT_CANONICAL
 
 
 class ExportedKV:
@@ -123,6 +125,7 @@ def export_kv(
         groups=grouping.groups,
         device=devices.pop(),
         piece_bytes=[piece.num_bytes for piece in pieces],
+        canonical=grouping.canonical,
     )
     if layout.kind == CUDA_IPC:
         handles = [driver.export_memory(piece.base) for piece in pieces]

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
+from raykv.core import canonical
 from raykv.core.kv_form import objection
 from raykv.errors import HandleError
 from raykv.memory.cuda_driver import MemoryDriver
@@ -127,6 +128,11 @@ def check_layout(layout: KVLayout) -> None:
             raise HandleError("a KV group has no tensor")
         if any(not 0 <= index < len(layout.tensors) for index in group):
             raise HandleError(f"a KV group names a tensor that is not there: {group}")
+    pages = [tensor.page_bytes for tensor in layout.tensors]
+    if wrong := canonical.objection(
+        layout.canonical, layout.groups, pages, layout.blocks_per_chunk
+    ):
+        raise HandleError(f"malformed canonical pages: {wrong}")
 
 
 def part_bytes(layout: KVLayout, group_index: int) -> int:

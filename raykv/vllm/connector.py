@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import ray
@@ -34,6 +34,7 @@ from raykv.config import load_settings
 from raykv.core.prefixes import ChunkGroup, groups_text
 from raykv.errors import RayKVError
 from raykv.types import MissReason
+from raykv.vllm.canonical import block_bytes_told
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.handover import may_sleep, ordinary_gpu_memory
 from raykv.vllm.manager import RayOffloadingManager
@@ -64,6 +65,16 @@ def set_up_logging() -> None:
     root.addHandler(handler)
 
 
+@contextmanager
+def logged_refusals() -> Iterator[None]:
+    """Say why the start is stopped: vLLM buries it in the tracebacks of three processes."""
+    try:
+        yield
+    except RayKVError as error:
+        logger.critical("RayKV stops the start of the engine: %s", error)
+        raise
+
+
 class RayKVConnector(OffloadingConnector):
     """One object per vLLM process: in EngineCore for the scheduler, in each worker for its rank."""
 
@@ -83,23 +94,21 @@ class RayKVConnector(OffloadingConnector):
         self._step = (0, 0.0)
         # Requests that vLLM waits for without there being a load job.
         self._stranded: list[str] = []
-        try:
+        with logged_refusals():
             self._start(vllm_config, role, kv_cache_config)
-        except RayKVError as error:
-            # vLLM buries it in the tracebacks of three processes.
-            logger.critical("RayKV stops the start of the engine: %s", error)
-            raise
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
         refuse_several_nodes(vllm_config.parallel_config.nnodes_within_dp)
         transfer_config = vllm_config.kv_transfer_config
-        use_our_spec(transfer_config.kv_connector_extra_config)
+        extra_config = transfer_config.kv_connector_extra_config
+        use_our_spec(extra_config)
         transfer_config.kv_load_failure_policy = "recompute"
-        super().__init__(vllm_config, role, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
-            self._start_scheduler_side(vllm_config, kv_cache_config)
-        else:
+        with block_bytes_told(extra_config, vllm_config, kv_cache_config):
+            super().__init__(vllm_config, role, kv_cache_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self._start_scheduler_side(vllm_config, kv_cache_config)
+        if role != KVConnectorRole.SCHEDULER:
             plain: Any = self.__dict__["connector_worker"]
             plain.spec.sleeps = may_sleep(vllm_config.model_config)
             self.connector_worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
@@ -198,6 +207,15 @@ class RayKVConnector(OffloadingConnector):
             return ordinary_gpu_memory(spec.sleeps) if current_platform.is_cuda() else None
         spec.shared_allocation = SharedAllocation()
         return spec.shared_allocation
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """See `KVConnectorBase_V1.register_kv_caches`.
+
+        Raises:
+            SettingError: what was asked for can't be had with this KV cache.
+        """
+        with logged_refusals():
+            super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See `KVConnectorBase_V1.handle_preemptions`.

@@ -19,6 +19,7 @@ from typing import Any
 from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
 from raykv.breaker_types import BreakerReport
 from raykv.errors import HandleError, SettingError
+from raykv.kv_types import NOT_CANONICAL, CanonicalPages
 from raykv.memory import cuda_bindings
 from raykv.memory.cuda_driver import DriverError, MemoryDriver
 from raykv.memory.cuda_kv import DeviceTensor, ExportedKV, Grouping, export_kv
@@ -35,8 +36,11 @@ def export_from_gpu(
     group_ids: list[int],
     blocks_per_chunk: int,
     load: Callable[[], MemoryDriver] = cuda_bindings.load,
+    canonical: CanonicalPages = NOT_CANONICAL,
 ) -> ExportedKV:
     """Hand over the GPU memory of vLLM's `CanonicalKVCaches`.
+
+    `canonical` says where its pages are in chunks that any number of ranks shares.
 
     Raises:
         HandleError: it can't be handed over; the text says why, and what to change.
@@ -50,7 +54,7 @@ def export_from_gpu(
         DeviceTensor(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
         for tensor in tensors
     ]
-    return export_kv(load(), where, Grouping(blocks_per_chunk, group_ids, groups))
+    return export_kv(load(), where, Grouping(blocks_per_chunk, group_ids, groups, canonical))
 
 
 def may_sleep(model_config: Any) -> bool:
@@ -252,7 +256,13 @@ def device_link(
     """
     refuse_sleep_mode(spec.sleeps)
     try:
-        exported = export_from_gpu(kv_caches, spec.group_ids, spec.blocks_per_chunk, load)
+        exported = export_from_gpu(
+            kv_caches,
+            spec.group_ids,
+            spec.blocks_per_chunk,
+            load,
+            spec.canonical_pages(kv_caches),
+        )
     except DriverError as error:
         raise HandleError(f"its GPU memory can't be shared: {error}") from error
     logger.info(

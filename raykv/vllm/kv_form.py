@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from raykv.core.kv_form import ELEMENT_BYTES, objection
 from raykv.kv_types import ElementOrder, GroupForm, KVForm
+from raykv.vllm.canonical import whole_spec
 
 logger = logging.getLogger("raykv")
 
@@ -42,21 +43,25 @@ def kv_form_of(vllm_config: Any, kv_cache_config: Any, spec: Any) -> KVForm:
 def _form(vllm_config: Any, kv_cache_config: Any, spec: Any) -> KVForm:
     parallel = spec.config.parallel
     total_heads = vllm_config.model_config.get_total_num_kv_heads()
+    # A canonical chunk is one of an engine of one rank.
+    is_canonical = spec.config.canonical_layout
     groups = {}
     for group_id in spec.group_ids:
         known = kv_cache_config.kv_cache_groups[group_id]
-        groups[group_id] = _group_form(vllm_config, known)
+        layer = (
+            whole_spec(vllm_config, known.kv_cache_spec) if is_canonical else known.kv_cache_spec
+        )
+        groups[group_id] = _group_form(vllm_config, layer, list(known.layer_names))
     return KVForm(
-        num_ranks=parallel.world_size,
-        head_copies=max(1, parallel.tp_size // total_heads),
+        num_ranks=1 if is_canonical else parallel.world_size,
+        head_copies=1 if is_canonical else max(1, parallel.tp_size // total_heads),
         blocks_per_chunk=spec.blocks_per_chunk,
         slot_bytes=spec.slot_bytes_by_group(),
         groups=groups,
     )
 
 
-def _group_form(vllm_config: Any, group: Any) -> GroupForm:
-    spec = group.kv_cache_spec
+def _group_form(vllm_config: Any, spec: Any, layers: list[str]) -> GroupForm:
     refusal = _refusal(vllm_config, spec)
     if refusal:
         return GroupForm(refusal=refusal)
@@ -64,7 +69,7 @@ def _group_form(vllm_config: Any, group: Any) -> GroupForm:
         _cpu_writer(vllm_config, spec), spec.num_kv_heads, spec.block_size, spec.head_size
     )
     return GroupForm(
-        layers=list(group.layer_names),
+        layers=layers,
         dtype=_dtype_name(spec.dtype),
         page_bytes=spec.page_size_bytes,
         keys=keys,

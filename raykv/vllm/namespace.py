@@ -10,6 +10,7 @@ from typing import Any
 
 from raykv.block_hashes import RANDOM, seed_digest
 from raykv.types import Namespace
+from raykv.vllm.canonical import layout_facts
 
 RANDOM_SEED = "random in "
 """How a seed of block hashes begins that no other process has."""
@@ -61,21 +62,15 @@ def engine_facts(
     from raykv.vllm.versions import vllm_version
 
     model = vllm_config.model_config
-    parallel = offloading_config.parallel
     return {
         "model": model_facts(model, vllm_config.load_config),
         "weights_version": weights_version,
         "dtype": str(model.dtype),
         "kv_dtype": offloading_config.model.dtype,
         "kv_layout": str(offloading_config.kv_cache_layout),
-        "kv_groups": [
-            [str(group.kv_cache_spec), list(group.layer_names)]
-            for group in kv_cache_config.kv_cache_groups
-        ],
+        **layout_facts(vllm_config, kv_cache_config, offloading_config),
         "tokens_per_hash": offloading_config.cache.tokens_per_hash,
         "blocks_per_chunk": offloading_config.cache.blocks_per_chunk,
-        "replicated": bool(offloading_config.replicated_layout),
-        "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         "hash": hash_facts(vllm_config),
         "attention": str(getattr(vllm_config.attention_config, "backend", "")),
         "machine": [platform.machine(), cpu_features()],

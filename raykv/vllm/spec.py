@@ -25,9 +25,10 @@ from raykv.core.remote import ChunkSize, RemoteSettings
 from raykv.core.reuse import StoreSampler
 from raykv.core.view import EngineView
 from raykv.errors import SettingError
-from raykv.kv_types import KVForm
+from raykv.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
 from raykv.messages import KVLayout
 from raykv.types import EngineId
+from raykv.vllm import canonical
 
 if TYPE_CHECKING:
     from raykv.vllm.manager import RayOffloadingManager
@@ -59,7 +60,8 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.settings: Settings = load_settings(self.extra_config)
+        own, self._block_bytes = canonical.untold(self.extra_config)
+        self.settings: Settings = load_settings(own)
         # Conversations need generated tokens too; vLLM's own default is True.
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
         self.group_ids = [group.group_id for group in config.groups]
@@ -67,8 +69,9 @@ class RayKVOffloadingSpec(OffloadingSpec):
         self.shared_allocation: Any = None
         # Set by the connector: whether vLLM may give the KV cache's memory back for a while.
         self.sleeps = False
-        # Then only rank 0 stores, for all; see vLLM's `OffloadingConnectorWorker`.
-        self.replicated_layout = bool(config.replicated_layout)
+        # Then only rank 0 stores, for all; see vLLM's `OffloadingConnectorWorker`. Of canonical
+        # chunks all ranks store a share.
+        self.replicated_layout = bool(config.replicated_layout and not config.canonical_layout)
         # Set by the worker side, which has vLLM's configuration.
         self.tell_form: Callable[[], KVForm] = KVForm
         self._manager: RayOffloadingManager | None = None
@@ -98,8 +101,11 @@ class RayKVOffloadingSpec(OffloadingSpec):
         """Bytes of a slot: a chunk of any group, all parts, rounded up.
 
         vLLM lets the groups of a hybrid model share its blocks, so a block of any group takes at
-        most `worker_kv_bytes_per_block`.
+        most `worker_kv_bytes_per_block`. Of canonical chunks it is the same for all numbers of
+        ranks.
         """
+        if self.config.canonical_layout:
+            return aligned(max(self._block_bytes.values()) * self.blocks_per_chunk)
         per_rank = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
         return aligned(per_rank * self.num_parts)
 
@@ -141,6 +147,16 @@ class RayKVOffloadingSpec(OffloadingSpec):
             sizes=sizes,
         )
 
+    def canonical_pages(self, kv_caches: CanonicalKVCaches) -> CanonicalPages:
+        """Where this worker's pages are in canonical chunks; empty if these are not wanted.
+
+        Raises:
+            SettingError: vLLM does not certify it.
+        """
+        if not self.config.canonical_layout:
+            return NOT_CANONICAL
+        return canonical.pages_of(kv_caches, self.config.kv_cache_layout)
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
         """See `OffloadingSpec.get_worker`."""
         from raykv.vllm.handover import make_link
@@ -159,7 +175,8 @@ class RayKVOffloadingSpec(OffloadingSpec):
         layout, region = describe(
             self.shared_allocation.regions, kv_caches, self.group_ids, self.blocks_per_chunk
         )
-        layout = msgspec.structs.replace(layout, form=self.tell_form())
+        pages = self.canonical_pages(kv_caches)
+        layout = msgspec.structs.replace(layout, form=self.tell_form(), canonical=pages)
         # A page that is touched for the first time costs more than the copy into it.
         threading.Thread(
             target=region.prefault, args=(lambda _done: True,), name="raykv-prefault", daemon=True
@@ -179,7 +196,10 @@ class RayKVOffloadingSpec(OffloadingSpec):
         memory = StagingMemory(
             kv_caches, self.group_ids, self.blocks_per_chunk, self.settings.staging_bytes
         )
-        memory.layout = msgspec.structs.replace(memory.layout, form=self.tell_form())
+        pages = self.canonical_pages(kv_caches)
+        memory.layout = msgspec.structs.replace(
+            memory.layout, form=self.tell_form(), canonical=pages
+        )
         logger.warning(
             "the KV cache is copied through %d MiB of host memory by the engine itself, slower "
             "than by the NodeActor: %s",
@@ -218,10 +238,16 @@ def refuse_unsupported(config: Any) -> None:
     Raises:
         SettingError: naming the setting.
     """
-    if config.canonical_layout:
-        raise SettingError("canonical_layout=true is not supported by RayKV yet: leave it out")
     if config.parallel.pp_size > 1:
         raise SettingError(
             f"pipeline_parallel_size={config.parallel.pp_size} is not supported by RayKV yet: "
             "only 1 is"
+        )
+    if config.canonical_layout and not config.parallel.is_parallelism_agnostic:
+        raise SettingError(
+            "canonical_layout=true can't be had: vLLM certifies no byte order of this engine's KV "
+            f"cache that does not depend on tensor_parallel_size={config.parallel.tp_size} (it "
+            "does for attention and MLA layers without scales per token, a number of KV heads "
+            "that divides the ranks or is divided by them, and no context parallelism): leave it "
+            "out"
         )

@@ -11,6 +11,7 @@ import pytest
 from raykv.actors.link import LinkSettings
 from raykv.config import Settings, load_settings
 from raykv.errors import SettingError
+from raykv.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.memory.cuda_driver import DriverError
 from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC
 from tests.fake_cuda import PAGE, FakeCuda
@@ -64,6 +65,7 @@ class Spec:
     group_ids = [0]
     blocks_per_chunk = 1
     part = 0
+    pages = NOT_CANONICAL
 
     def __init__(self, kv_handover: str, *, sleeps: bool = False) -> None:
         self.settings = Settings(kv_handover=kv_handover)
@@ -72,6 +74,9 @@ class Spec:
 
     def link_settings(self) -> LinkSettings:
         return LinkSettings()
+
+    def canonical_pages(self, _caches: Any) -> CanonicalPages:
+        return self.pages
 
     def staged_link(self, _caches: Any, reason: str) -> tuple[Any, Any]:
         self.reasons.append(reason)
@@ -98,6 +103,15 @@ def test_gpu_memory_is_mapped_where_it_can_be(
     assert link.__class__ is kind
     assert (layout.kind, layout.tensors[0].page_bytes) == (CUDA_IPC, PAGE_BYTES)
     assert spec.reasons == []
+    link.close(5.0)
+
+
+def test_canonical_pages_go_with_the_gpu_memory(cuda: FakeCuda) -> None:
+    spec = Spec("ipc")
+    page = PageMap(2 * PAGE_BYTES, *([0], [PAGE_BYTES], [PAGE_BYTES], [1], [1], [1]))
+    spec.pages = CanonicalPages([page], [[0]])
+    link, layout = make_link(spec, kv_caches(GPUTensor(cuda.allocate(PAGE))), lambda: cuda)
+    assert layout.canonical == spec.pages
     link.close(5.0)
 
 
@@ -211,7 +225,9 @@ def test_allocator_of_sleep_mode_is_left_alone(
 # Parts
 
 
-def offloading_config(rank: int, world_size: int, *, replicated: bool) -> OffloadingConfig:
+def offloading_config(
+    rank: int, world_size: int, *, replicated: bool, **more: Any
+) -> OffloadingConfig:
     parallel = OffloadingParallelConfig(
         rank=rank,
         world_size=world_size,
@@ -222,19 +238,34 @@ def offloading_config(rank: int, world_size: int, *, replicated: bool) -> Offloa
         data_parallel_index=0,
         data_parallel_size=1,
         data_parallel_rank_local=0,
-        is_parallelism_agnostic=False,
+        is_parallelism_agnostic=more.get("canonical_layout", False),
     )
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layer",), 0),),
         worker_kv_bytes_per_block=PAGE_BYTES,
         enable_kv_cache_events=False,
-        extra_config={},
+        extra_config=more.pop("extra_config", {}),
         engine_id="engine",
         model=OffloadingModelConfig("model", "bfloat16"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=4),
         parallel=parallel,
         replicated_layout=replicated,
+        **more,
     )
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_canonical_chunk_has_a_part_of_each_rank_and_one_size(*, replicated: bool) -> None:
+    """Latents of MLA too, of which each rank stores a share."""
+    extra = {"canonical_layout": True, "canonical_block_bytes": {0: 5000, 1: 4000}}
+    canonical = {"canonical_layout": True, "extra_config": extra, "kv_cache_layout": "LBHNC"}
+    specs = [
+        RayKVOffloadingSpec(offloading_config(1, ranks, replicated=replicated, **canonical))
+        for ranks in (2, 8)
+    ]
+    assert [(spec.num_parts, spec.part) for spec in specs] == [(2, 1), (8, 1)]
+    assert {spec.slot_bytes for spec in specs} == {20480}
+    assert not any(spec.replicated_layout for spec in specs)
 
 
 def test_sharded_chunk_has_a_part_for_each_rank() -> None:

@@ -22,6 +22,7 @@ import raykv.actors.link
 from raykv.actors import wire
 from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
 from raykv.core.geometry import aligned
+from raykv.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.memory.region import Region
 from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
 from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
@@ -75,6 +76,7 @@ class Worker:
         rank: int = 0,
         num_ranks: int = 1,
         namespace: str = "ns",
+        canonical: CanonicalPages = NOT_CANONICAL,
     ) -> None:
         self.slot_units = node.slot_bytes // SLOT_ALIGNMENT
         self.pages = pages
@@ -92,6 +94,7 @@ class Worker:
             ],
             [0],
             [list(range(len(pages)))],
+            canonical=canonical,
         )
         ctypes.memmove(self.kv.address, random.Random(rank).randbytes(self.kv.num_bytes), len(self))
         self.link = WorkerLink(rank, self.layout, [self.kv.fd], SETTINGS)
@@ -251,6 +254,48 @@ def test_chunk_of_two_ranks_is_readable_after_both_have_stored(
         assert failures(rank.run(rank.job(Direction.LOAD, [2], [9]))) == []
         assert rank.block(9) == rank.block(1)
     assert ranks[0].block(9) != ranks[1].block(9)
+
+
+def test_canonical_chunk_of_two_ranks_is_one_ranks_after_both_have_stored(
+    node: Node, workers: list[Worker]
+) -> None:
+    def pages(own_bytes: int, place: int) -> CanonicalPages:
+        columns = ([0], [place], [own_bytes], [1], [own_bytes], [own_bytes])
+        return CanonicalPages([PageMap(512, *columns)], [[0]])
+
+    two = [Worker(node, [256], 1, n, 2, canonical=pages(256, n * 256)) for n in range(2)]
+    one = Worker(node, [512], 1, canonical=pages(512, 0))
+    workers += [*two, one]
+    assert failures(two[0].run(two[0].job(Direction.STORE, [2], [1]))) == []
+    assert failures(one.run(one.job(Direction.LOAD, [2], [9]))) == [Refusal.WRITING]
+    assert failures(two[1].run(two[1].job(Direction.STORE, [2], [6]))) == []
+    assert failures(one.run(one.job(Direction.LOAD, [2], [9]))) == []
+    assert one.block(9) == [two[0].block(1)[0] + two[1].block(6)[0]]
+    assert failures(one.run(one.job(Direction.STORE, [3], [4]))) == []
+    for number, rank in enumerate(two):
+        assert failures(rank.run(rank.job(Direction.LOAD, [3], [8]))) == []
+        assert rank.block(8) == [one.block(4)[0][number * 256 : number * 256 + 256]]
+
+
+def test_canonical_chunk_that_is_larger_than_its_slot_is_refused(node: Node) -> None:
+    kv = Region.anonymous(4096, "test-kv")
+    page = PageMap(node.slot_bytes + 1, *([0], [0], [256], [1], [256], [256]))
+    pages = CanonicalPages([page], [[0]])
+    layout = KVLayout("memfd", 4096, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]], canonical=pages)
+    link = WorkerLink(0, layout, [kv.fd], SETTINGS)
+    link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: node.slot_bytes}))
+    job = JobRequest(1, Direction.STORE, 1, Handles([b"k"], [0], [1]), [0], [1], [0], [0])
+    link.submit(job)
+    found: list[JobResult] = []
+
+    def is_there() -> bool:
+        found.extend(link.drain())
+        return bool(found)
+
+    wait_until(is_there, 10.0, "the job fails")
+    assert failures(found[0]) != []
+    assert link.node_epoch == 0
+    link.close(5.0)
 
 
 def test_frozen_node_is_dead_before_its_load_is_reported_failed(

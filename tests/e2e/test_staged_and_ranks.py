@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,8 @@ pytestmark = pytest.mark.e2e
 BLOCK = 32
 
 
-def check_loads(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]]) -> None:
-    """Store, drop vLLM's cache, load; tokens are those of vLLM's own prefix hit."""
-    engine.tokens(prompts)
-    reference = engine.tokens(prompts)
+def wait_for_stores(cluster: Cluster) -> None:
+    """Until the node has stored something, and no more."""
     seen = [-1]
 
     def unchanged() -> bool:
@@ -30,6 +29,13 @@ def check_loads(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]
         return before == seen[0] > 0
 
     wait_until(unchanged, 20.0, "stores come to an end")
+
+
+def check_loads(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]]) -> None:
+    """Store, drop vLLM's cache, load; tokens are those of vLLM's own prefix hit."""
+    engine.tokens(prompts)
+    reference = engine.tokens(prompts)
+    wait_for_stores(cluster)
     engine.reset()
     outputs = engine.call("generate", prompts=prompts)
     assert [output["tokens"] for output in outputs] == reference
@@ -38,22 +44,55 @@ def check_loads(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]
     assert cluster.status().nodes[0].bytes_loaded > 0
 
 
-def test_staged_engine_loads_what_it_stored(
+def test_engines_of_one_and_two_ranks_load_what_either_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Staging memory for 16 blocks, so that loads of 31 blocks are made in parts."""
+    """By canonical pages; the first one staged, through memory for 16 blocks.
+
+    Loads of 31 blocks are made in parts there.
+    """
     cluster.down()
     settings = {
         "ray_address": cluster.address,
         "pool_bytes": "128MiB",
-        "kv_handover": "staged",
-        "staging_bytes": "4MiB",
+        "canonical_layout": True,
     }
-    engine = EngineProcess(tiny_model, tmp_path / "log", settings)
+    staged = {"kv_handover": "staged", "staging_bytes": "4MiB"}
+    one = EngineProcess(tiny_model, tmp_path / "one", {**settings, **staged})
+    engines = [one]
     try:
-        check_loads(engine, cluster, [prompt(70 + i, 1000) for i in range(2)])
+        prompts = [prompt(70 + i, 1000) for i in range(2)]
+        check_loads(one, cluster, prompts)
+        two = EngineProcess(
+            tiny_model,
+            tmp_path / "two",
+            settings,
+            multiprocess=True,
+            cores="0|1",
+            tensor_parallel_size=2,
+        )
+        engines.append(two)
+        check_comes_from(one, two, prompts)
+        # Another salt makes other chunks of the same tokens.
+        wait_for_stores(cluster)
+        two.tokens(prompts, salt="two")
+        wait_for_stores(cluster)
+        check_comes_from(two, one, prompts, salt="two")
+        known = inspect.requests(cluster)
+        names = known[known["prompt_tokens"] == 1000].iloc[-1]["chunks"][: 1000 // BLOCK]
+        assert_as_transformers_computes(inspect.kv(cluster, names), tiny_model, prompts[-1])
     finally:
-        engine.stop()
+        for engine in engines:
+            engine.stop()
+
+
+def check_comes_from(
+    source: EngineProcess, to: EngineProcess, prompts: list[list[int]], **arguments: Any
+) -> None:
+    """One engine loads what another one has stored, and says what that one says."""
+    outputs = to.call("generate", prompts=prompts, **arguments)
+    assert [output["cached"] for output in outputs] == [len(p) // BLOCK * BLOCK for p in prompts]
+    assert [output["tokens"] for output in outputs] == source.tokens(prompts, **arguments)
 
 
 def test_two_ranks_load_what_they_stored(

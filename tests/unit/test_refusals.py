@@ -26,13 +26,21 @@ def test_plain_engine_is_accepted() -> None:
     from raykv.vllm.spec import refuse_several_nodes, refuse_unsupported
 
     refuse_unsupported(config())
+    shared = SimpleNamespace(pp_size=1, tp_size=2, is_parallelism_agnostic=True)
+    refuse_unsupported(config(canonical_layout=True, parallel=shared))
     refuse_several_nodes(1)
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"canonical_layout": True}, "canonical_layout=true"),
+        (
+            {
+                "canonical_layout": True,
+                "parallel": SimpleNamespace(pp_size=1, tp_size=3, is_parallelism_agnostic=False),
+            },
+            "canonical_layout=true can't be had: .*tensor_parallel_size=3",
+        ),
         ({"parallel": SimpleNamespace(pp_size=2)}, "pipeline_parallel_size=2"),
     ],
 )
@@ -77,3 +85,11 @@ def test_transfer_takes_arguments_of_later_vllm() -> None:
     )
     assert worker.submit_load(1, PoolSpec(1, [b"k"], [0], [1]), blocks, expedited=True)
     assert [request.block_ids for request in submitted] == [[3]]
+
+
+def test_start_that_is_stopped_says_why_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    from raykv.vllm.connector import logged_refusals
+
+    with pytest.raises(SettingError), logged_refusals():
+        raise SettingError("leave it out")
+    assert caplog.messages == ["RayKV stops the start of the engine: leave it out"]
