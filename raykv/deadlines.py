@@ -50,8 +50,13 @@ NODE_STORE_EXPIRY_S = 30.0
 """How long a chunk waits for the parts of the other ranks, as long as a store may take."""
 
 NODE_LOOK_S = 1.0
-"""The copy thread looks so often for stores that have expired. Who waits for a copy to end looks so
-often whether it has; that it ends is sure, since every run of bytes is short."""
+"""How often stores that have expired are looked for. Who waits for a copy to end looks so often
+whether it has; that it ends is sure, since every run of bytes is short. A copy thread without a job
+looks so often for one, should nothing wake it."""
+
+NODE_GIVE_WAY_S = 0.02
+"""A store between two parts of host memory lets loads go first for so long, then copies the next
+4 MiB: loads take milliseconds, and a stream of them that does not end leaves stores 200 MB/s."""
 
 NODE_DEATHS_LOOK_S = 1.0
 """The thread that waits for the death of engines looks so often whether it should end."""
@@ -82,7 +87,7 @@ CUDA_HANG_S = 10.0
 Nothing can take the batch back, so that the process which has it ends."""
 
 CUDA_SPIN_S = 0.0002
-"""For so long the copy thread asks a device without a pause: a chunk takes a tenth of a
+"""For so long a copy thread asks a device without a pause: a chunk takes a tenth of a
 millisecond, and to fall asleep and wake up takes as long."""
 
 CUDA_POLL_S = 0.0001

@@ -194,7 +194,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (_rate("raykv_copied_bytes_total", "direction"), "{{direction}}"),
         ),
         _latency("Copy jobs", "raykv_copy_seconds", "direction"),
-        _latency("Waiting for the copy thread", "raykv_queue_seconds", "direction"),
+        _latency("Waiting for a copy thread", "raykv_queue_seconds", "direction"),
         _panel(
             "Chunks copied",
             "short",

@@ -15,7 +15,7 @@ import msgspec
 from raykv.actors import wire
 from raykv.actors.devices import Devices
 from raykv.copy.cpu import CPUBackend
-from raykv.copy.engine import CopyBackend, StopSign
+from raykv.copy.engine import CopyBackend, LaneName, StopSign
 from raykv.copy.plan import Planner
 from raykv.copy.rows import RowCopier
 from raykv.core.sanity import (
@@ -67,11 +67,13 @@ class AttachedWorker:
 
     @property
     def device(self) -> str:
-        """UUID of the GPU that the KV cache is on; empty for CPU memory."""
+        """UUID of the GPU that the KV cache is on; `HOST` for CPU memory."""
         return self._kv.layout.device
 
     def backend(self, pool_address: int, rows: RowCopier) -> CopyBackend:
-        """What copies for this worker. Not before the worker is served: by one thread at a time."""
+        """What copies for this worker. One for a GPU is made by the first call, which comes before
+        the worker is served; then any thread may call.
+        """
         if not isinstance(self._kv, DeviceKV):
             return CPUBackend(self._kv.address, pool_address, rows)
         if self._device_backend is None:
@@ -120,6 +122,10 @@ class QueuedJob:
     @property
     def direction(self) -> Direction:
         return Direction(self.job.direction)
+
+    @property
+    def lane(self) -> LaneName:
+        return LaneName(self.worker.device, self.direction)
 
     @property
     def is_cancelled(self) -> bool:

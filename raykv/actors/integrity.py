@@ -33,7 +33,7 @@ PIECE_BYTES = 1 << 20
 
 
 class Integrity:
-    """For one thread.
+    """Any thread may call.
 
     Args:
         keeper: of the node's pool.

@@ -1,7 +1,8 @@
 """The pool of one node and its slot table behind one lock: who may touch which bytes now.
 
-Whoever copies (the copy thread, readers for other nodes, fetches from them) asks here before and
-tells here after; nobody holds the lock while bytes move.
+Whoever copies (the copy threads, readers for other nodes, fetches from them) asks here before and
+tells here after. All of them touch the slot table, and only here, holding `lock`; so what the table
+has admitted is what everybody sees. Nobody holds the lock while bytes move.
 """
 
 from __future__ import annotations
@@ -32,10 +33,15 @@ They are served all the same, those that were restored compared first."""
 
 
 class PoolKeeper:
-    """Owns the bytes of a node's pool. `lock` is notified whenever a slot may have become free."""
+    """Owns the bytes of a node's pool; any thread may call.
+
+    `lock` is notified whenever a slot may have become free. `mutex` is what it locks, for other
+    conditions beside it.
+    """
 
     def __init__(self, geometry: PoolGeometry, pool_path: str) -> None:
-        self.lock = threading.Condition()
+        self.mutex = threading.RLock()
+        self.lock = threading.Condition(self.mutex)
         self.table = SlotTable(geometry)
         self.pool = Pool(geometry, pool_path)
         self._unreported: deque[ChunkName] = deque(maxlen=MAX_UNREPORTED)

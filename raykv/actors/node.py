@@ -291,7 +291,8 @@ class NodeActor:
 
     def check(self) -> bool:
         """Assert the slot table's invariants; for tests."""
-        self._service.keeper.table.check()
+        with self._service.keeper.lock:
+            self._service.keeper.table.check()
         return True
 
     # Reports

@@ -1,9 +1,10 @@
-"""What a NodeActor does, without Ray: the pool, its slot table, the copy thread, the socket.
+"""What a NodeActor does, without Ray: the pool, its slot table, the copy threads, the socket.
 
 Threads: one accepts connections, one per connected worker reads its jobs, one notices that workers
-have died, one copies, one touches the pool's pages, and one loads the copy kernel while copies
-already run without it. The slot table and the queue are guarded by one lock, which nobody holds
-while bytes are copied or a socket is waited for.
+have died, two copy for each device and for the host (`raykv.actors.lanes`), one looks after
+checksums and stores that have expired, one touches the pool's pages, and one loads the copy kernel
+while copies already run without it. The slot table and the queue are guarded by one lock, which
+nobody holds while bytes are copied or a socket is waited for.
 
 A worker's memory is mapped here no longer than its process lives, whatever its children keep open.
 """
@@ -30,23 +31,22 @@ from raykv.actors.attached import (
     read_batch,
     receive_hello,
 )
+from raykv.actors.copying import Copying, StoreWaits
 from raykv.actors.deaths import DeathWatch, Watch
 from raykv.actors.devices import Devices
 from raykv.actors.integrity import LOADS_PER_CHECK, Integrity
 from raykv.actors.keeper import PoolKeeper
-from raykv.copy.engine import CopyBackend, JobQueue
-from raykv.copy.plan import CopyRuns, PlanError
+from raykv.actors.lanes import CopyLanes
+from raykv.copy.plan import PlanError
 from raykv.copy.rows import RowCopier
 from raykv.core.geometry import PoolGeometry
 from raykv.core.kv_form import Forms
 from raykv.core.node_meter import NodeMeter
 from raykv.core.room import NEAR_BYTES
-from raykv.core.slots import SlotState
 from raykv.deadlines import (
     NODE_ACCEPT_PAUSE_S,
     NODE_COPY_WAIT_S,
     NODE_HELLO_S,
-    NODE_LOOK_S,
     NODE_SEND_S,
     NODE_STOP_S,
     NODE_STORE_EXPIRY_S,
@@ -113,8 +113,12 @@ class NodeService:
         self.rows = RowCopier()
         self.meter = NodeMeter()
         self._counters = _Counters()
-        self._queue: JobQueue[QueuedJob] = JobQueue()
-        # Guards the queue and the counters too.
+        self._lanes = CopyLanes(self.keeper, self._run)
+        waits = StoreWaits(settings.copy_wait_s, settings.store_expiry_s)
+        self._copying = Copying(
+            self.keeper, self.integrity, self.rows, epoch, waits, self._lanes.give_way
+        )
+        # Guards the queue, the counters and the meter too.
         self._lock = self.keeper.lock
         self._workers: set[AttachedWorker] = set()
         self.forms = Forms()
@@ -122,7 +126,6 @@ class NodeService:
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._stopping = False
-        self._is_copying = False
         self._on_stored: Callable[[], None] = lambda: None
 
     # Life
@@ -130,7 +133,7 @@ class NodeService:
     def start(self, on_stored: Callable[[], None] = lambda: None) -> None:
         """Take back what a pool file holds, then listen, copy and prefault in threads.
 
-        `on_stored` is called from the copy thread when there is something to report.
+        `on_stored` is called from copy threads when there is something to report.
 
         Raises:
             OSError: the socket's name is taken, by another NodeActor that still lives.
@@ -139,9 +142,10 @@ class NodeService:
         self._listener = wire.listen(self.settings.socket_name)
         self.keeper.recover()
         self._threads.append(self._deaths.start())
+        self._lanes.open()
         for target in (
             self._accept,
-            self._copy_all,
+            self._look_after,
             self.rows.load,
             self._prefault,
         ):
@@ -159,11 +163,19 @@ class NodeService:
         else:
             self.keeper.pool.prefault(lambda: has_room(NEAR_BYTES))
 
+    def _look_after(self) -> None:
+        """Give up stores that have expired; while nothing is copied, work on checksums."""
+        while not self._stopping:
+            is_wanted = self._lanes.is_wanted
+            if is_wanted() or not self.integrity.work(is_wanted):
+                self._lanes.rest()
+            with self._lock:
+                self.keeper.table.expire(time.monotonic())
+
     def stop(self) -> None:
         """End the connections and threads, free the pool; workers see their connection close."""
-        with self._lock:
-            self._stopping = True
-            self._lock.notify_all()
+        self._stopping = True
+        self._lanes.stop()
         if self._listener is not None:
             # Without it the thread in `accept` would keep the socket's name taken.
             with contextlib.suppress(OSError):
@@ -175,7 +187,7 @@ class NodeService:
         self._deaths.stop()
         for thread in self._threads:
             thread.join(NODE_STOP_S)
-        if not self._is_copying:
+        if self._lanes.join(NODE_STOP_S):
             # Else a copy may still be on its way to or from what is pinned.
             self.devices.close(NODE_STOP_S)
 
@@ -266,6 +278,7 @@ class NodeService:
             worker.backend(self.keeper.pool.address, self.rows)
         except RayKVError as error:
             raise HandleError(f"GPU {worker.device} can't be copied from: {error}") from error
+        self._lanes.open(worker.device)
         self.devices.pin(worker.device, self.keeper.pool, self.settings.geometry)
 
     def _read_jobs(self, watch: Watch, worker: AttachedWorker, reader: wire.FrameReader) -> None:
@@ -285,69 +298,34 @@ class NodeService:
         with self._lock:
             for job in batch.jobs:
                 queued = QueuedJob(worker, job, now)
-                if not self._queue.push(queued.direction, queued):
+                if not self._lanes.push(queued):
                     queued.refuse_rest(Refusal.QUEUE_FULL)
                     rejected.append(queued)
             cancelled = set(batch.cancelled)
-            for queued in self._queue.take(
+            for queued in self._lanes.take(
                 lambda q: q.worker is worker and q.job.job_id in cancelled
             ):
                 queued.refuse_rest(Refusal.CANCELLED)
                 rejected.append(queued)
-            self._lock.notify_all()
         for queued in rejected:
             self._answer(queued, 0)
 
     def _detach(self, worker: AttachedWorker) -> None:
-        """The worker is gone: drop its queued jobs, wait for the running one, unmap its KV."""
+        """The worker is gone: drop its queued jobs, wait for those that run, unmap its KV."""
         worker.close_connection()
         with self._lock:
-            self._queue.take(lambda queued: queued.worker is worker)
             self._workers.discard(worker)
-            # The running job sees that the connection is closed before its next run.
-            while worker.running:
-                self._lock.wait(NODE_LOOK_S)
+        self._lanes.drop(worker)
         worker.unmap()
 
     # Copies
-
-    def _copy_all(self) -> None:
-        self._is_copying = True
-        while not self._stopping:
-            queued = self._next_job()
-            if queued is None:
-                continue
-            try:
-                self._run(queued)
-            finally:
-                with self._lock:
-                    queued.worker.running -= 1
-                    self._lock.notify_all()
-        self._is_copying = False
-
-    def _next_job(self) -> QueuedJob | None:
-        """A job, which counts as running; None after a while without one: time for checksums."""
-        if not self._is_wanted() and self.integrity.work(self._is_wanted):
-            return None
-        with self._lock:
-            if not self._is_wanted():
-                self._lock.wait(NODE_LOOK_S)
-                self.keeper.table.expire(time.monotonic())
-            queued = None if self._stopping else self._queue.pop()
-            if queued is not None:
-                queued.worker.running += 1
-            return queued
-
-    def _is_wanted(self) -> bool:
-        """Whether the copy thread has something more urgent to do than checksums."""
-        return self._stopping or len(self._queue) > 0
 
     def _run(self, queued: QueuedJob) -> None:
         """Carry out one job; whatever goes wrong is an answer, never an exception."""
         num_bytes = 0
         began = time.monotonic()
         try:
-            num_bytes = self._execute(queued)
+            num_bytes = self._copying.carry_out(queued)
         except PlanError as error:
             logger.warning("refused a malformed job: %s", error)
             queued.refuse_rest(Refusal.BAD_HANDLE)
@@ -355,87 +333,9 @@ class NodeService:
             logger.exception("job %d failed", queued.job.job_id)
             queued.refuse_rest(Refusal.COPY_FAILED)
         waited_s, took_s = began - queued.submitted_at, time.monotonic() - began
-        self.meter.ran(queued.direction, waited_s, took_s)
+        with self._lock:
+            self.meter.ran(queued.direction, waited_s, took_s)
         self._answer(queued, num_bytes)
-
-    def _execute(self, queued: QueuedJob) -> int:
-        if queued.job.node_epoch != self.epoch:
-            queued.refuse_rest(Refusal.BAD_HANDLE)
-            return 0
-        if queued.is_cancelled:
-            queued.refuse_rest(Refusal.CANCELLED)
-            return 0
-        runs = queued.worker.planner.plan(queued.job)
-        admitted = self._begin(queued)
-        backend = queued.worker.backend(self.keeper.pool.address, self.rows)
-        num_bytes = 0
-        for position, chunk in enumerate(admitted):
-            try:
-                num_bytes += self._copy_chunk(queued, backend, runs, chunk)
-            except BaseException:
-                self._abandon(queued, admitted[position + 1 :])
-                raise
-        return num_bytes
-
-    def _begin(self, queued: QueuedJob) -> list[int]:
-        """Admit the job's chunks to the slot table; the others get their refusal."""
-        give_up_at = time.monotonic() + self.settings.copy_wait_s
-        admitted: list[int] = []
-        for chunk in range(len(queued.job.handles.keys)):
-            try:
-                refusal = self._begin_chunk(queued, chunk, give_up_at)
-            except BaseException:
-                self._abandon(queued, admitted)
-                raise
-            if refusal is Refusal.NONE:
-                admitted.append(chunk)
-            else:
-                queued.refusals[chunk] = refusal
-        return admitted
-
-    def _begin_chunk(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
-        name = queued.name(chunk)
-        if queued.direction is Direction.LOAD:
-            return self.integrity.begin_load(name, lambda: queued.is_cancelled)
-        hello = queued.worker.hello
-        return self.keeper.begin_store(
-            name,
-            hello.rank,
-            hello.num_ranks,
-            give_up_at - time.monotonic(),
-            self.settings.store_expiry_s,
-            lambda: queued.is_cancelled,
-        )
-
-    def _copy_chunk(
-        self, queued: QueuedJob, backend: CopyBackend, runs: CopyRuns, chunk: int
-    ) -> int:
-        """Copy one admitted chunk and tell the table; returns the bytes."""
-        first = int(runs.chunk_ends[chunk - 1]) if chunk else 0
-        last = int(runs.chunk_ends[chunk])
-        done = False
-        try:
-            done = backend.copy(queued.direction, runs, first, last, queued.stop)
-        finally:
-            ok = done and not queued.is_cancelled
-            self._finish(queued, chunk, ok)
-        if not ok:
-            queued.refusals.setdefault(chunk, Refusal.CANCELLED)
-            return 0
-        return int(runs.size[first:last].sum())
-
-    def _finish(self, queued: QueuedJob, chunk: int, ok: bool) -> None:
-        name = queued.name(chunk)
-        if queued.direction is Direction.LOAD:
-            self.keeper.end_load(name)
-            return
-        state = self.keeper.end_store(name, queued.worker.hello.rank, ok)
-        if ok and state is SlotState.EMPTY:
-            queued.refusals[chunk] = Refusal.POISONED
-
-    def _abandon(self, queued: QueuedJob, chunks: list[int]) -> None:
-        for chunk in chunks:
-            self._finish(queued, chunk, ok=False)
 
     def _answer(self, queued: QueuedJob, num_bytes: int) -> None:
         refusals = queued.refusals
@@ -481,7 +381,7 @@ class NodeService:
                 jobs_cancelled=self._counters.jobs_cancelled,
                 num_workers=len(self._workers),
                 ranks=dict(Counter(worker.hello.engine_id for worker in self._workers)),
-                queued_jobs=len(self._queue),
+                queued_jobs=len(self._lanes),
                 quarantined=self.keeper.num_quarantined,
                 locked_bytes=self.devices.pinned_bytes,
             )

@@ -2,9 +2,9 @@
 
 Between two prefaulted memfds, as a node has them, larger together than the last-level cache. Each
 measurement copies one slice, and the next one copies the next slice: short ones, for other programs
-on the machine change its speed by the second. RayKV plans one job and copies it chunk by chunk, as
-the NodeActor's copy thread does; a memcpy copies the slice as one run; torch takes one row for each
-page. Contiguous blocks follow one another in the KV cache, scattered ones are shuffled all over it;
+on the machine change its speed by the second. RayKV plans one job and copies it some chunks at a
+time, as a NodeActor does; a memcpy copies the slice as one run; torch takes one row for each page.
+Contiguous blocks follow one another in the KV cache, scattered ones are shuffled all over it;
 in the pool they always lie in their chunk's order.
 
 libc's memmove streams only what is larger than most of the cache: first it is measured over all.
@@ -32,6 +32,8 @@ from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.rows import RowCopier, Side, by_memmove
+from raykv.copy.spans import HOST_SPAN_BYTES, spans
+from raykv.core.geometry import MAX_SLAB_BYTES
 from raykv.errors import SettingError
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
@@ -220,10 +222,10 @@ class PagedCopy:
         self._sides.share(copy, self._num_chunks, self._case.num_threads)
 
     def _copy_chunks(self, runs: CopyRuns, first: int, last: int) -> None:
-        """As `NodeService` does: one call for each chunk."""
-        bounds = [0, *runs.chunk_ends.tolist()]
-        for start, end in pairwise(bounds[first : last + 1]):
-            done = self._backend.copy(self._case.direction, runs, start, end, self._sides.stop)
+        """As the NodeActor does: one call for each span of chunks."""
+        for span in spans(runs, range(first, last), MAX_SLAB_BYTES, HOST_SPAN_BYTES):
+            rows, stop = span.runs, self._sides.stop
+            done = self._backend.copy(self._case.direction, rows, 0, len(rows.size), stop)
             assert done, "nobody has cancelled it"
 
     def torch(self, torch: ModuleType) -> Measure:

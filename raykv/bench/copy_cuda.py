@@ -1,11 +1,11 @@
 """`copy --device cuda`: what the copy between a GPU's KV cache and the pinned pool reaches.
 
 Each case copies all pages of one size, shuffled in the KV cache and one behind the other in the
-pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it in one call,
-and chunk by chunk, with an end to wait for at each. Small pages are copied both ways too, whichever
-the calibration prefers. Then what a step costs the worker's thread (the record of its event), what
-a submission costs the copy thread, and how much longer products of matrices in another process
-take beside copies.
+pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it in spans of
+chunks, as a NodeActor does, with an end to wait for at each; also chunk by chunk, and in one call,
+which shows what those ends cost. Small pages are copied both ways too, whichever the calibration
+prefers. Then what a step costs the worker's thread (the record of its event), what a submission
+costs a copy thread, and how much longer products of matrices in another process take beside copies.
 
 No GPU has run this yet.
 """
@@ -42,6 +42,8 @@ from raykv.copy.cuda_driver import (
 from raykv.copy.cuda_measure import calibrate_in_background
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
+from raykv.copy.spans import SPAN_BYTES, spans
+from raykv.core.geometry import MAX_SLAB_BYTES
 from raykv.errors import SettingError
 from raykv.types import Direction
 
@@ -64,10 +66,11 @@ MOST_WORKER_US = 100.0
 MOST_SLOWER = 1.02
 SUBMITTED = 1000
 
-OURS, BY_CHUNK, BIG = "RayKV", "RayKV, chunk by chunk", "one cudaMemcpyAsync"
+OURS, BIG = "RayKV", "one cudaMemcpyAsync"
+BY_CHUNK, IN_ONE_CALL = "RayKV, chunk by chunk", "RayKV, in one call"
 ALONE = "alone"
 ROUTES = {Route.BATCH: "one by one", Route.GATHER: "gathered"}
-WORKER, SUBMISSION = "worker's thread, one step", f"copy thread, {SUBMITTED:,} pages of 16 KiB"
+WORKER, SUBMISSION = "worker's thread, one step", f"a copy thread, {SUBMITTED:,} pages of 16 KiB"
 MATRICES = "product of matrices"
 
 
@@ -144,12 +147,23 @@ class Sides:
         )
 
     def ours(self, case: Case, runs: CopyRuns, table: Table) -> float:
-        """GB/s of all pages in one call."""
+        """GB/s with a call for each span of chunks, as a NodeActor does."""
         self.device.table = table
+        chunks = range(len(runs.chunk_ends))
+
+        def copy() -> None:
+            for span in spans(runs, chunks, MAX_SLAB_BYTES, SPAN_BYTES):
+                self._copy(case, span.runs, 0, len(span.runs.size))
+
+        return self._speed(case, copy)
+
+    def in_one_call(self, case: Case, runs: CopyRuns) -> float:
+        """GB/s of all pages in one call."""
+        self.device.table = self.table
         return self._speed(case, partial(self._copy, case, runs, 0, case.num_pages))
 
     def by_chunk(self, case: Case, runs: CopyRuns) -> float:
-        """GB/s with a call for each chunk, as the NodeActor does."""
+        """GB/s with a call for each chunk."""
         self.device.table = self.table
 
         def copy() -> None:
@@ -183,7 +197,7 @@ class Sides:
         return took * 1e6
 
     def submission_us(self) -> float:
-        """What the submission of a batch costs the copy thread, in microseconds."""
+        """What the submission of a batch costs a copy thread, in microseconds."""
         page = min(SMALL_PAGE, self.num_bytes // SUBMITTED // KIB * KIB)
         runs = self.runs(Case(page, SUBMITTED, Direction.STORE))
         copies = direct(rows_of(runs, 0, SUBMITTED), Direction.STORE, self.kv, self.pool)
@@ -298,6 +312,7 @@ def _subjects(sides: Sides, case: Case) -> dict[str, Callable[[], float]]:
     subjects: dict[str, Callable[[], float]] = {
         OURS: partial(sides.ours, case, runs, sides.table),
         BY_CHUNK: partial(sides.by_chunk, case, runs),
+        IN_ONE_CALL: partial(sides.in_one_call, case, runs),
         BIG: partial(sides.big, case),
     }
     if case.page_bytes <= GATHERED_UP_TO and sides.driver.mover is not None:

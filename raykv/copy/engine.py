@@ -1,14 +1,15 @@
-"""What every copy back end promises, and the queue in which jobs wait.
+"""What every copy back end promises, and the queue in which jobs wait for their lane.
 
-Loads pass stores: a request waits for a load, nobody waits for a store. Among jobs of one
-direction the order of submission is kept.
+A lane is one direction of one device, or of the host's memory. Lanes do not wait for each other: a
+store may wait for what a GPU computes, and a request waits for a load. Within a lane the order of
+submission is kept.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,7 +18,18 @@ from raykv.memory.words import Word
 from raykv.types import Direction
 
 MAX_QUEUED_JOBS = 4096
-"""Per node. An engine submits a few jobs a step: a queue this long means that copies stand."""
+"""Per lane. An engine submits a few jobs a step: a queue this long means that copies stand. Not for
+all lanes together: stores that stand must leave room for loads."""
+
+HOST = ""
+"""In place of a device's UUID: KV caches in the host's memory."""
+
+
+class LaneName(NamedTuple):
+    """Jobs with the same one are carried out one after the other."""
+
+    device: str
+    direction: Direction
 
 
 class StopSign:
@@ -57,36 +69,58 @@ J = TypeVar("J")
 
 
 class JobQueue(Generic[J]):
-    """Two bounded queues in one; the caller locks."""
+    """The jobs that wait, and which lanes have one that runs; the caller locks."""
 
     def __init__(self, most: int = MAX_QUEUED_JOBS) -> None:
         self._most = most
-        self._queues: dict[Direction, deque[J]] = {d: deque() for d in Direction}
+        self._waiting: dict[LaneName, deque[J]] = {}
+        self._running: set[LaneName] = set()
 
-    def push(self, direction: Direction, job: J) -> bool:
-        """Append a job; False if the queue is full, then nothing has changed."""
-        if len(self) >= self._most:
+    def push(self, lane: LaneName, job: J) -> bool:
+        """Append a job; False if the lane's queue is full, then nothing has changed."""
+        jobs = self._waiting.setdefault(lane, deque())
+        if len(jobs) >= self._most:
             return False
-        self._queues[direction].append(job)
+        jobs.append(job)
         return True
 
-    def pop(self) -> J | None:
-        """The next job: the oldest load, else the oldest store."""
-        for direction in (Direction.LOAD, Direction.STORE):
-            if self._queues[direction]:
-                return self._queues[direction].popleft()
-        return None
+    def begin(self, lane: LaneName) -> J | None:
+        """The lane's oldest job, which runs until `end`; None: there is none."""
+        assert lane not in self._running, lane
+        jobs = self._waiting.get(lane)
+        if not jobs:
+            return None
+        self._running.add(lane)
+        return jobs.popleft()
+
+    def end(self, lane: LaneName) -> None:
+        """The lane's job has ended."""
+        self._running.remove(lane)
+
+    def must_give_way(self, lane: LaneName) -> bool:
+        """Whether the lane's job should let others go first: loads, before stores, where both take
+        the same processor and memory. A GPU has an engine for each direction.
+        """
+        loads = LaneName(HOST, Direction.LOAD)
+        has_loads = loads in self._running or bool(self._waiting.get(loads))
+        return lane == LaneName(HOST, Direction.STORE) and has_loads
 
     def take(self, wanted: Callable[[J], bool]) -> list[J]:
-        """Take all jobs for which `wanted` is True out of the queue, oldest first."""
+        """Take all waiting jobs for which `wanted` is True; those of a lane oldest first."""
         taken = [job for job in self if wanted(job)]
-        for direction, queue in self._queues.items():
-            self._queues[direction] = deque(job for job in queue if not wanted(job))
+        for lane, jobs in self._waiting.items():
+            self._waiting[lane] = deque(job for job in jobs if not wanted(job))
         return taken
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits or runs."""
+        return not self._running and not len(self)
+
     def __iter__(self) -> Iterator[J]:
-        for direction in (Direction.LOAD, Direction.STORE):
-            yield from self._queues[direction]
+        for jobs in self._waiting.values():
+            yield from jobs
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        """Jobs that wait; those that run are not in it."""
+        return sum(len(jobs) for jobs in self._waiting.values())

@@ -33,7 +33,8 @@ class PlanError(ValueError):
 class CopyRuns:
     """Runs of bytes: offsets in the KV memory and in the pool, and sizes; one row per run.
 
-    The runs of chunk c are rows [chunk_ends[c - 1], chunk_ends[c]).
+    The runs of chunk c are rows [chunk_ends[c - 1], chunk_ends[c]). In a span of chunks
+    (`raykv.copy.spans`) a "chunk" is what lies in one slab.
     """
 
     kv: Column

@@ -1,6 +1,6 @@
 """What a NodeActor measures of its work, and all that it has to show to Prometheus.
 
-The copy thread calls `ran`; `refusals`, `fetch` and `reading` are guarded by their callers' locks.
+What is counted here is guarded by its callers' locks.
 Whoever looks reads plain numbers that may be a moment old.
 """
 

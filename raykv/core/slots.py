@@ -129,7 +129,11 @@ class _Slab:
 
 
 class SlotTable:
-    """The only authority on the bytes of one node's pool."""
+    """The only authority on the bytes of one node's pool.
+
+    Threads must take turns: in a NodeActor `PoolKeeper` has its copy threads, fetches and readers
+    do so, each call under one lock.
+    """
 
     def __init__(self, geometry: PoolGeometry) -> None:
         self.geometry = geometry

@@ -1,6 +1,6 @@
 """Cancel words: how an engine takes back a copy job that the NodeActor may be running.
 
-The worker sets a job's word; the copy thread reads it before every run of a copy and before it
+The worker sets a job's word; the thread that copies reads it before every run and before it
 declares a chunk READY. A message alone would not do: the NodeActor could be between two runs.
 """
 

@@ -12,12 +12,11 @@ see no such GPU. In the second case an engine with `auto` goes on staged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
-from raykv.breaker_types import BreakerReport
 from raykv.errors import HandleError, SettingError
 from raykv.kv_types import NOT_CANONICAL, CanonicalPages
 from raykv.memory import cuda_bindings
@@ -26,6 +25,7 @@ from raykv.memory.cuda_kv import DeviceTensor, ExportedKV, Grouping, export_kv
 from raykv.messages import JobResult, KVLayout
 from raykv.types import Refusal
 from raykv.vllm.guard import report
+from raykv.vllm.links import FrontLink
 from raykv.vllm.staging import StagedLink
 
 logger = logging.getLogger("raykv")
@@ -85,10 +85,10 @@ def current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-class DeviceLink:
-    """Has the interface of `WorkerLink`, for a KV cache whose bytes come later than its jobs.
+class DeviceLink(FrontLink[WorkerLink]):
+    """A line for a KV cache whose bytes come later than its jobs.
 
-    Methods run on the worker's main thread.
+    Methods run on the worker's main thread. For the event after `close` see `ExportedKV.close`.
     """
 
     def __init__(
@@ -98,28 +98,15 @@ class DeviceLink:
         settings: LinkSettings,
         stream: Callable[[], int] = current_stream,
     ) -> None:
+        super().__init__(WorkerLink(rank, exported.layout, exported.fds, settings))
         self._exported = exported
         self._stream = stream
-        self._link = WorkerLink(rank, exported.layout, exported.fds, settings)
         self._failed: list[JobResult] = []
-
-    @property
-    def node_epoch(self) -> int:
-        """See `WorkerLink.node_epoch`."""
-        return self._link.node_epoch
 
     @property
     def unsuited(self) -> str:
         """See `WorkerLink.unsuited`."""
         return self._link.unsuited
-
-    def breaker_report(self) -> BreakerReport:
-        """See `WorkerLink.breaker_report`."""
-        return self._link.breaker_report()
-
-    def set_target(self, target: LinkTarget) -> None:
-        """See `WorkerLink.set_target`."""
-        self._link.set_target(target)
 
     def submit(self, request: JobRequest) -> None:
         """See `WorkerLink.submit`. The copy waits for all that was queued for the GPU before."""
@@ -137,14 +124,6 @@ class DeviceLink:
         failed, self._failed = self._failed, []
         return failed + self._link.drain()
 
-    def wait(self, job_ids: Collection[int]) -> None:
-        """See `WorkerLink.wait`."""
-        self._link.wait(job_ids)
-
-    def close(self, timeout_s: float) -> None:
-        """See `WorkerLink.close`; for event and memory see `ExportedKV.close`."""
-        self._link.close(timeout_s)
-
 
 def all_refused(request: JobRequest) -> JobResult:
     """The result of a job of which nothing happened."""
@@ -153,7 +132,7 @@ def all_refused(request: JobRequest) -> JobResult:
     return JobResult(request.job_id, 0, 0.0, list(range(count)), refusals)
 
 
-class AutoLink:
+class AutoLink(FrontLink[DeviceLink | StagedLink]):
     """A `DeviceLink` until the NodeActor says that it can't map the memory; from then on staged.
 
     Methods run on the worker's main thread.
@@ -161,19 +140,10 @@ class AutoLink:
 
     def __init__(self, link: DeviceLink, make_staged: Callable[[str], StagedLink]) -> None:
         """`make_staged` gets the reason, which it logs."""
-        self._link: DeviceLink | StagedLink = link
+        super().__init__(link)
         self._make_staged = make_staged
         self._target: LinkTarget | None = None
         self._submitted: set[int] = set()
-
-    @property
-    def node_epoch(self) -> int:
-        """See `WorkerLink.node_epoch`."""
-        return self._link.node_epoch
-
-    def breaker_report(self) -> BreakerReport:
-        """See `WorkerLink.breaker_report`."""
-        return self._link.breaker_report()
 
     def set_target(self, target: LinkTarget) -> None:
         """See `WorkerLink.set_target`."""
@@ -191,14 +161,6 @@ class AutoLink:
         results = self._link.drain()
         self._submitted.difference_update(result.job_id for result in results)
         return results
-
-    def wait(self, job_ids: Collection[int]) -> None:
-        """See `WorkerLink.wait`."""
-        self._link.wait(job_ids)
-
-    def close(self, timeout_s: float) -> None:
-        """See `WorkerLink.close`."""
-        self._link.close(timeout_s)
 
     def _change_if_unsuited(self) -> None:
         """Only between jobs: whatever was submitted ends where it was."""

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
-from raykv.breaker_types import BreakerReport
+from raykv.actors.link import JobRequest, LinkSettings, WorkerLink
 from raykv.errors import SettingError
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
 from raykv.types import Direction, Refusal
 from raykv.vllm.guard import report
+from raykv.vllm.links import FrontLink
 
 
 class StagingMemory:
@@ -148,31 +148,18 @@ class _Part:
     staging_blocks: list[int]
 
 
-class StagedLink:
-    """Has the interface of `WorkerLink`, with staging memory in between."""
+class StagedLink(FrontLink[WorkerLink]):
+    """A line with staging memory in between."""
 
     def __init__(self, rank: int, memory: StagingMemory, settings: LinkSettings) -> None:
+        super().__init__(WorkerLink(rank, memory.layout, [memory.region.fd], settings))
         self._memory = memory
         self._settings = settings
-        self._link = WorkerLink(rank, memory.layout, [memory.region.fd], settings)
         self._jobs: dict[int, _Staged] = {}
         self._parts: dict[int, _Part] = {}
         self._waiting: deque[int] = deque()
         self._results: list[JobResult] = []
         self._num_parts = 0
-
-    @property
-    def node_epoch(self) -> int:
-        """See `WorkerLink.node_epoch`."""
-        return self._link.node_epoch
-
-    def breaker_report(self) -> BreakerReport:
-        """See `WorkerLink.breaker_report`."""
-        return self._link.breaker_report()
-
-    def set_target(self, target: LinkTarget) -> None:
-        """See `WorkerLink.set_target`."""
-        self._link.set_target(target)
 
     def submit(self, request: JobRequest) -> None:
         """See `WorkerLink.submit`. A store has left its blocks when this returns."""
@@ -206,10 +193,6 @@ class StagedLink:
             job.next_chunk = job.num_chunks
         self._link.wait([n for n, part in self._parts.items() if part.job_id in loads])
         self._pump()
-
-    def close(self, timeout_s: float) -> None:
-        """See `WorkerLink.close`."""
-        self._link.close(timeout_s)
 
     def _pump(self) -> None:
         """Take in parts that have ended, and submit what has room now."""

@@ -26,17 +26,16 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from raykv.actors.link import JobRequest, LinkTarget, WorkerLink
+from raykv.actors.link import JobRequest, LinkTarget
 from raykv.breaker_types import BreakerReport
 from raykv.core.requests import FailedLoad
 from raykv.deadlines import LINK_CLOSE_S
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
 from raykv.vllm.guard import guarded, nothing, report
-from raykv.vllm.handover import AutoLink, DeviceLink
 from raykv.vllm.kv_form import kv_form_of
+from raykv.vllm.links import Link
 from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
-from raykv.vllm.staging import StagedLink
 
 logger = logging.getLogger("raykv")
 
@@ -103,9 +102,7 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
 class RayOffloadingWorker(OffloadingWorker):
     """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
 
-    def __init__(
-        self, link: WorkerLink | StagedLink | DeviceLink | AutoLink, layout: KVLayout
-    ) -> None:
+    def __init__(self, link: Link, layout: KVLayout) -> None:
         """Send jobs through `link`; `layout` is that of the memory that the NodeActor maps."""
         self._layout = layout
         self._link = link

@@ -78,13 +78,13 @@ def service() -> Iterator[NodeService]:
 class Worker:
     """An honest one: a KV cache of eight blocks, and its link."""
 
-    def __init__(self, service: NodeService) -> None:
+    def __init__(self, service: NodeService, slot_bytes: int = PAGE) -> None:
         self.kv = Region.anonymous(LAYOUT.num_bytes, "test-kv")
         raw = random.Random(1).randbytes(LAYOUT.num_bytes)
         ctypes.memmove(self.kv.address, raw, len(raw))
         self.link = WorkerLink(0, LAYOUT, [self.kv.fd], LinkSettings())
         name = service.settings.socket_name
-        self.link.set_target(LinkTarget(name, "honest", "ns", 1, {0: PAGE}))
+        self.link.set_target(LinkTarget(name, "honest", "ns", 1, {0: slot_bytes}))
         wait_until(lambda: self.link.node_epoch != 0, 10.0, "the worker attaches")
 
     def run(self, direction: Direction, slots: list[int], generation: int) -> list[Refusal]:
@@ -148,7 +148,7 @@ def sealed(service: NodeService) -> bool:
         return all(service.keeper.table.seal_of(name) is not None for name in chunks)
 
 
-def test_copy_thread_makes_checksums_and_a_damaged_chunk_fails_its_load_alone() -> None:
+def test_checksums_are_made_in_idle_time_and_a_damaged_chunk_fails_its_load_alone() -> None:
     service = make_service()
     worker = Worker(service)
     try:
@@ -182,7 +182,7 @@ def test_bit_flipped_in_a_pool_file_between_two_lives_is_never_loaded(tmp_path: 
     try:
         loaded = worker.run(Direction.LOAD, [0, 1, 2], 5)
         assert loaded[::2] == [Refusal.NONE] * 2
-        # The copy thread may have come first.
+        # Idle time may have come first.
         assert loaded[1] in (Refusal.CORRUPT, Refusal.STALE)
         assert second.stats().quarantined == 1
     finally:

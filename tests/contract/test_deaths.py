@@ -182,11 +182,11 @@ def test_killed_workers_copy_is_given_up_and_its_slots_are_not_ready(
 
 
 @endless
-def test_jobs_that_wait_for_the_copy_thread_go_with_their_worker(world: World) -> None:
+def test_jobs_that_wait_for_their_lane_go_with_their_worker(world: World) -> None:
     num_fds = count_fds(world.node.process.pid)
     first = world.spawn("storing")
     world.expect_line("copying")
-    second = world.spawn("loading")
+    second = world.spawn("storing")
     second.kill_worker()
     wait_until(
         lambda: Path(f"/proc/{world.node.process.pid}/maps").read_text().count(KV_NAME) == 1,

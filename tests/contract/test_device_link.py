@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from raykv.actors import wire
-from raykv.actors.devices import Devices
+from raykv.actors.devices import Devices, MakeBackend
 from raykv.actors.link import JobRequest, LinkSettings, LinkTarget
 from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
 from raykv.core.geometry import PoolGeometry
@@ -89,13 +89,27 @@ class World:
 
         wait_until(is_closed, LONG_S, "nothing of a dead worker is mapped")
 
+    def end(self) -> None:
+        """Nothing of it stays, and the slot table is sound."""
+        for worker in self.workers:
+            worker.end()
+        for child in self.children:
+            child.kill()
+            child.wait(LONG_S)
+            assert child.stdout is not None
+            child.stdout.close()
+        self.service.stop()
+        self.service.keeper.table.check()
+        wait_until(lambda: self.cuda.num_open == 0, LONG_S, "the NodeActor has closed all")
+        assert self.cuda.registered == {}
 
-def make_world(*, slots: int = 64) -> World:
+
+def make_world(*, slots: int = 64, make: MakeBackend = make_backend) -> World:
     cuda = FakeCuda((GPU, OTHER_GPU), opens_own=True)
     name = f"raykv-test-device/{os.getpid()}/{next(_names)}"
     pool_bytes = slots * 2 * PART_BYTES
     geometry = PoolGeometry(pool_bytes, pool_bytes // 4)
-    devices = Devices(lambda: cuda, make_backend)
+    devices = Devices(lambda: cuda, make)
     service = NodeService(ServiceSettings(name, geometry), boot_epoch(), devices)
     service.start()
     return World(service, cuda)
@@ -105,17 +119,7 @@ def make_world(*, slots: int = 64) -> World:
 def world() -> Iterator[World]:
     made = make_world()
     yield made
-    for worker in made.workers:
-        worker.end()
-    for child in made.children:
-        child.kill()
-        child.wait(LONG_S)
-        assert child.stdout is not None
-        child.stdout.close()
-    made.service.stop()
-    made.service.keeper.table.check()
-    wait_until(lambda: made.cuda.num_open == 0, LONG_S, "the NodeActor has closed all")
-    assert made.cuda.registered == {}
+    made.end()
 
 
 class Worker:
@@ -310,7 +314,7 @@ def test_killed_worker_is_closed_at_once(world: World, stage: str, kind: str) ->
     child.kill()
     child.wait(LONG_S)
     world.wait_until_closed()
-    # The copy thread is free, and the dead worker's chunk is none.
+    # The copy threads are free, and the dead worker's chunk is none.
     heir = world.worker(num_ranks=1)
     assert heir.run(Direction.LOAD, [0], [0, 1]) == [Refusal.STALE]
     assert heir.run(Direction.STORE, [1], [0, 1]) == []

@@ -241,7 +241,7 @@ def names(count: int = 3) -> list[ChunkName]:
 
 
 def fill(path: Path, chunks: list[ChunkName]) -> None:
-    """A life of a pool that stores chunks and ends, after the copy thread has had some time."""
+    """A life of a pool that stores chunks and ends, after it has had some idle time."""
     keeper = PoolKeeper(GEOMETRY, str(path))
     keeper.recover()
     for name in chunks:

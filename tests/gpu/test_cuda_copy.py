@@ -26,6 +26,8 @@ from raykv.copy.cuda_measure import measure
 from raykv.copy.cuda_pages import IndexMover, PageMover, TritonMover, best_mover, cuda_view
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns, Planner
+from raykv.copy.spans import SPAN_BYTES, spans
+from raykv.core.geometry import MAX_SLAB_BYTES
 from raykv.memory.words import Word
 from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
 from raykv.types import SLOT_ALIGNMENT, Direction
@@ -186,9 +188,20 @@ class Cache:
         )
         return self._planner.plan(job)
 
-    def copy(self, blocks: list[int], direction: Direction, stop: StopSign = NEVER) -> bool:
+    def copy(
+        self,
+        blocks: list[int],
+        direction: Direction,
+        stop: StopSign = NEVER,
+        left_out: int | None = None,
+    ) -> bool:
+        """Some chunks at a time, as a NodeActor does; without the one that it has refused."""
         runs = self.runs(blocks, direction)
-        return self.backend.copy(direction, runs, 0, len(runs.size), stop)
+        chunks = [chunk for chunk in range(len(runs.chunk_ends)) if chunk != left_out]
+        return all(
+            self.backend.copy(direction, span.runs, 0, len(span.runs.size), stop)
+            for span in spans(runs, chunks, MAX_SLAB_BYTES, SPAN_BYTES)
+        )
 
     def on_host(self) -> npt.NDArray[np.uint8]:
         """The KV cache as [layer, block, byte]."""
@@ -234,6 +247,23 @@ def test_bytes_are_equal_both_ways(made: AnyRig, rig: str, route: Route, page: i
         assert cache.copy(others, LOAD)
         before[:, others] = before[:, blocks]
         assert np.array_equal(cache.on_host(), before)
+    cache.device.close()
+
+
+@every_rig
+@every_route
+def test_chunk_that_is_left_out_is_not_touched(made: AnyRig, rig: str, route: Route) -> None:
+    cache = Cache(made, LLAMA_PAGE, route)
+    blocks = some_blocks(cache, 1)
+    before = cache.on_host()
+    cache.pool[:] = 5
+    left_out = cache.num_chunks // 2
+    theirs = blocks[left_out * BLOCKS_PER_CHUNK : (left_out + 1) * BLOCKS_PER_CHUNK]
+    assert cache.copy(blocks, LOAD, left_out=left_out)
+    after = cache.on_host()
+    assert np.array_equal(after[:, theirs], before[:, theirs])
+    others = sorted(set(blocks) - set(theirs))
+    assert (after[:, others] == 5).all()
     cache.device.close()
 
 
@@ -318,6 +348,22 @@ class TestOnGPU:
     """What only a GPU has."""
 
     pytestmark = needs_gpu
+
+    def test_load_passes_a_store_that_waits_for_its_step(self) -> None:
+        rig = GPURig(waits=True)
+        cache = Cache(rig, LLAMA_PAGE, Route.BATCH)
+        place = Place(cache.kv.data_ptr(), cache.pool.ctypes.data, None)
+        other_worker = CUDABackend(cache.device, place)
+        load = cache.runs(some_blocks(cache, 1), LOAD)
+        rig.launch(lambda: None)
+        store = threading.Thread(target=cache.copy, args=(some_blocks(cache, 2), STORE))
+        store.start()
+        assert other_worker.copy(LOAD, load, 0, len(load.size), NEVER)
+        assert store.is_alive()
+        store.join(60)
+        assert not store.is_alive()
+        cache.device.close()
+        rig.close()
 
     @pytest.mark.parametrize("kind", ["best", "torch"])
     def test_mover_moves_pages(self, kind: str) -> None:

@@ -13,6 +13,7 @@ from raykv.bench.copy_cuda import (
     BIG,
     BY_CHUNK,
     COUNTS,
+    IN_ONE_CALL,
     MATRICES,
     OURS,
     PAGES,
@@ -70,7 +71,7 @@ def test_quick_run_measures_every_case_and_everything_beside(mover: str | None) 
     sides.close()
     names = [case.name for case in cases(QUICK, sides.num_bytes)]
     assert len(names) == len(QUICK_PAGES) * len(QUICK_COUNTS) * 2
-    subjects = {OURS, BY_CHUNK, BIG}
+    subjects = {OURS, BY_CHUNK, IN_ONE_CALL, BIG}
     if mover:
         subjects |= {"one by one", "gathered"}
     for name in names:
@@ -100,6 +101,7 @@ def test_all_ways_copy_every_page_once(sides: Sides, direction: Direction) -> No
     ways: dict[str, Callable[[], float]] = {
         OURS: lambda: sides.ours(case, runs, sides.table),
         BY_CHUNK: lambda: sides.by_chunk(case, runs),
+        IN_ONE_CALL: lambda: sides.in_one_call(case, runs),
         BIG: lambda: sides.big(case),
     }
     for way in ways.values():

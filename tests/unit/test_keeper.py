@@ -61,7 +61,7 @@ def store(keeper: PoolKeeper, *names: ChunkName) -> None:
 
 
 def make_checksums(keeper: PoolKeeper) -> None:
-    """As the copy thread does it when it has nothing else to do."""
+    """As a NodeActor does it when it has nothing else to do."""
     integrity = Integrity(keeper)
     while integrity.work(lambda: False):
         pass

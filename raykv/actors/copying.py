@@ -1,0 +1,147 @@
+"""From a queued job to copied chunks: each is admitted, copied with others, and told to the table.
+
+    admit every chunk ──► copy a span ──► each of its chunks: READY, or a refusal ──► next span
+          │ refused                  ▲
+          └──► left out of its span  └── before it: loads go first
+
+What holds whatever goes wrong:
+
+1. Bytes of a chunk move only between its admission (`PoolKeeper.begin_store`, `begin_load`) and its
+   end (`end_store`, `end_load`), and every chunk that was admitted is ended, exactly once.
+2. The cancel word and the worker's death are looked at before every run of a copy, and again for
+   each chunk before it becomes READY or counts as loaded.
+3. A chunk that is refused is left out and spoils no other. A copy that is stopped, or of which a
+   call fails, spoils the chunks of its span and those behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from raykv.actors.attached import QueuedJob
+from raykv.actors.integrity import Integrity
+from raykv.actors.keeper import PoolKeeper
+from raykv.copy.engine import HOST
+from raykv.copy.rows import RowCopier
+from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES, spans
+from raykv.core.slots import SlotState
+from raykv.types import Direction, Epoch, Refusal
+
+
+@dataclass(frozen=True)
+class StoreWaits:
+    """`readers_s`: how long the stores of a job may wait for readers of their slots, all together.
+    `ranks_s`: how long a chunk waits for its other ranks.
+    """
+
+    readers_s: float
+    ranks_s: float
+
+
+class Copying:
+    """Carries out jobs. Several threads may, each with jobs of its own.
+
+    It keeps nothing between two calls: what they share is the slot table, behind the keeper's lock.
+    """
+
+    def __init__(
+        self,
+        keeper: PoolKeeper,
+        integrity: Integrity,
+        rows: RowCopier,
+        epoch: Epoch,
+        waits: StoreWaits,
+        give_way: Callable[[QueuedJob], None],
+    ) -> None:
+        self._keeper = keeper
+        self._integrity = integrity
+        self._rows = rows
+        self._epoch = epoch
+        self._waits = waits
+        self._give_way = give_way
+
+    def carry_out(self, queued: QueuedJob) -> int:
+        """Copy what a job is about; `queued.refusals` has what failed. Returns the bytes copied.
+
+        Raises:
+            PlanError: the job is malformed; nothing has happened.
+            Exception: a copy failed; no chunk is left admitted, and those that are not in
+                `queued.refusals` may or may not have been copied.
+        """
+        if queued.job.node_epoch != self._epoch:
+            queued.refuse_rest(Refusal.BAD_HANDLE)
+            return 0
+        if queued.is_cancelled:
+            queued.refuse_rest(Refusal.CANCELLED)
+            return 0
+        runs = queued.worker.planner.plan(queued.job)
+        left = self._admit(queued)
+        most_bytes = HOST_SPAN_BYTES if queued.lane.device == HOST else SPAN_BYTES
+        slab_bytes = self._keeper.table.geometry.slab_bytes
+        num_bytes = 0
+        try:
+            backend = queued.worker.backend(self._keeper.pool.address, self._rows)
+            for span in spans(runs, list(left), slab_bytes, most_bytes):
+                self._give_way(queued)
+                rows = span.runs
+                done = backend.copy(queued.direction, rows, 0, len(rows.size), queued.stop)
+                for chunk, chunk_bytes in zip(span.chunks, span.chunk_bytes, strict=True):
+                    left.popleft()
+                    num_bytes += chunk_bytes if self._end(queued, chunk, done) else 0
+        finally:
+            self._abandon(queued, left)
+        return num_bytes
+
+    def _admit(self, queued: QueuedJob) -> deque[int]:
+        """Admit the job's chunks to the slot table; the others get their refusal."""
+        give_up_at = time.monotonic() + self._waits.readers_s
+        admitted: deque[int] = deque()
+        for chunk in range(len(queued.job.handles.keys)):
+            try:
+                refusal = self._begin(queued, chunk, give_up_at)
+            except BaseException:
+                self._abandon(queued, admitted)
+                raise
+            if refusal is Refusal.NONE:
+                admitted.append(chunk)
+            else:
+                queued.refusals[chunk] = refusal
+        return admitted
+
+    def _begin(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
+        name = queued.name(chunk)
+        if queued.direction is Direction.LOAD:
+            return self._integrity.begin_load(name, lambda: queued.is_cancelled)
+        hello = queued.worker.hello
+        return self._keeper.begin_store(
+            name,
+            hello.rank,
+            hello.num_ranks,
+            give_up_at - time.monotonic(),
+            self._waits.ranks_s,
+            lambda: queued.is_cancelled,
+        )
+
+    def _end(self, queued: QueuedJob, chunk: int, done: bool) -> bool:
+        """End an admitted chunk, whose copy is done or was stopped; False: it is refused."""
+        ok = done and not queued.is_cancelled
+        self._finish(queued, chunk, ok)
+        if not ok:
+            queued.refusals.setdefault(chunk, Refusal.CANCELLED)
+        return ok
+
+    def _finish(self, queued: QueuedJob, chunk: int, ok: bool) -> None:
+        name = queued.name(chunk)
+        if queued.direction is Direction.LOAD:
+            self._keeper.end_load(name)
+            return
+        state = self._keeper.end_store(name, queued.worker.hello.rank, ok)
+        if ok and state is SlotState.EMPTY:
+            queued.refusals[chunk] = Refusal.POISONED
+
+    def _abandon(self, queued: QueuedJob, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            self._finish(queued, chunk, ok=False)

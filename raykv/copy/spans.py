@@ -1,0 +1,111 @@
+"""Which chunks of a job are copied with one call of a back end: enough to fill a batch. Pure.
+
+A device is waited for at the end of each call, which takes as long as the copy of a small chunk. So
+neighbouring chunks of a job go together, without those that were refused, and a run goes on from
+one chunk's slot into the next one where both sides do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from raykv.copy.plan import Column, CopyRuns
+
+SPAN_BYTES = 32 << 20
+"""What a device is given as one batch (`raykv.copy.cuda.Limits`): 1 to 3 ms at the speed of PCIe,
+beside which the end of a batch, a tenth of a millisecond, is small. All chunks of a span fail
+together when its job is cancelled, so it should not be much larger."""
+
+HOST_SPAN_BYTES = 4 << 20
+"""For KV caches in the host's memory, where the end of a call costs microseconds: half a
+millisecond, for which a store and a load may hold each other up."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Chunks of a job, which all rows of `runs` copy.
+
+    The runs that `runs.chunk_ends` keeps apart are those of slabs here: no run crosses a slab's
+    edge, where pieces of pinned memory may meet.
+    """
+
+    chunks: list[int]
+    chunk_bytes: list[int]
+    runs: CopyRuns
+
+
+def spans(
+    runs: CopyRuns, chunks: Sequence[int], slab_bytes: int, most_bytes: int
+) -> Iterator[Span]:
+    """Some chunks of a plan in order, in spans of at most `most_bytes`, or of one chunk.
+
+    Args:
+        runs: the plan of all chunks.
+        chunks: those that are to be copied, in rising order. Each lies within a slab.
+        slab_bytes: where the pool has its edges.
+        most_bytes: of a span; a chunk that is larger has its own.
+    """
+    if len(chunks) < 2:
+        yield from (_alone(runs, chunk) for chunk in chunks)
+        return
+    wanted = np.asarray(chunks, np.int64)
+    lasts = runs.chunk_ends[wanted]
+    firsts = np.where(wanted > 0, runs.chunk_ends[wanted - 1], 0)
+    rows = _ranges(firsts, lasts)
+    kv, pool, size = runs.kv[rows], runs.pool[rows], runs.size[rows]
+    row_ends = np.cumsum(lasts - firsts)
+    chunk_bytes = np.diff(np.cumsum(size)[row_ends - 1], prepend=0)
+    bounds = _bounds(chunk_bytes, most_bytes)
+    span_rows = np.append(0, row_ends)[bounds]
+    is_edge = np.concatenate([[True], np.diff(pool // slab_bytes) != 0])
+    is_edge[span_rows[:-1]] = True
+    begins = is_edge.copy()
+    begins[1:] |= (kv[:-1] + size[:-1] != kv[1:]) | (pool[:-1] + size[:-1] != pool[1:])
+    starts = np.flatnonzero(begins)
+    kv, pool, size = kv[starts], pool[starts], np.add.reduceat(size, starts)
+    edges = np.searchsorted(starts, np.flatnonzero(is_edge))
+    places = np.searchsorted(starts, span_rows).tolist()
+    edges_at = np.searchsorted(edges, places).tolist()
+    for number, (chunk, next_chunk) in enumerate(pairwise(bounds)):
+        first, last = places[number : number + 2]
+        some = slice(first, last)
+        ends = np.append(edges[edges_at[number] + 1 : edges_at[number + 1]], last) - first
+        yield Span(
+            wanted[chunk:next_chunk].tolist(),
+            chunk_bytes[chunk:next_chunk].tolist(),
+            CopyRuns(kv[some], pool[some], size[some], ends),
+        )
+
+
+def _alone(runs: CopyRuns, chunk: int) -> Span:
+    """A chunk whose runs are as they were planned."""
+    first = int(runs.chunk_ends[chunk - 1]) if chunk else 0
+    some = slice(first, int(runs.chunk_ends[chunk]))
+    size = runs.size[some]
+    part = CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
+    return Span([chunk], [int(size.sum())], part)
+
+
+def _bounds(chunk_bytes: Column, most_bytes: int) -> list[int]:
+    """Where spans begin, among the chunks, and where the last one ends."""
+    ends = np.cumsum(chunk_bytes)
+    bounds, done = [0], 0
+    while bounds[-1] < len(ends):
+        stop = int(np.searchsorted(ends, done + most_bytes, side="right"))
+        bounds.append(max(bounds[-1] + 1, stop))
+        done = int(ends[bounds[-1] - 1])
+    return bounds
+
+
+def _ranges(firsts: Column, lasts: Column) -> slice | Column:
+    """The rows of some chunks; a slice, which copies nothing, where none is left out."""
+    if np.array_equal(firsts[1:], lasts[:-1]):
+        return slice(int(firsts[0]), int(lasts[-1]))
+    counts = lasts - firsts
+    offsets = np.repeat(firsts - (np.cumsum(counts) - counts), counts)
+    rows: Column = offsets + np.arange(counts.sum())
+    return rows
