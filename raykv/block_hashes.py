@@ -60,9 +60,12 @@ def seed_digest(seed: str) -> str:
 
 
 def block_hashes(
-    tokens: Sequence[int], scheme: HashScheme, traits: PromptTraits = PLAIN
+    tokens: Sequence[int],
+    scheme: HashScheme,
+    traits: PromptTraits = PLAIN,
+    parent: bytes | None = None,
 ) -> list[bytes]:
-    """Hashes of all full blocks of a prompt.
+    """Hashes of all full blocks of a prompt, or of what follows its block with the hash `parent`.
 
     Raises:
         SettingError: the algorithm is unknown, or its package is not installed.
@@ -74,8 +77,8 @@ def block_hashes(
     size = scheme.tokens_per_hash
     # NumPy's numbers would be written in another way than Python's.
     whole = tuple(map(int, tokens))
-    parent = digest(scheme.seed)
-    extras = first or None
+    extras = (first if parent is None else every) or None
+    parent = digest(scheme.seed) if parent is None else parent
     found = []
     for start in range(0, len(whole) - size + 1, size):
         parent = digest((parent, whole[start : start + size], extras))

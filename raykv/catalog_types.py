@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from raykv.status_types import NamespaceStatus
 from raykv.types import Key, group_of
 
 MAX_PAGE = 1024
@@ -120,6 +121,41 @@ class WherePage(msgspec.Struct, frozen=True):
     nodes: list[str] = []
     key_index: list[int] = []
     node_index: list[int] = []
+
+
+class PrefixQuery(msgspec.Struct, frozen=True):
+    """How much of the beginnings of some prompts does each node have?
+
+    `chunks` says what the chunks of the namespace are, as its traits do. `keys` are those of all
+    chunks, prompt by prompt and group by group; `counts` how many each group of each prompt has.
+    """
+
+    version: int
+    namespace: str
+    chunks: str
+    keys: list[bytes]
+    counts: list[int]
+
+
+class PrefixPage(msgspec.Struct, frozen=True):
+    """Tokens that can be loaded, from a prompt's beginning on.
+
+    `tokens` has a row for each prompt, with a number for each of `nodes`; who is not there has
+    nothing. `anywhere`: by prompt, if what one node lacks is fetched from others.
+    """
+
+    version: int
+    nodes: list[str] = []
+    tokens: list[int] = []
+    anywhere: list[int] = []
+
+
+class SpacePage(msgspec.Struct, frozen=True):
+    """The namespaces, and for each the nodes on which it has engines now."""
+
+    version: int
+    spaces: list[NamespaceStatus] = []
+    engine_nodes: list[list[str]] = []
 
 
 class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):

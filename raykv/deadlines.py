@@ -291,3 +291,23 @@ SERVE_LOOK_S = 0.2
 
 ENGINE_LOOK_S = 0.1
 """How often a Serve replica looks whether its engine lives: a dead one takes requests as long."""
+
+# Routing of requests to replicas
+
+ROUTE_RENDER_S = 0.25
+"""For a prompt's tokens, 1 to 3 ms for 1,000 of them: with more prompts waiting than that, to send
+one anywhere is better than to let it wait."""
+
+ROUTE_ANSWER_S = 0.05
+"""For the directory to say where a prompt is, which takes 1 to 3 ms: less than what it saves."""
+
+ROUTE_PAUSES_S = (0.5, 30.0)
+"""A directory that did not answer is not asked for so long, first and longest: each question in
+vain costs a request its deadline."""
+
+ROUTE_LEARN_S = 5.0
+"""For what the namespaces are; nobody waits for it."""
+
+ROUTE_LEARN_PAUSES_S = (1.0, 60.0)
+"""Between two looks at what the namespaces are: until the replicas' is known, and after that, since
+an update of the application may give them another one."""

@@ -85,7 +85,7 @@ TABLE = (
         packages="rich",
         except_for=("raykv.actors", "raykv.client", "raykv.vllm"),
     ),
-    row("bench.prompts", packages=""),
+    row("bench.prompts", "bench.conversations", packages=""),
     row("doctor", packages="rich", except_for=("raykv.actors", "raykv.client", "raykv.vllm")),
     row("bench.report", packages="rich", except_for=("raykv.actors", "raykv.client", "raykv.vllm")),
     row(

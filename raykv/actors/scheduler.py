@@ -24,12 +24,13 @@ import raykv
 from raykv.actors.discovery import Discovery, TargetsFile, default_path
 from raykv.actors.exposition import MetricsServer
 from raykv.actors.steward import Steward
-from raykv.catalog_types import ChunkQuery, WhereQuery
+from raykv.catalog_types import ChunkQuery, PrefixQuery, WhereQuery
 from raykv.config import MetricsPlace
 from raykv.core.descriptions import DescriptionBook
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.metric_table import numbers
 from raykv.core.pins import SHARE
+from raykv.core.prefix_answers import check_prefix_query
 from raykv.core.sanity import (
     MAX_NUMBER,
     check_attach,
@@ -274,6 +275,18 @@ class SchedulerActor:
         query = receive(raw, WhereQuery, "the reader", HERE)
         check_where_query(query)
         return encode(self._manager.catalog.where(query))
+
+    def prefixes(self, raw: bytes) -> bytes:
+        """`PrefixQuery` → `PrefixPage`: how much of prompts each node has, for routers."""
+        self._tick()
+        query = receive(raw, PrefixQuery, "the router", HERE)
+        check_prefix_query(query)
+        return encode(self._manager.catalog.prefixes(query))
+
+    def spaces(self) -> bytes:
+        """→ `SpacePage`."""
+        self._tick()
+        return encode(self._manager.catalog.space_page())
 
     def requests(self, after: int) -> bytes:
         """→ `RequestPage`: what became of the requests after the one of that number."""

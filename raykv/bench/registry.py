@@ -42,6 +42,8 @@ BENCHMARKS = {
         Benchmark("ttft", "time to first token by where a prompt's KV comes from"),
         Benchmark("throughput", "requests per second with and without RayKV and reuse"),
         Benchmark("restart", "what a pool adds to an engine's start"),
+        Benchmark("routing", "what it costs a request to be placed, beside its tokenising"),
+        Benchmark("serve_routing", "conversations over two replicas: routers, with and without"),
         Benchmark("directory", "the scheduler actor's chunks: rates, and bytes of memory for each"),
     )
 }

@@ -95,11 +95,15 @@ class Bed:
 
     def raykv_elsewhere(self, **config: Any) -> EngineProcess:
         """An engine with RayKV on another Ray node of this host, which always fetches."""
+        rates = {"fetch_bytes_per_s": 1e15, "prefill_tokens_per_s": 1.0}
+        return self.raykv(self.second_node(), settings=rates, **config)
+
+    def second_node(self) -> str:
+        """One more Ray node on this host; its id."""
         node = add_local_node(self.cluster.address)
         self._stack.callback(node.stop)
         self._stack.callback(end_node_actor, node.node_id)
-        rates = {"fetch_bytes_per_s": 1e15, "prefill_tokens_per_s": 1.0}
-        return self.raykv(node.node_id, settings=rates, **config)
+        return node.node_id
 
     def other(self, connector: dict[str, Any], **config: Any) -> EngineProcess:
         """An engine with another KV connector."""

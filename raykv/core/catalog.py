@@ -13,9 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from raykv.catalog_types import MAX_PAGE, ChunkPage, ChunkQuery, WherePage, WhereQuery
+from raykv.catalog_types import (
+    MAX_PAGE,
+    ChunkPage,
+    ChunkQuery,
+    PrefixPage,
+    PrefixQuery,
+    SpacePage,
+    WherePage,
+    WhereQuery,
+)
 from raykv.core.members import Engine, Node, engine_status, node_status
 from raykv.core.pins import Pins
+from raykv.core.prefix_answers import MAX_NODES_OF_A_KEY, prefix_page
 from raykv.core.table import ChunkTable, Stretch, Uses
 from raykv.messages import PROTOCOL_VERSION, AttachEngine
 from raykv.status_types import ClusterStatus, NamespaceStatus
@@ -186,6 +196,25 @@ class Catalog:
             [str(node_id) for node_id in found.nodes],
             found.key_index,
             found.node_index,
+        )
+
+    def prefixes(self, query: PrefixQuery) -> PrefixPage:
+        """How much of prompts each node has."""
+        nodes = tuple(self._nodes)
+        if not nodes or not query.keys:
+            return prefix_page(query, (), (), ())
+        space = Namespace(query.namespace)
+        found = self._table.ask(space, query.keys, nodes, (), MAX_NODES_OF_A_KEY, None)
+        return prefix_page(query, found.nodes, found.key_index, found.node_index)
+
+    def space_page(self) -> SpacePage:
+        """All namespaces, and where their engines are."""
+        spaces = self.namespaces()
+        nodes: dict[str, set[str]] = {space.namespace: set() for space in spaces}
+        for engine in self._engines.values():
+            nodes[engine.namespace].add(engine.node_id)
+        return SpacePage(
+            PROTOCOL_VERSION, spaces, [sorted(nodes[space.namespace]) for space in spaces]
         )
 
 

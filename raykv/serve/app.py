@@ -8,11 +8,16 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from raykv.serve.arguments import AppArguments, ModelArguments, RouterArguments, parse
+from raykv.serve.arguments import AppArguments, ModelArguments, parse
 from raykv.serve.ingress import IngressReplica
 from raykv.serve.replica import EngineReplica
+from raykv.serve.route_settings import kv_router_kwargs
 
-_POLICIES = {"round_robin": "raykv.serve.routing:RoundRobinRouter"}
+_POLICIES = {
+    "round_robin": "raykv.serve.routing:RoundRobinRouter",
+    "prefix": "raykv.serve.prefix_router:PrefixRouter",
+    "kv": "raykv.serve.kv_router:KVRouter",
+}
 """Names of request routers; any other is an import path."""
 
 REPLICA_OPTIONS: Mapping[str, Any] = {
@@ -50,7 +55,7 @@ def engine_deployment(
     `settings` are RayKV's that the application decides.
     """
     options = {**REPLICA_OPTIONS, "name": model.deployment_name, **model.deployment}
-    router = router_config(model.router)
+    router = router_config(model)
     if router is not None:
         options["request_router_config"] = router
     return (
@@ -60,11 +65,13 @@ def engine_deployment(
     )
 
 
-def router_config(router: RouterArguments) -> Any:
-    """Serve's configuration of a request router; None is Serve's own choice."""
+def router_config(model: ModelArguments) -> Any:
+    """Serve's configuration of a model's request router; None is Serve's own choice."""
+    router = model.router
     if router.policy == "power_of_two":
         return None
     from ray.serve.config import RequestRouterConfig
 
     path = _POLICIES.get(router.policy, router.policy)
-    return RequestRouterConfig(request_router_class=path, request_router_kwargs=router.kwargs)
+    kwargs = kv_router_kwargs(model) if router.policy == "kv" else router.kwargs
+    return RequestRouterConfig(request_router_class=path, request_router_kwargs=kwargs)

@@ -22,11 +22,12 @@ class _Strict(BaseModel):
 class RouterArguments(_Strict):
     """Which replica a request goes to, see `raykv.serve.routing`.
 
-    `policy`: "power_of_two" is Ray's default; "round_robin" takes turns; a class is any other
-    request router by its import path, which gets `kwargs`.
+    `policy`: "kv" asks RayKV where a prompt is, with `kwargs` as in `raykv.serve.route_settings`;
+    "power_of_two" is Ray's default; "prefix" remembers texts (Ray's); "round_robin" takes turns; a
+    class is any other request router by its import path, which gets `kwargs`.
     """
 
-    policy: Literal["power_of_two", "round_robin"] | str = "power_of_two"
+    policy: Literal["kv", "power_of_two", "prefix", "round_robin"] | str = "power_of_two"
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -21,7 +21,9 @@ class RoundRobinRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """See `RequestRouter.choose_replicas`."""
-        del pending_request
+        if pending_request is not None:
+            # Where all are full Serve waits before it asks again.
+            pending_request.routing_context.should_backoff = True
         replicas = sorted(candidate_replicas, key=lambda each: each.replica_id.unique_id)
         self._turn += 1
         first = self._turn % max(1, len(replicas))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from raykv import inspect
 from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.miss_types import MissRecord
+from raykv.serve.directory import Directory
+from raykv.serve.vllm_renderer import VLLMRenderer
 from tests.dashboard import metrics_of_all_panels
 from tests.metric_lint import complaints
 from tests.scrapes import by_label, names_in, scrape
@@ -235,6 +238,80 @@ def test_kv_of_cached_prompt_is_what_transformers_computes(
     second = inspect.kv(cluster, found.keys[1])
     name = next(iter(found.layers))
     assert torch.equal(second.layers[name].k, found.layers[name].k[32:64])
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+    },
+}
+
+
+def test_router_names_a_requests_chunks_as_the_engine_does(
+    server: Server, cluster: Cluster
+) -> None:
+    """vLLM's renderer without an engine, and our hashes, beside what a real server has stored."""
+    renderer = VLLMRenderer(
+        [str(server.model), "--served-model-name", "tiny", "--max-model-len", "2048"]
+    )
+    messages = [
+        {"role": "system", "content": "Answer in one word. " * 8},
+        {"role": "user", "content": [{"type": "text", "text": "Where is Yasnaya Polyana? " * 4}]},
+    ]
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "Happy families. " * 12}),
+        ("/v1/completions", {"prompt": [7 + n % 200 for n in range(150)]}),
+        ("/v1/completions", {"prompt": ["All alike. " * 9, "Each in its own way. " * 9]}),
+        ("/v1/completions", {"prompt": "Levin. " * 40, "truncate_prompt_tokens": 100}),
+        ("/v1/chat/completions", {"messages": messages, "cache_salt": "a tenant"}),
+        ("/v1/chat/completions", {"messages": messages, "add_generation_prompt": False}),
+        (
+            "/v1/chat/completions",
+            {"messages": messages[1:], "tools": [TOOL], "tool_choice": "none"},
+        ),
+    ]
+    placed = []
+    for path, body in requests:
+        whole = {"model": "tiny", "max_tokens": 1, **body}
+        prompts = renderer(path, json.dumps(whole).encode())
+        assert prompts is not None, body
+        usage = server.post(path, whole)["usage"]
+        assert sum(len(prompt.tokens) for prompt in prompts) == usage["prompt_tokens"], body
+        placed += prompts
+
+    async def found() -> list[tuple[int, int]]:
+        """Of each prompt: tokens of full chunks, and those that are in the cache."""
+        directory = Directory(str(server.model))
+        directory.learn([node.node_id for node in cluster.status().nodes])
+        async with asyncio.timeout(START_DEADLINE_S):
+            while directory.hasher is None:
+                await asyncio.sleep(0.05)
+            while True:
+                keys = [directory.hasher.keys(prompt, 1024) for prompt in placed]
+                answer = await directory.find(keys)
+                pairs = [
+                    (len(prompt.tokens) // 32 * 32, each.anywhere)
+                    for prompt, each in zip(placed, answer or (), strict=bool(answer))
+                ]
+                if pairs and all(full == cached for full, cached in pairs):
+                    return pairs
+                await asyncio.sleep(0.05)
+
+    pairs = asyncio.run(asyncio.wait_for(found(), 20.0))
+    assert len(pairs) == len(requests) + 1
+    assert all(full >= 64 for full, _ in pairs)
+    picture = [{"type": "image_url", "image_url": {"url": "http://localhost:1/x.png"}}]
+    for body in (
+        {"messages": [{"role": "user", "content": picture}]},
+        {"messages": messages, "chat_template": "{{ 1 }}"},
+        {"messages": messages, "model": "another"},
+    ):
+        raw = json.dumps({"model": "tiny", **body}).encode()
+        assert renderer("/v1/chat/completions", raw) is None, body
+    renderer.close()
 
 
 @pytest.mark.timeout(360)

@@ -19,6 +19,7 @@ from raykv.catalog_types import (
     Chunk,
     ChunkPage,
     ChunkQuery,
+    PrefixQuery,
     WherePage,
     WhereQuery,
     chunks_of,
@@ -367,6 +368,35 @@ def test_questions_of_another_version_or_too_long_are_refused(actor: SchedulerAc
         actor.where(encode(WhereQuery(PROTOCOL_VERSION, "n", [b"k"] * 2049)))
     with pytest.raises(MessageError):
         actor.where(encode(WhereQuery(PROTOCOL_VERSION, "n", [b""])))
+    with pytest.raises(VersionError):
+        actor.prefixes(encode(PrefixQuery(3, "n", "0:16", [], [])))
+    with pytest.raises(MessageError):
+        actor.prefixes(encode(PrefixQuery(PROTOCOL_VERSION, "n", "0:16", [b"k"], [2])))
+
+
+def test_router_is_told_how_much_of_prompts_each_node_has(directory: Directory) -> None:
+    first, second = NODES[:2]
+    directory.hold(first, [1, 2, 3])
+    directory.hold(second, [1, 2, 5])
+    keys = [key(number) for number in (1, 2, 3, 4, 5, 6)]
+    query = PrefixQuery(PROTOCOL_VERSION, MODEL, "0:16", [*keys, keys[4]], [6, 1])
+    page = directory.manager.catalog.prefixes(query)
+    rows = [page.tokens[: len(page.nodes)], page.tokens[len(page.nodes) :]]
+    found = [dict(zip(page.nodes, row, strict=True)) for row in rows]
+    assert (found[0][first], found[0][second]) == (48, 32)
+    assert (found[1].get(first, 0), found[1][second]) == (0, 16)
+    assert page.anywhere == [48, 16]
+    other = directory.manager.catalog.prefixes(msgspec.structs.replace(query, namespace="other"))
+    assert other.anywhere == [0, 0]
+
+
+def test_router_is_told_where_a_namespaces_engines_are(directory: Directory) -> None:
+    for node in NODES[:2]:
+        directory.hold(node, [1])
+    page = directory.manager.catalog.space_page()
+    (at,) = [n for n, space in enumerate(page.spaces) if space.namespace == MODEL]
+    assert page.engine_nodes[at] == sorted(NODES[:2])
+    assert page.spaces[at].model == f"{MODEL}'s"
 
 
 NUMBER = st.integers(-2, 1 << 65)

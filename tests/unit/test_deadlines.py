@@ -91,6 +91,7 @@ BOUNDED = {
     ("raykv.actors.node", "_call", "get_actor"): "inside of `within`",
     ("raykv.actors.diagnosis", "_find", "get_actor"): "inside of `ask_ray`",
     ("raykv.actors.cluster", "named_actors", "list_named_actors"): "for a person; the same",
+    ("raykv.serve.directory", "_look_up", "get_actor"): "a thread of its own; Ray's RPC deadline",
     ("raykv.client", "close", "shutdown"): "for a person, who can interrupt it",
 }
 """By module, function and call: what bounds a wait that has no time-out."""

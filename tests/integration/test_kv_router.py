@@ -1,0 +1,261 @@
+"""The router of the policy "kv" with a real scheduler actor and real replica actors under it.
+
+Played are the engines, whose messages fill the directory, and the tokenizer: prompts are token ids.
+That vLLM's own renderer and hashes say the same is tested with a real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from raykv.actors import cluster as actors
+from raykv.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
+from raykv.client import Cluster
+from raykv.core.prefixes import ChunkGroup
+from raykv.core.prompt_keys import PromptTokens
+from raykv.core.prompt_lookup import PromptScheme
+from raykv.deadlines import ROUTE_ANSWER_S, ROUTE_RENDER_S
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    EngineAttached,
+    Inventory,
+    NodeReport,
+    SyncReply,
+    SyncRequest,
+    decode,
+    encode,
+)
+from raykv.serve.http import HttpRequest
+
+pytestmark = pytest.mark.integration
+
+MODEL = "/models/played"
+SPACE = "played-space"
+NODES = ("a" * 56, "b" * 56)
+CHUNK = 16
+SLOT_BYTES = 1 << 16
+SLAB = 1 << 20
+SCHEME = PromptScheme(HashScheme("sha256", DEFAULT_SEED, CHUNK), (ChunkGroup(0, CHUNK),))
+TRAITS = {
+    "hash_algorithm": "sha256",
+    "hash_seed": seed_digest(DEFAULT_SEED),
+    "tokens_per_hash": str(CHUNK),
+    "chunks": f"0:{CHUNK}",
+}
+LONG_S = 20.0
+
+
+class PlayedReplica:
+    """Answers a request router as a replica of Serve does."""
+
+    def get_num_ongoing_requests(self) -> int:
+        return 0
+
+
+class PlayedNodes:
+    """Nodes with an engine each, which only send messages."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._seqs = itertools.count(1)
+        self._epoch = 0
+        for node in NODES:
+            self._report(node, Inventory())
+            message = AttachEngine(
+                PROTOCOL_VERSION, node, node, SPACE, MODEL, 1, {0: SLOT_BYTES}, traits=TRAITS
+            )
+            attached = self._call("attach", message, EngineAttached)
+            assert not attached.error, attached
+            self._epoch = attached.epoch
+
+    def hold(self, node: str, tokens: list[int]) -> None:
+        """Have the node store a prompt's chunks."""
+        (keys,) = SCHEME.chunks(tokens).values()
+        request = SyncRequest(node, self._epoch, next(self._seqs), wanted={0: len(keys)})
+        granted = self._call("sync", request, SyncReply).granted
+        assert len(granted.slots) == len(keys), granted
+        sizes = [SLOT_BYTES] * len(keys)
+        stored = Inventory(
+            [SPACE], [0] * len(keys), list(keys), granted.slots, granted.generations, sizes
+        )
+        self._report(node, stored)
+
+    def _report(self, node: str, stored: Inventory) -> None:
+        place = (node, 1, next(self._seqs), 8 * SLAB, SLAB, 0, 0)
+        ray.get(self._scheduler.report.remote(encode(NodeReport(PROTOCOL_VERSION, *place, stored))))
+
+    def _call(self, method: str, message: Any, kind: Any) -> Any:
+        return decode(ray.get(getattr(self._scheduler, method).remote(encode(message))), kind)
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[PlayedNodes]:
+    cluster.down()
+    yield PlayedNodes(actors.scheduler_actor(cluster.address, "lru"))
+    cluster.down()
+
+
+@pytest.fixture(scope="module")
+def replicas(cluster: Cluster) -> Iterator[list[Any]]:
+    from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
+    from ray.serve._private.constants import SERVE_NAMESPACE
+    from ray.serve.request_router import RunningReplica
+
+    made, handles = [], []
+    for number, node in enumerate(NODES):
+        name = f"played-replica-{number}"
+        played = ray.remote(num_cpus=0)(PlayedReplica)
+        handles.append(played.options(name=name, namespace=SERVE_NAMESPACE).remote())
+        identity = ReplicaID(f"r{number}", DeploymentID("played", "app"))
+        made.append(RunningReplica(RunningReplicaInfo(identity, node, "", None, name, 256)))
+    yield made
+    for handle in handles:
+        ray.kill(handle)
+
+
+def tokens_in(_path: str, body: bytes) -> list[PromptTokens]:
+    return [PromptTokens(json.loads(body)["prompt"], PLAIN)]
+
+
+class Routed:
+    """A router on the event loop of a test."""
+
+    def __init__(self, replicas: list[Any]) -> None:
+        from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+
+        from raykv.serve.kv_router import KVRouter
+
+        self.router = KVRouter(
+            deployment_id=DeploymentID("played", "app"),
+            handle_source=DeploymentHandleSource.REPLICA,
+            use_replica_queue_len_cache=True,
+        )
+        self.router.initialize_state(model={"model": MODEL})
+        self.router.update_replicas(replicas)
+        self._numbers = itertools.count()
+
+    async def until_placing(self) -> None:
+        await until(lambda: self.router._directory.hasher is not None)
+        await until(lambda: self.router._renderer._render is not None)
+
+    async def send(self, tokens: list[int], path: str = "/v1/completions") -> str:
+        """Which node the request goes to; it stays there for good."""
+        from ray.serve._private.common import RequestMetadata
+        from ray.serve.request_router import PendingRequest
+
+        number = str(next(self._numbers))
+        request = HttpRequest("POST", path, b"", [], json.dumps({"prompt": tokens}).encode())
+        pending = PendingRequest([request], {}, RequestMetadata(number, number))
+        replica = await asyncio.wait_for(self.router._choose_replica_for_request(pending), LONG_S)
+        self.router.on_send_request(replica.replica_id)
+        self.router.on_request_routed(pending, replica.replica_id, None)
+        return str(replica.node_id)
+
+    def done(self, node: str) -> None:
+        """A request there has ended."""
+        for replica in self.router.curr_replicas.values():
+            if replica.node_id == node:
+                self.router.decrement_queue_len_cache(replica.replica_id)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def prompt(seed: int, chunks: int) -> list[int]:
+    return [(seed * 7919 + n) % 1000 for n in range(chunks * CHUNK + 1)]
+
+
+@pytest.fixture(autouse=True)
+def played_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raykv.serve import kv_router
+
+    monkeypatch.setattr(kv_router, "_vllm_renderer", lambda _flags: tokens_in)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers have all the time that they need."""
+    from raykv.serve import directory, rendering
+
+    monkeypatch.setattr(directory, "ROUTE_ANSWER_S", LONG_S)
+    monkeypatch.setattr(rendering, "ROUTE_RENDER_S", LONG_S)
+
+
+@pytest.mark.usefixtures("patient")
+def test_requests_go_where_their_chunks_are_and_new_ones_are_spread(
+    nodes: PlayedNodes, replicas: list[Any]
+) -> None:
+    first, second = prompt(1, 40), prompt(2, 40)
+    nodes.hold(NODES[0], first)
+    nodes.hold(NODES[1], second)
+
+    async def main() -> None:
+        routed = Routed(replicas)
+        await routed.until_placing()
+        for tokens, node in ((first, NODES[0]), (second, NODES[1])):
+            for _ in range(3):
+                # What comes after the shared beginning is new each time.
+                assert await routed.send([*tokens, 5, 6, 7]) == node
+                routed.done(node)
+        spread = Counter([await routed.send(prompt(seed, 3)) for seed in range(10, 18)])
+        assert spread == {NODES[0]: 4, NODES[1]: 4}
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("patient")
+def test_burst_with_one_beginning_stays_together_and_spreads_before_it_queues_up(
+    nodes: PlayedNodes, replicas: list[Any]
+) -> None:
+    async def main() -> None:
+        routed = Routed(replicas)
+        await routed.until_placing()
+        beginning = prompt(3, 63)
+        # Nobody has it yet, and each of them stays where it went.
+        went = [await routed.send([*beginning, n]) for n in range(3)]
+        assert len(set(went)) == 1
+        more = [await routed.send([*beginning, n]) for n in range(3, 12)]
+        assert set(more) == set(NODES)
+
+    asyncio.run(main())
+
+
+def test_no_request_waits_for_a_directory_that_is_gone(
+    nodes: PlayedNodes, replicas: list[Any], cluster: Cluster
+) -> None:
+    async def main() -> None:
+        routed = Routed(replicas)
+        await routed.until_placing()
+        await routed.send(prompt(4, 10))
+        planner = routed.router._planner
+        cluster.down()
+        loop = asyncio.get_running_loop()
+        took = []
+        for seed in range(5, 15):
+            began = loop.time()
+            assert await routed.send(prompt(seed, 10)) in NODES
+            took.append(loop.time() - began)
+        placed = await planner.place(HttpRequest("POST", "/v1/completions", b"", [], b"{}"))
+        assert not hasattr(placed, "prompts"), placed
+        # It is left alone after the first question in vain.
+        breakers = routed.router._directory._breakers
+        assert breakers.num_opened >= 1
+        assert breakers.num_refused >= 1
+        assert max(took) < ROUTE_ANSWER_S + ROUTE_RENDER_S + 2.0
+        # Whatever is no prompt asks nobody.
+        assert await routed.send([], path="/tokenize") in NODES
+
+    asyncio.run(main())
+    assert nodes is not None

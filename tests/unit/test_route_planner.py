@@ -1,0 +1,382 @@
+"""From a request to an order of replicas: deadlines, bounds and fall-backs, without Ray or vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from raykv.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
+from raykv.catalog_types import PrefixPage, PrefixQuery, SpacePage
+from raykv.core.breaker import Pauses
+from raykv.core.prefixes import ChunkGroup
+from raykv.core.prompt_keys import PromptHasher, PromptKeys, PromptTokens
+from raykv.core.prompt_lookup import PromptScheme
+from raykv.core.routing import Replica
+from raykv.deadlines import ROUTE_ANSWER_S
+from raykv.errors import SettingError
+from raykv.messages import MAX_KEYS, PROTOCOL_VERSION, decode, encode
+from raykv.serve import directory as directories
+from raykv.serve import rendering
+from raykv.serve.arguments import ModelArguments
+from raykv.serve.directory import Directory, FoundPrompt
+from raykv.serve.fallbacks import Fallback
+from raykv.serve.http import HttpRequest
+from raykv.serve.rendering import MOST_BODY_BYTES, PromptRenderer
+from raykv.serve.route_planner import PlacedRequest, RoutePlanner
+from raykv.serve.route_settings import RouteSettings, kv_router_kwargs, parse_route_settings
+from raykv.status_types import NamespaceStatus
+
+GROUP = ChunkGroup(0, 16)
+SCHEME = PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), (GROUP,))
+TRAITS = {
+    "hash_algorithm": "sha256",
+    "hash_seed": seed_digest(DEFAULT_SEED),
+    "tokens_per_hash": "16",
+    "chunks": "0:16",
+}
+SPACE = NamespaceStatus("space", "/models/m", traits=TRAITS)
+REPLICAS = [Replica("r1", "n1"), Replica("r2", "n2")]
+PATIENCE_S = 20.0
+
+
+def request(body: bytes = b"{}", path: str = "/v1/completions") -> HttpRequest:
+    return HttpRequest("POST", path, b"", [], body)
+
+
+def prompt(first: int, length: int) -> PromptTokens:
+    return PromptTokens([first, *range(length - 1)], PLAIN)
+
+
+class PlayedRenderer:
+    def __init__(self, answer: list[PromptTokens] | Fallback) -> None:
+        self.answer = answer
+
+    async def render(self, _request: HttpRequest) -> list[PromptTokens] | Fallback:
+        return self.answer
+
+
+class PlayedDirectory:
+    def __init__(self, **on_nodes: int) -> None:
+        self.hasher: PromptHasher | None = PromptHasher(SCHEME)
+        self.on_nodes = on_nodes
+        self.answers = True
+
+    async def find(self, prompts: Sequence[PromptKeys]) -> list[FoundPrompt] | None:
+        most = max(self.on_nodes.values(), default=0)
+        return [FoundPrompt(self.on_nodes, most) for _ in prompts] if self.answers else None
+
+
+def planner(
+    directory: PlayedDirectory, answer: list[PromptTokens] | Fallback, now: float = 0.0
+) -> RoutePlanner:
+    return RoutePlanner(PlayedRenderer(answer), directory, RouteSettings(), lambda: now)
+
+
+def test_request_goes_to_the_node_that_has_its_prompt() -> None:
+    made = planner(PlayedDirectory(n2=64), [prompt(1, 100)])
+    placed = asyncio.run(made.place(request()))
+    assert isinstance(placed, PlacedRequest)
+    assert [choice.name for choice in made.choose(placed, REPLICAS)] == ["r2", "r1"]
+
+
+def test_prompt_that_was_sent_somewhere_follows_it_even_if_another_replica_took_it() -> None:
+    made = planner(PlayedDirectory(), [prompt(1, 200)])
+    first = asyncio.run(made.place(request()))
+    assert isinstance(first, PlacedRequest)
+    assert made.choose(first, REPLICAS)[0].name == "r1"
+    made.went(first, "r2")
+    again = asyncio.run(made.place(request()))
+    assert isinstance(again, PlacedRequest)
+    busy = [Replica("r1", "n1"), Replica("r2", "n2")]
+    costs = {choice.name: choice.cost for choice in made.choose(again, busy)}
+    assert costs == {"r1": 8.0, "r2": 8.0}
+
+
+def test_new_prompts_are_spread_by_what_was_sent() -> None:
+    directory = PlayedDirectory()
+    renderer = PlayedRenderer([])
+    made = RoutePlanner(renderer, directory, RouteSettings(), lambda: 0.0)
+    went = []
+    for number in range(6):
+        renderer.answer = [prompt(1000 + number, 40)]
+        placed = asyncio.run(made.place(request()))
+        assert isinstance(placed, PlacedRequest)
+        went.append(made.choose(placed, REPLICAS)[0].name)
+        made.went(placed, went[-1])
+    assert sorted(went) == ["r1"] * 3 + ["r2"] * 3
+
+
+def test_reason_for_falling_back_is_told() -> None:
+    directory = PlayedDirectory()
+    told = planner(directory, Fallback.NOT_LOADED)
+    assert asyncio.run(told.place(request())) is Fallback.NOT_LOADED
+    directory.answers = False
+    silent = planner(directory, [prompt(1, 100)])
+    assert asyncio.run(silent.place(request())) is Fallback.NO_ANSWER
+    directory.hasher = None
+    assert asyncio.run(silent.place(request())) is Fallback.NO_NAMESPACE
+
+
+# The renderer's thread
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "ROUTE_RENDER_S", PATIENCE_S)
+
+
+def rendered(renderer: PromptRenderer, *requests: HttpRequest) -> list[Any]:
+    async def all_at_once() -> list[Any]:
+        return list(await asyncio.gather(*map(renderer.render, requests)))
+
+    return asyncio.run(all_at_once())
+
+
+@pytest.mark.usefixtures("patient")
+def test_loading_neither_waits_nor_is_waited_for() -> None:
+    may_load = threading.Event()
+
+    def load() -> Any:
+        assert may_load.wait(PATIENCE_S)
+        return lambda _path, _body: [prompt(1, 20)]
+
+    renderer = PromptRenderer(load)
+    assert rendered(renderer, request()) == [Fallback.NOT_LOADED]
+    renderer.start()
+    renderer.start()
+    assert rendered(renderer, request()) == [Fallback.NOT_LOADED]
+    may_load.set()
+    renderer._thread.submit(lambda: None).result(PATIENCE_S)
+    assert rendered(renderer, request()) == [[prompt(1, 20)]]
+    renderer.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_request_that_is_no_plain_prompt_falls_back() -> None:
+    def render(_path: str, body: bytes) -> list[PromptTokens] | None:
+        if body == b"raise":
+            raise ValueError(body)
+        return None
+
+    renderer = loaded(lambda: render)
+    assert (
+        rendered(
+            renderer,
+            request(path="/tokenize"),
+            request(b"raise"),
+            request(b"none"),
+            request(b"x" * (MOST_BODY_BYTES + 1)),
+        )
+        == [Fallback.NO_PROMPT] + [Fallback.NOT_UNDERSTOOD] * 3
+    )
+
+
+def test_request_that_would_wait_for_the_thread_is_not_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+
+    def render(_path: str, _body: bytes) -> list[PromptTokens] | None:
+        go_on.wait(PATIENCE_S)
+        return [prompt(1, 20)]
+
+    renderer = loaded(lambda: render, most_waiting=2)
+    # The first waits for its deadline, the second too, the third not at all.
+    assert rendered(renderer, *[request()] * 3) == [Fallback.BUSY] * 3
+    go_on.set()
+    renderer._thread.submit(lambda: None).result(PATIENCE_S)
+    monkeypatch.setattr(rendering, "ROUTE_RENDER_S", PATIENCE_S)
+    assert rendered(renderer, request()) == [[prompt(1, 20)]]
+
+
+def test_tokenizer_that_can_not_be_loaded_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def load() -> Any:
+        raise SystemExit(2)
+
+    assert rendered(loaded(load), request(), request()) == [Fallback.NOT_LOADED] * 2
+    assert len([r for r in caplog.records if "tokenizer" in r.getMessage()]) == 1
+
+
+def loaded(load: Callable[[], Any], most_waiting: int = 8) -> PromptRenderer:
+    renderer = PromptRenderer(load, most_waiting)
+    renderer.start()
+    renderer._thread.submit(lambda: None).result(PATIENCE_S)
+    return renderer
+
+
+# The directory
+
+
+class _Method:
+    def __init__(self, call: Callable[..., Awaitable[bytes]]) -> None:
+        self.remote = call
+
+
+class PlayedActor:
+    """A scheduler actor that has everything asked for on node n1, and may hang."""
+
+    def __init__(self, spaces: Sequence[NamespaceStatus] = (SPACE,)) -> None:
+        self._spaces = list(spaces)
+        self.hangs = False
+        self.asked: list[PrefixQuery] = []
+        self.prefixes = _Method(self._prefixes)
+        self.spaces = _Method(self._say_spaces)
+
+    async def _say_spaces(self) -> bytes:
+        nodes = [["n1", "n2"]] * len(self._spaces)
+        return encode(SpacePage(PROTOCOL_VERSION, self._spaces, nodes))
+
+    async def _prefixes(self, raw: bytes) -> bytes:
+        query = decode(raw, PrefixQuery)
+        self.asked.append(query)
+        await asyncio.sleep(PATIENCE_S if self.hangs else 0)
+        tokens = [count * 16 for count in query.counts]
+        return encode(PrefixPage(PROTOCOL_VERSION, ["n1"], tokens, tokens))
+
+
+async def learned(
+    actor: PlayedActor, monkeypatch: pytest.MonkeyPatch, *, hangs: bool = False
+) -> Directory:
+    """It knows its namespace. Answers of who does not hang have all the time they need."""
+    monkeypatch.setattr(directories, "_look_up", lambda: actor)
+    if not hangs:
+        monkeypatch.setattr(directories, "ROUTE_ANSWER_S", PATIENCE_S)
+    made = Directory("/models/m")
+    made.learn(["n1"])
+    assert made._learning is not None
+    await made._learning
+    return made
+
+
+def keys(seed: int, tokens: int) -> PromptKeys:
+    return PromptHasher(SCHEME).keys(prompt(seed, tokens), MAX_KEYS)
+
+
+def test_questions_that_come_meanwhile_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = PlayedActor()
+
+    async def main() -> None:
+        made = await learned(actor, monkeypatch)
+        prompts = [[keys(n, 16 * n), keys(n, 32)] for n in range(1, 9)]
+        found = await asyncio.gather(*map(made.find, prompts))
+        for number, answer in enumerate(found, 1):
+            assert answer is not None
+            assert [each.anywhere for each in answer] == [16 * number, 32]
+            assert [each.on_nodes for each in answer] == [{"n1": 16 * number}, {"n1": 32}]
+
+    asyncio.run(main())
+    assert len(actor.asked) <= 2
+    assert all(query.namespace == "space" for query in actor.asked)
+
+
+def test_question_is_never_longer_than_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = PlayedActor()
+
+    async def main() -> None:
+        made = await learned(actor, monkeypatch)
+        long = keys(1, 16 * 1024)
+        found = await asyncio.gather(*(made.find([long]) for _ in range(5)))
+        assert all(answer is not None for answer in found)
+
+    asyncio.run(main())
+    assert len(actor.asked) == 3
+    assert all(len(query.keys) <= MAX_KEYS for query in actor.asked)
+
+
+def test_directory_that_hangs_costs_a_deadline_once_then_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor = PlayedActor()
+
+    async def main() -> None:
+        made = await learned(actor, monkeypatch, hangs=True)
+        actor.hangs = True
+        loop = asyncio.get_running_loop()
+        assert await asyncio.gather(*(made.find([keys(n, 64)]) for n in range(9))) == [None] * 9
+        await until(lambda: made._asking is not None and made._asking.done())
+        began = loop.time()
+        for n in range(20):
+            assert await made.find([keys(n, 64)]) is None
+        assert loop.time() - began < ROUTE_ANSWER_S * 20
+        assert len(actor.asked) == 1
+        # It is found again once its pause is over.
+        actor.hangs = False
+        made._breakers.pauses = Pauses(0.0, 0.0)
+        await until_answered(made)
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def until_answered(made: Directory) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await made.find([keys(1, 64)]) is None:
+            await asyncio.sleep(0.01)
+
+
+def test_namespace_is_that_of_the_models_engines_on_the_replicas_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = NamespaceStatus("other", "/models/other", traits=TRAITS)
+
+    async def main() -> None:
+        made = await learned(PlayedActor([other, SPACE]), monkeypatch)
+        assert made._space == SPACE
+        unknown = await learned(PlayedActor([other]), monkeypatch)
+        assert unknown.hasher is None
+        assert await unknown.find([keys(1, 64)]) is None
+        twice = NamespaceStatus("second", "/models/m", traits=TRAITS)
+        assert (await learned(PlayedActor([SPACE, twice]), monkeypatch)).hasher is None
+
+    asyncio.run(main())
+
+
+def test_short_prompt_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = PlayedActor()
+
+    async def main() -> None:
+        made = await learned(actor, monkeypatch)
+        assert await made.find([keys(1, 15)]) == [FoundPrompt({}, 0)]
+
+    asyncio.run(main())
+    assert actor.asked == []
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"laod": 0.1}, {"load": 0.9, "fetch": 0.1}, {"request": -1}, {"recent_s": -1}, {"load": "x"}],
+    ids=str,
+)
+def test_setting_that_can_not_be_meant_is_refused_when_the_application_is_built(
+    wrong: dict[str, Any],
+) -> None:
+    with pytest.raises(SettingError):
+        parse_route_settings(wrong)
+    model = ModelArguments(model="m", router={"policy": "kv", "kwargs": wrong})  # type: ignore[arg-type]
+    with pytest.raises(SettingError):
+        kv_router_kwargs(model)
+
+
+def test_model_without_the_cache_is_not_placed_by_it() -> None:
+    model = ModelArguments(model="m", raykv=None, router={"policy": "kv"})  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="raykv: null"):
+        kv_router_kwargs(model)
+
+
+def test_router_gets_its_model_and_all_settings() -> None:
+    model = ModelArguments(model="m", router={"policy": "kv", "kwargs": {"load": 0.1}})  # type: ignore[arg-type]
+    kwargs = kv_router_kwargs(model)
+    assert ModelArguments.model_validate(kwargs.pop("model")) == model
+    assert parse_route_settings(kwargs) == RouteSettings(load=0.1)
