@@ -311,3 +311,23 @@ ROUTE_LEARN_S = 5.0
 ROUTE_LEARN_PAUSES_S = (1.0, 60.0)
 """Between two looks at what the namespaces are: until the replicas' is known, and after that, since
 an update of the application may give them another one."""
+
+ASGI_END_S = 5.0
+"""For vLLM's application to give a request up whose client has left: it tells the engine, no more.
+"""
+
+BODY_S = 60.0
+"""For a client to send its request: the longest that is taken is 64 MiB, which is 10 Mbit/s."""
+
+REPLICA_WAIT_S = 60.0
+"""For a replica to take a request, where the arguments do not say otherwise: a new one needs 15 s
+on a quiet machine, and balancers and clients in front give up after a minute or more."""
+
+REPLICA_RETRY_PAUSE_S = 0.05
+"""Before a request whose replica has died is given to another one: the router hears of it first."""
+
+REPLICA_RETRY_AFTER_S = 5
+"""What a client is told to wait that no replica could take."""
+
+REPLICA_METRICS_S = 5.0
+"""For all replicas to write down their metrics. Prometheus gives up after 10 s."""

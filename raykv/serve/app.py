@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig
 
+from raykv.errors import SettingError
 from raykv.serve.arguments import AppArguments, ModelArguments, parse
 from raykv.serve.ingress import IngressReplica
 from raykv.serve.replica import EngineReplica
@@ -20,8 +23,13 @@ _POLICIES = {
 }
 """Names of request routers; any other is an import path."""
 
+_NICENESS = "RAY_worker_niceness"
+"""Ray's name for it; 15 otherwise."""
+
 REPLICA_OPTIONS: Mapping[str, Any] = {
     "max_ongoing_requests": 256,
+    # In each ingress replica, before Serve refuses; beyond what the replicas have.
+    "max_queued_requests": 2048,
     # A replica ends by itself when its engine dies; this finds one that hangs.
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 10.0,
@@ -31,6 +39,7 @@ REPLICA_OPTIONS: Mapping[str, Any] = {
 
 INGRESS_OPTIONS: Mapping[str, Any] = {
     "max_ongoing_requests": 4096,
+    "max_queued_requests": 4096,
     "ray_actor_options": {"num_cpus": 0},
 }
 
@@ -40,11 +49,19 @@ def build_app(args: Mapping[str, Any]) -> Application:
     arguments = parse(AppArguments, args)
     ingress = arguments.ingress
     handles = [engine_deployment(model) for model in arguments.models]
-    deployment = serve.deployment(serve.ingress()(IngressReplica)).options(
-        **{"name": "ingress", **INGRESS_OPTIONS, **ingress.deployment}
+    deployment = _with_options(
+        serve.ingress()(IngressReplica),
+        {"name": "ingress", **INGRESS_OPTIONS, **ingress.deployment},
+        "ingress.deployment",
     )
-    names = [model.served_names for model in arguments.models]
-    return deployment.bind(handles, names, ingress.max_body_bytes, ingress.attempts)
+    return deployment.bind(
+        handles,
+        [model.served_names for model in arguments.models],
+        ingress.max_body_bytes,
+        ingress.attempts,
+        ingress.replica_wait_s,
+        ingress.max_held_bytes,
+    )
 
 
 def engine_deployment(
@@ -58,15 +75,55 @@ def engine_deployment(
     router = router_config(model)
     if router is not None:
         options["request_router_config"] = router
-    return (
-        serve.deployment(EngineReplica)
-        .options(**options)
-        .bind(model.model_dump(), dict(settings or {}))
-    )
+    deployment = _with_options(EngineReplica, options, f"deployment of {model.deployment_name}")
+    return deployment.bind(model.model_dump(), dict(settings or {}))
+
+
+def _with_options(replica: type, options: Mapping[str, Any], place: str) -> serve.Deployment:
+    """A Serve deployment of `replica`.
+
+    Raises:
+        SettingError: Serve does not know one of the options, or not such a value.
+    """
+    options = {**options, "ray_actor_options": _hurried(options.get("ray_actor_options"))}
+    autoscaling = options.get("autoscaling_config")
+    if isinstance(autoscaling, Mapping):
+        # Serve itself passes over what it does not know there.
+        unknown = sorted(set(autoscaling) - set(AutoscalingConfig.model_fields))
+        if unknown:
+            raise _refused(place, f"autoscaling_config has no {', '.join(map(repr, unknown))}")
+    try:
+        return serve.deployment(replica).options(**options)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise _refused(place, "; ".join(wrong)) from error
+    except (TypeError, ValueError) as error:
+        raise _refused(place, str(error)) from error
+
+
+def _hurried(actor_options: Any) -> Any:
+    """Options of an actor that is not as nice as Ray's are, where they don't say otherwise.
+
+    Engines are its children, and would give way to all else on the node.
+    """
+    given = {} if actor_options is None else actor_options
+    runtime_env = given.get("runtime_env") or {} if isinstance(given, Mapping) else None
+    if not isinstance(runtime_env, Mapping):
+        return actor_options
+    variables = {_NICENESS: "0", **(runtime_env.get("env_vars") or {})}
+    return {**given, "runtime_env": {**runtime_env, "env_vars": variables}}
+
+
+def _refused(place: str, reason: str) -> SettingError:
+    return SettingError(f"arguments of the application: {place}: {' '.join(reason.split())}")
 
 
 def router_config(model: ModelArguments) -> Any:
-    """Serve's configuration of a model's request router; None is Serve's own choice."""
+    """Serve's configuration of a model's request router; None is Serve's own choice.
+
+    Raises:
+        SettingError: there is no such router.
+    """
     router = model.router
     if router.policy == "power_of_two":
         return None
@@ -74,4 +131,7 @@ def router_config(model: ModelArguments) -> Any:
 
     path = _POLICIES.get(router.policy, router.policy)
     kwargs = kv_router_kwargs(model) if router.policy == "kv" else router.kwargs
-    return RequestRouterConfig(request_router_class=path, request_router_kwargs=kwargs)
+    try:
+        return RequestRouterConfig(request_router_class=path, request_router_kwargs=kwargs)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise _refused("router.policy", f"no request router {path!r}: {error}") from error

@@ -8,9 +8,20 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from raykv.config import load_settings
+from raykv.deadlines import REPLICA_WAIT_S
 from raykv.errors import SettingError
-from raykv.serve.command import plan_serve
+from raykv.serve.command import SMALL_MODEL, plan_serve
 from raykv.serve.flags import to_flags
+
+__all__ = [
+    "SMALL_MODEL",
+    "AppArguments",
+    "IngressArguments",
+    "ModelArguments",
+    "RouterArguments",
+    "parse",
+    "plan_of",
+]
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[\w.-]+$")]
 
@@ -59,7 +70,14 @@ class ModelArguments(_Strict):
 
     @model_validator(mode="after")
     def _check_engine(self) -> ModelArguments:
-        load_settings(plan_of(self, ray_address=None).transfer["kv_connector_extra_config"])
+        if not self.deployment_name:
+            raise ValueError("`model` has no last part to name the deployment after: give `name`")
+        if "name" in self.deployment:
+            raise ValueError("`name` belongs beside `deployment`, not into it")
+        try:
+            load_settings(plan_of(self, ray_address=None).transfer["kv_connector_extra_config"])
+        except SettingError as error:
+            raise ValueError(str(error)) from error
         return self
 
 
@@ -71,6 +89,12 @@ class IngressArguments(_Strict):
     """A longer request is refused with 413."""
     attempts: int = Field(default=3, ge=1)
     """How many replicas a request is given to if they die before the first byte of an answer."""
+    replica_wait_s: float = Field(default=REPLICA_WAIT_S, gt=0, le=86_400)
+    """A request that no replica takes for so long (all busy, dead, or none started yet) gets 503
+    and `Retry-After`. Longer than a replica's start, where `min_replicas` is 0. How long an answer
+    takes is not bounded by it."""
+    max_held_bytes: int = Field(default=1 << 30, gt=0)
+    """Of all requests that are in one ingress replica; what goes beyond is refused with 503."""
 
 
 class AppArguments(_Strict):
@@ -99,6 +123,9 @@ class AppArguments(_Strict):
         return self
 
 
+_MAX_SHOWN = 80
+"""Letters of a wrong value in an error."""
+
 _Arguments = TypeVar("_Arguments", bound=_Strict)
 
 
@@ -109,12 +136,32 @@ def parse(kind: type[_Arguments], args: Mapping[str, Any]) -> _Arguments:
         SettingError: naming each place that is wrong.
     """
     try:
-        return kind.model_validate(dict(args))
+        return kind.model_validate(args)
     except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, each['loc'])) or 'args'}: {each['msg']}" for each in error.errors()
-        ]
+        wrong = [f"{_place(each['loc'], args)}: {_complaint(each)}" for each in error.errors()]
         raise SettingError(f"arguments of the application: {'; '.join(wrong)}") from error
+
+
+def _place(loc: tuple[int | str, ...], args: Any) -> str:
+    """Where it is in what was written: one model's arguments need not stand in a list."""
+    if isinstance(args, Mapping) and "models" not in args and loc[:2] == ("models", 0):
+        loc = loc[2:]
+    return ".".join(map(str, loc)) or "args"
+
+
+def _complaint(error: Any) -> str:
+    value = repr(error["input"])
+    shown = value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}..."
+    match error["type"]:
+        case "missing":
+            return "is needed"
+        case "extra_forbidden":
+            return "is no argument; see raykv.serve.arguments for those that there are"
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case _:
+            message = error["msg"]
+            return f"{message[0].lower()}{message[1:]}, not {shown}"
 
 
 def plan_of(model: ModelArguments, ray_address: str | None, **settings: str) -> Any:

@@ -31,7 +31,7 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
             flags.append(f"--no-{flag[2:]}")
         elif isinstance(value, Mapping):
             flags += [flag, json.dumps(value)]
-        elif isinstance(value, Sequence) and not isinstance(value, str):
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             flags += [flag, *map(_text, value)]
         else:
             # One word, so that a value may begin with a hyphen.

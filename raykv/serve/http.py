@@ -6,9 +6,14 @@ The replica drives an ASGI application with it, in its own process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
+
+from raykv.deadlines import ASGI_END_S
+
+logger = logging.getLogger("ray.serve")
 
 Headers = list[tuple[bytes, bytes]]
 Message = MutableMapping[str, Any]
@@ -40,44 +45,69 @@ class Head:
     headers: Headers
 
 
-async def drive(app: AsgiApp, request: HttpRequest) -> AsyncIterator[Head | bytes]:
+async def drive(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
     """Answer `request` with `app`: a head, then the body's pieces.
 
-    Closing the iterator cancels the application.
+    Closing the iterator cancels the application. What the application raises comes out at the end
+    of the pieces, unless its answer was whole by then: Starlette answers 500 and raises as well.
     """
-    pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(_MAX_PIECES)
-    inbox: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
-    gone = asyncio.Event()
-
-    async def receive() -> Message:
-        if inbox:
-            return inbox.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await pieces.put(Head(message["status"], list(message.get("headers", []))))
-        elif message["type"] == "http.response.body" and message.get("body"):
-            await pieces.put(bytes(message["body"]))
-
-    async def run() -> None:
-        try:
-            await app(_scope(request), receive, send)
-        finally:
-            await pieces.put(None)
-
-    task = asyncio.create_task(run())
+    exchange = _Exchange(request)
+    task = asyncio.create_task(exchange.run(app))
     try:
-        while (piece := await pieces.get()) is not None:
+        while (piece := await exchange.pieces.get()) is not None:
             yield piece
         await task
     finally:
-        gone.set()
+        exchange.end()
         task.cancel()
-        while not pieces.empty():
-            pieces.get_nowait()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait({task}, timeout=ASGI_END_S)
+
+
+class _Exchange:
+    """What an ASGI application receives of a request, and sends."""
+
+    def __init__(self, request: HttpRequest) -> None:
+        self._request = request
+        self._is_read = False
+        self._is_whole = False
+        self._is_over = asyncio.Event()
+        self.pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(_MAX_PIECES)
+        """Ends with None."""
+
+    async def run(self, app: AsgiApp) -> None:
+        """Run the application to its end."""
+        try:
+            await app(_scope(self._request), self._receive, self._send)
+        except Exception:
+            if not self._is_whole:
+                raise
+            logger.exception("after the answer to %s %s", self._request.method, self._request.path)
+        finally:
+            await self.pieces.put(None)
+
+    def end(self) -> None:
+        """Nobody takes pieces any more."""
+        self._is_over.set()
+        while not self.pieces.empty():
+            self.pieces.get_nowait()
+
+    async def _receive(self) -> Message:
+        if not self._is_read:
+            self._is_read = True
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
+        await self._is_over.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._is_over.is_set():
+            return
+        if message["type"] == "http.response.start":
+            await self.pieces.put(Head(message["status"], list(message.get("headers", []))))
+        elif message["type"] == "http.response.body":
+            if message.get("body"):
+                await self.pieces.put(bytes(message["body"]))
+            if not message.get("more_body", False):
+                self._is_whole = True
 
 
 def _scope(request: HttpRequest) -> Message:

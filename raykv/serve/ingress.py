@@ -10,42 +10,98 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from raykv.deadlines import (
+    BODY_S,
+    REPLICA_METRICS_S,
+    REPLICA_RETRY_PAUSE_S,
+    REPLICA_WAIT_S,
+)
+from raykv.serve.answer import Answer
 from raykv.serve.http import AsgiApp, Head, HttpRequest, Message
+from raykv.serve.metrics import CONTENT_TYPE, ReplicaMetrics, merge
 
 logger = logging.getLogger("ray.serve")
 
 REPLICA_GONE = (ActorDiedError, ActorUnavailableError, RayActorError)
 """What a call raises whose replica has died or cannot be reached."""
 
+TOO_MANY = (BackPressureError, DeploymentUnavailableError)
+"""What a call raises that Serve does not even queue."""
+
+
+class NoReplicaError(Exception):
+    """No replica has taken a request in time."""
+
 
 class Backend(Protocol):
     """Answers requests of one model."""
 
     def answer(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
-        """A head, then the body's pieces; raises one of `REPLICA_GONE` if its replica dies."""
+        """A head, then the body's pieces.
+
+        Raises one of `REPLICA_GONE` if its replica dies, one of `TOO_MANY`, or `NoReplicaError`.
+        """
+        ...
+
+
+@runtime_checkable
+class MeteredBackend(Backend, Protocol):
+    """A backend whose replicas tell their metrics."""
+
+    async def metrics(self) -> Sequence[ReplicaMetrics]:
+        """Of every replica that has not just died.
+
+        Raises:
+            TimeoutError: one does not answer.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class ReplicaBackend:
-    """A Serve deployment of `EngineReplica`; Serve's request router chooses the replica."""
+    """A Serve deployment of `EngineReplica`; Serve's request router chooses the replica.
+
+    `wait_s`: how long a request may wait for a replica to take it. How long the answer takes then
+    is up to the request.
+    """
 
     handle: Any
+    wait_s: float = REPLICA_WAIT_S
 
     async def answer(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
         """See `Backend.answer`."""
         pieces = self.handle.handle_http.remote(request)
         try:
+            await self._taken(pieces)
             async for piece in pieces:
                 yield piece
-        except (asyncio.CancelledError, GeneratorExit):
+        except BaseException:
+            # The client has left, or nobody took it in time: the replica is not to work for it.
             pieces.cancel()
             raise
+
+    async def metrics(self) -> Sequence[ReplicaMetrics]:
+        """See `MeteredBackend.metrics`."""
+        asked = self.handle.options(stream=False).broadcast("metrics")
+        results = await asked.results_async(timeout_s=REPLICA_METRICS_S, return_exceptions=True)
+        return [result for result in results if isinstance(result, ReplicaMetrics)]
+
+    async def _taken(self, pieces: Any) -> None:
+        try:
+            # Returns as soon as a replica has it; the pieces stay where they are.
+            await asyncio.wait_for(pieces._to_object_ref_gen(), self.wait_s)
+        except TimeoutError:
+            raise NoReplicaError(
+                f"no replica took the request within {self.wait_s:g} s: all are busy, or still "
+                "starting; try later"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -57,15 +113,24 @@ class ServedModel:
 
 
 class Ingress:
-    """An ASGI application."""
+    """An ASGI application.
+
+    `max_held_bytes` bounds the bodies of all requests that are here at the same time.
+    """
 
     def __init__(
-        self, models: Sequence[ServedModel], max_body_bytes: int = 64 << 20, attempts: int = 3
+        self,
+        models: Sequence[ServedModel],
+        max_body_bytes: int = 64 << 20,
+        attempts: int = 3,
+        max_held_bytes: int = 1 << 30,
     ) -> None:
         self._models = models
         self._by_name = {name: model for model in models for name in model.names}
         self._max_body_bytes = max_body_bytes
         self._attempts = attempts
+        self._max_held_bytes = max_held_bytes
+        self._held_bytes = 0
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """See the ASGI specification."""
@@ -77,39 +142,76 @@ class Ingress:
             await send({"type": "websocket.close", "code": 1003, "reason": "no such route"})
 
     async def _http(self, scope: Message, receive: Any, send: Any) -> None:
+        body = bytearray()
         try:
-            body = await _body(receive, self._max_body_bytes)
-        except ValueError as error:
-            await _refuse(send, 413, str(error))
+            refusal = await self._read(body, receive)
+            if refusal is not None:
+                await Answer(send).refuse(refusal.status, refusal.reason)
+                return
+            request = HttpRequest(
+                scope["method"],
+                _path(scope),
+                scope["query_string"],
+                list(scope["headers"]),
+                bytes(body),
+            )
+            await self._until_left(self._answer(request, Answer(send)), receive)
+        except _ClientLeftError:
             return
-        if body is None:
-            return
-        request = HttpRequest(
-            scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), body
-        )
-        answering = asyncio.create_task(self._answer(request, send))
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _read(self, body: bytearray, receive: Any) -> _Refusal | None:
+        """Fill `body`, counting it as held; or why the request is not taken."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientLeftError
+                    part = message.get("body", b"")
+                    body += part
+                    self._held_bytes += len(part)
+                    if len(body) > self._max_body_bytes:
+                        most = self._max_body_bytes
+                        return _Refusal(413, f"the request has more than {most} bytes")
+                    if self._held_bytes > self._max_held_bytes:
+                        return _Refusal(503, "too many long requests at the same time: try later")
+                    if not message.get("more_body", False):
+                        return None
+        except TimeoutError:
+            return _Refusal(408, f"the request did not come within {BODY_S:g} s")
+
+    async def _until_left(self, answering: Any, receive: Any) -> None:
+        """Run `answering` until it is done or the client has left."""
+        task = asyncio.create_task(answering)
         leaving = asyncio.create_task(_left(receive))
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            is_done = task.done()
             leaving.cancel()
-            if not answering.done():
-                # The client has gone: so does its request.
-                answering.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
-        if not answering.cancelled():
-            answering.result()
+            task.cancel()
+            await asyncio.gather(task, leaving, return_exceptions=True)
+        if is_done:
+            await task
 
-    async def _answer(self, request: HttpRequest, send: Any) -> None:
+    async def _answer(self, request: HttpRequest, answer: Answer) -> None:
+        metered = [
+            each.backend for each in self._models if isinstance(each.backend, MeteredBackend)
+        ]
+        if request.path == "/metrics" and metered:
+            await _tell_metrics(metered, answer)
+            return
         if request.path == "/v1/models" and len(self._models) > 1:
-            await self._list_models(request, send)
+            await self._list_models(request, answer)
             return
         model = self._model_of(request)
         if model is None:
             known = ", ".join(sorted(self._by_name))
-            await _refuse(send, 404, f"no such model here: there are {known}")
+            await answer.refuse(404, f"no such model here: there are {known}")
             return
-        await self._pass_on(model.backend, request, send)
+        await self._pass_on(model.backend, request, answer)
 
     def _model_of(self, request: HttpRequest) -> ServedModel | None:
         """Whom the request is for; None: nobody has the model that it names."""
@@ -125,67 +227,107 @@ class Ingress:
             return self._models[0]
         return self._by_name.get(name) if isinstance(name, str) else None
 
-    async def _pass_on(self, backend: Backend, request: HttpRequest, send: Any) -> None:
+    async def _pass_on(self, backend: Backend, request: HttpRequest, answer: Answer) -> None:
         for attempt in range(1, self._attempts + 1):
-            has_begun = False
             try:
-                async for piece in backend.answer(request):
-                    if isinstance(piece, Head):
-                        has_begun = True
-                        await send(_start(piece))
-                    else:
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                async with aclosing(_closable(backend.answer(request))) as pieces:
+                    async for piece in pieces:
+                        await answer.pass_on(piece)
+                await answer.end()
             except REPLICA_GONE as error:
-                if has_begun:
-                    raise
                 logger.warning("a replica has gone, attempt %d: %s", attempt, type(error).__name__)
+                if answer.has_begun:
+                    await answer.break_off("the replica that was answering has died: ask again")
+                    return
+                await asyncio.sleep(REPLICA_RETRY_PAUSE_S)
+            except (NoReplicaError, *TOO_MANY) as error:
+                await answer.refuse(503, str(error))
+                return
+            except Exception:
+                if answer.has_begun:
+                    raise
+                logger.exception("%s %s", request.method, request.path)
+                await answer.refuse(500, "the replica failed on this request; its log says why")
+                return
             else:
                 return
-        await _refuse(send, 503, f"{self._attempts} replicas died one after another: try later")
+        await answer.refuse(503, f"{self._attempts} replicas died one after another: try later")
 
-    async def _list_models(self, request: HttpRequest, send: Any) -> None:
-        """All models in one list."""
-        answers = await asyncio.gather(
-            *(_whole(model.backend.answer(request)) for model in self._models)
+    async def _list_models(self, request: HttpRequest, answer: Answer) -> None:
+        """All models in one list, without those that have no replica."""
+        found = await asyncio.gather(
+            *(_whole(model.backend.answer(request)) for model in self._models),
+            return_exceptions=True,
         )
         listed: list[Any] = []
-        for head, body in answers:
-            if head.status != 200:
-                await _send_whole(send, head.status, body)
-                return
-            listed += json.loads(body)["data"]
-        await _send_whole(send, 200, json.dumps({"object": "list", "data": listed}).encode())
+        for each in found:
+            if isinstance(each, _Whole) and each.head.status == 200:
+                listed += json.loads(each.body)["data"]
+        failed = [each for each in found if not isinstance(each, _Whole)]
+        if failed and not listed:
+            await answer.refuse(503, "no model has a replica yet: try later")
+            return
+        if not failed and not listed:
+            # Refused by all, for want of an API key for instance: what the first one says.
+            first = next(each for each in found if isinstance(each, _Whole))
+            await answer.whole(first.head.status, first.body)
+            return
+        await answer.whole(200, json.dumps({"object": "list", "data": listed}).encode())
 
 
-async def _whole(pieces: AsyncIterator[Head | bytes]) -> tuple[Head, bytes]:
+@dataclass(frozen=True)
+class _Refusal:
+    status: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Whole:
+    head: Head
+    body: bytes
+
+
+class _ClientLeftError(Exception):
+    """Nobody waits for an answer any more."""
+
+
+async def _closable(pieces: AsyncIterator[Head | bytes]) -> Any:
+    """`pieces` as a generator: closing it closes them where they can be closed."""
+    try:
+        async for piece in pieces:
+            yield piece
+    finally:
+        close = getattr(pieces, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def _whole(pieces: AsyncIterator[Head | bytes]) -> _Whole:
     head, body = Head(502, []), b""
     async for piece in pieces:
         if isinstance(piece, Head):
             head = piece
         else:
             body += piece
-    return head, body
+    return _Whole(head, body)
 
 
-async def _body(receive: Any, most: int) -> bytes | None:
-    """The whole body; None: the client has left.
+async def _tell_metrics(backends: Sequence[MeteredBackend], answer: Answer) -> None:
+    """Those of all replicas of all models that answer."""
+    found = await asyncio.gather(*(each.metrics() for each in backends), return_exceptions=True)
+    pages = [page for pages in found if not isinstance(pages, BaseException) for page in pages]
+    if not pages:
+        await answer.refuse(503, "no replica has told its metrics in time: try later")
+        return
+    text = await asyncio.to_thread(merge, pages)
+    await answer.whole(200, text, [(b"content-type", CONTENT_TYPE)])
 
-    Raises:
-        ValueError: it is longer than `most` bytes.
-    """
-    parts: list[bytes] = []
-    total = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(bytes(message.get("body", b"")))
-        total += len(parts[-1])
-        if total > most:
-            raise ValueError(f"the request has more than {most} bytes, the most that is taken here")
-        if not message.get("more_body", False):
-            return b"".join(parts)
+
+def _path(scope: Message) -> str:
+    """The path as vLLM knows it: an application may be mounted below a `route_prefix`."""
+    path: str = scope["path"]
+    prefix = scope.get("root_path", "")
+    return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
 async def _left(receive: Any) -> None:
@@ -201,37 +343,23 @@ async def _live(receive: Any, send: Any) -> None:
             return
 
 
-def _start(head: Head) -> Message:
-    # The length is known to whoever sends the pieces on.
-    return {"type": "http.response.start", "status": head.status, "headers": head.headers}
-
-
-async def _refuse(send: Any, status: int, reason: str) -> None:
-    """An error as OpenAI's API has them."""
-    error = {"message": reason, "type": "invalid_request_error", "param": None, "code": status}
-    await _send_whole(send, status, json.dumps({"error": error}).encode())
-
-
-async def _send_whole(send: Any, status: int, body: bytes) -> None:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
 class IngressReplica:
     """The ingress in a Serve deployment, in front of deployments of `EngineReplica`."""
 
     def __init__(
-        self, handles: Sequence[Any], names: Sequence[Sequence[str]], max_body: int, attempts: int
+        self,
+        handles: Sequence[Any],
+        names: Sequence[Sequence[str]],
+        max_body: int,
+        attempts: int,
+        wait_s: float = REPLICA_WAIT_S,
+        max_held: int = 1 << 30,
     ) -> None:
         models = [
-            ServedModel(called, ReplicaBackend(handle.options(stream=True)))
+            ServedModel(called, ReplicaBackend(handle.options(stream=True), wait_s))
             for handle, called in zip(handles, names, strict=True)
         ]
-        self._ingress = Ingress(models, max_body, attempts)
+        self._ingress = Ingress(models, max_body, attempts, max_held)
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
         """The application; Serve asks for it once."""

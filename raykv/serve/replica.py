@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
+import prometheus_client
 import ray
+from ray import serve
 
-from raykv import vllm_command
+from raykv import models, vllm_command
 from raykv.actors.processes import end_children
 from raykv.deadlines import ENGINE_LOOK_S
-from raykv.serve.arguments import ModelArguments, parse, plan_of
+from raykv.serve.arguments import SMALL_MODEL, ModelArguments, parse, plan_of
 from raykv.serve.http import AsgiApp, Head, HttpRequest, drive
+from raykv.serve.metrics import ReplicaMetrics
+from raykv.vllm.plugin import REPLICA_VARIABLE
 
 logger = logging.getLogger("ray.serve")
 
@@ -23,46 +27,78 @@ logger = logging.getLogger("ray.serve")
 class EngineReplica:
     """Serves requests of one model. A dead engine ends the replica at once; Serve makes another."""
 
+    # What `__del__` needs of a replica that could not be made.
+    _watch: asyncio.Task[None] | None = None
+    _stack: AsyncExitStack | None = None
+
     async def __init__(  # type: ignore[misc]
         self, model: Mapping[str, Any], settings: Mapping[str, str]
     ) -> None:
         self._model = parse(ModelArguments, model)
         self._engine: Any = None
         self._stack = AsyncExitStack()
-        self._app: AsgiApp = await self._start(settings)
+        self._app: AsgiApp = await self._start(settings, self._stack)
         self._watch = asyncio.create_task(self._end_with_engine())
 
-    async def handle_http(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
-        """Answer a request: a head, then the body's pieces."""
-        async for piece in drive(self._app, request):
-            if isinstance(piece, Head) and piece.status >= 500 and self._engine.errored:
-                # The caller is to see that the replica has gone, and to try another one.
-                await self._watch
-            yield piece
+    async def handle_http(self, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
+        """Answer a request: a head, then the body's pieces.
+
+        The head comes with the first of them: until then the caller can try another replica.
+        """
+        held: Head | None = None
+        async with aclosing(drive(self._app, request)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Head):
+                    held = piece
+                    continue
+                if held is not None:
+                    await self._still_there()
+                    yield held
+                    held = None
+                yield piece
+        if held is not None:
+            await self._still_there()
+            yield held
+
+    async def metrics(self) -> ReplicaMetrics:
+        """What the `/metrics` of a server of vLLM's would answer."""
+        context = serve.get_replica_context()
+        text = await asyncio.to_thread(prometheus_client.generate_latest)
+        return ReplicaMetrics(context.deployment, context.replica_tag, text.decode())
 
     async def check_health(self) -> None:
         """Raises if the engine is dead."""
         await self._engine.check_health()
 
     async def __del__(self) -> None:
-        # Serve awaits it when the replica is to end.
-        self._watch.cancel()
-        await self._stack.aclose()
+        # Serve awaits it when the replica is to end, be it half made.
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._stack is not None:
+            await self._stack.aclose()
+        end_children()
 
-    async def _start(self, settings: Mapping[str, str]) -> AsgiApp:
+    async def _start(self, settings: Mapping[str, str], stack: AsyncExitStack) -> AsgiApp:
         """The engine, and vLLM's application around it."""
+        model = await asyncio.to_thread(_with_folder, self._model)
         context = ray.get_runtime_context()
         plan = plan_of(
-            self._model, ray_address=context.gcs_address, node_id=context.get_node_id(), **settings
+            model, ray_address=context.gcs_address, node_id=context.get_node_id(), **settings
         )
         os.environ.update(plan.environment(os.environ, is_cpu_build=vllm_command.is_cpu_build()))
+        os.environ[REPLICA_VARIABLE] = str(os.getpid())
         argv = plan.vllm_args(context.gcs_address)
-        if self._model.raykv is None:
+        if model.raykv is None:
             argv = ["serve", plan.model, *plan.flags]
         from raykv.serve.vllm_app import start
 
-        self._engine, app = await start(argv[1:], self._stack)
+        self._engine, app = await start(argv[1:], stack)
         return app
+
+    async def _still_there(self) -> None:
+        """Return if the engine lives. Else the process ends here, and the caller sees it gone."""
+        if self._engine.errored and self._watch is not None:
+            await self._watch
 
     async def _end_with_engine(self) -> None:
         """The process ends with its engine: nothing else takes a replica out of rotation at once.
@@ -74,3 +110,12 @@ class EngineReplica:
         logger.error("the engine of this replica has died: the replica ends, Serve starts another")
         end_children()
         os._exit(1)
+
+
+def _with_folder(model: ModelArguments) -> ModelArguments:
+    """The small model by its folder, which is made first if it is not there."""
+    if model.model != SMALL_MODEL:
+        return model
+    folder = models.smollm2(progress=logger.info)
+    engine_args = {"served_model_name": SMALL_MODEL, **model.engine_args}
+    return model.model_copy(update={"model": str(folder), "engine_args": engine_args})

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+
+from raykv.actors.processes import end_with_parent
 
 logger = logging.getLogger("raykv")
 
 
+REPLICA_VARIABLE = "_RAYKV_REPLICA"
+"""Environment variable with the process id of the Serve replica that has started vLLM."""
+
+
 def register() -> None:
     """Register the connector; vLLM calls this in each of its processes, some more than once."""
+    replica = os.environ.get(REPLICA_VARIABLE)
+    if replica is not None:
+        # EngineCore looks after its workers; nobody but its replica looks after EngineCore.
+        end_with_parent(int(replica))
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "RayKVConnector" in KVConnectorFactory._registry:
