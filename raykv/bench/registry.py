@@ -42,6 +42,7 @@ BENCHMARKS = {
         Benchmark("ttft", "time to first token by where a prompt's KV comes from"),
         Benchmark("throughput", "requests per second with and without RayKV and reuse"),
         Benchmark("restart", "what a pool adds to an engine's start"),
+        Benchmark("disaggregated", "prefill and decode engines apart, beside one that does both"),
         Benchmark("directory", "the scheduler actor's chunks: rates, and bytes of memory for each"),
     )
 }
