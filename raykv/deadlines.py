@@ -289,6 +289,13 @@ SERVE_LEFTOVER_S = 5.0
 SERVE_LOOK_S = 0.2
 """How often `raykv serve` looks whether it was asked to stop."""
 
+PREFILL_PROBE_S = 5.0
+"""For prefill engines that have failed to answer a prompt of one token: busy ones may have a few
+long prompts before it. Meanwhile the decode engines compute all prompts."""
+
+PREFILL_PROBE_PAUSE_S = 1.0
+"""Between two such tries: Ray Serve takes 10 s or more to start another engine."""
+
 ENGINE_LOOK_S = 0.1
 """How often a Serve replica looks whether its engine lives: a dead one takes requests as long."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
@@ -32,8 +34,14 @@ class LocalNode:
         stop_group(self.process_group)
 
 
-def add_local_node(address: str, object_store_bytes: int = OBJECT_STORE_BYTES) -> LocalNode:
+def add_local_node(
+    address: str,
+    object_store_bytes: int = OBJECT_STORE_BYTES,
+    resources: Mapping[str, float] | None = None,
+) -> LocalNode:
     """Start one more Ray node on this host, in a process group of its own; joins the cluster.
+
+    `resources` are custom ones, which it has beside this host's.
 
     Raises:
         ClusterError: it did not start.
@@ -42,6 +50,7 @@ def add_local_node(address: str, object_store_bytes: int = OBJECT_STORE_BYTES) -
     before = _alive()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
     command += ["--disable-usage-stats", f"--object-store-memory={object_store_bytes}"]
+    command += [f"--resources={json.dumps(dict(resources or {}))}"]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment.setdefault("RAY_AUTH_MODE", "token")
     with tempfile.TemporaryFile("w+") as output:

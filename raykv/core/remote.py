@@ -119,6 +119,8 @@ class RemoteChunks:
         # Who waits for the answer about a key, and for a key that is being stored elsewhere.
         self._askers: dict[Key, list[RequestState]] = {}
         self._repeated: dict[Key, None] = {}
+        # Requests that the answer at hand has told nothing about a key that must come, by identity.
+        self._doubting: dict[int, RequestState] = {}
         self._announced: deque[tuple[Key, Handle]] = deque(maxlen=MAX_QUESTIONS)
         self._lost: deque[tuple[str, bytes, int]] = deque(maxlen=MAX_QUESTIONS)
 
@@ -136,7 +138,9 @@ class RemoteChunks:
 
     def ask(self, request: RequestState, keys: Iterable[Key]) -> None:
         """Have the scheduler actor asked who has `keys`, unless this request has asked before."""
-        if not self.has_peers or not request.is_known:
+        # An engine that had nothing to do may not have heard of its peers yet.
+        has_peers = self.has_peers or request.options.prefilled
+        if not has_peers or not request.is_known:
             return
         for key in keys:
             if key in request.asked:
@@ -217,10 +221,14 @@ class RemoteChunks:
                 if source.node_id == own_id and source.node_epoch == own_epoch
             ]
             others = tuple(source for source in sources if source.node_id != own_id)
-            self._settle(key, others, position in pending)
+            self._settle(key, others, is_pending=position in pending, is_there=bool(sources))
+        while self._doubting:
+            self._doubting.popitem()[1].repeats_left -= 1
         return local
 
-    def _settle(self, key: Key, sources: tuple[Replica, ...], is_pending: bool) -> None:
+    def _settle(
+        self, key: Key, sources: tuple[Replica, ...], *, is_pending: bool, is_there: bool
+    ) -> None:
         if is_pending:
             if key in self._askers:
                 self._repeated[key] = None
@@ -230,10 +238,20 @@ class RemoteChunks:
             return
         self._repeated.pop(key, None)
         for request in self._askers.pop(key, ()):
-            request.unanswered.discard(key)
             request.pending.discard(key)
+            if not is_there and request.repeats_left:
+                self._doubt(request, key)
+                continue
+            request.unanswered.discard(key)
             if sources:
                 request.found[key] = sources
+
+    def _doubt(self, request: RequestState, key: Key) -> None:
+        """Ask again: the announcement is on its way."""
+        request.unanswered.add(key)
+        self._askers.setdefault(key, []).append(request)
+        self._repeated[key] = None
+        self._doubting[id(request)] = request
 
     def finish_request(self, request: RequestState) -> None:
         """It waits for nothing any more."""
@@ -313,7 +331,9 @@ class RemoteChunks:
         return Lookup.HIT_PENDING
 
     def _is_worth_it(self, request: RequestState) -> bool:
-        """Compare the times for all that was found so far."""
+        """Compare the times for all that was found so far, unless computing is what to avoid."""
+        if request.options.prefilled:
+            return True
         num_bytes = 0
         tokens: dict[int, int] = {}
         for key in request.found:

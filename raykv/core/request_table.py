@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import ValuesView
 from dataclasses import dataclass, field
 
-from raykv.core.requests import Miss, RequestOptions, RequestState
+from raykv.core.requests import PREFILLED_REPEATS, Miss, RequestOptions, RequestState
 
 
 @dataclass
@@ -20,7 +20,8 @@ class RequestTable:
 
     def start(self, request_id: str, options: RequestOptions) -> None:
         """A request is new."""
-        self._requests[request_id] = RequestState(options)
+        repeats = PREFILLED_REPEATS if options.prefilled else 0
+        self._requests[request_id] = RequestState(options, repeats_left=repeats)
         if options.load:
             self.plain.add(request_id)
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from raykv.messages import Handle
 from raykv.types import Epoch, Generation, Key, Lookup, MissReason, NodeId
 
+PREFILLED_REPEATS = 10
+"""Answers that a `prefilled` request does not believe. An announcement leaves the engine before the
+step that computes the chunk, so that it is late by milliseconds at most. With one answer each
+`REPEAT_PAUSE_S` it is a fifth of a second, which is what a prompt costs that was not stored."""
+
 
 @dataclass(frozen=True)
 class Replica:
@@ -19,10 +24,16 @@ class Replica:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request allows: `load` from the cache, `store` into it."""
+    """What a request allows: `load` from the cache, `store` into it.
+
+    `prefilled`: another engine has just computed the prompt for it. Its chunks are announced or on
+    their way to be, so that nobody's having them is not the last word; and they are fetched
+    however fast this engine computes, which has other requests to serve.
+    """
 
     load: bool = True
     store: bool = True
+    prefilled: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,8 @@ class RequestState:
     `unanswered`, some `pending` (being stored elsewhere), some `found`; the others are a MISS.
     `asking_since` is when a lookup first found a key without an answer. `fetches`: whether the
     found ones are worth a fetch, once that is decided. `unfetched`: found ones that did not come.
-    `miss` is what the latest lookup that was a MISS did not find.
+    `miss` is what the latest lookup that was a MISS did not find. `repeats_left`: how many more
+    answers without a sign of some key are not believed.
     """
 
     options: RequestOptions
@@ -57,6 +69,7 @@ class RequestState:
     unfetched: dict[Key, MissReason] = field(default_factory=dict)
     miss: Miss | None = None
     is_known: bool = True
+    repeats_left: int = 0
 
     def barrier(self, key: Key) -> MissReason | None:
         """Why this request must not have a chunk, should it be here."""

@@ -20,6 +20,7 @@ __all__ = [
     "ServePlan",
     "StopRequests",
     "build_app",
+    "build_disaggregated_app",
     "build_openai_app",
     "plan_serve",
     "run_server",
@@ -37,6 +38,23 @@ def build_app(args: Mapping[str, Any]) -> Application:
         SettingError: an argument is unknown, malformed, or contradicts another one.
     """
     from raykv.serve.app import build_app as build
+
+    return build(args)
+
+
+def build_disaggregated_app(args: Mapping[str, Any]) -> Application:
+    """Prefill engines compute long prompts, decode engines answer; OpenAI-compatible over HTTP.
+
+    Each kind may have any number of replicas, on nodes of its own. They share KV through RayKV;
+    when no prefill engine answers, the decode engines compute.
+
+    Args:
+        args: see `raykv.serve.disaggregated_arguments.DisaggregatedArguments`.
+
+    Raises:
+        SettingError: an argument is unknown, malformed, or contradicts another one.
+    """
+    from raykv.serve.disaggregated import build_disaggregated_app as build
 
     return build(args)
 

@@ -1,4 +1,4 @@
-"""What clients may say: `kv_transfer_params` of a request, of which four keys have an effect."""
+"""What clients may say: `kv_transfer_params` of a request, of which five keys have an effect."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ logger = logging.getLogger("raykv")
 
 PARAMS = ("raykv_load", "raykv_store")
 """Truth values that say what the request may do; both are true."""
+
+PREFILLED = "raykv_prefilled"
+"""True: another engine has just computed the prompt, see `RequestOptions`. What puts prefill and
+decode engines together says so; from a client it can cost its own request a wait or a fetch."""
 
 HINTS = ("raykv_pin_s", "raykv_priority")
 """Wishes for the chunks of the prompt, where the setting `client_hints` allows them: a number of
@@ -38,6 +42,8 @@ def documented(params: Any) -> dict[str, bool | float] | None:
             # A client's mistake must not fail its request, nor what it sends fill the log.
             kind = type(value).__name__
             logger.debug("kv_transfer_params: %s is a %s, not a bool; ignored", name, kind)
+    if params.get(PREFILLED) is True:
+        kept[PREFILLED] = True
     for name in HINTS:
         value = params.get(name)
         if value is None:
@@ -61,7 +67,9 @@ def request_options(params: Any) -> RequestOptions:
     """What a request's `kv_transfer_params` allow."""
     known = documented(params) or {}
     return RequestOptions(
-        load=bool(known.get("raykv_load", True)), store=bool(known.get("raykv_store", True))
+        load=bool(known.get("raykv_load", True)),
+        store=bool(known.get("raykv_store", True)),
+        prefilled=PREFILLED in known,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a client may say in `kv_transfer_params`: four keys. Nothing else has any effect."""
+"""What a client may say in `kv_transfer_params`: five keys. Nothing else has any effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from raykv.core.requests import RequestOptions
-from raykv.vllm.params import HINTS, PARAMS, documented, hint_of, only_documented, request_options
+from raykv.vllm.params import (
+    HINTS,
+    PARAMS,
+    PREFILLED,
+    documented,
+    hint_of,
+    only_documented,
+    request_options,
+)
 
 VLLM_KEYS = (
     "max_load_tokens",
@@ -47,7 +55,9 @@ VALUES = st.recursive(
     max_leaves=5,
 )
 KEYS = st.one_of(
-    st.sampled_from((*PARAMS, *HINTS, *VLLM_KEYS)), st.text(max_size=12), st.integers(0, 9)
+    st.sampled_from((*PARAMS, *HINTS, PREFILLED, *VLLM_KEYS)),
+    st.text(max_size=12),
+    st.integers(0, 9),
 )
 SENT = st.one_of(VALUES, st.dictionaries(KEYS, VALUES, max_size=6))
 
@@ -60,10 +70,11 @@ def test_only_what_is_documented_has_an_effect(sent: Any) -> None:
         said[name] if isinstance(said.get(name), bool) else True
         for name in ("raykv_load", "raykv_store")
     )
-    assert request_options(sent) == RequestOptions(load, store)
+    prefilled = said.get("raykv_prefilled") is True
+    assert request_options(sent) == RequestOptions(load, store, prefilled)
     kept = documented(sent)
     assert kept is None or (
-        set(kept) <= {*PARAMS, *HINTS}
+        set(kept) <= {*PARAMS, *HINTS, PREFILLED}
         and all(type(kept.get(name, True)) is bool for name in PARAMS)
     )
     hint = hint_of(sent)

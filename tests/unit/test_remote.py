@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 import raykv.core.view
+from raykv.core.cost import FetchCost, Rates
 from raykv.core.remote import ChunkSize, FetchOrder, RemoteSettings
-from raykv.core.requests import Replica, RequestOptions
+from raykv.core.requests import PREFILLED_REPEATS, Replica, RequestOptions
 from raykv.core.view import EngineView
 from raykv.messages import (
     MAX_KEYS,
@@ -200,6 +201,98 @@ def test_key_that_nobody_has_is_a_miss_for_the_request_and_is_not_asked_again(
     start(view, "later")
     assert look(view, "a", request="later") == [RETRY]
     assert asked(take(view)) == "a"
+
+
+# Prompts that another engine has just computed
+
+
+def prefilled(view: EngineView, names: str, request: str = "p") -> SyncRequest:
+    """A request whose prompt was computed elsewhere asks for its chunks."""
+    view.start_request(request, RequestOptions(prefilled=True))
+    view.ask(request, keys(names))
+    return take(view)
+
+
+def test_prefilled_request_waits_for_an_announcement_that_is_late(view: EngineView) -> None:
+    question = prefilled(view, "ab")
+    apply(view, question, replicas=told(question, "a:one"))
+    assert look(view, "ab", request="p") == [HIT_PENDING, RETRY]
+    assert view.remote.has_repeats
+    question = take(view)
+    assert asked(question) == "b"
+    apply(view, question, replicas=told(question, pending="b"))
+    assert look(view, "b", request="p") == [HIT_PENDING]
+    question = take(view)
+    apply(view, question, replicas=told(question, "b:one"))
+    assert look(view, "b", request="p") == [HIT_PENDING]
+    assert [order.key for order in view.remote.take_orders()] == keys("ab")
+    assert not view.remote.has_repeats
+
+
+def test_prefilled_request_believes_in_the_end_that_nobody_has_its_chunks(
+    view: EngineView,
+) -> None:
+    question = prefilled(view, "ab")
+    for _ in range(PREFILLED_REPEATS):
+        assert asked(question) == "ab"
+        apply(view, question, replicas=told(question))
+        assert look(view, "ab", request="p") == [RETRY, RETRY]
+        question = take(view)
+    apply(view, question, replicas=told(question))
+    assert look(view, "ab", request="p") == [MISS, MISS]
+    assert asked(take(view)) == ""
+
+
+def test_prefilled_request_asks_although_no_peers_are_known(view: EngineView) -> None:
+    apply(view, has_peers=False)
+    assert asked(prefilled(view, "a")) == "a"
+
+
+def test_prefilled_request_believes_that_its_own_node_has_a_chunk(view: EngineView) -> None:
+    question = prefilled(view, "a")
+    apply(view, question, replicas=told(question, "a:own"))
+    assert look(view, "a", request="p") == [HIT]
+    assert not view.remote.has_repeats
+
+
+def test_prefilled_request_does_not_outwait_the_deadline_for_answers(view: EngineView) -> None:
+    question = prefilled(view, "a")
+    assert look(view, "a", 0.0, "p") == [RETRY]
+    apply(view, question, replicas=told(question))
+    assert look(view, "a", QUERY_S - 0.1, "p") == [RETRY]
+    assert look(view, "a", QUERY_S, "p") == [MISS]
+
+
+def test_other_requests_do_not_doubt_an_answer(view: EngineView) -> None:
+    view.ask("r", keys("a"))
+    question = prefilled(view, "a")
+    apply(view, question, replicas=told(question))
+    assert look(view, "a", request="r") == [MISS]
+    assert look(view, "a", request="p") == [RETRY]
+    view.finish_request("p")
+    assert asked(take(view)) == ""
+
+
+def test_chunk_of_a_prefilled_request_whose_store_failed_is_asked_for_again(
+    view: EngineView,
+) -> None:
+    question = prefilled(view, "a")
+    apply(view, question, replicas=told(question, pending="a"))
+    question = take(view)
+    apply(view, question, replicas=told(question))
+    assert look(view, "a", request="p") == [RETRY]
+    assert asked(take(view)) == "a"
+
+
+def test_prefilled_prompt_is_fetched_although_computing_is_faster(view: EngineView) -> None:
+    view.remote.cost = FetchCost(Rates(fetch_bytes_per_s=1.0, prefill_tokens_per_s=1e9))
+    question = prefilled(view, "a")
+    view.ask("r", keys("b"))
+    apply(view, question, replicas=told(question, "a:one"))
+    question = take(view)
+    apply(view, question, replicas=told(question, "b:one"))
+    assert look(view, "b", request="r") == [MISS]
+    assert look(view, "a", request="p") == [HIT_PENDING]
 
 
 # Asking

@@ -1,0 +1,219 @@
+"""The proxy between prefill and decode engines, with engines that are scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve")
+
+from ray.exceptions import ActorDiedError
+
+import raykv.serve.disaggregated_proxy as proxy
+from raykv.serve.disaggregated_proxy import COURSE_HEADER, DisaggregatedBackend
+from raykv.serve.disaggregated_requests import COMPLETIONS, Course, Handover
+from raykv.serve.http import Head, HttpRequest
+
+Script = Callable[[], Awaitable[int]]
+
+
+async def well() -> int:
+    return 200
+
+
+async def refuse() -> int:
+    return 400
+
+
+async def die() -> int:
+    await asyncio.sleep(0)
+    raise ActorDiedError
+
+
+async def hang() -> int:
+    await asyncio.Event().wait()
+    return 200
+
+
+@dataclass
+class Engine:
+    """Answers with the status that its script gives; a probe with that of `probed`."""
+
+    script: Script = well
+    probed: Script = well
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    num_probes: int = 0
+    num_left: int = 0
+
+    async def answer(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
+        body = json.loads(request.body)
+        is_probe = body["prompt"] == [1]
+        self.num_probes += is_probe
+        if not is_probe:
+            self.requests.append(body)
+        try:
+            status = await (self.probed if is_probe else self.script)()
+            yield Head(status, [(b"x-own", b"1")])
+            yield b"one"
+            yield b"two"
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_left += 1
+            raise
+
+
+@dataclass
+class Pair:
+    """Both kinds of engines, and what was counted."""
+
+    prefill: Engine = field(default_factory=Engine)
+    decode: Engine = field(default_factory=Engine)
+    courses: list[Course] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.backend = DisaggregatedBackend(
+            "m", self.prefill, self.decode, Handover(min_prompt_tokens=4), 0.05, self.courses.append
+        )
+
+    async def ask(self, length: int = 4) -> list[Head | bytes]:
+        body = json.dumps({"prompt": [7] * length}).encode()
+        request = HttpRequest("POST", COMPLETIONS, b"", [], body)
+        return [piece async for piece in self.backend.answer(request)]
+
+
+@pytest.fixture(autouse=True)
+def _quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "PREFILL_PROBE_S", 0.05)
+    monkeypatch.setattr(proxy, "PREFILL_PROBE_PAUSE_S", 0.001)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_decode_engine_is_asked_once_the_prefill_engine_has_answered() -> None:
+    async def run() -> None:
+        pair, may_end = Pair(), asyncio.Event()
+
+        async def wait() -> int:
+            await may_end.wait()
+            return 200
+
+        pair.prefill.script = wait
+        asked = asyncio.create_task(pair.ask())
+        await until(lambda: len(pair.prefill.requests) == 1)
+        assert pair.decode.requests == []
+        may_end.set()
+        assert await asked == [
+            Head(200, [(b"x-own", b"1"), (COURSE_HEADER, b"prefilled")]),
+            b"one",
+            b"two",
+        ]
+        assert pair.prefill.requests[0]["max_tokens"] == 1
+        assert pair.decode.requests[0]["kv_transfer_params"] == {"raykv_prefilled": True}
+        assert pair.courses == [Course.PREFILLED]
+
+    asyncio.run(run())
+
+
+def test_short_prompt_never_sees_a_prefill_engine() -> None:
+    async def run() -> None:
+        pair = Pair()
+        await pair.ask(3)
+        assert (pair.prefill.requests, pair.courses) == ([], [Course.SHORT])
+        assert "kv_transfer_params" not in pair.decode.requests[0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("script", "course"), [(die, Course.LOST), (hang, Course.LATE)])
+def test_prefill_engine_that_fails_is_left_alone_until_it_answers_again(
+    script: Script, course: Course, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        pair = Pair(Engine(script, probed=script))
+        with caplog.at_level(logging.WARNING, logger="ray.serve"):
+            await asyncio.gather(*(pair.ask() for _ in range(3)))
+        assert pair.courses == [course] * 3
+        await pair.ask()
+        assert pair.courses[3:] == [Course.SKIPPED]
+        assert len(pair.decode.requests) == 4
+        assert all("kv_transfer_params" not in each for each in pair.decode.requests)
+        assert len(caplog.records) == 1, caplog.text
+        await until(lambda: pair.prefill.num_probes > 1)
+        await pair.ask()
+        assert pair.courses[4:] == [Course.SKIPPED]
+        pair.prefill.script = pair.prefill.probed = well
+        await until(lambda: pair.backend._return is None)
+        await pair.ask()
+        assert pair.courses[5:] == [Course.PREFILLED]
+
+    asyncio.run(run())
+
+
+def test_late_prefill_is_taken_back() -> None:
+    async def run() -> None:
+        pair = Pair(Engine(hang))
+        await pair.ask()
+        assert (pair.courses, pair.prefill.num_left) == ([Course.LATE], 1)
+
+    asyncio.run(run())
+
+
+def test_refused_prefill_is_the_decode_engines_to_explain_and_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        pair = Pair(Engine(refuse), Engine(refuse))
+        with caplog.at_level(logging.WARNING, logger="ray.serve"):
+            for _ in range(2):
+                head, *_ = await pair.ask()
+                assert head == Head(400, [(b"x-own", b"1"), (COURSE_HEADER, b"refused")])
+        assert pair.courses == [Course.REFUSED] * 2
+        assert len(pair.prefill.requests) == 2
+        assert len(caplog.records) == 1, caplog.text
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_during_the_prefill_takes_its_request_back() -> None:
+    async def run() -> None:
+        pair = Pair(Engine(hang))
+        pair.backend._deadline_s = 60.0
+        asked = asyncio.create_task(pair.ask())
+        await until(lambda: len(pair.prefill.requests) == 1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert (pair.prefill.num_left, pair.decode.requests) == (1, [])
+        assert pair.backend._return is None, "that says nothing about the engine"
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_during_the_answer_takes_its_request_back() -> None:
+    async def run() -> None:
+        pair = Pair()
+        body = json.dumps({"prompt": [7] * 4}).encode()
+        pieces: Any = pair.backend.answer(HttpRequest("POST", COMPLETIONS, b"", [], body))
+        assert isinstance(await anext(pieces), Head)
+        await pieces.aclose()
+        assert pair.decode.num_left == 1
+
+    asyncio.run(run())
+
+
+def test_decode_engine_that_dies_is_the_callers_to_replace() -> None:
+    async def run() -> None:
+        pair = Pair(decode=Engine(die))
+        with pytest.raises(ActorDiedError):
+            await pair.ask()
+
+    asyncio.run(run())
