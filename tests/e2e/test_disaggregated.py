@@ -203,7 +203,7 @@ def test_short_prompt_is_left_to_the_decode_engine(application: Application) -> 
 
 
 def test_refusal_is_about_the_clients_own_request(application: Application) -> None:
-    body = {"prompt": prompt(4, 200), "max_tokens": 900, "temperature": 0}
+    body = {"prompt": prompt(4, 200), "max_tokens": -1, "temperature": 0}
     answer = application.post("/v1/completions", body)
     assert (answer.status, answer.course) == (400, "prefilled")
     body = {"prompt": prompt(4, 200), "max_tokens": 4, "temperature": -1}

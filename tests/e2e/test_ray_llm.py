@@ -155,7 +155,7 @@ def test_batch_workers_load_what_the_replica_computed(
     with openai.OpenAI(base_url=url, api_key="none") as client:
         answer = client.chat.completions.create(model="tiny", messages=chat, max_tokens=8)
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == 8
+    assert 0 < answer.usage.completion_tokens <= 8
     (first,) = asked(cluster, 0, 1)
     assert first.node_id == application.node_id
     assert first.record.loaded == first.record.own == 0
