@@ -8,15 +8,12 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 # What measures no time runs beside what does, and beside what mostly waits: Ray and engines.
-CALM_CONTRACTS := $(addprefix tests/contract/test_,copy_backends.py copy_kernel.py device_link.py \
-	handover.py integrity.py listing.py read.py)
-# Applications of Ray Serve take minutes to start, on a Ray cluster of their own.
-SERVE_TESTS := $(addprefix tests/e2e/test_,disaggregated.py ray_llm.py ray_serve.py)
+CALM_CONTRACTS := $(addprefix tests/contract/test_,canonical.py copy_backends.py copy_kernel.py \
+	device_link.py handover.py integrity.py listing.py read.py)
 LIVE_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/test_*.py)) \
-	tests/integration $(filter-out $(SERVE_TESTS),$(wildcard tests/e2e/test_*.py)) \
-	tests/test_serve_command.py
-PURE_TESTS := $(filter-out $(LIVE_TESTS) tests/contract tests/e2e, \
-	$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)) $(CALM_CONTRACTS)
+	tests/integration tests/e2e tests/test_serve_command.py
+PURE_TESTS := $(filter-out $(LIVE_TESTS) tests/contract,$(patsubst %/,%,$(wildcard tests/*/)) \
+	$(wildcard tests/test_*.py)) $(CALM_CONTRACTS)
 
 # Once per invocation, not at every use.
 PYTHON := $(PYTHON)
@@ -26,12 +23,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.raykv-$(EXTRA)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean distclean
+.PHONY: help setup demo test test-extended lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       set up, then run `raykv demo`   (DEMO_ARGS=...)'
 	@echo 'make test       set up, then lint and pytest    (PYTEST_ARGS=...)'
+	@echo 'make test-extended  applications of Ray Serve, long benchmarks: 15 minutes of engine starts'
 	@echo 'make lint       ruff and mypy only'
 	@echo 'make format     let ruff rewrite the sources'
 	@echo 'make setup      make $(VENV) with RayKV and vLLM in it; done again when pyproject.toml changes'
@@ -50,17 +48,19 @@ demo: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint
 	@mkdir -p build
-	@{ nice -n 10 $(BIN)/pytest $(PURE_TESTS); pure=$$?; \
-		$(BIN)/pytest $(SERVE_TESTS) && test $$pure -eq 0; } >build/beside.log 2>&1 & beside=$$!; \
-	trap 'pkill -P $$beside; kill $$beside 2>/dev/null' EXIT; \
+	@nice -n 10 $(BIN)/pytest $(PURE_TESTS) >build/pure-tests.log 2>&1 & pure=$$!; \
+	trap 'kill $$pure 2>/dev/null' EXIT; \
 	$(BIN)/pytest $(LIVE_TESTS); live=$$?; \
-	wait $$beside; beside=$$?; trap - EXIT; \
-	cat build/beside.log; \
-	test $$live -eq 0 && test $$beside -eq 0
+	wait $$pure; pure=$$?; trap - EXIT; \
+	cat build/pure-tests.log; \
+	test $$live -eq 0 && test $$pure -eq 0
 else
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
 endif
+
+test-extended: lint
+	$(BIN)/pytest -m extended tests/e2e
 
 lint: $(STAMP)
 	$(BIN)/ruff check

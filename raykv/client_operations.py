@@ -285,9 +285,10 @@ class Operations:
             pool_bytes=pool_bytes or settings.pool_bytes,
             pool_path=settings.pool_path if pool_path is None else pool_path,
             slab_bytes=slab_bytes,
+            metrics=(settings.metrics_port, settings.metrics_address, settings.metrics_sd_path),
         )
         scheduler = cluster.scheduler_actor(
-            self.address, settings.eviction_policy, settings.pin_share
+            self.address, settings.eviction_policy, settings.pin_share, settings.metrics_place
         )
         found = deployment.bring_up(self.address, wish, deadline_s, watch)
         # At its first start on a machine the scheduler actor compiles for a quarter of a minute.

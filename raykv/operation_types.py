@@ -173,7 +173,7 @@ class PoolWish(msgspec.Struct, frozen=True):
 
     `on`: "all", a Ray resource like "GPU", or a label as "key=value". `node_ids` names nodes
     instead. `pool_bytes` None: a quarter of what the node has free. `slab_bytes` None: of the size
-    that fits the pool.
+    that fits the pool. `metrics`: port, address and file, as the settings of these names.
     """
 
     version: int
@@ -182,6 +182,7 @@ class PoolWish(msgspec.Struct, frozen=True):
     pool_bytes: int | None = None
     pool_path: str = ""
     slab_bytes: int | None = None
+    metrics: tuple[str, str, str] = ("auto", "", "")
 
 
 class KeptPin(msgspec.Struct, frozen=True):

@@ -401,7 +401,7 @@ def check_wish(wish: PoolWish) -> None:
     """Raises:
     MessageError: it can't be meant.
     """
-    _names("a name", (wish.on, wish.pool_path, *wish.node_ids))
+    _names("a name", (wish.on, wish.pool_path, *wish.node_ids, *wish.metrics))
     _rows("nodes", wish.node_ids)
     for size in (wish.pool_bytes, wish.slab_bytes):
         if size is not None:

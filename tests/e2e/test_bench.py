@@ -12,15 +12,20 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-NAMES = ["fetch", "step", "throughput", "restart", "ttft"]
 
-
-def test_benchmarks_run_and_tell_rows_and_budgets() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["fetch", "step", "ttft"],
+        pytest.param(["throughput", "restart"], marks=pytest.mark.extended),
+    ],
+)
+def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
     pytest.importorskip("vllm")
     command = [
         str(Path(sys.executable).with_name("raykv")),
         "bench",
-        *NAMES,
+        *names,
         "--quick",
         "--repeats",
         "1",
@@ -36,7 +41,7 @@ def test_benchmarks_run_and_tell_rows_and_budgets() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout)["results"]
-    assert [result["benchmark"] for result in results] == NAMES
+    assert [result["benchmark"] for result in results] == names
     for result in results:
         assert result["rows"], result
         assert result["budgets"], result

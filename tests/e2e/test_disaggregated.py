@@ -27,7 +27,7 @@ from raykv.serve.disaggregated_proxy import COURSE_HEADER
 from tests.tiny_tokenizer import write_tiny_tokenizer
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
 
 BLOCK = 32
 MIN_PROMPT_TOKENS = 4 * BLOCK

@@ -18,7 +18,7 @@ from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from tests.waiting import wait_until
 
 pytest.importorskip("pyarrow", reason="raykv[llm] is not installed")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 240.0

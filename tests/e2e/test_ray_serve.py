@@ -29,7 +29,7 @@ from tests.scrapes import scrape
 from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "serve" / "two-models.yaml"
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 6

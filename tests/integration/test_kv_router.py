@@ -7,8 +7,10 @@ That vLLM's own renderer and hashes say the same is tested with a real engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,7 +53,7 @@ TRAITS = {
     "tokens_per_hash": str(CHUNK),
     "chunks": f"0:{CHUNK}",
 }
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 class PlayedReplica:
@@ -67,6 +69,8 @@ class PlayedNodes:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._seqs = itertools.count(1)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._epoch = 0
         for node in NODES:
             self._report(node, Inventory())
@@ -76,18 +80,34 @@ class PlayedNodes:
             attached = self._call("attach", message, EngineAttached)
             assert not attached.error, attached
             self._epoch = attached.epoch
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+        self._beats.start()
+
+    def end(self) -> None:
+        """Say nothing any more."""
+        self._ended.set()
+        self._beats.join(LONG_S)
+
+    def _beat(self) -> None:
+        """Who is silent for seconds counts as dead."""
+        while not self._ended.wait(0.5):
+            for node in NODES:
+                with self._lock, contextlib.suppress(ray.exceptions.RayError):
+                    self._report(node, Inventory())
+                    self._call("sync", SyncRequest(node, self._epoch, next(self._seqs)), SyncReply)
 
     def hold(self, node: str, tokens: list[int]) -> None:
         """Have the node store a prompt's chunks."""
         (keys,) = SCHEME.chunks(tokens).values()
-        request = SyncRequest(node, self._epoch, next(self._seqs), wanted={0: len(keys)})
-        granted = self._call("sync", request, SyncReply).granted
-        assert len(granted.slots) == len(keys), granted
-        sizes = [SLOT_BYTES] * len(keys)
-        stored = Inventory(
-            [SPACE], [0] * len(keys), list(keys), granted.slots, granted.generations, sizes
-        )
-        self._report(node, stored)
+        with self._lock:
+            request = SyncRequest(node, self._epoch, next(self._seqs), wanted={0: len(keys)})
+            granted = self._call("sync", request, SyncReply).granted
+            assert len(granted.slots) == len(keys), granted
+            sizes = [SLOT_BYTES] * len(keys)
+            stored = Inventory(
+                [SPACE], [0] * len(keys), list(keys), granted.slots, granted.generations, sizes
+            )
+            self._report(node, stored)
 
     def _report(self, node: str, stored: Inventory) -> None:
         place = (node, 1, next(self._seqs), 8 * SLAB, SLAB, 0, 0)
@@ -100,7 +120,9 @@ class PlayedNodes:
 @pytest.fixture
 def nodes(cluster: Cluster) -> Iterator[PlayedNodes]:
     cluster.down()
-    yield PlayedNodes(actors.scheduler_actor(cluster.address, "lru"))
+    played = PlayedNodes(actors.scheduler_actor(cluster.address, "lru"))
+    yield played
+    played.end()
     cluster.down()
 
 
@@ -117,6 +139,7 @@ def replicas(cluster: Cluster) -> Iterator[list[Any]]:
         handles.append(played.options(name=name, namespace=SERVE_NAMESPACE).remote())
         identity = ReplicaID(f"r{number}", DeploymentID("played", "app"))
         made.append(RunningReplica(RunningReplicaInfo(identity, node, "", None, name, 256)))
+    ray.get([handle.get_num_ongoing_requests.remote() for handle in handles], timeout=LONG_S)
     yield made
     for handle in handles:
         ray.kill(handle)
@@ -141,6 +164,9 @@ class Routed:
         )
         self.router.initialize_state(model={"model": MODEL})
         self.router.update_replicas(replicas)
+        for replica in replicas:
+            # Serve goes past a replica that does not tell its queue's length within 0.1 s.
+            self.router.on_new_queue_len_info(replica.replica_id, 0)
         self._numbers = itertools.count()
 
     async def until_placing(self) -> None:

@@ -136,6 +136,13 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_metrics() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYKV_METRICS_PORT", "off")
+        yield
+
+
 @pytest.fixture(scope="module")
 def up(cluster: Cluster) -> Iterator[str]:
     """`raykv up` on the one node; its id."""
@@ -191,6 +198,12 @@ def test_up_changes_nothing_the_second_time(cluster: Cluster, up: str) -> None:
     assert "has a pool of 32.0 MiB already" in output
     assert clusters.describe(clusters.find_node_actor(up), 10.0).pid == pid
     run("up", "--pool-bytes", "32MiB", "--ray-address", cluster.address)
+
+
+def test_up_heeds_the_settings_of_metrics_on_later_nodes_too(nodes: Nodes) -> None:
+    status = nodes.cluster.status()
+    assert [node.metrics for node in status.nodes] == ["", ""]
+    assert status.metrics == ""
 
 
 def test_up_names_what_no_node_matches(cluster: Cluster, up: str) -> None:

@@ -96,7 +96,12 @@ def test_other_orders_that_cannot_be_meant_are_refused() -> None:
         check_release(ReleaseOrder(1, "ns", "", [b"k"]))
     with pytest.raises(MessageError):
         check_end(TransferEnd(1, "t" * 5000, "ns"))
-    for wish in (PoolWish(1, pool_bytes=-1), PoolWish(1, slab_bytes=0), PoolWish(1, "x" * 5000)):
+    for wish in (
+        PoolWish(1, pool_bytes=-1),
+        PoolWish(1, slab_bytes=0),
+        PoolWish(1, "x" * 5000),
+        PoolWish(1, metrics=("auto", "x" * 5000, "")),
+    ):
         with pytest.raises(MessageError):
             check_wish(wish)
 
