@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import ray
+
 from raykv.actors import cluster as actors
 from raykv.client import Cluster
 from tests.waiting import wait_until
+
+START_S = 90.0
 
 
 @contextmanager
@@ -15,8 +19,10 @@ def actors_of_one_node(cluster: Cluster, pool_bytes: int) -> Iterator[str]:
     """Both actors, new; the node's id. They are ended afterwards."""
     cluster.down()
     node_id = actors.resolve_node_id("")
-    actors.scheduler_actor(cluster.address, "lru")
-    actors.node_actor(cluster.address, node_id, pool_bytes, 1 << 20, "")
+    scheduler = actors.scheduler_actor(cluster.address, "lru")
+    node = actors.node_actor(cluster.address, node_id, pool_bytes, 1 << 20, "")
+    # On a busy machine that takes longer than a question may.
+    ray.get([actor.__ray_ready__.remote() for actor in (scheduler, node)], timeout=START_S)
     wait_until(lambda: bool(cluster.status().nodes), 60.0, "the NodeActor reports")
     yield node_id
     cluster.down()
