@@ -39,6 +39,10 @@ class Handle:
         self.handle_http = self
         self._pieces = pieces
 
+    def options(self, **options: Any) -> Handle:
+        del options
+        return self
+
     def remote(self, request: HttpRequest) -> Pieces:
         del request
         return self._pieces

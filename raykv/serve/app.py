@@ -11,10 +11,11 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
 from raykv.errors import SettingError
-from raykv.serve.arguments import AppArguments, ModelArguments, parse
+from raykv.serve.arguments import AppArguments, IngressArguments, ModelArguments, parse
 from raykv.serve.ingress import IngressReplica
 from raykv.serve.replica import EngineReplica
 from raykv.serve.route_settings import kv_router_kwargs
+from raykv.serve.validation import complaints
 
 _POLICIES = {
     "round_robin": "raykv.serve.routing:RoundRobinRouter",
@@ -47,36 +48,27 @@ INGRESS_OPTIONS: Mapping[str, Any] = {
 def build_app(args: Mapping[str, Any]) -> Application:
     """See `raykv.serve.build_app`."""
     arguments = parse(AppArguments, args)
-    ingress = arguments.ingress
-    handles = [engine_deployment(model) for model in arguments.models]
-    deployment = _with_options(
-        serve.ingress()(IngressReplica),
-        {"name": "ingress", **INGRESS_OPTIONS, **ingress.deployment},
-        "ingress.deployment",
-    )
-    return deployment.bind(
-        handles,
+    return ingress_deployment(IngressReplica, arguments.ingress).bind(
+        [engine_deployment(model) for model in arguments.models],
         [model.served_names for model in arguments.models],
-        ingress.max_body_bytes,
-        ingress.attempts,
-        ingress.replica_wait_s,
-        ingress.max_held_bytes,
+        arguments.ingress.model_dump(),
     )
 
 
-def engine_deployment(
-    model: ModelArguments, settings: Mapping[str, str] | None = None
-) -> Application:
-    """Replicas of one model, to bind to an ingress.
+def ingress_deployment(replica: type, ingress: IngressArguments) -> serve.Deployment:
+    """What takes an application's requests."""
+    options = {"name": "ingress", **INGRESS_OPTIONS, **ingress.deployment}
+    return _with_options(serve.ingress()(replica), options, "ingress.deployment")
 
-    `settings` are RayKV's that the application decides.
-    """
+
+def engine_deployment(model: ModelArguments) -> Application:
+    """Replicas of one model, to bind to an ingress."""
     options = {**REPLICA_OPTIONS, "name": model.deployment_name, **model.deployment}
     router = router_config(model)
     if router is not None:
         options["request_router_config"] = router
     deployment = _with_options(EngineReplica, options, f"deployment of {model.deployment_name}")
-    return deployment.bind(model.model_dump(), dict(settings or {}))
+    return deployment.bind(model.model_dump())
 
 
 def _with_options(replica: type, options: Mapping[str, Any], place: str) -> serve.Deployment:
@@ -95,8 +87,7 @@ def _with_options(replica: type, options: Mapping[str, Any], place: str) -> serv
     try:
         return serve.deployment(replica).options(**options)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise _refused(place, "; ".join(wrong)) from error
+        raise _refused(place, complaints(error)) from error
     except (TypeError, ValueError) as error:
         raise _refused(place, str(error)) from error
 

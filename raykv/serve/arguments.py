@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -10,27 +10,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from raykv.config import load_settings
 from raykv.deadlines import REPLICA_WAIT_S
 from raykv.errors import SettingError
-from raykv.serve.command import SMALL_MODEL, plan_serve
+from raykv.serve.command import plan_serve
 from raykv.serve.flags import to_flags
-
-__all__ = [
-    "SMALL_MODEL",
-    "AppArguments",
-    "IngressArguments",
-    "ModelArguments",
-    "RouterArguments",
-    "parse",
-    "plan_of",
-]
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[\w.-]+$")]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Arguments, of which none may be unknown."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class RouterArguments(_Strict):
+class RouterArguments(Strict):
     """Which replica a request goes to, see `raykv.serve.routing`.
 
     `policy`: "kv" asks RayKV where a prompt is, with `kwargs` as in `raykv.serve.route_settings`;
@@ -42,7 +34,7 @@ class RouterArguments(_Strict):
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class ModelArguments(_Strict):
+class ModelArguments(Strict):
     """A model and the replicas that serve it."""
 
     model: str
@@ -81,7 +73,7 @@ class ModelArguments(_Strict):
         return self
 
 
-class IngressArguments(_Strict):
+class IngressArguments(Strict):
     """What takes the HTTP requests in front of the replicas."""
 
     deployment: dict[str, Any] = Field(default_factory=dict)
@@ -97,36 +89,45 @@ class IngressArguments(_Strict):
     """Of all requests that are in one ingress replica; what goes beyond is refused with 503."""
 
 
-class AppArguments(_Strict):
+def one_model(given: Any) -> Any:
+    """Arguments of an application with one model: in a list like those with several."""
+    if not isinstance(given, Mapping) or "models" in given:
+        return given
+    model = {key: value for key, value in given.items() if key != "ingress"}
+    return {"models": [model], **{k: v for k, v in given.items() if k == "ingress"}}
+
+
+def check_distinct(models: Sequence[ModelArguments]) -> None:
+    """Raises:
+    ValueError: two have one name.
+    """
+    for what, names in (
+        ("deployment", [model.deployment_name for model in models]),
+        ("served model", [name for model in models for name in model.served_names]),
+    ):
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two {what}s are called {name!r}: name one of them otherwise")
+
+
+class AppArguments(Strict):
     """Of `build_app`: either `models`, or one model's arguments beside `ingress`."""
 
     models: list[ModelArguments] = Field(min_length=1)
     ingress: IngressArguments = Field(default_factory=IngressArguments)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_model(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or "models" in given:
-            return given
-        model = {key: value for key, value in given.items() if key != "ingress"}
-        return {"models": [model], **{k: v for k, v in given.items() if k == "ingress"}}
+    _one_model = model_validator(mode="before")(one_model)
 
     @model_validator(mode="after")
     def _distinct(self) -> AppArguments:
-        for what, names in (
-            ("deployment", [model.deployment_name for model in self.models]),
-            ("served model", [name for model in self.models for name in model.served_names]),
-        ):
-            for name in names:
-                if names.count(name) > 1:
-                    raise ValueError(f"two {what}s are called {name!r}: name one of them otherwise")
+        check_distinct(self.models)
         return self
 
 
 _MAX_SHOWN = 80
 """Letters of a wrong value in an error."""
 
-_Arguments = TypeVar("_Arguments", bound=_Strict)
+_Arguments = TypeVar("_Arguments", bound=Strict)
 
 
 def parse(kind: type[_Arguments], args: Mapping[str, Any]) -> _Arguments:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ray import serve
 from ray.serve import Application
 from ray.serve.metrics import Counter
 
-from raykv.serve.app import INGRESS_OPTIONS, engine_deployment
-from raykv.serve.arguments import parse
+from raykv.serve.app import engine_deployment, ingress_deployment
+from raykv.serve.arguments import IngressArguments, parse
 from raykv.serve.disaggregated_arguments import (
     DisaggregatedArguments,
     DisaggregatedModelArguments,
@@ -19,7 +18,7 @@ from raykv.serve.disaggregated_arguments import (
 from raykv.serve.disaggregated_proxy import DisaggregatedBackend
 from raykv.serve.disaggregated_requests import Course
 from raykv.serve.http import AsgiApp
-from raykv.serve.ingress import Ingress, ReplicaBackend, ServedModel
+from raykv.serve.ingress import ReplicaBackend, ServedModel, ingress_of, replicas_of
 
 REQUESTS_METRIC = "raykv_disaggregated_requests"
 """Requests by model, and by what became of their prompt."""
@@ -28,16 +27,11 @@ REQUESTS_METRIC = "raykv_disaggregated_requests"
 def build_disaggregated_app(args: Mapping[str, Any]) -> Application:
     """See `raykv.serve.build_disaggregated_app`."""
     arguments = parse(DisaggregatedArguments, args)
-    ingress = arguments.ingress
-    deployment = serve.deployment(serve.ingress()(DisaggregatedIngressReplica)).options(
-        **{"name": "ingress", **INGRESS_OPTIONS, **ingress.deployment}
-    )
-    return deployment.bind(
+    return ingress_deployment(DisaggregatedIngressReplica, arguments.ingress).bind(
         [engine_deployment(model.prefill_engines) for model in arguments.models],
         [engine_deployment(model.decode_engines) for model in arguments.models],
         [model.model_dump() for model in arguments.models],
-        ingress.max_body_bytes,
-        ingress.attempts,
+        arguments.ingress.model_dump(),
     )
 
 
@@ -49,21 +43,28 @@ class DisaggregatedIngressReplica:
         prefill: Sequence[Any],
         decode: Sequence[Any],
         models: Sequence[Mapping[str, Any]],
-        max_body: int,
-        attempts: int,
+        arguments: Mapping[str, Any],
     ) -> None:
+        given = parse(IngressArguments, arguments)
         self._requests = Counter(
             REQUESTS_METRIC,
             description="Requests, by where their prompt was computed",
             tag_keys=("model", "course"),
         )
         served = [
-            self._served(parse(DisaggregatedModelArguments, model), *handles)
+            self._served(
+                parse(DisaggregatedModelArguments, model), *(replicas_of(h, given) for h in handles)
+            )
             for model, *handles in zip(models, prefill, decode, strict=True)
         ]
-        self._ingress = Ingress(served, max_body, attempts)
+        self._ingress = ingress_of(served, given)
 
-    def _served(self, model: DisaggregatedModelArguments, prefill: Any, decode: Any) -> ServedModel:
+    def _served(
+        self,
+        model: DisaggregatedModelArguments,
+        prefill: ReplicaBackend,
+        decode: ReplicaBackend,
+    ) -> ServedModel:
         names = model.decode_engines.served_names
         rules: HandoverArguments = model.handover
 
@@ -72,8 +73,8 @@ class DisaggregatedIngressReplica:
 
         backend = DisaggregatedBackend(
             names[0],
-            ReplicaBackend(prefill.options(stream=True)),
-            ReplicaBackend(decode.options(stream=True)),
+            prefill,
+            decode,
             rules.handover,
             rules.prefill_deadline_s,
             count,

@@ -12,7 +12,9 @@ from raykv.serve.arguments import (
     ModelArguments,
     Name,
     RouterArguments,
-    _Strict,
+    Strict,
+    check_distinct,
+    one_model,
 )
 from raykv.serve.disaggregated_requests import Handover
 
@@ -41,7 +43,7 @@ _BYTES_DEPEND_ON = frozenset(
 _SETTINGS_BYTES_DEPEND_ON = frozenset({"blocks_per_chunk", "weights_version"})
 
 
-class EnginesArguments(_Strict):
+class EnginesArguments(Strict):
     """Of the prefill engines or the decode engines, beside what both have."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
@@ -51,7 +53,7 @@ class EnginesArguments(_Strict):
     router: RouterArguments = Field(default_factory=RouterArguments)
 
 
-class HandoverArguments(_Strict):
+class HandoverArguments(Strict):
     """Which prompts prefill engines compute; see `Handover`.
 
     `prefill_deadline_s`: then the decode engine computes a prompt.
@@ -68,7 +70,7 @@ class HandoverArguments(_Strict):
         return Handover(self.min_prompt_tokens, self.bytes_per_token, self.pin_s)
 
 
-class DisaggregatedModelArguments(_Strict):
+class DisaggregatedModelArguments(Strict):
     """A model, its prefill engines and its decode engines."""
 
     model: str
@@ -118,28 +120,15 @@ class DisaggregatedModelArguments(_Strict):
         return self
 
 
-class DisaggregatedArguments(_Strict):
+class DisaggregatedArguments(Strict):
     """Of `build_disaggregated_app`: `models`, or one model's arguments beside `ingress`."""
 
     models: list[DisaggregatedModelArguments] = Field(min_length=1)
     ingress: IngressArguments = Field(default_factory=IngressArguments)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_model(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or "models" in given:
-            return given
-        model = {key: value for key, value in given.items() if key != "ingress"}
-        return {"models": [model], **{k: v for k, v in given.items() if k == "ingress"}}
+    _one_model = model_validator(mode="before")(one_model)
 
     @model_validator(mode="after")
     def _distinct(self) -> DisaggregatedArguments:
-        engines = [model.decode_engines for model in self.models]
-        for what, names in (
-            ("deployment", [model.deployment_name for model in engines]),
-            ("served model", [name for model in engines for name in model.served_names]),
-        ):
-            for name in names:
-                if names.count(name) > 1:
-                    raise ValueError(f"two {what}s are called {name!r}: name one of them otherwise")
+        check_distinct([model.decode_engines for model in self.models])
         return self

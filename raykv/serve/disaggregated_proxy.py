@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any, cast
 
 from raykv.deadlines import PREFILL_PROBE_PAUSE_S, PREFILL_PROBE_S
 from raykv.serve.disaggregated_requests import Course, Handover, Split, probe, split
-from raykv.serve.http import Head, HttpRequest
-from raykv.serve.ingress import REPLICA_GONE, Backend
+from raykv.serve.http import Head, HttpRequest, Pieces, whole
+from raykv.serve.ingress import REPLICA_GONE, MeteredBackend
+from raykv.serve.metrics import ReplicaMetrics
 
 logger = logging.getLogger("ray.serve")
 
@@ -45,8 +45,8 @@ class DisaggregatedBackend:
     def __init__(
         self,
         model: str,
-        prefill: Backend,
-        decode: Backend,
+        prefill: MeteredBackend,
+        decode: MeteredBackend,
         handover: Handover,
         deadline_s: float,
         count: Callable[[Course], None] = lambda _: None,
@@ -61,13 +61,19 @@ class DisaggregatedBackend:
         self._return: asyncio.Task[None] | None = None
         self._has_told_refusal = False
 
-    async def answer(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
+    async def metrics(self) -> Sequence[ReplicaMetrics]:
+        """See `MeteredBackend.metrics`."""
+        both = (self._prefill.metrics(), self._decode.metrics())
+        found = await asyncio.gather(*both, return_exceptions=True)
+        return [page for pages in found if not isinstance(pages, BaseException) for page in pages]
+
+    async def answer(self, request: HttpRequest) -> Pieces:
         """See `Backend.answer`."""
         forms = split(request, self._handover)
         course = await self._course(forms)
         self._count(course)
         form = forms.decode if course is Course.PREFILLED else forms.plain
-        async with aclosing(_generator(self._decode.answer(form))) as pieces:
+        async with aclosing(self._decode.answer(form)) as pieces:
             async for piece in pieces:
                 yield _marked(piece, course) if isinstance(piece, Head) else piece
 
@@ -79,7 +85,7 @@ class DisaggregatedBackend:
             return Course.SKIPPED
         try:
             async with asyncio.timeout(self._deadline_s):
-                status = await self._status(forms.prefill)
+                status = (await whole(self._prefill.answer(forms.prefill))).head.status
         except TimeoutError:
             self._leave_alone(f"no answer within {self._deadline_s} s")
             return Course.LATE
@@ -97,15 +103,6 @@ class DisaggregatedBackend:
                 status,
             )
         return Course.REFUSED
-
-    async def _status(self, request: HttpRequest) -> int:
-        """Of a prefill engine's whole answer."""
-        status = 502
-        async with aclosing(_generator(self._prefill.answer(request))) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, Head):
-                    status = piece.status
-        return status
 
     def _leave_alone(self, reason: str) -> None:
         if self._return is not None:
@@ -127,7 +124,8 @@ class DisaggregatedBackend:
         """Whether a prefill engine lives; refusing a prompt is a sign of life."""
         try:
             async with asyncio.timeout(PREFILL_PROBE_S):
-                return await self._status(probe(self._model)) < 500
+                answered = await whole(self._prefill.answer(probe(self._model)))
+                return answered.head.status < 500
         except Exception as error:
             logger.debug("no prefill engine of %s answers: %s", self._model, _reason(error))
             return False
@@ -139,8 +137,3 @@ def _reason(error: Exception) -> str:
 
 def _marked(head: Head, course: Course) -> Head:
     return Head(head.status, [*head.headers, (COURSE_HEADER, course.encode())])
-
-
-def _generator(pieces: AsyncIterator[Head | bytes]) -> Any:
-    """An answer as what it is; closing it takes the request back."""
-    return cast("Any", pieces)

@@ -14,14 +14,12 @@ from enum import StrEnum
 from typing import Any
 
 from raykv.serve.http import Headers, HttpRequest
+from raykv.vllm.params import PARAMS as SWITCHES
+from raykv.vllm.params import PIN, PREFILLED
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 PARAMS = "kv_transfer_params"
-PREFILLED = "raykv_prefilled"
-"""In `PARAMS` of the decode form, see `raykv.vllm.params`."""
-
-PIN = "raykv_pin_s"
 
 _OF_THE_ANSWER = (
     "best_of",
@@ -134,7 +132,7 @@ def _is_suitable(body: Mapping[str, Any], params: Any) -> bool:
         return False
     if not isinstance(params, dict):
         return params is None
-    return not any(params.get(name) is False for name in ("raykv_load", "raykv_store"))
+    return not any(params.get(name) is False for name in SWITCHES)
 
 
 def prefill_form(body: Mapping[str, Any], pin_s: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,31 @@ class Head:
     headers: Headers
 
 
-async def drive(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
+Pieces = AsyncGenerator[Head | bytes, None]
+"""An answer: a head, then the body's pieces. Closing it takes the request back."""
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """All pieces of an answer."""
+
+    head: Head
+    body: bytes
+
+
+async def whole(pieces: Pieces) -> WholeAnswer:
+    """Wait for the end of an answer; 502 if it has no head."""
+    head, body = Head(502, []), b""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if isinstance(piece, Head):
+                head = piece
+            else:
+                body += piece
+    return WholeAnswer(head, body)
+
+
+async def drive(app: AsgiApp, request: HttpRequest) -> Pieces:
     """Answer `request` with `app`: a head, then the body's pieces.
 
     Closing the iterator cancels the application. What the application raises comes out at the end

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +24,8 @@ from raykv.deadlines import (
     REPLICA_WAIT_S,
 )
 from raykv.serve.answer import Answer
-from raykv.serve.http import AsgiApp, Head, HttpRequest, Message
+from raykv.serve.arguments import IngressArguments, parse
+from raykv.serve.http import AsgiApp, HttpRequest, Message, Pieces, WholeAnswer, whole
 from raykv.serve.metrics import CONTENT_TYPE, ReplicaMetrics, merge
 
 logger = logging.getLogger("ray.serve")
@@ -43,10 +44,9 @@ class NoReplicaError(Exception):
 class Backend(Protocol):
     """Answers requests of one model."""
 
-    def answer(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
-        """A head, then the body's pieces.
-
-        Raises one of `REPLICA_GONE` if its replica dies, one of `TOO_MANY`, or `NoReplicaError`.
+    def answer(self, request: HttpRequest) -> Pieces:
+        """Raises one of `REPLICA_GONE`, if its replica dies, or of `TOO_MANY`, or
+        `NoReplicaError`.
         """
         ...
 
@@ -75,7 +75,7 @@ class ReplicaBackend:
     handle: Any
     wait_s: float = REPLICA_WAIT_S
 
-    async def answer(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
+    async def answer(self, request: HttpRequest) -> Pieces:
         """See `Backend.answer`."""
         pieces = self.handle.handle_http.remote(request)
         try:
@@ -230,7 +230,7 @@ class Ingress:
     async def _pass_on(self, backend: Backend, request: HttpRequest, answer: Answer) -> None:
         for attempt in range(1, self._attempts + 1):
             try:
-                async with aclosing(_closable(backend.answer(request))) as pieces:
+                async with aclosing(backend.answer(request)) as pieces:
                     async for piece in pieces:
                         await answer.pass_on(piece)
                 await answer.end()
@@ -256,20 +256,20 @@ class Ingress:
     async def _list_models(self, request: HttpRequest, answer: Answer) -> None:
         """All models in one list, without those that have no replica."""
         found = await asyncio.gather(
-            *(_whole(model.backend.answer(request)) for model in self._models),
+            *(whole(model.backend.answer(request)) for model in self._models),
             return_exceptions=True,
         )
         listed: list[Any] = []
         for each in found:
-            if isinstance(each, _Whole) and each.head.status == 200:
+            if isinstance(each, WholeAnswer) and each.head.status == 200:
                 listed += json.loads(each.body)["data"]
-        failed = [each for each in found if not isinstance(each, _Whole)]
+        failed = [each for each in found if not isinstance(each, WholeAnswer)]
         if failed and not listed:
             await answer.refuse(503, "no model has a replica yet: try later")
             return
         if not failed and not listed:
             # Refused by all, for want of an API key for instance: what the first one says.
-            first = next(each for each in found if isinstance(each, _Whole))
+            first = next(each for each in found if isinstance(each, WholeAnswer))
             await answer.whole(first.head.status, first.body)
             return
         await answer.whole(200, json.dumps({"object": "list", "data": listed}).encode())
@@ -281,35 +281,8 @@ class _Refusal:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Whole:
-    head: Head
-    body: bytes
-
-
 class _ClientLeftError(Exception):
     """Nobody waits for an answer any more."""
-
-
-async def _closable(pieces: AsyncIterator[Head | bytes]) -> Any:
-    """`pieces` as a generator: closing it closes them where they can be closed."""
-    try:
-        async for piece in pieces:
-            yield piece
-    finally:
-        close = getattr(pieces, "aclose", None)
-        if close is not None:
-            await close()
-
-
-async def _whole(pieces: AsyncIterator[Head | bytes]) -> _Whole:
-    head, body = Head(502, []), b""
-    async for piece in pieces:
-        if isinstance(piece, Head):
-            head = piece
-        else:
-            body += piece
-    return _Whole(head, body)
 
 
 async def _tell_metrics(backends: Sequence[MeteredBackend], answer: Answer) -> None:
@@ -344,23 +317,36 @@ async def _live(receive: Any, send: Any) -> None:
 
 
 class IngressReplica:
-    """The ingress in a Serve deployment, in front of deployments of `EngineReplica`."""
+    """The ingress in a Serve deployment, in front of deployments of `EngineReplica`.
+
+    `arguments` are an `IngressArguments`.
+    """
 
     def __init__(
         self,
         handles: Sequence[Any],
         names: Sequence[Sequence[str]],
-        max_body: int,
-        attempts: int,
-        wait_s: float = REPLICA_WAIT_S,
-        max_held: int = 1 << 30,
+        arguments: Mapping[str, Any],
     ) -> None:
-        models = [
-            ServedModel(called, ReplicaBackend(handle.options(stream=True), wait_s))
-            for handle, called in zip(handles, names, strict=True)
-        ]
-        self._ingress = Ingress(models, max_body, attempts, max_held)
+        given = parse(IngressArguments, arguments)
+        self._ingress = ingress_of(
+            [
+                ServedModel(called, replicas_of(handle, given))
+                for handle, called in zip(handles, names, strict=True)
+            ],
+            given,
+        )
 
     async def __serve_build_asgi_app__(self) -> AsgiApp:
         """The application; Serve asks for it once."""
         return self._ingress
+
+
+def ingress_of(models: Sequence[ServedModel], given: IngressArguments) -> Ingress:
+    """With the limits that an operator has given."""
+    return Ingress(models, given.max_body_bytes, given.attempts, given.max_held_bytes)
+
+
+def replicas_of(handle: Any, given: IngressArguments) -> ReplicaBackend:
+    """The replicas behind a handle."""
+    return ReplicaBackend(handle.options(stream=True), given.replica_wait_s)

@@ -22,6 +22,7 @@ from ray.serve import Application
 from raykv.errors import SettingError, VersionError
 from raykv.serve.command import CONNECTOR
 from raykv.serve.transfer import fill_in, with_raykv
+from raykv.serve.validation import complaints
 
 try:
     from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
@@ -91,10 +92,7 @@ def build_openai_app(args: Mapping[str, Any]) -> Application:
     try:
         serving = ray_llm.LLMServingArgs.model_validate(given)
     except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, each['loc'])) or 'args'}: {each['msg']}" for each in error.errors()
-        ]
-        raise SettingError(f"arguments of ray.serve.llm: {'; '.join(wrong)}") from error
+        raise SettingError(f"arguments of ray.serve.llm: {complaints(error)}") from error
     configs = [_with_raykv(config, settings) for config in serving.llm_configs]
     register()
     return ray_llm.build_openai_app({**given, "llm_configs": configs})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -16,8 +16,9 @@ from ray import serve
 from raykv import models, vllm_command
 from raykv.actors.processes import end_children
 from raykv.deadlines import ENGINE_LOOK_S
-from raykv.serve.arguments import SMALL_MODEL, ModelArguments, parse, plan_of
-from raykv.serve.http import AsgiApp, Head, HttpRequest, drive
+from raykv.serve.arguments import ModelArguments, parse, plan_of
+from raykv.serve.command import SMALL_MODEL
+from raykv.serve.http import AsgiApp, Head, HttpRequest, Pieces, drive
 from raykv.serve.metrics import ReplicaMetrics
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
@@ -31,17 +32,15 @@ class EngineReplica:
     _watch: asyncio.Task[None] | None = None
     _stack: AsyncExitStack | None = None
 
-    async def __init__(  # type: ignore[misc]
-        self, model: Mapping[str, Any], settings: Mapping[str, str]
-    ) -> None:
+    async def __init__(self, model: Mapping[str, Any]) -> None:  # type: ignore[misc]
         self._model = parse(ModelArguments, model)
         self._engine: Any = None
         self._stack = AsyncExitStack()
-        self._app: AsgiApp = await self._start(settings, self._stack)
+        self._app: AsgiApp = await self._start(self._stack)
         self._watch = asyncio.create_task(self._end_with_engine())
 
-    async def handle_http(self, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
-        """Answer a request: a head, then the body's pieces.
+    async def handle_http(self, request: HttpRequest) -> Pieces:
+        """Answer a request.
 
         The head comes with the first of them: until then the caller can try another replica.
         """
@@ -78,13 +77,11 @@ class EngineReplica:
             await self._stack.aclose()
         end_children()
 
-    async def _start(self, settings: Mapping[str, str], stack: AsyncExitStack) -> AsgiApp:
+    async def _start(self, stack: AsyncExitStack) -> AsgiApp:
         """The engine, and vLLM's application around it."""
         model = await asyncio.to_thread(_with_folder, self._model)
         context = ray.get_runtime_context()
-        plan = plan_of(
-            model, ray_address=context.gcs_address, node_id=context.get_node_id(), **settings
-        )
+        plan = plan_of(model, ray_address=context.gcs_address, node_id=context.get_node_id())
         os.environ.update(plan.environment(os.environ, is_cpu_build=vllm_command.is_cpu_build()))
         os.environ[REPLICA_VARIABLE] = str(os.getpid())
         argv = plan.vllm_args(context.gcs_address)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from raykv.core.routing import Weights
 from raykv.errors import SettingError
 from raykv.serve.arguments import ModelArguments
+from raykv.serve.validation import complaints
 
 _DEFAULTS = Weights()
 
@@ -46,8 +47,7 @@ def parse_route_settings(kwargs: Mapping[str, Any]) -> RouteSettings:
     try:
         settings = RouteSettings.model_validate(dict(kwargs))
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise SettingError(f"kwargs of the router: {'; '.join(wrong)}") from error
+        raise SettingError(f"kwargs of the router: {complaints(error)}") from error
     assert settings.weights is not None, settings
     return settings
 

@@ -20,7 +20,8 @@ PREFILLED = "raykv_prefilled"
 """True: another engine has just computed the prompt, see `RequestOptions`. What puts prefill and
 decode engines together says so; from a client it can cost its own request a wait or a fetch."""
 
-HINTS = ("raykv_pin_s", "raykv_priority")
+PIN = "raykv_pin_s"
+HINTS = (PIN, "raykv_priority")
 """Wishes for the chunks of the prompt, where the setting `client_hints` allows them: a number of
 seconds above 0, and a whole number from 1 to 9."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from ray.exceptions import ActorDiedError
 import raykv.serve.disaggregated_proxy as proxy
 from raykv.serve.disaggregated_proxy import COURSE_HEADER, DisaggregatedBackend
 from raykv.serve.disaggregated_requests import COMPLETIONS, Course, Handover
-from raykv.serve.http import Head, HttpRequest
+from raykv.serve.http import Head, HttpRequest, Pieces
+from raykv.serve.metrics import ReplicaMetrics
 
 Script = Callable[[], Awaitable[int]]
 
@@ -51,7 +52,12 @@ class Engine:
     num_probes: int = 0
     num_left: int = 0
 
-    async def answer(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
+    async def metrics(self) -> list[ReplicaMetrics]:
+        if self.script is die:
+            raise TimeoutError
+        return [ReplicaMetrics("d", str(id(self)), "")]
+
+    async def answer(self, request: HttpRequest) -> Pieces:
         body = json.loads(request.body)
         is_probe = body["prompt"] == [1]
         self.num_probes += is_probe
@@ -217,3 +223,11 @@ def test_decode_engine_that_dies_is_the_callers_to_replace() -> None:
             await pair.ask()
 
     asyncio.run(run())
+
+
+def test_metrics_are_those_of_both_kinds_of_engines_that_answer() -> None:
+    pair = Pair()
+    assert len(asyncio.run(pair.backend.metrics())) == 2
+    pair.prefill.script = die
+    (page,) = asyncio.run(pair.backend.metrics())
+    assert page.replica == str(id(pair.decode))

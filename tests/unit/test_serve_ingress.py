@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 DIED = ActorDiedError()
 AWAY = ActorUnavailableError("away", b"0" * 16)
 
-Answer = Callable[[HttpRequest], AsyncIterator[Head | bytes]]
+Answer = Callable[[HttpRequest], AsyncGenerator[Head | bytes, None]]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ class Replicas:
         self.asked: list[HttpRequest] = []
         self.ended = 0
 
-    async def answer(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
+    async def answer(self, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
         self.asked.append(request)
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         try:
