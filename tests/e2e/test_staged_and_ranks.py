@@ -11,36 +11,47 @@ from raykv import inspect
 from raykv.bench.engine import EngineProcess
 from raykv.bench.prompts import prompt
 from raykv.client import Cluster
+from tests.told import told_after
 from tests.truth_of_kv import assert_as_transformers_computes
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 32
+PATIENT = Path(__file__).parents[1] / "patient"
 
 
-def wait_for_stores(cluster: Cluster) -> None:
-    """Until the node has stored something, and no more."""
-    seen = [-1]
+@pytest.fixture(autouse=True)
+def patient_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that leave the machine's two cores to others while they wait; see `tests/patient`."""
+    monkeypatch.setenv("PYTHONPATH", str(PATIENT))
 
-    def unchanged() -> bool:
-        # None while a machine that is busy has kept the NodeActor from reporting.
-        before, seen[0] = seen[0], sum(node.bytes_stored for node in cluster.status().nodes)
-        return before == seen[0] > 0
 
-    wait_until(unchanged, 20.0, "stores come to an end")
+def wait_for_chunks(cluster: Cluster, number: int) -> None:
+    """Until the directory knows so many chunks."""
+    wait_until(
+        lambda: sum(node.chunks for node in cluster.status().nodes) >= number,
+        20.0,
+        f"{number} chunks are stored",
+    )
+
+
+def whole_chunks(prompts: list[list[int]]) -> list[int]:
+    """How many each prompt has."""
+    return [len(tokens) // BLOCK for tokens in prompts]
 
 
 def check_loads(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]]) -> None:
     """Store, drop vLLM's cache, load; tokens are those of vLLM's own prefix hit."""
     engine.tokens(prompts)
     reference = engine.tokens(prompts)
-    wait_for_stores(cluster)
+    wait_for_chunks(cluster, sum(whole_chunks(prompts)))
     engine.reset()
+    before = cluster.requests().last
     outputs = engine.call("generate", prompts=prompts)
     assert [output["tokens"] for output in outputs] == reference
-    expected = [len(tokens) // BLOCK * BLOCK for tokens in prompts]
-    assert [output["cached"] for output in outputs] == expected
+    expected = [number * BLOCK for number in whole_chunks(prompts)]
+    assert [output["cached"] for output in outputs] == expected, told_after(cluster, before)
     assert cluster.status().nodes[0].bytes_loaded > 0
 
 
@@ -72,12 +83,11 @@ def test_engines_of_one_and_two_ranks_load_what_either_stored(
             tensor_parallel_size=2,
         )
         engines.append(two)
-        check_comes_from(one, two, prompts)
+        check_comes_from(cluster, one, two, prompts)
         # Another salt makes other chunks of the same tokens.
-        wait_for_stores(cluster)
         two.tokens(prompts, salt="two")
-        wait_for_stores(cluster)
-        check_comes_from(two, one, prompts, salt="two")
+        wait_for_chunks(cluster, 2 * sum(whole_chunks(prompts)))
+        check_comes_from(cluster, two, one, prompts, salt="two")
         known = inspect.requests(cluster)
         names = known[known["prompt_tokens"] == 1000].iloc[-1]["chunks"][: 1000 // BLOCK]
         assert_as_transformers_computes(inspect.kv(cluster, names), tiny_model, prompts[-1])
@@ -87,11 +97,17 @@ def test_engines_of_one_and_two_ranks_load_what_either_stored(
 
 
 def check_comes_from(
-    source: EngineProcess, to: EngineProcess, prompts: list[list[int]], **arguments: Any
+    cluster: Cluster,
+    source: EngineProcess,
+    to: EngineProcess,
+    prompts: list[list[int]],
+    **arguments: Any,
 ) -> None:
     """One engine loads what another one has stored, and says what that one says."""
+    before = cluster.requests().last
     outputs = to.call("generate", prompts=prompts, **arguments)
-    assert [output["cached"] for output in outputs] == [len(p) // BLOCK * BLOCK for p in prompts]
+    expected = [number * BLOCK for number in whole_chunks(prompts)]
+    assert [output["cached"] for output in outputs] == expected, told_after(cluster, before)
     assert [output["tokens"] for output in outputs] == source.tokens(prompts, **arguments)
 
 

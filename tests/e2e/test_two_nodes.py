@@ -25,6 +25,7 @@ from raykv.event_types import NodeLost
 from raykv.status_types import NodeStatus
 from tests.processes import freeze
 from tests.scrapes import by_label, scrape
+from tests.told import told_after
 from tests.truth import directory_of, inventories
 from tests.waiting import wait_until
 
@@ -118,8 +119,9 @@ def loaded(
     engine: EngineProcess, cluster: Cluster, tokens: list[int], num_tokens: int
 ) -> list[int]:
     """The answer to a prompt of which so many tokens must come out of a cache."""
+    before = cluster.requests().last
     (output,) = engine.call("generate", prompts=[tokens])
-    assert output["cached"] == num_tokens, [each.record for each in cluster.why_miss("")]
+    assert output["cached"] == num_tokens, told_after(cluster, before)
     return list(output["tokens"])
 
 
