@@ -147,6 +147,10 @@ class Session:
         self._calls = calls
         self._settings = settings
         self._inbox: deque[EngineAttached | Exchanged | FetchEnded] = deque()
+        # The latest answer to a heartbeat after the last of the inbox: an engine that has nothing
+        # to do reads neither, but with its next request it is to know what is so now.
+        self._standing: SyncReply | None = None
+        self._stood: SyncReply | None = None
         self._fetches = fetches
         # What requests wish for; the engine's manager fills one of its own.
         self.hints = HintBox()
@@ -204,6 +208,14 @@ class Session:
 
     def drain(self) -> None:
         """Apply the answers that have come. Only between engine steps."""
+        standing = self._standing
+        self._read_inbox()
+        # Else the inbox had something newer, and there will be another one.
+        if standing is not None and standing is self._standing and standing is not self._stood:
+            self._stood = standing
+            self._view.apply(standing)
+
+    def _read_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
             match message:
@@ -338,8 +350,7 @@ class Session:
                 self._epoch = Epoch(0)
                 self._attach()
                 continue
-            if not request.idle or reply.cleared:
-                self._inbox.append(Exchanged(request, reply))
+            self._keep(request, reply)
             if request.wanted and not reply.granted.slots:
                 self._refused_until = time.monotonic() + WANT_PAUSE_S
             if self.described is not None and reply.void:
@@ -350,6 +361,15 @@ class Session:
                 return not reply.more
             if self._stopped.is_set():
                 return not reply.more
+
+    def _keep(self, request: SyncRequest, reply: SyncReply) -> None:
+        """For the engine's thread; of answers without changes the last one says it all."""
+        if request.idle:
+            self._standing = reply
+        else:
+            # First, so that nothing older is applied after what is newer.
+            self._standing = None
+            self._inbox.append(Exchanged(request, reply))
 
     @property
     def _has_descriptions(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raykv.actors.session import Session, SessionSettings
+from raykv.actors.session import MAX_INBOX, Session, SessionSettings
 from raykv.core.reach import Reach
 from raykv.core.requests import RequestOptions
 from raykv.core.view import EngineView
@@ -18,6 +18,8 @@ class PlayedScheduler:
 
     def __init__(self) -> None:
         self.answers = True
+        self.has_peers = True
+        self.cleared = 0
         self.requests: list[SyncRequest] = []
 
     @property
@@ -34,7 +36,10 @@ class PlayedScheduler:
         assert self.answers, "it does not answer"
         request = decode(raw, SyncRequest)
         self.requests.append(request)
-        return encode(SyncReply(1, request.seq, node_epoch=7, has_peers=True))
+        self.cleared = max(self.cleared, request.clear)
+        return encode(
+            SyncReply(1, request.seq, node_epoch=7, has_peers=self.has_peers, cleared=self.cleared)
+        )
 
     def detach(self, engine_id: str) -> None:
         pass
@@ -89,3 +94,43 @@ def test_what_requests_want_and_how_long_answers_take_is_told() -> None:
         reach.add(0, request.wanted_keys)
     reach.num_wanted = 5
     assert round(reach.num_distinct) == 5
+
+
+def test_engine_that_had_nothing_to_do_knows_what_is_so_now() -> None:
+    """Its peers came while it read no answers; its first request is to ask them."""
+    view = EngineView(EngineId("engine"), [0], 1.0, 4)
+    scheduler = PlayedScheduler()
+    scheduler.has_peers = False
+    settings = SessionSettings("engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=0.01)
+    session = Session(view, scheduler, settings)
+    session.attach(DEADLINE_S)
+    session.start()
+    try:
+        wait_until(
+            lambda: any(request.idle for request in scheduler.requests), DEADLINE_S, "it is idle"
+        )
+        scheduler.has_peers = True
+        told = len(scheduler.requests)
+        wait_until(lambda: len(scheduler.requests) > told + 2, DEADLINE_S, "it is told")
+        assert not view.remote.has_peers
+        session.drain()
+        assert view.remote.has_peers
+    finally:
+        session.stop(DEADLINE_S)
+
+
+def test_engine_that_has_nothing_to_do_hoards_no_answers() -> None:
+    """Not after a reset either, which every later answer confirms."""
+    view = EngineView(EngineId("engine"), [0], 1.0, 4)
+    scheduler = PlayedScheduler()
+    settings = SessionSettings("engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=0.001)
+    session = Session(view, scheduler, settings)
+    session.attach(DEADLINE_S)
+    view.reset()
+    session.start()
+    try:
+        wait_until(lambda: len(scheduler.requests) > 20, DEADLINE_S, "many heartbeats")
+        assert len(session._inbox) <= MAX_INBOX
+        assert scheduler.cleared == 1
+    finally:
+        session.stop(DEADLINE_S)
