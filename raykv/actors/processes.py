@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,6 @@ from typing import Any
 import psutil
 
 from raykv.deadlines import RAY_STOP_S
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def stop_group(group: int) -> None:
@@ -89,12 +85,3 @@ def end_children() -> None:
     """Kill whatever this process has started, and what that has started."""
     for child in _children(psutil.Process()):
         _quietly(child.kill)
-
-
-def end_with_parent(pid: int) -> bool:
-    """Let the kernel kill this process when its parent ends; False: `pid` is not its parent."""
-    if os.getppid() != pid:
-        return False
-    # The kernel means the thread of the parent that has started this process.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return True

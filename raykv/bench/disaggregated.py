@@ -9,7 +9,6 @@ one behind the other. SmolLM2-135M in float32.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any
 from raykv.actors.cluster import end_node_actor
 from raykv.actors.local_nodes import add_local_node
 from raykv.bench.completions import Completion, Server
+from raykv.bench.ports import free_port
 from raykv.bench.prompts import prompt
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Row, Verdict
@@ -207,17 +207,10 @@ def _served(app: Any) -> Iterator[int]:
     """The port of the running application."""
     from ray import serve
 
-    port = _free_port()
+    port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     try:
         serve.run(app, name="raykv")
         yield port
     finally:
         serve.shutdown()
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-    return port

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 import urllib.request
@@ -31,6 +30,7 @@ from raykv.bench.conversations import (
     pick,
     sums,
 )
+from raykv.bench.ports import free_port
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Row, Verdict
 from raykv.bench.serving import Bed
@@ -144,7 +144,7 @@ def measure(bed: Bed, router: str, load: Load, seed: int, *, has_raykv: bool) ->
             "router": {"policy": router},
         }
     )
-    port = _free_port()
+    port = free_port()
     serve.start(http_options={"port": port})
     try:
         serve.run(app, name=APP, route_prefix="/")
@@ -162,13 +162,6 @@ def _kv_bytes(model: Path) -> int:
     width = config["hidden_size"] // config["num_attention_heads"]
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width * 4
     return int(per_token * KV_TOKENS)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _wait_until_placing(port: int) -> None:

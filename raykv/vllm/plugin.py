@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from raykv.actors.processes import end_with_parent
+from raykv.parent import end_with_parent
 
 logger = logging.getLogger("raykv")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import zmq
 
 from raykv.bench.engine import EngineProcess
+from raykv.bench.ports import free_port
 from raykv.bench.prompts import prompt
 from raykv.client import Cluster
 from tests.waiting import wait_until
@@ -60,16 +60,13 @@ def start(
     return EngineProcess(model, log, extra, **config)
 
 
-def free_endpoint() -> str:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"tcp://*:{taken.getsockname()[1]}"
-
-
 @pytest.fixture(scope="module")
 def ours() -> dict[str, Any]:
     """Settings of RayKV's own publisher."""
-    return {"events_endpoint": free_endpoint(), "events_replay_endpoint": free_endpoint()}
+    return {
+        "events_endpoint": f"tcp://*:{free_port()}",
+        "events_replay_endpoint": f"tcp://*:{free_port()}",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +75,8 @@ def vllms() -> dict[str, Any]:
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": free_endpoint(),
-        "replay_endpoint": free_endpoint(),
+        "endpoint": f"tcp://*:{free_port()}",
+        "replay_endpoint": f"tcp://*:{free_port()}",
     }
 
 

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,11 +19,12 @@ import pytest
 from raykv.actors.local_nodes import add_local_node
 from raykv.bench.completions import Server
 from raykv.bench.disaggregated import APART, Load, Values, deployment
+from raykv.bench.ports import free_port
 from raykv.bench.prompts import prompt
+from raykv.bench.tiny_tokenizer import write_tiny_tokenizer
 from raykv.client import Cluster
 from raykv.serve import build_disaggregated_app
 from raykv.serve.disaggregated_proxy import COURSE_HEADER
-from tests.tiny_tokenizer import write_tiny_tokenizer
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
@@ -112,9 +112,7 @@ def application(
     node = add_local_node(cluster.address, resources=PREFILL_NODE)
     model = tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab_size=512)
     write_tiny_tokenizer(model)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     try:
         serve.run(build_disaggregated_app(arguments(model)), name="raykv")

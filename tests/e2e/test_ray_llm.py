@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 import yaml
 
 from raykv.actors.local_nodes import LocalNode, add_local_node
+from raykv.bench.ports import free_port
+from raykv.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from raykv.client import Cluster
 from raykv.miss_types import Explanation
-from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from tests.waiting import wait_until
 
 pytest.importorskip("pyarrow", reason="raykv[llm] is not installed")
@@ -76,9 +76,7 @@ def application(cluster: Cluster, second: LocalNode, model: Path) -> Iterator[Ap
     from ray.serve._private.api import serve_start
     from ray.serve.schema import ServeDeploySchema
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = yaml.safe_load((ROOT / "deploy" / "serve" / "ray-llm.yaml").read_text())
     config["proxy_location"] = "HeadOnly"
     config["http_options"] = {"host": "127.0.0.1", "port": port}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -23,10 +22,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from raykv.bench.ports import free_port
+from raykv.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from raykv.client import Cluster
 from raykv.models import tiny_llama
 from tests.scrapes import scrape
-from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
@@ -142,9 +142,7 @@ def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "num_cpus": 0.1,
             "runtime_env": {"env_vars": environment},
         }
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     configuration["http_options"] = {"host": "127.0.0.1", "port": port}
     serve.start(http_options=configuration["http_options"])
     url = f"http://127.0.0.1:{port}/v1"

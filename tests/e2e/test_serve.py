@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,6 +18,8 @@ import psutil
 import pytest
 
 from raykv import inspect
+from raykv.bench.ports import free_port
+from raykv.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from raykv.client import Cluster
 from raykv.errors import ClusterError
 from raykv.miss_types import MissRecord
@@ -27,7 +28,6 @@ from raykv.serve.vllm_renderer import VLLMRenderer
 from tests.dashboard import metrics_of_all_panels
 from tests.metric_lint import complaints
 from tests.scrapes import by_label, names_in, scrape
-from tests.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from tests.truth_of_kv import assert_as_transformers_computes
 from tests.waiting import wait_until
 
@@ -90,9 +90,7 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     cluster.down()
     model = tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)
     write_tiny_tokenizer(model)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(Path(sys.executable).with_name("raykv")), "serve", str(model)]
     command += ["--pool-bytes", "128MiB", "--ray-address", cluster.address]
     command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny"]

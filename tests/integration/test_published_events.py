@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from raykv.actors import cluster as clusters
 from raykv.actors.keeper import inventory_of
 from raykv.actors.publishing import find_publisher
 from raykv.actors.session import RayCalls, Session, SessionSettings
+from raykv.bench.ports import free_port
 from raykv.cli import app
 from raykv.client import Cluster
 from raykv.core.descriptions import DescriptionOutbox
@@ -177,13 +177,6 @@ class Subscriber:
                 for topic, blocks in self.index.blocks.items()
                 if blocks
             }
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def run(*arguments: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import socket
 
 import pytest
 
 from raykv.actors import cluster
+from raykv.bench.ports import free_port
 from raykv.errors import ClusterError
 
 
@@ -45,9 +45,7 @@ def test_several_clusters_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unreachable_cluster_is_refused_at_once() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ClusterError, match=f"no Ray cluster can be reached at '{address}'"):
         cluster.check_reachable(address)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from raykv.bench.tiny_tokenizer import SPECIAL_TOKENS, write_tiny_tokenizer
 from raykv.errors import SettingError
 from raykv.tokens import tokens_of_chat, tokens_of_text
-from tests.tiny_tokenizer import SPECIAL_TOKENS, write_tiny_tokenizer
 
 pytest.importorskip("transformers")
 
