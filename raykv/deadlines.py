@@ -78,6 +78,12 @@ much memory takes seconds to go."""
 NODE_BIND_LOOK_S = 0.1
 """Between two tries of that."""
 
+POOL_FILE_S = 10.0
+"""The same for the file of its pool. Whoever still has that then is another NodeActor."""
+
+POOL_FILE_LOOK_S = 0.1
+"""Between two tries of that."""
+
 CUDA_COMPUTE_S = 30.0
 """How long a copy waits for the GPU to finish what it was given before: a long step may take
 seconds. As long as a store may take; a load is taken back earlier by its own deadline."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from raykv.deadlines import POOL_FILE_LOOK_S, POOL_FILE_S
 from raykv.errors import HandleError
 from raykv.memory.limits import is_in_memory
 
@@ -62,6 +65,31 @@ def _reserve(fd: int, num_bytes: int) -> None:
         code = ctypes.get_errno()
         if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
             raise OSError(code, os.strerror(code))
+
+
+def _claim(fd: int, path: Path) -> None:
+    """Take the file for this process, until it closes it or ends.
+
+    Raises:
+        HandleError: another process has it.
+    """
+    give_up_at = time.monotonic() + POOL_FILE_S
+    while not _lock(fd):
+        if time.monotonic() > give_up_at:
+            raise HandleError(
+                f"the pool file {path} is in use by another process: each NodeActor needs a "
+                "pool_path of its own, also where two Ray nodes are on one machine"
+            )
+        time.sleep(POOL_FILE_LOOK_S)
+
+
+def _lock(fd: int) -> bool:
+    """Whether it is this process's now, or its file system can't say."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
 
 
 class Region:
@@ -116,11 +144,12 @@ class Region:
         mapped file that finds no place kills whoever touches it.
 
         Raises:
-            HandleError: it can't be opened, or there is no room for it.
+            HandleError: it can't be opened, another process has it, or there is no room for it.
         """
         fd = -1
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _claim(fd, path)
             if os.fstat(fd).st_size != num_bytes:
                 os.ftruncate(fd, num_bytes)
             if not is_in_memory(path):
@@ -135,6 +164,9 @@ class Region:
                     "some space there, or set a smaller pool_bytes or another pool_path"
                 )
             raise HandleError(what) from error
+        except HandleError:
+            os.close(fd)
+            raise
         return cls(fd, num_bytes, f"the pool file {path}")
 
     @classmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -109,6 +111,44 @@ def test_file_region_names_the_path_when_it_cannot_be_opened(tmp_path: Path) -> 
     path = tmp_path / "missing" / "pool"
     with pytest.raises(HandleError, match=str(path)):
         Region.in_file(path, SIZE)
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from raykv.memory.region import Region
+region = Region.in_file(Path(sys.argv[1]), int(sys.argv[2]))
+region.array()[0] = 7
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_file_region_belongs_to_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pool"
+    command = [sys.executable, "-c", OWNER, str(path), str(SIZE)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"has it\n"
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        monkeypatch.setattr("raykv.memory.region.POOL_FILE_S", 0.2)
+        with pytest.raises(HandleError, match=f"{path} is in use by another process"):
+            Region.in_file(path, 2 * SIZE)
+        assert path.stat().st_size == SIZE
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        monkeypatch.setattr("raykv.memory.region.POOL_FILE_S", 10.0)
+        later = threading.Timer(0.3, owner.kill)
+        later.start()
+        region = Region.in_file(path, SIZE)
+        assert region.array()[0] == 7
+        region.close()
+        later.join()
+    finally:
+        owner.kill()
+        owner.communicate()
 
 
 def test_file_region_has_its_place_on_the_disk_from_the_start(tmp_path: Path) -> None:
