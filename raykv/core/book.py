@@ -74,7 +74,7 @@ class PoolBook:
     def hold(self, name: Name, chunk: Chunk) -> None:
         """Learn of a chunk whose slot is claimed, or was leased for it."""
         namespace, key = name
-        self.drop(namespace, key)
+        self.drop(namespace, key, replaced=True)
         self.table.hold(name, chunk)
         self._on_changes(Changes(True, namespace, [key], [chunk.slot], [chunk.generation]))
 
@@ -90,11 +90,12 @@ class PoolBook:
             self._on_changes(came)
         return others
 
-    def drop(self, namespace: Namespace, key: Key) -> None:
+    def drop(self, namespace: Namespace, key: Key, *, replaced: bool = False) -> None:
         """Forget a chunk and free its slot; nothing if it is not held."""
         chunk = self.table.drop(namespace, key)
         if chunk is not None:
-            self._on_changes(Changes(False, namespace, [key], [chunk.slot], [chunk.generation]))
+            slots, generations = [chunk.slot], [chunk.generation]
+            self._on_changes(Changes(False, namespace, [key], slots, generations, replaced))
 
     def drop_all(self, namespace: Namespace, refused: Handles) -> None:
         """Forget chunks that the node does not have, where they are still believed in."""

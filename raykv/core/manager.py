@@ -368,7 +368,7 @@ class BlockManager:
         (self._log.stored if changes.stored else self._log.removed)(node_id, changes)
         if changes.stored:
             self._questions.stored(changes.namespace, changes.keys)
-        else:
+        elif not changes.replaced:
             self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
         self.pins.changed(node_id, changes)
         for engine in self._engines_on(node_id):

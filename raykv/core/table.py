@@ -54,7 +54,8 @@ class Lease:
 class Changes:
     """Columns of chunks of one namespace that came to a node (`stored`), or went, in order.
 
-    The lists are shared by all who are told: nobody changes them.
+    The lists are shared by all who are told: nobody changes them. `replaced`: they went since
+    others of the same keys are about to come.
     """
 
     stored: bool
@@ -62,6 +63,7 @@ class Changes:
     keys: Sequence[bytes]
     slots: Sequence[int]
     generations: Sequence[int]
+    replaced: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -74,6 +76,7 @@ class Changes:
             [self.keys[at] for at in positions],
             [self.slots[at] for at in positions],
             [self.generations[at] for at in positions],
+            self.replaced,
         )
 
 

@@ -171,6 +171,13 @@ def test_chunk_that_was_given_up_on_another_node_was_evicted(desk: Desk) -> None
     assert desk.reason("a") == {"evicted": 64, "incomplete_chunk": 5}
 
 
+def test_chunk_that_was_stored_twice_was_not_evicted(desk: Desk) -> None:
+    """Two engines of a node had computed it, neither of which knew of the other."""
+    desk.store("e", "one", "model", "a")
+    desk.store("e", "one", "model", "a")
+    assert desk.reason("a") == {"never_stored": 64, "incomplete_chunk": 5}
+
+
 def test_chunk_of_a_node_that_is_gone_was_lost_with_it(desk: Desk) -> None:
     desk.store("far", "two", "model", "a", "b")
     desk.now += EXPIRY_S + 1.0
