@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import select
 import signal
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+import threading
 
 
 def end_with_parent(pid: int, signum: signal.Signals = signal.SIGKILL) -> bool:
-    """Let the kernel send `signum` to this process when its parent ends.
+    """Let this process get `signum` when its parent has ended, however that ended.
 
-    By its parent the kernel means the thread that has started this process.
+    A thread waits for it. The kernel could send a signal by itself (PR_SET_PDEATHSIG), but does so
+    already when the *thread* has ended that started this process.
 
     Returns:
         False: `pid` is not the parent, or not any more, and nothing will be sent.
     """
     if os.getppid() != pid:
         return False
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
-    # It may have ended before the kernel knew.
-    return os.getppid() == pid
+    pidfd = os.pidfd_open(pid)
+    if os.getppid() != pid:
+        os.close(pidfd)
+        return False
+    threading.Thread(
+        target=_end_after, args=(pidfd, signum), name="raykv-parent", daemon=True
+    ).start()
+    return True
+
+
+def _end_after(pidfd: int, signum: signal.Signals) -> None:
+    select.select([pidfd], [], [])
+    os.kill(os.getpid(), signum)

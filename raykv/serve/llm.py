@@ -8,6 +8,7 @@ Importing this module needs Ray's LLM package, and takes seconds.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -23,6 +24,7 @@ from raykv.errors import SettingError, VersionError
 from raykv.serve.command import CONNECTOR
 from raykv.serve.transfer import fill_in, with_raykv
 from raykv.serve.validation import complaints
+from raykv.vllm.plugin import REPLICA_VARIABLE
 
 try:
     from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
@@ -77,6 +79,7 @@ class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):  # type: ignor
 
     def setup(self) -> None:
         """Fill in what an engine can't find out as surely as its replica."""
+        os.environ[REPLICA_VARIABLE] = str(os.getpid())
         context = ray.get_runtime_context()
         fill_in(self.kv_transfer_config, context.gcs_address, context.get_node_id())
 

@@ -73,6 +73,7 @@ BOUNDED = {
     ("raykv.actors.fetch_client", "_end", "result"): "the call is done",
     ("raykv.vllm.staging", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.vllm.worker", "wait", "wait"): "of a link: its flush deadline",
+    ("raykv.parent", "_end_after", "select"): "a daemon thread: until the parent has ended",
     ("raykv.serve.http", "_receive", "wait"): "until the client leaves; `drive` cancels it",
     ("raykv.serve.command", "run_server", "wait"): "the process has ended, it is only reaped",
     ("raykv.actors.cluster", "join", "init"): "Ray gives up by itself; the cluster was reachable",
