@@ -22,6 +22,7 @@ __all__ = [
     "build_app",
     "build_disaggregated_app",
     "build_openai_app",
+    "build_pd_openai_app",
     "plan_serve",
     "run_server",
     "serve",
@@ -74,5 +75,25 @@ def build_openai_app(args: Mapping[str, Any]) -> Application:
         VersionError: Ray's LLM package is missing, or is not the one that RayKV knows.
     """
     from raykv.serve.llm import build_openai_app as build
+
+    return build(args)
+
+
+def build_pd_openai_app(args: Mapping[str, Any]) -> Application:
+    """What `ray.serve.llm.build_pd_openai_app` builds, with KV handed over through RayKV.
+
+    As Ray has it, a request fails when its prefill engine does; `build_disaggregated_app` has the
+    decode engine compute then.
+
+    Args:
+        args: as Ray's builder takes them (`prefill_config`, `decode_config`, `ingress_cls_config`,
+            `ingress_deployment_config`), and `raykv`, as in `build_openai_app`.
+
+    Raises:
+        SettingError: an argument or a setting is unknown or impossible, or a model asks for another
+            connector.
+        VersionError: Ray's LLM package is missing, or is not the one that RayKV knows.
+    """
+    from raykv.serve.llm import build_pd_openai_app as build
 
     return build(args)

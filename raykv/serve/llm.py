@@ -24,12 +24,13 @@ from raykv.errors import SettingError, VersionError
 from raykv.serve.command import CONNECTOR
 from raykv.serve.transfer import fill_in, with_raykv
 from raykv.serve.validation import complaints
+from raykv.vllm.params import PREFILLED
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
 try:
     from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
         BaseConnectorBackend,
-        DefaultPDProtocolMixin,
+        clamp_request_to_single_token,
     )
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.serve import llm as ray_llm
@@ -74,24 +75,49 @@ if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
     sys.meta_path.append(MovedModules())
 
 
-class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):  # type: ignore[misc]
-    """Runs in each replica, on its main thread, before its engine is made."""
+class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
+    """In each replica: tells its engine where it is, and shapes requests for prefill and decode.
+
+    They find each other's chunks by their keys: no request has an address.
+    """
 
     def setup(self) -> None:
-        """Fill in what an engine can't find out as surely as its replica."""
+        """Fill in what an engine can't find out as surely as its replica; on its main thread."""
         os.environ[REPLICA_VARIABLE] = str(os.getpid())
         context = ray.get_runtime_context()
         fill_in(self.kv_transfer_config, context.gcs_address, context.get_node_id())
 
+    def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
+        """See `BaseConnectorBackend.prepare_prefill_request`: one token, all chunks stored."""
+        del peer
+        prefill = request.model_copy(deep=True)
+        prefill.kv_transfer_params = _without_word(request)
+        clamp_request_to_single_token(prefill)
+        return prefill
+
+    def prepare_decode_request(
+        self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any
+    ) -> Any:
+        """See `BaseConnectorBackend.prepare_decode_request`: it waits for announced chunks."""
+        del peer, prefill_response
+        decode = request.model_copy(deep=True)
+        decode.kv_transfer_params = {**(_without_word(request) or {}), PREFILLED: True}
+        return decode
+
+
+def _without_word(request: Any) -> dict[str, Any] | None:
+    """What a client asks for; only who has a prompt prefilled may say that it was."""
+    given: dict[str, Any] | None = request.kv_transfer_params
+    if given is None:
+        return None
+    return {name: value for name, value in given.items() if name != PREFILLED}
+
 
 def build_openai_app(args: Mapping[str, Any]) -> Application:
     """See `raykv.serve.build_openai_app`."""
-    given = dict(args)
-    settings = given.pop("raykv", {})
+    given, settings = _apart(args)
     if settings is None:
         return ray_llm.build_openai_app(given)
-    if not isinstance(settings, Mapping):
-        raise SettingError(f"raykv must be a mapping of settings, not {settings!r}")
     try:
         serving = ray_llm.LLMServingArgs.model_validate(given)
     except ValidationError as error:
@@ -99,6 +125,43 @@ def build_openai_app(args: Mapping[str, Any]) -> Application:
     configs = [_with_raykv(config, settings) for config in serving.llm_configs]
     register()
     return ray_llm.build_openai_app({**given, "llm_configs": configs})
+
+
+def build_pd_openai_app(args: Mapping[str, Any]) -> Application:
+    """See `raykv.serve.build_pd_openai_app`."""
+    given, settings = _apart(args)
+    if settings is None:
+        return ray_llm.build_pd_openai_app(given)
+    for name in ("prefill_config", "decode_config"):
+        given[name] = _with_raykv(_config(name, given.get(name)), settings)
+    register()
+    try:
+        return ray_llm.build_pd_openai_app(given)
+    except ValidationError as error:
+        raise SettingError(f"arguments of ray.serve.llm: {complaints(error)}") from error
+
+
+def _apart(args: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Ray's arguments, and RayKV's settings."""
+    given = dict(args)
+    settings = given.pop("raykv", {})
+    if not isinstance(settings, Mapping | None):
+        raise SettingError(f"raykv must be a mapping of settings, not {settings!r}")
+    return given, settings
+
+
+def _config(name: str, given: Any) -> Any:
+    """An `LLMConfig`, from itself, its arguments, or the file that they are in."""
+    if isinstance(given, ray_llm.LLMConfig):
+        return given
+    try:
+        if isinstance(given, str):
+            return ray_llm.LLMConfig.from_file(given)
+        return ray_llm.LLMConfig.model_validate(given)
+    except ValidationError as error:
+        raise SettingError(f"{name}: {complaints(error)}") from error
+    except OSError as error:
+        raise SettingError(f"{name}: {error}") from error
 
 
 def register() -> None:

@@ -8,42 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.bench.ports import free_port
-from raykv.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from raykv.client import Cluster
-from raykv.miss_types import Explanation
+from tests.ray_llm import (
+    ALWAYS_FETCH,
+    CHUNKS,
+    ENGINE,
+    TEXT,
+    asked,
+    running,
+    talking_model,
+    tried_here,
+)
 from tests.waiting import wait_until
 
 pytest.importorskip("pyarrow", reason="raykv[llm] is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(400)]
-
-ROOT = Path(__file__).parents[2]
-START_DEADLINE_S = 240.0
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a fortune. " * 8
-ALWAYS_FETCH = {
-    "fetch_bytes_per_s": 1e15,
-    "prefill_tokens_per_s": 1.0,
-    "fetch_deadline_s": 20.0,
-    "query_deadline_s": 10.0,
-}
-"""However fast this small model computes, and however busy the machine is."""
-
-
-BLOCK = 32
-CHUNKS = len(TEXT) // BLOCK
-"""Of the text alone: the tokenizer makes a token of each byte."""
-
-ENGINE = {
-    "block_size": BLOCK,
-    "dtype": "float32",
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 256 << 20,
-    "max_model_len": 2048,
-}
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +37,7 @@ class Application:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from raykv.models import tiny_llama
-
-    folder = tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)
-    return write_tiny_tokenizer(folder)
+    return talking_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -71,63 +49,13 @@ def second(cluster: Cluster) -> Iterator[LocalNode]:
 
 
 @pytest.fixture(scope="module")
-def application(cluster: Cluster, second: LocalNode, model: Path) -> Iterator[Application]:
-    from ray import serve
-    from ray.serve._private.api import serve_start
-    from ray.serve.schema import ServeDeploySchema
+def application(second: LocalNode, model: Path) -> Iterator[Application]:
+    def change(args: dict[str, Any]) -> None:
+        args["llm_configs"] = [tried_here(args["llm_configs"][0], model, second.node_id)]
 
-    port = free_port()
-    config = yaml.safe_load((ROOT / "deploy" / "serve" / "ray-llm.yaml").read_text())
-    config["proxy_location"] = "HeadOnly"
-    config["http_options"] = {"host": "127.0.0.1", "port": port}
-    tried_here(config["applications"][0]["args"], model, second.node_id)
-    client = serve_start(http_options=config["http_options"], proxy_location="HeadOnly")
-    client.deploy_apps(ServeDeploySchema.model_validate(config))
-
-    def is_running() -> bool:
-        state = serve.status().applications["llm"]
-        assert state.status != "DEPLOY_FAILED", state
-        return state.status == "RUNNING"
-
-    try:
-        wait_until(is_running, START_DEADLINE_S, "the replica runs")
-        llm = client.get_serve_details()["applications"]["llm"]
-        (replica,) = llm["deployments"]["LLMServer:tiny"]["replicas"]
+    with running("ray-llm.yaml", change) as (port, deployments):
+        (replica,) = deployments["LLMServer:tiny"]["replicas"]
         yield Application(port, replica["node_id"])
-    finally:
-        serve.shutdown()
-
-
-def tried_here(args: dict[str, Any], model: Path, node_id: str) -> None:
-    """Put what this machine can serve into the YAML's arguments: one replica, on that node."""
-    args["raykv"] = {"pool_bytes": "128MiB", **ALWAYS_FETCH}
-    args["ingress_deployment_config"] = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
-    (llm,) = args["llm_configs"]
-    del llm["accelerator_type"], llm["deployment_config"]["autoscaling_config"]
-    llm["model_loading_config"] = {"model_id": "tiny", "model_source": str(model)}
-    llm["accelerator_config"] = {"kind": "cpu"}
-    llm["placement_group_config"] = {"bundles": [{"CPU": 0.5}]}
-    llm["deployment_config"] |= {
-        "num_replicas": 1,
-        "placement_group_bundle_label_selector": [{"ray.io/node-id": node_id}],
-    }
-    llm["runtime_env"]["env_vars"] |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    llm["engine_kwargs"] = dict(ENGINE)
-
-
-def asked(cluster: Cluster, after: int, number: int) -> list[Explanation]:
-    """What became of the tokens of the requests behind one, as soon as there are `number`."""
-    found: list[Explanation] = []
-
-    def are_told() -> bool:
-        found[:] = cluster.requests(after).found
-        return len(found) >= number
-
-    wait_until(are_told, 20.0, f"{number} requests are told")
-    return found
 
 
 def test_engine_uses_the_pool_of_its_replicas_node(
