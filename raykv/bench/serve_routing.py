@@ -13,14 +13,13 @@ import json
 import os
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from raykv.bench import placing
+from raykv.bench.completions import Server
 from raykv.bench.conversations import (
     Answered,
     Conversation,
@@ -46,7 +45,6 @@ REAL = Load(conversations=8, turns=4, system_words=120, turn_words=90, answer_to
 TINY = Load(conversations=6, turns=3, system_words=30, turn_words=30, answer_tokens=4)
 CLIENTS = 2
 APP = "routing"
-ANSWER_S = 120.0
 READY_S = 120.0
 LOOK_S = 0.2
 KV_TOKENS = 2048
@@ -148,9 +146,10 @@ def measure(bed: Bed, router: str, load: Load, seed: int, *, has_raykv: bool) ->
     serve.start(http_options={"port": port})
     try:
         serve.run(app, name=APP, route_prefix="/")
+        server = Server(port, "model")
         if router == "kv":
-            _wait_until_placing(port)
-        return sums(_talk(f"http://127.0.0.1:{port}", load, seed))
+            _wait_until_placing(server)
+        return sums(_talk(server, load, seed))
     finally:
         serve.shutdown()
         bed.cluster.down()
@@ -164,15 +163,15 @@ def _kv_bytes(model: Path) -> int:
     return int(per_token * KV_TOKENS)
 
 
-def _wait_until_placing(port: int) -> None:
+def _wait_until_placing(server: Server) -> None:
     """Until the router has its tokenizer and knows its namespace: short requests show it."""
     give_up_at = time.monotonic() + READY_S
     while time.monotonic() < give_up_at and not placing.outcomes()["placed"]:
-        _ask(f"http://127.0.0.1:{port}", [{"role": "user", "content": "ready?"}], 1)
+        server.chat([{"role": "user", "content": "ready?"}], 1)
         time.sleep(LOOK_S)
 
 
-def _talk(url: str, load: Load, seed: int) -> list[Answered]:
+def _talk(server: Server, load: Load, seed: int) -> list[Answered]:
     """All conversations, by a few clients."""
     waiting: list[Conversation] = conversations(load, seed)
     random, lock = Random(seed), threading.Lock()
@@ -185,10 +184,10 @@ def _talk(url: str, load: Load, seed: int) -> list[Answered]:
                     return
                 mine = waiting.pop(pick(waiting, random))
                 messages = mine.ask()
-            text, found = _ask(url, messages, load.answer_tokens)
-            mine.answered(text)
+            done = server.chat(messages, load.answer_tokens)
+            mine.answered(done.text)
             with lock:
-                answered.append(found)
+                answered.append(Answered(done.ttft_s, done.prompt_tokens, done.cached))
                 if not mine.is_over:
                     waiting.append(mine)
 
@@ -199,37 +198,3 @@ def _talk(url: str, load: Load, seed: int) -> list[Answered]:
         thread.join()
     assert len(answered) == load.conversations * load.turns, "a client has failed"
     return answered
-
-
-def _ask(url: str, messages: list[dict[str, str]], max_tokens: int) -> tuple[str, Answered]:
-    """One streamed request."""
-    body = {
-        "model": "model",
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        data=json.dumps(body).encode(),
-        headers={"content-type": "application/json"},
-    )
-    began = time.perf_counter()
-    text, first_s = "", None
-    usage: dict[str, Any] = {}
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            piece: dict[str, Any] = json.loads(line[6:])
-            for choice in piece.get("choices", ()):
-                text += choice["delta"].get("content") or ""
-                if first_s is None and "role" not in choice["delta"]:
-                    first_s = time.perf_counter() - began
-            usage = piece.get("usage") or usage
-    if first_s is None:
-        first_s = time.perf_counter() - began
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return text, Answered(first_s, usage["prompt_tokens"], cached)
