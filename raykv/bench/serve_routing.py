@@ -45,10 +45,19 @@ REAL = Load(conversations=8, turns=4, system_words=120, turn_words=90, answer_to
 TINY = Load(conversations=6, turns=3, system_words=30, turn_words=30, answer_tokens=4)
 CLIENTS = 2
 APP = "routing"
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "RAY_worker_niceness": "0",
+}
+"""Of each engine: two that both compute with all cores keep each other waiting for seconds."""
 READY_S = 120.0
 LOOK_S = 0.2
 KV_TOKENS = 2048
 """Of an engine's own KV cache: fewer than the conversations have, more than the longest one."""
+BLOCK = 32
+SPARE_BLOCKS = 2
+"""One that vLLM keeps for itself, and what it rounds down."""
 
 
 def run(options: Options) -> Result:
@@ -129,7 +138,7 @@ def measure(bed: Bed, router: str, load: Load, seed: int, *, has_raykv: bool) ->
                 "max_model_len": KV_TOKENS,
                 "dtype": "float32",
                 "enforce_eager": True,
-                "block_size": 32,
+                "block_size": BLOCK,
                 "kv_cache_memory_bytes": _kv_bytes(bed.model),
                 "enable_prompt_tokens_details": True,
             },
@@ -137,7 +146,10 @@ def measure(bed: Bed, router: str, load: Load, seed: int, *, has_raykv: bool) ->
             "deployment": {
                 "num_replicas": 2,
                 "max_replicas_per_node": 1,
-                "ray_actor_options": {"num_cpus": 1},
+                "ray_actor_options": {
+                    "num_cpus": 1,
+                    "runtime_env": {"env_vars": ONE_THREAD},
+                },
             },
             "router": {"policy": router},
         }
@@ -156,11 +168,11 @@ def measure(bed: Bed, router: str, load: Load, seed: int, *, has_raykv: bool) ->
 
 
 def _kv_bytes(model: Path) -> int:
-    """Of an engine's KV cache of `KV_TOKENS`, in float32."""
+    """Of an engine's KV cache that takes a prompt of `KV_TOKENS`, in float32."""
     config = json.loads((model / "config.json").read_text())
     width = config["hidden_size"] // config["num_attention_heads"]
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width * 4
-    return int(per_token * KV_TOKENS)
+    return int(per_token * (KV_TOKENS + SPARE_BLOCKS * BLOCK))
 
 
 def _wait_until_placing(server: Server) -> None:
