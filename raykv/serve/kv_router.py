@@ -1,4 +1,7 @@
-"""The request router of the policy "kv": asks RayKV's directory, falls back to Ray's own choice."""
+"""The request router of the policy "kv": asks RayKV's directory, falls back to Ray's own choice.
+
+While the directory is silent a request follows what it begins with; Ray chooses for all others.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,8 @@ MOST_PLACED = 1024
 """Requests whose places are known and that no replica has taken yet."""
 
 PLACED = "placed"
+NO_ANSWER = Fallback.NO_ANSWER.value
+REMEMBERED = "directory did not answer, sent where its beginning went"
 
 
 class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
@@ -71,7 +76,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         """See `RequestRouter.choose_replicas`."""
         self._directory.learn(each.node_id for each in candidate_replicas)
         placed = await self._place(pending_request)
-        if pending_request is None or placed is None:
+        if pending_request is None or placed is None or self._outcome(placed) == NO_ANSWER:
             return await two_choices(self, candidate_replicas, pending_request)
         # Where all are full Serve waits before it asks again.
         pending_request.routing_context.should_backoff = True
@@ -92,6 +97,13 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         if placed is not None:
             self._planner.went(placed, replica_id.unique_id)
 
+    def _outcome(self, placed: PlacedRequest) -> str:
+        """How a replica is chosen, where the prompts are known."""
+        if placed.is_answered:
+            return PLACED
+        # Where it goes is remembered all the same: the next turn is to follow it.
+        return REMEMBERED if self._planner.remembers(placed) else NO_ANSWER
+
     async def _place(self, pending: PendingRequest | None) -> PlacedRequest | None:
         """Where the request's prompts are; the first answer counts while replicas are full."""
         request = pending.args[0] if pending is not None and pending.args else None
@@ -105,7 +117,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         if isinstance(placed, Fallback):
             self._outcomes.inc(tags={"outcome": placed.value})
             return None
-        self._outcomes.inc(tags={"outcome": PLACED})
+        self._outcomes.inc(tags={"outcome": self._outcome(placed)})
         self._placed[name] = placed
         if len(self._placed) > MOST_PLACED:
             self._placed.popitem(last=False)

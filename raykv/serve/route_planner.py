@@ -45,10 +45,14 @@ class PlacedPrompt:
 
 @dataclass
 class PlacedRequest:
-    """A request with its prompts. `sent_to`: the replica that it is believed to go to; or none."""
+    """A request with its prompts. `sent_to`: the replica that it is believed to go to; or none.
+
+    Not `is_answered`: the directory is silent, and all that can be known is what was sent where.
+    """
 
     prompts: Sequence[PlacedPrompt]
     sent_to: str | None = None
+    is_answered: bool = True
 
 
 class RoutePlanner:
@@ -87,8 +91,15 @@ class RoutePlanner:
         prompts = [hasher.keys(prompt, most) for prompt in rendered]
         found = await self._directory.find(prompts)
         if found is None:
-            return Fallback.NO_ANSWER
+            nowhere = FoundPrompt({}, 0)
+            unknown = [PlacedPrompt(each, nowhere) for each in prompts]
+            return PlacedRequest(unknown, is_answered=False)
         return PlacedRequest([PlacedPrompt(*pair) for pair in zip(prompts, found, strict=True)])
+
+    def remembers(self, request: PlacedRequest) -> bool:
+        """Whether something of its prompts was sent to a replica lately."""
+        now = self._clock()
+        return any(self._place_of(each, now).held for each in request.prompts)
 
     def choose(self, request: PlacedRequest, replicas: Sequence[Replica]) -> list[Choice]:
         """All replicas, the best one first: it is remembered that the prompts go there."""

@@ -37,6 +37,7 @@ from raykv.messages import (
     encode,
 )
 from raykv.serve.http import HttpRequest
+from raykv.serve.route_planner import PlacedRequest
 
 pytestmark = pytest.mark.integration
 
@@ -264,17 +265,27 @@ def test_no_request_waits_for_a_directory_that_is_gone(
     async def main() -> None:
         routed = Routed(replicas)
         await routed.until_placing()
-        await routed.send(prompt(4, 10))
+        routed.done(await routed.send(prompt(4, 10)))
         planner = routed.router._planner
         cluster.down()
         loop = asyncio.get_running_loop()
         took = []
         for seed in range(5, 15):
             began = loop.time()
-            assert await routed.send(prompt(seed, 10)) in NODES
+            node = await routed.send(prompt(seed, 10))
             took.append(loop.time() - began)
-        placed = await planner.place(HttpRequest("POST", "/v1/completions", b"", [], b"{}"))
-        assert not hasattr(placed, "prompts"), placed
+            assert node in NODES
+            routed.done(node)
+        body = json.dumps({"prompt": prompt(5, 10)}).encode()
+        placed = await planner.place(HttpRequest("POST", "/v1/completions", b"", [], body))
+        assert isinstance(placed, PlacedRequest)
+        assert not placed.is_answered
+        # Ray has chosen for a new prompt, and a conversation goes on where it began.
+        talk = prompt(20, 63)
+        first = await routed.send(talk)
+        for turn in range(6):
+            routed.done(first)
+            assert await routed.send([*talk, turn]) == first
         # It is left alone after the first question in vain.
         breakers = routed.router._directory._breakers
         assert breakers.num_opened >= 1

@@ -114,11 +114,29 @@ def test_reason_for_falling_back_is_told() -> None:
     directory = PlayedDirectory()
     told = planner(directory, Fallback.NOT_LOADED)
     assert asyncio.run(told.place(request())) is Fallback.NOT_LOADED
-    directory.answers = False
-    silent = planner(directory, [prompt(1, 100)])
-    assert asyncio.run(silent.place(request())) is Fallback.NO_ANSWER
     directory.hasher = None
+    silent = planner(directory, [prompt(1, 100)])
     assert asyncio.run(silent.place(request())) is Fallback.NO_NAMESPACE
+
+
+def test_request_follows_its_beginning_while_the_directory_is_silent() -> None:
+    directory = PlayedDirectory()
+    renderer = PlayedRenderer([prompt(1, 100)])
+    now = [0.0]
+    made = RoutePlanner(renderer, directory, RouteSettings(recent_s=30.0), lambda: now[0])
+    directory.answers = False
+    first = asyncio.run(made.place(request()))
+    assert isinstance(first, PlacedRequest)
+    assert (first.is_answered, made.remembers(first)) == (False, False)
+    # Ray has chosen.
+    made.went(first, "r2")
+    renderer.answer = [prompt(1, 160)]
+    turn = asyncio.run(made.place(request()))
+    assert isinstance(turn, PlacedRequest)
+    assert (turn.is_answered, made.remembers(turn)) == (False, True)
+    assert made.choose(turn, REPLICAS)[0].name == "r2"
+    now[0] = 31.0
+    assert not made.remembers(turn)
 
 
 # The renderer's thread
