@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+QUIET_S = 0.4
+"""On a busy machine a NodeActor that copies says nothing for a tenth of a second."""
+
 
 def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> None:
     """Poll `condition` until it holds.
@@ -16,3 +19,21 @@ def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> N
     while not condition():
         assert time.monotonic() < give_up_at, f"not within {deadline_s} s: {what}"
         time.sleep(0.05)
+
+
+def wait_until_quiet(value: Callable[[], object], deadline_s: float, what: str) -> None:
+    """Poll `value` until it has stayed the same for `QUIET_S`.
+
+    Raises:
+        AssertionError: it still changed after `deadline_s`.
+    """
+    last, since = value(), time.monotonic()
+
+    def is_quiet() -> bool:
+        nonlocal last, since
+        now = value()
+        if now != last:
+            last, since = now, time.monotonic()
+        return time.monotonic() - since >= QUIET_S
+
+    wait_until(is_quiet, deadline_s, what)

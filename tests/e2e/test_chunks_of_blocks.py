@@ -19,7 +19,7 @@ from raykv.bench.engine import EngineProcess
 from raykv.bench.ports import free_port
 from raykv.bench.prompts import prompt
 from raykv.client import Cluster
-from tests.waiting import wait_until
+from tests.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -92,14 +92,18 @@ def first_run(
     engine = start(fresh_cluster, tiny_model, log, 4, **ours)
     engine.tokens(PROMPTS)
     reference = engine.tokens(PROMPTS)
-    seen = [-1]
 
-    def unchanged() -> bool:
+    def bytes_stored() -> int:
         (node,) = fresh_cluster.status().nodes
-        before, seen[0] = seen[0], node.bytes_stored
-        return before == seen[0]
+        return node.bytes_stored
 
-    wait_until(unchanged, 20.0, "stores come to an end")
+    def are_described() -> bool:
+        keys = {key for _, _, key in fresh_cluster.snapshot().chunks}
+        return keys <= fresh_cluster.tokens_of(sorted(keys)).keys()
+
+    wait_until_quiet(bytes_stored, 20.0, "stores come to an end")
+    # What an engine has not told when it ends, nobody knows.
+    wait_until(are_described, 20.0, "the chunks' tokens are told")
     engine.stop()
     return reference
 

@@ -22,7 +22,7 @@ from raykv.miss_types import MissRecord
 from raykv.sizing import plan
 from raykv.status_types import NodeStatus
 from tests.processes import freeze
-from tests.waiting import wait_until
+from tests.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -74,13 +74,7 @@ def store(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]]) -> 
 
 def settle(engine: EngineProcess, cluster: Cluster) -> None:
     """Wait until nothing is being stored, then drop vLLM's own cache."""
-    seen = [-1]
-
-    def unchanged() -> bool:
-        before, seen[0] = seen[0], node(cluster).bytes_stored
-        return before == seen[0]
-
-    wait_until(unchanged, 20.0, "stores come to an end")
+    wait_until_quiet(lambda: node(cluster).bytes_stored, 20.0, "stores come to an end")
     engine.reset()
 
 
@@ -270,14 +264,12 @@ class Asker:
 
     def settle(self) -> None:
         """Wait until nothing is being stored, then drop vLLM's own cache."""
-        last = [-1]
 
-        def unchanged() -> bool:
+        def bytes_stored() -> int:
             (node,) = self._cluster.status().nodes
-            before, last[0] = last[0], node.bytes_stored
-            return before == last[0]
+            return node.bytes_stored
 
-        wait_until(unchanged, 20.0, "stores come to an end")
+        wait_until_quiet(bytes_stored, 20.0, "stores come to an end")
         self.engine.reset()
 
 
