@@ -86,7 +86,7 @@ def _find(name: str) -> metadata.Distribution | None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for a SIGTERM when the parent that is named in the environment dies."""
+    """Get a SIGTERM when the parent that is named in the environment has ended."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raykv.client import Cluster
 
 QUIET_S = 0.4
 """On a busy machine a NodeActor that copies says nothing for a tenth of a second."""
@@ -37,3 +41,12 @@ def wait_until_quiet(value: Callable[[], object], deadline_s: float, what: str) 
         return time.monotonic() - since >= QUIET_S
 
     wait_until(is_quiet, deadline_s, what)
+
+
+def wait_for_chunks(cluster: Cluster, number: int) -> None:
+    """Until the directory knows so many chunks; several nodes may have the same one."""
+    wait_until(
+        lambda: sum(node.chunks for node in cluster.status().nodes) >= number,
+        20.0,
+        f"{number} chunks are stored",
+    )

@@ -138,7 +138,7 @@ class RemoteChunks:
 
     def ask(self, request: RequestState, keys: Iterable[Key]) -> None:
         """Have the scheduler actor asked who has `keys`, unless this request has asked before."""
-        # An engine that had nothing to do may not have heard of its peers yet.
+        # Who had the prompt prefilled knows of a peer that the last heartbeat could not tell of.
         has_peers = self.has_peers or request.options.prefilled
         if not has_peers or not request.is_known:
             return

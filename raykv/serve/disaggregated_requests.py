@@ -15,7 +15,7 @@ from typing import Any
 
 from raykv.serve.http import Headers, HttpRequest
 from raykv.vllm.params import PARAMS as SWITCHES
-from raykv.vllm.params import PIN, PREFILLED
+from raykv.vllm.params import PIN, PREFILLED, without_prefilled
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -106,8 +106,7 @@ def _split(request: HttpRequest, body: dict[str, Any], handover: Handover) -> Sp
     direct = Split(request, request)
     params = body.get(PARAMS)
     if isinstance(params, dict) and PREFILLED in params:
-        # Only who has the prompt prefilled may say that it was.
-        params = {name: value for name, value in params.items() if name != PREFILLED}
+        params = without_prefilled(params)
         body = {**body, PARAMS: params}
         request = _with_body(request, body)
         direct = Split(request, request)

@@ -24,7 +24,7 @@ from raykv.errors import SettingError, VersionError
 from raykv.serve.command import CONNECTOR
 from raykv.serve.transfer import fill_in, with_raykv
 from raykv.serve.validation import complaints
-from raykv.vllm.params import PREFILLED
+from raykv.vllm.params import PREFILLED, without_prefilled
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
 try:
@@ -91,7 +91,8 @@ class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
         """See `BaseConnectorBackend.prepare_prefill_request`: one token, all chunks stored."""
         del peer
         prefill = request.model_copy(deep=True)
-        prefill.kv_transfer_params = _without_word(request)
+        if prefill.kv_transfer_params is not None:
+            prefill.kv_transfer_params = without_prefilled(prefill.kv_transfer_params)
         clamp_request_to_single_token(prefill)
         return prefill
 
@@ -101,16 +102,8 @@ class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
         """See `BaseConnectorBackend.prepare_decode_request`: it waits for announced chunks."""
         del peer, prefill_response
         decode = request.model_copy(deep=True)
-        decode.kv_transfer_params = {**(_without_word(request) or {}), PREFILLED: True}
+        decode.kv_transfer_params = {**(request.kv_transfer_params or {}), PREFILLED: True}
         return decode
-
-
-def _without_word(request: Any) -> dict[str, Any] | None:
-    """What a client asks for; only who has a prompt prefilled may say that it was."""
-    given: dict[str, Any] | None = request.kv_transfer_params
-    if given is None:
-        return None
-    return {name: value for name, value in given.items() if name != PREFILLED}
 
 
 def build_openai_app(args: Mapping[str, Any]) -> Application:

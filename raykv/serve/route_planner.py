@@ -99,7 +99,8 @@ class RoutePlanner:
     def remembers(self, request: PlacedRequest) -> bool:
         """Whether something of its prompts was sent to a replica lately."""
         now = self._clock()
-        return any(self._place_of(each, now).held for each in request.prompts)
+        firsts = (each.keys.keys[_followed(each.keys)][:1] for each in request.prompts)
+        return any(self._recent.num_held(first, now) for first in firsts)
 
     def choose(self, request: PlacedRequest, replicas: Sequence[Replica]) -> list[Choice]:
         """All replicas, the best one first: it is remembered that the prompts go there."""

@@ -56,11 +56,16 @@ def documented(params: Any) -> dict[str, bool | float] | None:
     return kept
 
 
+def without_prefilled(params: dict[str, Any]) -> dict[str, Any]:
+    """`params` of a client: only who has the prompt prefilled may say that it was."""
+    return {name: value for name, value in params.items() if name != PREFILLED}
+
+
 def _is_hint(name: str, value: Any) -> bool:
     """Whether a client's wish can be meant; a truth value is no number here."""
     if type(value) is int and name == "raykv_priority":
         return 1 <= value <= MAX_PRIORITY
-    is_number = type(value) in (int, float) and name == "raykv_pin_s"
+    is_number = type(value) in (int, float) and name == PIN
     return is_number and 0 < value <= MAX_PIN_S
 
 
@@ -77,7 +82,7 @@ def request_options(params: Any) -> RequestOptions:
 def hint_of(params: Any) -> Hint:
     """What a request's `kv_transfer_params` wish for, allowed or not."""
     known = documented(params) or {}
-    pin_s, priority = known.get("raykv_pin_s"), known.get("raykv_priority")
+    pin_s, priority = known.get(PIN), known.get("raykv_priority")
     return Hint(
         pin_s=None if pin_s is None else float(pin_s),
         priority=None if priority is None else int(priority),

@@ -16,14 +16,14 @@ REPLICA_VARIABLE = "_RAYKV_REPLICA"
 
 def register() -> None:
     """Register the connector; vLLM calls this in each of its processes, some more than once."""
-    replica = os.environ.get(REPLICA_VARIABLE)
-    if replica is not None:
-        # EngineCore looks after its workers; nobody but its replica looks after EngineCore.
-        end_with_parent(int(replica))
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "RayKVConnector" in KVConnectorFactory._registry:
         return
+    replica = os.environ.get(REPLICA_VARIABLE)
+    if replica is not None:
+        # EngineCore looks after its workers; nobody but its replica looks after EngineCore.
+        end_with_parent(int(replica))
     try:
         KVConnectorFactory.register_connector(
             "RayKVConnector", "raykv.vllm.connector", "RayKVConnector"

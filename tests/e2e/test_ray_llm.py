@@ -21,7 +21,7 @@ from tests.ray_llm import (
     talking_model,
     tried_here,
 )
-from tests.waiting import wait_until
+from tests.waiting import wait_for_chunks
 
 pytest.importorskip("pyarrow", reason="raykv[llm] is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(400)]
@@ -85,9 +85,7 @@ def test_batch_workers_load_what_the_replica_computed(
     (first,) = asked(cluster, 0, 1)
     assert first.node_id == application.node_id
     assert first.record.loaded == first.record.own == 0
-    wait_until(
-        lambda: sum(node.chunks for node in cluster.status().nodes) >= CHUNKS, 20.0, "stores"
-    )
+    wait_for_chunks(cluster, CHUNKS)
 
     before = cluster.status().nodes
     rows = ask(

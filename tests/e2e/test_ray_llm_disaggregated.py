@@ -60,15 +60,3 @@ def test_decode_engine_loads_what_the_prefill_engine_computed(
     assert told[decode].loaded == told[decode].prompt // BLOCK * BLOCK >= CHUNKS * BLOCK
     # Nobody tells of the first engine, or where it is.
     assert "kv_transfer_params" not in answer.model_dump() or not answer.kv_transfer_params
-
-
-def test_client_cannot_say_that_its_prompt_was_computed_elsewhere(port: int) -> None:
-    """The words of who hands the prompt over are not a client's; the answer is the same."""
-    import openai
-
-    words = {"kv_transfer_params": {"raykv_prefilled": True}}
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
-        create = client.chat.completions.create
-        plain = create(model="tiny", messages=CHAT, max_tokens=8, temperature=0)
-        told = create(model="tiny", messages=CHAT, max_tokens=8, temperature=0, extra_body=words)
-    assert told.choices[0].message.content == plain.choices[0].message.content

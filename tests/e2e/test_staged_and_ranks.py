@@ -13,7 +13,7 @@ from raykv.bench.prompts import prompt
 from raykv.client import Cluster
 from tests.told import told_after
 from tests.truth_of_kv import assert_as_transformers_computes
-from tests.waiting import wait_until
+from tests.waiting import wait_for_chunks
 
 pytestmark = pytest.mark.e2e
 
@@ -25,15 +25,6 @@ PATIENT = Path(__file__).parents[1] / "patient"
 def patient_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that leave the machine's two cores to others while they wait; see `tests/patient`."""
     monkeypatch.setenv("PYTHONPATH", str(PATIENT))
-
-
-def wait_for_chunks(cluster: Cluster, number: int) -> None:
-    """Until the directory knows so many chunks."""
-    wait_until(
-        lambda: sum(node.chunks for node in cluster.status().nodes) >= number,
-        20.0,
-        f"{number} chunks are stored",
-    )
 
 
 def whole_chunks(prompts: list[list[int]]) -> list[int]:

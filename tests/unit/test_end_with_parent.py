@@ -23,9 +23,14 @@ print(os.getpid(), flush=True)
 time.sleep(60)
 """
 PARENT = """
-import subprocess, sys
-subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+import subprocess, sys, threading, time
+command = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
+starter = threading.Thread(target=subprocess.Popen, args=[command])
+starter.start()
+starter.join()
+time.sleep(60)
 """
+"""The thread that starts the child ends at once; that is not the parent's end."""
 
 
 @pytest.mark.parametrize(("word", "ends"), [("told", True), ("not", False)])
@@ -36,6 +41,8 @@ def test_child_ends_with_its_killed_parent_only_if_told(word: str, ends: bool) -
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     try:
+        _, alive = psutil.wait_procs([child], timeout=0.5)
+        assert alive
         parent.send_signal(signal.SIGKILL)
         parent.wait(10)
         _, alive = psutil.wait_procs([child], timeout=10 if ends else 0.5)

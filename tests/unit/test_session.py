@@ -45,12 +45,20 @@ class PlayedScheduler:
         pass
 
 
-def test_view_knows_whether_the_scheduler_actor_answers() -> None:
+def attached(scheduler: PlayedScheduler, heartbeat_s: float) -> tuple[EngineView, Session]:
+    """An engine, before its background exchange begins."""
     view = EngineView(EngineId("engine"), [0], 1.0, 4)
-    scheduler = PlayedScheduler()
-    settings = SessionSettings("engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=0.02)
+    settings = SessionSettings(
+        "engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=heartbeat_s
+    )
     session = Session(view, scheduler, settings)
     session.attach(DEADLINE_S)
+    return view, session
+
+
+def test_view_knows_whether_the_scheduler_actor_answers() -> None:
+    scheduler = PlayedScheduler()
+    view, session = attached(scheduler, heartbeat_s=0.02)
     assert not view.remote.is_cut_off
     session.start()
     try:
@@ -63,11 +71,8 @@ def test_view_knows_whether_the_scheduler_actor_answers() -> None:
 
 
 def test_what_requests_want_and_how_long_answers_take_is_told() -> None:
-    view = EngineView(EngineId("engine"), [0], 1.0, 4)
     scheduler = PlayedScheduler()
-    settings = SessionSettings("engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=0.02)
-    session = Session(view, scheduler, settings)
-    session.attach(DEADLINE_S)
+    view, session = attached(scheduler, heartbeat_s=0.02)
     first = scheduler.requests[0]
     assert (first.counters["wanted_chunks"], first.wanted_keys.ranks) == (0, b"")
     assert not sum(first.latencies["lookup"].counts)
@@ -98,12 +103,9 @@ def test_what_requests_want_and_how_long_answers_take_is_told() -> None:
 
 def test_engine_that_had_nothing_to_do_knows_what_is_so_now() -> None:
     """Its peers came while it read no answers; its first request is to ask them."""
-    view = EngineView(EngineId("engine"), [0], 1.0, 4)
     scheduler = PlayedScheduler()
     scheduler.has_peers = False
-    settings = SessionSettings("engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=0.01)
-    session = Session(view, scheduler, settings)
-    session.attach(DEADLINE_S)
+    view, session = attached(scheduler, heartbeat_s=0.01)
     session.start()
     try:
         wait_until(
@@ -121,11 +123,8 @@ def test_engine_that_had_nothing_to_do_knows_what_is_so_now() -> None:
 
 def test_engine_that_has_nothing_to_do_hoards_no_answers() -> None:
     """Not after a reset either, which every later answer confirms."""
-    view = EngineView(EngineId("engine"), [0], 1.0, 4)
     scheduler = PlayedScheduler()
-    settings = SessionSettings("engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=0.001)
-    session = Session(view, scheduler, settings)
-    session.attach(DEADLINE_S)
+    view, session = attached(scheduler, heartbeat_s=0.001)
     view.reset()
     session.start()
     try:
