@@ -147,6 +147,8 @@ def _config(name: str, given: Any) -> Any:
     """An `LLMConfig`, from itself, its arguments, or the file that they are in."""
     if isinstance(given, ray_llm.LLMConfig):
         return given
+    if given is None:
+        raise SettingError(f"{name} is missing: the LLMConfig of those engines")
     try:
         if isinstance(given, str):
             return ray_llm.LLMConfig.from_file(given)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from raykv.actors.local_nodes import LocalNode, add_local_node
@@ -29,10 +30,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(400)]
 
 @dataclass(frozen=True)
 class Application:
-    """A running application of one replica, and the node that Serve has put it on."""
+    """A running application of one replica, the node that Serve has put it on, and its process."""
 
     port: int
     node_id: str
+    pid: int
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def application(second: LocalNode, model: Path) -> Iterator[Application]:
 
     with running("ray-llm.yaml", change) as (port, deployments):
         (replica,) = deployments["LLMServer:tiny"]["replicas"]
-        yield Application(port, replica["node_id"])
+        yield Application(port, replica["node_id"], replica["pid"])
 
 
 def test_engine_uses_the_pool_of_its_replicas_node(
@@ -101,3 +103,14 @@ def test_batch_workers_load_what_the_replica_computed(
     chunk_bytes = sum(node.bytes_stored for node in before) // sum(node.chunks for node in before)
     loaded = [sum(node.bytes_loaded for node in some) for some in (before, cluster.status().nodes)]
     assert loaded[1] - loaded[0] >= CHUNKS * chunk_bytes
+
+
+def test_engine_ends_with_its_killed_replica(application: Application) -> None:
+    """The last one here: what Serve starts instead is not waited for."""
+    replica = psutil.Process(application.pid)
+    children = replica.children(recursive=True)
+    engines = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+    assert engines, children
+    replica.kill()
+    _, left = psutil.wait_procs(engines, timeout=10)
+    assert not left
