@@ -12,6 +12,7 @@ import pytest
 
 from raykv.actors.local_nodes import LocalNode, add_local_node
 from raykv.client import Cluster
+from tests.processes import freeze
 from tests.ray_llm import (
     ALWAYS_FETCH,
     CHUNKS,
@@ -106,11 +107,18 @@ def test_batch_workers_load_what_the_replica_computed(
 
 
 def test_engine_ends_with_its_killed_replica(application: Application) -> None:
-    """The last one here: what Serve starts instead is not waited for."""
+    """Also where no raylet is left to end it. The last one here: its successor is not awaited."""
     replica = psutil.Process(application.pid)
     children = replica.children(recursive=True)
     engines = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
     assert engines, children
-    replica.kill()
-    _, left = psutil.wait_procs(engines, timeout=10)
-    assert not left
+    raylet = replica.parent()
+    assert raylet is not None
+    assert raylet.name() == "raylet"
+    freeze(raylet.pid)
+    try:
+        replica.kill()
+        _, left = psutil.wait_procs(engines, timeout=10)
+        assert not left
+    finally:
+        raylet.resume()
