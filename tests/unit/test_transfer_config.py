@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+import ray.serve
 
 from raykv import serve
 from raykv.errors import SettingError, VersionError
@@ -115,6 +116,7 @@ def test_missing_or_moved_llm_package_is_one_sentence(
     for name in [each for each in sys.modules if each.startswith(("ray.llm", "ray.serve.llm"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "raykv.serve.llm", raising=False)
+    monkeypatch.delattr(ray.serve, "llm", raising=False)  # there once any test imported it
     monkeypatch.setitem(sys.modules, gone, None)
     with pytest.raises(VersionError) as refused:
         serve.build_openai_app({"llm_configs": []})
