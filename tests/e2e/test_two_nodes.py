@@ -73,6 +73,7 @@ def engines(
 
     started = started_together(partial(start, 0), partial(start, 1))
     wait_until(lambda: have_stored(cluster, started), 60.0, "both engines store")
+    wait_until(lambda: are_acquainted(cluster), 20.0, "both engines know that they are two")
     yield started
     for engine in started:
         engine.stop()
@@ -83,6 +84,15 @@ def have_stored(cluster: Cluster, engines: list[EngineProcess]) -> bool:
     for number, engine in enumerate(engines):
         engine.tokens([prompt(90 + number, BLOCK * 4)])
     return len({node_id for node_id, *_ in inventories(cluster)}) == len(engines)
+
+
+def are_acquainted(cluster: Cluster) -> bool:
+    """Whether each has spoken with the scheduler actor since both had requests.
+
+    An engine that knew of no other when it spoke last asks nobody, until its next heartbeat.
+    """
+    engines = cluster.status().engines
+    return len(engines) == 2 and all(each.counters.get("prompt_tokens") for each in engines)
 
 
 def node_of(cluster: Cluster, node_id: str) -> NodeStatus:
