@@ -286,6 +286,7 @@ class Operations:
             pool_path=settings.pool_path if pool_path is None else pool_path,
             slab_bytes=slab_bytes,
             metrics=(settings.metrics_port, settings.metrics_address, settings.metrics_sd_path),
+            disk=(settings.disk_path, settings.disk_bytes, settings.disk_free_bytes),
         )
         scheduler = cluster.scheduler_actor(
             self.address, settings.eviction_policy, settings.pin_share, settings.metrics_place

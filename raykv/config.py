@@ -62,6 +62,18 @@ class MetricsPlace:
 
 
 @dataclass(frozen=True)
+class DiskPlace:
+    """Where a NodeActor keeps what its pool gives up; `path` empty: nowhere. Sizes in bytes.
+
+    `most_bytes` None: half of what is free when it starts.
+    """
+
+    path: str = ""
+    most_bytes: int | None = None
+    floor_bytes: int = 4 << 30
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of an engine; the README's table is made of the texts here."""
 
@@ -72,6 +84,15 @@ class Settings:
     )
     pool_path: str = _setting(
         "", text, "A file for the pool, which then survives its NodeActor. Default: anonymous RAM"
+    )
+    disk_path: str = _setting(
+        "", text, "A folder on each node's disk for what pools give up. Default: it is forgotten"
+    )
+    disk_bytes: int | None = _setting(
+        None, parse_size, "What may lie there, per node. Default: half of what is free at the start"
+    )
+    disk_free_bytes: int = _setting(
+        4 << 30, parse_size, "Nothing is written while that file system has less than this free"
     )
     ray_address: str = _setting(
         "",
@@ -211,6 +232,11 @@ class Settings:
     def metrics_place(self) -> MetricsPlace:
         """The three settings of metrics."""
         return MetricsPlace(self.metrics_port, self.metrics_address, self.metrics_sd_path)
+
+    @property
+    def disk_place(self) -> DiskPlace:
+        """The three settings of the disk."""
+        return DiskPlace(self.disk_path, self.disk_bytes, self.disk_free_bytes)
 
 
 def load_settings(

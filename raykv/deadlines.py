@@ -129,6 +129,23 @@ NODE_ROOM_LOOK_S = 5.0
 """Between two looks of a NodeActor without a pool, or of one that memory is short for, at whether
 there is room now."""
 
+# Disk tier
+
+DISK_BATCH_S = 0.5
+"""Chunks wait so long for others to share a file with: fewer and larger files."""
+
+DISK_GIVE_WAY_S = 1.0
+"""A file waits so long for copies to end before it is written all the same."""
+
+DISK_GIVE_WAY_LOOK_S = 0.02
+"""Between two looks at whether they have."""
+
+DISK_RETRY_S = 15.0
+"""After a write that failed, and while there is no room: then it is tried again."""
+
+DISK_LOOK_S = 1.0
+"""The threads of a disk tier look around at least so often, should nothing wake them."""
+
 # Fetches
 
 FETCH_MOST_S = 3600.0

@@ -34,6 +34,14 @@ class AttachError(RayKVError):
     """A NodeActor refused to serve a worker's KV cache."""
 
 
+class DiskError(RayKVError):
+    """A disk tier has no place that it can use."""
+
+
+class ChunkFileError(RayKVError):
+    """A file of chunks is damaged, or is none that this RayKV reads."""
+
+
 class HandleError(RayKVError):
     """A KV cache can't be shared with, or opened by, another process."""
 

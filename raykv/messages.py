@@ -12,12 +12,14 @@ import msgspec
 
 from raykv.breaker_types import BreakerReport
 from raykv.description_types import Descriptions
+from raykv.disk_types import DiskNews, DiskOrder, DiskStats
+from raykv.hint_types import Hints
 from raykv.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
 from raykv.metric_types import HistogramData, KeySketch
 from raykv.miss_types import MissRecord
 from raykv.types import Generation, Slot
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
 
 MAX_KEYS = 2048
@@ -100,17 +102,6 @@ class LostReplicas(msgspec.Struct, frozen=True, array_like=True):
     nodes: list[str] = []
     keys: list[bytes] = []
     generations: list[int] = []
-
-
-class Hints(msgspec.Struct, frozen=True, array_like=True):
-    """What requests wish for their prompts' chunks: not to be evicted for so many seconds
-    (`pinned`, `pin_s`), or to be evicted after those of lower priority (`favoured`, `priorities`).
-    """
-
-    pinned: list[bytes] = []
-    pin_s: list[float] = []
-    favoured: list[bytes] = []
-    priorities: list[int] = []
 
 
 # Engine scheduler <-> scheduler actor
@@ -257,7 +248,7 @@ class FetchResult(msgspec.Struct, frozen=True):
 
 
 class ReadRequest(msgspec.Struct, frozen=True):
-    """Read chunks out of a NodeActor's pool, for another NodeActor."""
+    """Read chunks out of a NodeActor's pool, or from its disk, for another NodeActor."""
 
     version: int
     namespace: str
@@ -265,6 +256,7 @@ class ReadRequest(msgspec.Struct, frozen=True):
     handles: Handles
     slot_bytes: list[int]
     with_checksums: bool = True
+    from_disk: bool = False
 
 
 class ReadReply(msgspec.Struct, frozen=True):
@@ -332,6 +324,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     locked_bytes: int = 0
     metrics_address: str = ""
     metrics_problem: str = ""
+    disk: DiskStats = DiskStats()
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -360,6 +353,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     pid: int = 0
     hostname: str = ""
     raykv_version: str = ""
+    disk: DiskNews = DiskNews()
 
 
 class NodeReportReply(msgspec.Struct, frozen=True):
@@ -369,6 +363,7 @@ class NodeReportReply(msgspec.Struct, frozen=True):
     inventory: bool = False
     cleared: dict[str, int] = {}
     paused: bool = False
+    disk: DiskOrder = DiskOrder()
 
 
 class NodeDescription(msgspec.Struct, frozen=True):

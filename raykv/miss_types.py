@@ -14,7 +14,7 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
 
     `own` were in vLLM's own cache, `missed` has those that were computed, by `MissReason`.
     `missing` is the key of the chunk that decided over those behind it, empty where none did. Of
-    the `loaded` ones `fetched` were on another node.
+    the `loaded` ones `fetched` were on another node, and `disk` on a disk.
     `chunks` are the names of its chunks, of generated tokens too, as far as they were told: the
     first `CHUNK_NAME_BYTES` of each key. A chunk has `chunk_tokens` tokens.
     """
@@ -28,6 +28,7 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     chunks: bytes = b""
     chunk_tokens: int = 0
     fetched: int = 0
+    disk: int = 0
 
 
 class Explanation(msgspec.Struct, frozen=True):

@@ -173,7 +173,8 @@ class PoolWish(msgspec.Struct, frozen=True):
 
     `on`: "all", a Ray resource like "GPU", or a label as "key=value". `node_ids` names nodes
     instead. `pool_bytes` None: a quarter of what the node has free. `slab_bytes` None: of the size
-    that fits the pool. `metrics`: port, address and file, as the settings of these names.
+    that fits the pool. `metrics`: port, address and file, as the settings of these names; `disk`:
+    path, bytes, and bytes that stay free.
     """
 
     version: int
@@ -183,6 +184,7 @@ class PoolWish(msgspec.Struct, frozen=True):
     pool_path: str = ""
     slab_bytes: int | None = None
     metrics: tuple[str, str, str] = ("auto", "", "")
+    disk: tuple[str, int | None, int] = ("", None, 0)
 
 
 class KeptPin(msgspec.Struct, frozen=True):

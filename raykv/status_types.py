@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from raykv.breaker_types import BreakerReport
+from raykv.disk_types import DiskStats
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -12,7 +13,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
     `pinned_bytes` are of chunks that are kept from eviction, `locked_bytes` of the pool that a GPU
     may copy from and to directly.
-    `metrics`: where Prometheus finds its metrics ("host:port"), or why nowhere.
+    `metrics`: where Prometheus finds its metrics ("host:port"), or why nowhere. `disk`: its disk
+    tier; one without a path is none.
     """
 
     node_id: str
@@ -39,6 +41,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     pinned_bytes: int = 0
     locked_bytes: int = 0
     metrics: str = ""
+    disk: DiskStats = DiskStats()
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

@@ -134,7 +134,7 @@ class TokenSource(StrEnum):
     OTHER_NODE = "other_node"
     """Loaded from there too, but fetched from another node for it."""
     DISK = "disk"
-    """Brought back from a disk. No chunk is kept there yet."""
+    """Loaded from there too, but brought back from a disk for it."""
 
 
 class MissReason(StrEnum):

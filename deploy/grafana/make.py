@@ -233,6 +233,31 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         _latency("Lookups at the scheduler actor", "raykv_lookup_seconds", choice="$N"),
         _latency("Scheduler actor, by call", "raykv_call_seconds", "call"),
     ),
+    "Disks": (
+        _panel(
+            "Disk tiers",
+            "bytes",
+            ("sum (raykv_disk_used_bytes{$C})", "used"),
+            ("sum (raykv_disk_limit_bytes{$C})", "limit"),
+        ),
+        _panel(
+            "Bytes to and from disks",
+            "Bps",
+            (_rate("raykv_disk_moved_bytes_total", "direction"), "{{direction}}"),
+        ),
+        _panel(
+            "Chunks on disks",
+            "short",
+            ("sum (raykv_disk_chunks{$C})", "chunks"),
+            (_rate("raykv_disk_evicted_files_total"), "files given up a second"),
+        ),
+        _panel(
+            "Disk troubles",
+            "short",
+            (_rate("raykv_disk_failed_writes_total"), "failed writes a second"),
+            (_rate("raykv_disk_damaged_total", "kind"), "damaged {{kind}}s a second"),
+        ),
+    ),
     "Health": (
         _panel(
             "Open breakers",

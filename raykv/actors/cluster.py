@@ -31,7 +31,7 @@ from raykv.actors.node import CONCURRENCY, NodeActor
 from raykv.actors.processes import argument, command_lines, group_of, is_raylet, stop_group
 from raykv.actors.ray_messages import log_errors
 from raykv.actors.scheduler import SchedulerActor
-from raykv.config import MetricsPlace
+from raykv.config import DiskPlace, MetricsPlace
 from raykv.core.pins import SHARE
 from raykv.deadlines import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
 from raykv.errors import ClusterError, VersionError, first_line
@@ -333,6 +333,7 @@ def node_actor(
     slab_bytes: int,
     pool_path: str,
     metrics: MetricsPlace = ANY_PORT,
+    disk: DiskPlace | None = None,
 ) -> Any:
     """The NodeActor of a node, created there if there is none."""
     options = {
@@ -351,7 +352,7 @@ def node_actor(
     return (
         ray.remote(concurrency_groups=CONCURRENCY)(NodeActor)
         .options(**options)
-        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, metrics)
+        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, metrics, disk)
     )
 
 

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import cluster, names
 from raykv.actors.diagnosis import ask_all, ask_ray
-from raykv.config import MetricsPlace
+from raykv.config import DiskPlace, MetricsPlace
 from raykv.core.room import default_pool_bytes, human_bytes, tightest
 from raykv.core.wishes import NodeFacts, geometry_of, wants
 from raykv.deadlines import UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S
@@ -73,6 +73,7 @@ def make_node_actor(address: str, node_id: str, wish: PoolWish) -> Any:
         geometry.slab_bytes,
         wish.pool_path,
         MetricsPlace(*wish.metrics),
+        DiskPlace(*wish.disk),
     )
 
 

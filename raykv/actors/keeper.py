@@ -19,7 +19,7 @@ from raykv.core.slots import Admission, ChunkName, FailedStore, Seal, SlotState,
 from raykv.deadlines import SLOT_LOOK_S
 from raykv.memory.pool import Pool
 from raykv.messages import FailedStores, Inventory
-from raykv.types import MAX_GENERATION, Generation, Namespace, Refusal
+from raykv.types import MAX_GENERATION, Generation, Namespace, Refusal, Slot
 
 logger = logging.getLogger("raykv.node")
 
@@ -211,6 +211,11 @@ class PoolKeeper:
         """Those of the chunks that are still there."""
         with self.lock:
             return [name for name in names if self.table.is_ready(name)]
+
+    def ready_at(self, slot: Slot, generation: Generation) -> ChunkName | None:
+        """The READY chunk in a slot, if the slot is still at that generation."""
+        with self.lock:
+            return self.table.ready_at(slot, generation)
 
     def all_held(self) -> list[ChunkName]:
         """Every READY chunk; changes nothing."""

@@ -26,6 +26,8 @@ import ray
 import raykv
 from raykv.actors import names
 from raykv.actors.devices import see_all_gpus
+from raykv.actors.disk import DiskTier
+from raykv.actors.disk_reads import TieredTransport
 from raykv.actors.exposition import MetricsServer
 from raykv.actors.fetching import FetchService
 from raykv.actors.host import host_facts
@@ -39,10 +41,11 @@ from raykv.actors.node_service import (
 from raykv.actors.patience import within
 from raykv.actors.peers import Bytes, ObjectRefTransport
 from raykv.actors.reading import ReadService
-from raykv.config import MetricsPlace
+from raykv.config import DiskPlace, MetricsPlace
 from raykv.core.breaker import Breakers, Pauses, joined
 from raykv.core.geometry import PoolGeometry
 from raykv.core.metric_table import number, numbers
+from raykv.core.sanity import check_read
 from raykv.deadlines import (
     GCS_S,
     NODE_BATCH_PAUSE_S,
@@ -55,6 +58,7 @@ from raykv.deadlines import (
     NODE_ROOM_GRACE_S,
     NODE_ROOM_LOOK_S,
 )
+from raykv.disk_types import DiskNews, DiskStats
 from raykv.errors import MessageError, RayKVError, SettingError, cause_of, first_line
 from raykv.findings import HostQuestion
 from raykv.handshake import receive
@@ -98,6 +102,7 @@ class NodeActor:
         slab_bytes: int,
         pool_path: str,
         metrics: MetricsPlace | None = None,
+        disk: DiskPlace | None = None,
     ) -> None:
         see_all_gpus()
         self._node_id = node_id
@@ -116,6 +121,8 @@ class NodeActor:
         # The report thread opens and closes it.
         self._breakers = Breakers(Pauses(*NODE_REPORT_PAUSES_S))
         self._metrics: MetricsServer | None = None
+        self._disk_place = disk or DiskPlace()
+        self._disk: DiskTier | None = None
         # Several threads fetch and read.
         self._measuring = threading.Lock()
         # Why there is no pool; empty as soon as there is one.
@@ -159,7 +166,12 @@ class NodeActor:
             return str(error)
         keeper, epoch = self._service.keeper, self._service.epoch
         self._reading = ReadService(keeper, epoch)
-        self._fetching = FetchService(keeper, epoch, ObjectRefTransport(), self._news.set)
+        is_busy = self._service.is_copying
+        if self._disk_place.path:
+            self._disk = DiskTier(self._disk_place, keeper, epoch, self._news.set, is_busy)
+        disk_reads = None if self._disk is None else self._disk.reads
+        transport = TieredTransport(self._node_id, disk_reads, ObjectRefTransport())
+        self._fetching = FetchService(keeper, epoch, transport, self._news.set)
         try:
             self._start()
         except OSError as error:
@@ -167,6 +179,8 @@ class NodeActor:
                 raise
             self._service.stop()
             return f"the pool {self._pool_path} can't be opened: {error}"
+        if self._disk is not None:
+            self._disk.start()
         threading.Thread(target=self._report_for_ever, name="raykv-report", daemon=True).start()
         return ""
 
@@ -228,7 +242,12 @@ class NodeActor:
         """`ReadRequest` → `ReadReply` and the bytes: chunks of this node, for another one."""
         self._refuse_without_pool()
         began = time.monotonic()
-        reply, data = self._reading.read(receive(raw, ReadRequest, "another NodeActor", HERE))
+        request = receive(raw, ReadRequest, "another NodeActor", HERE)
+        if request.from_disk and self._disk is not None:
+            check_read(request, self._settings.geometry.slab_bytes)
+            reply, data = self._disk.reads.read(request)
+        else:
+            reply, data = self._reading.read(request)
         with self._measuring:
             self._service.meter.reading.observe(time.monotonic() - began)
         return encode(reply), data
@@ -282,12 +301,21 @@ class NodeActor:
             ),
             metrics_address="" if metrics is None else metrics.address,
             metrics_problem="" if metrics is None else metrics.problem,
+            disk=DiskStats() if self._disk is None else self._disk.stats(),
         )
 
     def inventory(self) -> bytes:
         """→ `Inventory`: every READY chunk."""
         self._refuse_without_pool()
         return encode(inventory_of(self._service.keeper.all_held()))
+
+    @ray.method(concurrency_group="host")
+    def keep(self, deadline_s: float) -> int:
+        """Write all chunks to the disk; returns how many could not be, all if there is none."""
+        self._refuse_without_pool()
+        if self._disk is None:
+            return len(self._service.keeper.all_held())
+        return self._disk.keep(deadline_s)
 
     def check(self) -> bool:
         """Assert the slot table's invariants; for tests."""
@@ -334,7 +362,9 @@ class NodeActor:
                 stored, failed = keeper.take_unreported(MAX_PAGE), keeper.take_failed(MAX_PAGE)
                 self._unanswered = self._make_report(stored, failed, self._seq)
             reply = self._call(self._unanswered)
-            was_full = len(self._unanswered.stored) == MAX_PAGE
+            was_full = len(self._unanswered.stored) == MAX_PAGE or (
+                not self._unanswered.disk.is_last
+            )
             self._unanswered = None
             self._take_reply(reply)
             if reply.inventory:
@@ -364,13 +394,21 @@ class NodeActor:
             failed=failed,
             page=page,
             last_page=page == num_pages > 0,
-            cleared=self._service.keeper.cleared(),
+            cleared=self._cleared(),
             paused=self._paused,
             stats=self._stats(),
             pid=process_id(),
             hostname=socket.gethostname(),
             raykv_version=raykv.__version__,
+            disk=DiskNews() if self._disk is None else self._disk.news(),
         )
+
+    def _cleared(self) -> dict[str, int]:
+        """Of the pool and of the disk, where that of an earlier life is known."""
+        cleared = {} if self._disk is None else self._disk.cleared()
+        for name, generation in self._service.keeper.cleared().items():
+            cleared[name] = max(generation, cleared.get(name, 0))
+        return cleared
 
     def _call(self, report: NodeReport) -> NodeReportReply:
         if self._scheduler is None:
@@ -385,6 +423,9 @@ class NodeActor:
         self._scheduler_epoch = max(self._scheduler_epoch, reply.epoch)
         self._paused = reply.paused
         self._service.keeper.clear(reply.cleared)
+        if self._disk is not None:
+            self._disk.clear(reply.cleared)
+            self._disk.take_order(reply.disk)
 
     def _send_inventory(self) -> None:
         """All READY chunks, for a scheduler actor that has just begun to know this node."""

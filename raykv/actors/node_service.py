@@ -366,6 +366,10 @@ class NodeService:
 
     # Looking
 
+    def is_copying(self) -> bool:
+        """Whether copies wait or run."""
+        return self._lanes.is_wanted()
+
     def stats(self) -> NodeStats:
         """Counters and gauges."""
         with self._lock:

@@ -57,7 +57,7 @@ class ReadService:
         refusals: list[int] = []
         checksums: list[int] = []
         end = 0
-        for name in _names(request):
+        for name in names_of(request):
             refusal = self._keeper.begin_load(name)
             if refusal is Refusal.NONE:
                 refusal = self._copy(name, data[end : end + name.slot_bytes], checksums, request)
@@ -87,7 +87,8 @@ class ReadService:
         return refusal
 
 
-def _names(request: ReadRequest) -> list[ChunkName]:
+def names_of(request: ReadRequest) -> list[ChunkName]:
+    """The chunks that a read asks for."""
     handles = request.handles
     columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
     return [

@@ -166,6 +166,7 @@ class EngineRuntime:
             geometry.slab_bytes,
             self._settings.pool_path,
             place,
+            self._settings.disk_place,
         )
         ensure_publisher(self._settings)
         return scheduler

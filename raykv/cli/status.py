@@ -47,6 +47,8 @@ def overview(known: ClusterStatus) -> Iterator[RenderableType]:
     state = "PAUSED" if known.paused else "running"
     yield Text(f"RayKV {known.raykv_version} at {known.address}: {state}", overflow="fold")
     yield _nodes(known)
+    if any(node.disk.path for node in known.nodes):
+        yield _disks(known)
     yield _namespaces(known)
     yield _engines(known)
 
@@ -83,6 +85,25 @@ def _nodes(known: ClusterStatus) -> Table:
             human_bytes(node.bytes_sent),
         )
     return nodes
+
+
+def _disks(known: ClusterStatus) -> Table:
+    disks = table("node", "disk", "limit", "used", "files", "chunks", "written", "read", "evicted")
+    for node in known.nodes:
+        disk = node.disk
+        if disk.path:
+            disks.add_row(
+                node.node_id[:12],
+                disk.path,
+                human_bytes(disk.most_bytes),
+                human_bytes(disk.used_bytes),
+                f"{disk.num_files:,}",
+                f"{disk.num_chunks:,}",
+                human_bytes(disk.bytes_written),
+                human_bytes(disk.bytes_read),
+                f"{disk.files_evicted:,}",
+            )
+    return disks
 
 
 def _namespaces(known: ClusterStatus) -> Table:
@@ -144,6 +165,13 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
         if node.quarantined:
             what = f"{node.quarantined} damaged chunks or files were set aside"
             yield Text(f"node {node.node_id[:12]}: {what}", "red")
+        disk = node.disk
+        if disk.problem:
+            what = f"nothing goes to disk_path {disk.path}: {disk.problem}"
+            yield Text(f"node {node.node_id[:12]}: {what}", "red")
+        if disk.files_damaged or disk.chunks_damaged:
+            what = f"{disk.files_damaged} files and {disk.chunks_damaged} chunks on the disk"
+            yield Text(f"node {node.node_id[:12]}: {what} were damaged, and are not served", "red")
     for node_id, refusal in sorted(known.refused.items()):
         yield Text(f"node {node_id[:12]} gives no pool: {refusal}", "red")
     for owner, breakers in [

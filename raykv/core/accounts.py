@@ -55,8 +55,8 @@ class TokenAccount:
     """Of one request, in tokens.
 
     `own`: in vLLM's cache. `loaded`: is being loaded, or was. `fetched`: of those, what another
-    node had. `failed`: should have been, but was not. `miss`: what the lookups found missing first;
-    `otherwise` is the reason if they did not.
+    node had, and `disk` what a disk had. `failed`: should have been, but was not. `miss`: what the
+    lookups found missing first; `otherwise` is the reason if they did not.
     """
 
     prompt: int
@@ -64,6 +64,7 @@ class TokenAccount:
     own: int = 0
     loaded: int = 0
     fetched: int = 0
+    disk: int = 0
     failed: int = 0
     stage: Stage = Stage.WAITING
     miss: Miss | None = None
@@ -75,7 +76,7 @@ class TokenAccount:
         if self.stage is not Stage.SETTLED:
             self.stage = Stage.WAITING
             self.own, self.loaded, self.failure = min(own, self.prompt), 0, None
-            self.fetched = 0
+            self.fetched = self.disk = 0
             self.otherwise = otherwise
 
     def admit(self, computed: int, external: int, miss: Miss | None) -> None:
@@ -129,6 +130,7 @@ class TokenAccount:
             own=self.own,
             loaded=self.loaded if is_loaded else 0,
             fetched=min(self.fetched, self.loaded) if is_loaded else 0,
+            disk=max(0, min(self.disk, self.loaded - self.fetched)) if is_loaded else 0,
             missed={str(reason): count for reason, count in missed.items()},
             missing=self.miss.key if has_key and self.miss is not None else b"",
             chunks=chunks,
@@ -156,6 +158,7 @@ class Accounts:
     num_own: int = 0
     num_loaded: int = 0
     num_fetched: int = 0
+    num_disk: int = 0
     missed: Counter[str] = field(default_factory=Counter)
     _open: dict[str, TokenAccount] = field(default_factory=dict)
     _refined: Counter[str] = field(default_factory=Counter)
@@ -184,6 +187,7 @@ class Accounts:
         self.num_own += record.own
         self.num_loaded += record.loaded
         self.num_fetched += record.fetched
+        self.num_disk += record.disk
         self.missed.update(record.missed)
         self._records.append(record)
         return record
@@ -219,6 +223,7 @@ class Accounts:
             "own_cache_tokens": self.num_own,
             "loaded_tokens": self.num_loaded,
             "fetched_tokens": self.num_fetched,
+            "disk_tokens": self.num_disk,
         }
         return totals | {
             f"missed_tokens_{name}": count for name, count in list(self.missed.items())

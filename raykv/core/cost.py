@@ -1,8 +1,10 @@
-"""Fetch or compute? Chunks of another node are fetched if that is expected to be the faster way.
+"""Fetch or compute? Chunks of another node, or of a disk, are fetched if that is expected to be the
+faster way.
 
-Both rates are measured: bytes per second of the fetches that ended, tokens per second of the
-prefill steps that the engine ran. As long as one of them is unknown, a fetch is tried. Since a rate
-that is not measured again never changes, every `EXPLORE_EVERY`-th refusal is a fetch all the same.
+All rates are measured: bytes per second of the fetches that ended, from nodes and from disks,
+tokens per second of the prefill steps that the engine ran. As long as one that matters is unknown,
+a fetch is tried. Since a rate that is not measured again never changes, every `EXPLORE_EVERY`-th
+refusal is a fetch all the same.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class FetchCost:
     def __init__(self, given: Rates | None = None) -> None:
         self._given = given or Rates()
         self._measured_fetch: float | None = None
+        self._measured_disk: float | None = None
         self._measured_prefill: float | None = None
         self._refusals = 0
 
@@ -42,6 +45,11 @@ class FetchCost:
     def fetch_bytes_per_s(self) -> float | None:
         """The rate that is counted with; None while it is unknown."""
         return self._given.fetch_bytes_per_s or self._measured_fetch
+
+    @property
+    def disk_bytes_per_s(self) -> float | None:
+        """The rate that is counted with; None while it is unknown."""
+        return self._measured_disk
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -53,17 +61,31 @@ class FetchCost:
         if num_bytes >= MIN_FETCH_BYTES and seconds > 0:
             self._measured_fetch = _mean(self._measured_fetch, num_bytes / seconds)
 
+    def came_from_disk(self, num_bytes: int, seconds: float) -> None:
+        """A fetch has ended, of which all came from a disk."""
+        if num_bytes >= MIN_FETCH_BYTES and seconds > 0:
+            self._measured_disk = _mean(self._measured_disk, num_bytes / seconds)
+
     def computed(self, num_tokens: int, seconds: float) -> None:
         """An engine step has ended that computed so many tokens."""
         if num_tokens >= MIN_PREFILL_TOKENS and seconds > 0:
             self._measured_prefill = _mean(self._measured_prefill, num_tokens / seconds)
 
-    def prefers_fetch(self, num_bytes: int, num_tokens: int, queued_bytes: int) -> bool:
-        """Whether to fetch `num_bytes`, behind `queued_bytes`, or to compute `num_tokens`."""
-        fetch, prefill = self.fetch_bytes_per_s, self.prefill_tokens_per_s
-        if fetch is None or prefill is None:
+    def prefers_fetch(
+        self, num_bytes: int, num_tokens: int, queued_bytes: int, disk_bytes: int = 0
+    ) -> bool:
+        """Whether to fetch, behind `queued_bytes`, or to compute `num_tokens`.
+
+        It would be `num_bytes` from other nodes, and `disk_bytes` from disks.
+        """
+        fetch, disk = self.fetch_bytes_per_s, self.disk_bytes_per_s
+        prefill = self.prefill_tokens_per_s
+        if prefill is None or (num_bytes and fetch is None) or (disk_bytes and disk is None):
             return True
-        if (queued_bytes + num_bytes) / fetch <= num_tokens / prefill:
+        # What waits before it may come from either.
+        queue = fetch if num_bytes else disk
+        parts = ((queued_bytes, queue), (num_bytes, fetch), (disk_bytes, disk))
+        if sum(size / rate for size, rate in parts if rate) <= num_tokens / prefill:
             return True
         self._refusals += 1
         return self._refusals % EXPLORE_EVERY == 0

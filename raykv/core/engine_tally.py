@@ -110,8 +110,10 @@ class EngineTally:
         fetched = min(more("fetched_tokens"), loaded)
         self.tokens[label, TokenSource.COMPUTED] += max(0, prompt - own - loaded)
         self.tokens[label, TokenSource.OWN_CACHE] += own
-        self.tokens[label, TokenSource.SAME_NODE] += loaded - fetched
+        from_disk = min(more("disk_tokens"), loaded - fetched)
+        self.tokens[label, TokenSource.SAME_NODE] += loaded - fetched - from_disk
         self.tokens[label, TokenSource.OTHER_NODE] += fetched
+        self.tokens[label, TokenSource.DISK] += from_disk
         for reason in MissReason:
             name = MISSED + reason
             change = now.counters.get(name, 0) - before.counters.get(name, 0)

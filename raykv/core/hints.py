@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from raykv.core.outbox import take
-from raykv.messages import Hints
+from raykv.hint_types import Hints
 from raykv.types import Key
 
 T = TypeVar("T")

@@ -29,9 +29,10 @@ from raykv.core.book import PoolBook
 from raykv.core.catalog import Catalog
 from raykv.core.cluster_meter import ClusterMeter
 from raykv.core.dict_table import DictTable
+from raykv.core.disks import Disks
 from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
-from raykv.core.inventory import drop_lost, take_failed, take_inventory, take_stored
+from raykv.core.inventory import take_failed, take_inventory, take_stored
 from raykv.core.leases import Generations, grant, take_declared
 from raykv.core.members import Engine, Node
 from raykv.core.mirror import Mirror
@@ -110,7 +111,8 @@ class BlockManager:
         # Generation up to which each namespace was cleared; later `stored` reports are void.
         self._cleared: dict[Namespace, Generation] = {}
         self._table = table or DictTable(self.settings.eviction_policy)
-        self._questions = Questions(self._nodes, self._table)
+        self._disks = Disks()
+        self._questions = Questions(self._nodes, self._table, self._disks)
         self._reuse = ReuseGauges()
         self.misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
@@ -150,6 +152,7 @@ class BlockManager:
             inventory=not node.inventory_complete and not report.page,
             cleared={str(name): int(gen) for name, gen in self._cleared.items()},
             paused=self.paused,
+            disk=self._disks.take(report, self._cleared),
         )
 
     def _join(self, report: NodeReport, now: float) -> Node:
@@ -186,6 +189,7 @@ class BlockManager:
         self._log.node_lost(node.node_id, node.epoch)
         self.misses.lost(node)
         self._table.remove_node(node.node_id)
+        self._disks.lost(node.node_id)
         self.pins.lost(node.node_id)
 
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
@@ -315,7 +319,7 @@ class BlockManager:
             self.clear(engine.namespace)
         node.book.release(request.released)
         node.book.drop_all(engine.namespace, request.dropped)
-        drop_lost(self._nodes, engine.namespace, request.lost)
+        self._questions.lost(engine.namespace, request.lost)
         self._questions.announce(engine, request.announced)
         if request.pinned:
             node.book.table.pin(engine.namespace, request.pinned, now + self.settings.pin_s)
@@ -353,12 +357,11 @@ class BlockManager:
 
     def _has_peers(self, engine: Engine) -> bool:
         """Whether anybody else may have, or come to have, chunks of the engine's namespace."""
-        return any(
-            node.node_id != engine.node_id and node.book.table.holds_any(engine.namespace)
-            for node in self._nodes.values()
-        ) or any(
-            other is not engine and other.namespace == engine.namespace
-            for other in self._engines.values()
+        space, nodes = engine.namespace, self._nodes.values()
+        return (
+            self._disks.holds_any(space)
+            or any(n.node_id != engine.node_id and n.book.table.holds_any(space) for n in nodes)
+            or any(e is not engine and e.namespace == space for e in self._engines.values())
         )
 
     # Changes
@@ -370,6 +373,7 @@ class BlockManager:
             self._questions.stored(changes.namespace, changes.keys)
         elif not changes.replaced:
             self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
+            self._questions.gone(node_id, changes)
         self.pins.changed(node_id, changes)
         for engine in self._engines_on(node_id):
             if engine.namespace == changes.namespace:
@@ -404,6 +408,7 @@ class BlockManager:
             self._log.cleared(name, now_generation)
             self.misses.cleared(name)
             self.pins.cleared(name)
+            self._disks.clear(name)
             for node in self._nodes.values():
                 self._clear_on(node, name)
 
@@ -417,7 +422,8 @@ class BlockManager:
 
     def _known_namespaces(self) -> set[Namespace]:
         held = {name for node in self._nodes.values() for name in node.book.table.sizes()}
-        return held | {engine.namespace for engine in self._engines.values()}
+        engines = {engine.namespace for engine in self._engines.values()}
+        return held | engines | self._disks.namespaces()
 
     def set_paused(self, paused: bool) -> None:
         """Switch the cache off or on for all engines; they learn of it with their next sync."""
@@ -478,6 +484,7 @@ class BlockManager:
     def check(self) -> None:
         """Assert the invariants over the whole state; for tests and idle moments."""
         self._table.check()
+        self._disks.check()
         self.pins.check()
         for node in self._nodes.values():
             node.book.check()

@@ -105,6 +105,7 @@ def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
         pinned_chunks=pinned.kept_chunks,
         pinned_bytes=pinned.kept_bytes,
         metrics=node.stats.metrics_address or node.stats.metrics_problem,
+        disk=node.stats.disk,
     )
 
 

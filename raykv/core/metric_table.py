@@ -123,6 +123,21 @@ NODE = (
         "raykv_quarantined_chunks_total",
         "Chunks set aside since their bytes had changed, and journals that were not believed.",
     ),
+    _gauge("raykv_disk_limit_bytes", "What this node's disk tier may take; 0 without one."),
+    _gauge("raykv_disk_used_bytes", "What its files take."),
+    _gauge("raykv_disk_chunks", "Chunks that can be brought back from it."),
+    _counter(
+        "raykv_disk_moved_bytes_total",
+        "Bytes of chunks that were written to the disk tier, or read from it.",
+        "direction",
+    ),
+    _counter("raykv_disk_evicted_files_total", "Files of it that had to go for others."),
+    _counter("raykv_disk_failed_writes_total", "Attempts to write that failed."),
+    _counter(
+        "raykv_disk_damaged_total",
+        "Files that were not believed, and chunks whose bytes had changed; none of it is served.",
+        "kind",
+    ),
     _gauge("raykv_queued_jobs", "Copy jobs that wait for a copy thread."),
     _gauge("raykv_attached_workers", "Worker processes of engines that are attached to this node."),
     _gauge(

@@ -158,6 +158,7 @@ class MissLog:
             missed=missed,
             missing=record.missing,
             fetched=record.fetched,
+            disk=record.disk,
             chunks=record.chunks,
             chunk_tokens=record.chunk_tokens,
         )

@@ -15,6 +15,7 @@ from raykv.core.histogram import Histogram
 from raykv.core.label_values import NamespaceLabels
 from raykv.core.metric_table import LATENCY_BOUNDS, histograms, number, numbers
 from raykv.core.slots import SlotState
+from raykv.disk_types import DiskStats
 from raykv.messages import NodeStats
 from raykv.metric_types import HistogramData, MetricFamily
 from raykv.types import Direction, Namespace, Refusal
@@ -72,6 +73,7 @@ class NodeMeter:
             numbers("raykv_refused_chunks_total", reasons),
             number("raykv_cancelled_jobs_total", stats.jobs_cancelled),
             number("raykv_quarantined_chunks_total", stats.quarantined),
+            *_disk(stats.disk),
             number("raykv_queued_jobs", stats.queued_jobs),
             number("raykv_attached_workers", stats.num_workers),
             number("raykv_unreported_chunks", contents.num_unreported),
@@ -88,6 +90,20 @@ class NodeMeter:
             found[state.value, self.labels[namespace]] += num_bytes
         found[SlotState.EMPTY.value, ""] = max(0, pool_bytes - found.total())
         return numbers("raykv_pool_bytes", found)
+
+
+def _disk(disk: DiskStats) -> list[MetricFamily]:
+    moved = {("write",): disk.bytes_written, ("read",): disk.bytes_read}
+    damaged = {("file",): disk.files_damaged, ("chunk",): disk.chunks_damaged}
+    return [
+        number("raykv_disk_limit_bytes", disk.most_bytes),
+        number("raykv_disk_used_bytes", disk.used_bytes),
+        number("raykv_disk_chunks", disk.num_chunks),
+        numbers("raykv_disk_moved_bytes_total", moved),
+        number("raykv_disk_evicted_files_total", disk.files_evicted),
+        number("raykv_disk_failed_writes_total", disk.writes_failed),
+        numbers("raykv_disk_damaged_total", damaged),
+    ]
 
 
 def _rows(

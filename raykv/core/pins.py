@@ -30,7 +30,8 @@ from raykv.core.book import PoolBook
 from raykv.core.members import Node
 from raykv.core.room import human_bytes
 from raykv.core.table import Changes, ChunkTable, Name
-from raykv.messages import PROTOCOL_VERSION, Hints
+from raykv.hint_types import Hints
+from raykv.messages import PROTOCOL_VERSION
 from raykv.operation_types import NodePins, PinAnswer, Pinned, PinOrder, PinStatus
 from raykv.types import Key, Namespace, NodeId
 

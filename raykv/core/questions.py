@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raykv.core.disks import Disks
+from raykv.core.inventory import drop_lost
 from raykv.core.members import Engine, Node
-from raykv.core.table import ChunkTable, Name
-from raykv.messages import Handles, Replicas
+from raykv.core.table import Changes, ChunkTable, Name
+from raykv.messages import Handles, LostReplicas, Replicas
 from raykv.types import Generation, Key, Namespace, NodeId, Slot
 
 MAX_TOLD = 2
@@ -24,6 +26,8 @@ FEW_NODES = 16
 RANKING_S = 0.5
 """Else the order of their loads is used for so long: nodes report it once a second."""
 
+_NEVER = float("-inf")
+
 MAX_ANNOUNCED = 262_144
 """Beyond it the oldest announcements are forgotten: who asks for them is told that they miss."""
 
@@ -32,20 +36,22 @@ class Questions:
     """Args:
     nodes: all nodes, kept up to date by the block manager.
     table: of all their chunks.
+    disks: who has what is in no pool.
     """
 
-    def __init__(self, nodes: dict[NodeId, Node], table: ChunkTable) -> None:
+    def __init__(self, nodes: dict[NodeId, Node], table: ChunkTable, disks: Disks) -> None:
         self._nodes = nodes
         self._table = table
+        self._disks = disks
         self._announced: dict[Name, tuple[NodeId, Slot, Generation]] = {}
         # The least loaded node first, of all and of each host.
         self._ranked: tuple[NodeId, ...] = ()
         self._of_host: dict[str, list[NodeId]] = {}
-        self._ranked_at = float("-inf")
+        self._ranked_at = _NEVER
 
     def nodes_changed(self) -> None:
         """A node has come, or gone."""
-        self._ranked_at = float("-inf")
+        self._ranked_at = _NEVER
 
     def announce(self, engine: Engine, handles: Handles) -> None:
         """An engine is storing chunks at its leases."""
@@ -96,19 +102,45 @@ class Questions:
         found = self._table.ask(
             engine.namespace, asked, self._ranked, first, MAX_TOLD, pinned_until
         )
-        return Replicas(
+        replicas = Replicas(
             nodes=[str(node_id) for node_id in found.nodes],
             node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
             key_index=found.key_index,
             node_index=found.node_index,
             slots=found.slots,
             generations=found.generations,
-            pending=[
-                position
-                for position in found.missing
-                if self._is_announced((engine.namespace, Key(asked[position])))
-            ],
         )
+        for position in found.missing:
+            name = (engine.namespace, Key(asked[position]))
+            if self._is_announced(name):
+                replicas.pending.append(position)
+            else:
+                self._add_disks(replicas, position, name, engine.node_id)
+        return replicas
+
+    def _add_disks(self, replicas: Replicas, position: int, name: Name, own: NodeId) -> None:
+        """Rows for the disks that have a chunk, behind those of pools."""
+        for source, epoch, found in self._disks.best(*name, own, MAX_TOLD):
+            if source not in replicas.nodes:
+                replicas.nodes.append(source)
+                replicas.node_epochs.append(int(epoch))
+            replicas.key_index.append(position)
+            replicas.node_index.append(replicas.nodes.index(source))
+            replicas.slots.append(found.place)
+            replicas.generations.append(found.generation)
+
+    def gone(self, node_id: NodeId, changes: Changes) -> None:
+        """Chunks left a pool: those that were evicted from the last one are offered to its disk."""
+        if changes.hits and self._disks.is_open(node_id):
+            if self._ranked_at == _NEVER:
+                self._rank(_NEVER)
+            found = self._table.ask(changes.namespace, changes.keys, self._ranked, (), 1, None)
+            self._disks.demote(node_id, changes, found.missing)
+
+    def lost(self, namespace: Namespace, lost: LostReplicas) -> None:
+        """Sources have said that they do not have chunks."""
+        drop_lost(self._nodes, namespace, lost)
+        self._disks.drop_lost(namespace, lost)
 
     def _first(self, engine: Engine, now: float) -> list[NodeId]:
         """The sources that go before the least loaded: the own node, then those on its host."""

@@ -16,7 +16,7 @@ Invariant: a key that is FETCHING has a lease of its own.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ from raykv.types import (
     NodeId,
     Refusal,
     Slot,
+    TokenSource,
     group_of,
 )
 
@@ -131,6 +132,7 @@ class RemoteChunks:
             "fetches_declined": self.num_declined,
             "waits_timed_out": self.num_timed_out,
             "fetch_bytes_per_s": int(self.cost.fetch_bytes_per_s or 0),
+            "disk_bytes_per_s": int(self.cost.disk_bytes_per_s or 0),
             "prefill_tokens_per_s": int(self.cost.prefill_tokens_per_s or 0),
         }
 
@@ -334,14 +336,16 @@ class RemoteChunks:
         """Compare the times for all that was found so far, unless computing is what to avoid."""
         if request.options.prefilled:
             return True
-        num_bytes = 0
-        tokens: dict[int, int] = {}
+        num_bytes: Counter[TokenSource] = Counter()
+        tokens: Counter[int] = Counter()
         for key in request.found:
             size = self.settings.size_of(key)
-            num_bytes += size.num_bytes
-            tokens[group_of(key)] = tokens.get(group_of(key), 0) + size.num_tokens
-        num_tokens = max(tokens.values())
-        is_worth_it = self.cost.prefers_fetch(num_bytes, num_tokens, self.fetching_bytes)
+            num_bytes[request.source_of(key)] += size.num_bytes
+            tokens[group_of(key)] += size.num_tokens
+        from_nodes, from_disks = num_bytes[TokenSource.OTHER_NODE], num_bytes[TokenSource.DISK]
+        is_worth_it = self.cost.prefers_fetch(
+            from_nodes, max(tokens.values()), self.fetching_bytes, from_disks
+        )
         self.num_declined += 0 if is_worth_it else len(request.found)
         return is_worth_it
 
@@ -363,8 +367,13 @@ class RemoteChunks:
 
         Orders that were forgotten meanwhile are left out.
         """
+        orders = list(orders)
         if result is not None:
-            self.cost.fetched(result.num_bytes, result.seconds)
+            sources = {order.replicas[0].source for order in orders}
+            if sources == {TokenSource.DISK}:
+                self.cost.came_from_disk(result.num_bytes, result.seconds)
+            elif sources == {TokenSource.OTHER_NODE}:
+                self.cost.fetched(result.num_bytes, result.seconds)
             lost = result.lost
             self._lost.extend(zip(lost.nodes, lost.keys, lost.generations, strict=True))
         for position, order in enumerate(orders):

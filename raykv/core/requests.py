@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from raykv.disk_types import is_disk
 from raykv.messages import Handle
-from raykv.types import Epoch, Generation, Key, Lookup, MissReason, NodeId
+from raykv.types import Epoch, Generation, Key, Lookup, MissReason, NodeId, TokenSource
 
 PREFILLED_REPEATS = 10
 """Answers that a `prefilled` request does not believe. An announcement leaves the engine before the
@@ -15,11 +16,19 @@ step that computes the chunk, so that it is late by milliseconds at most. With o
 
 @dataclass(frozen=True)
 class Replica:
-    """A chunk on another node, in that life of its NodeActor."""
+    """A chunk on another node, or on a disk, in that life of its NodeActor.
+
+    Of a disk `node_id` is the disk's name, and `handle` has the chunk's place there for a slot.
+    """
 
     node_id: NodeId
     node_epoch: Epoch
     handle: Handle
+
+    @property
+    def source(self) -> TokenSource:
+        """What it is to who wants it."""
+        return TokenSource.DISK if is_disk(self.node_id) else TokenSource.OTHER_NODE
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,11 @@ class RequestState:
         if not self.options.load:
             return MissReason.OPTED_OUT
         return MissReason.LOAD_FAILED if key in self.barred else None
+
+    def source_of(self, key: Key) -> TokenSource:
+        """Where a chunk was before this request wanted it."""
+        replicas = self.found.get(key)
+        return replicas[0].source if replicas else TokenSource.SAME_NODE
 
     def missed(self, key: Key, reason: MissReason) -> Lookup:
         """A lookup's MISS, remembered with its reason."""

@@ -22,13 +22,13 @@ from raykv.core.accounts import MAX_NAMES_BYTES
 from raykv.core.geometry import PoolGeometry
 from raykv.description_types import Descriptions, is_whole, rows_of
 from raykv.errors import MessageError
+from raykv.hint_types import Hints
 from raykv.messages import (
     MAX_KEYS,
     AttachEngine,
     FailedStores,
     FetchResult,
     Handles,
-    Hints,
     Inventory,
     JobResult,
     KVLayout,
@@ -264,6 +264,18 @@ def check_report(report: NodeReport) -> None:
     _rows("cleared namespaces", report.cleared)
     _names("a namespace", report.cleared)
     _numbers("generations of clearings", report.cleared.values(), 0, MAX_GENERATION)
+    _disk(report)
+
+
+def _disk(report: NodeReport) -> None:
+    news, came = report.disk, report.disk.came
+    _numbers("numbers of a disk", (news.listing, news.after, news.upto), 0, MAX_NUMBER)
+    _names("a disk", (report.stats.disk.path, report.stats.disk.problem, *came.namespaces))
+    _keys("keys on a disk", came.keys)
+    _rows("chunks on a disk", came.keys, came.slot_bytes, came.namespace_index)
+    _places("chunks on a disk", came.places, came.generations)
+    _numbers("numbers of namespaces", came.namespace_index, 0, len(came.namespaces) - 1)
+    _numbers("slot sizes", came.slot_bytes, 1, MAX_POOL_BYTES)
 
 
 def _inventory(stored: Inventory, slab_bytes: int) -> None:

@@ -358,6 +358,14 @@ class SlotTable:
         record.state = SlotState.EMPTY
         record.checksum = None
 
+    def ready_at(self, slot: Slot, generation: Generation) -> ChunkName | None:
+        """The READY chunk in a slot, if the slot is still at that generation."""
+        record = self._record(slot)
+        if record is None or record.state is not SlotState.READY or record.generation != generation:
+            return None
+        slot_bytes = self._slabs[self.geometry.slab_of(slot)].slot_bytes
+        return ChunkName(record.namespace, record.key, slot, generation, slot_bytes)
+
     def state_of(self, slot: Slot) -> SlotState:
         """EMPTY also for places that were never used."""
         record = self._record(slot)

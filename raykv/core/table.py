@@ -55,7 +55,8 @@ class Changes:
     """Columns of chunks of one namespace that came to a node (`stored`), or went, in order.
 
     The lists are shared by all who are told: nobody changes them. `replaced`: they went since
-    others of the same keys are about to come.
+    others of the same keys are about to come. `hits`: of chunks that were evicted, and of no
+    others, how often each was used since it came.
     """
 
     stored: bool
@@ -64,6 +65,7 @@ class Changes:
     slots: Sequence[int]
     generations: Sequence[int]
     replaced: bool = False
+    hits: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -166,10 +166,6 @@ class EngineView:
 
     # Fetches
 
-    def was_fetched(self, request_id: str, key: Key) -> bool:
-        """Whether the request has a chunk because another node had it."""
-        return key in self.requests.get(request_id).found
-
     def finish_fetch(self, orders: Iterable[FetchOrder], result: FetchResult | None) -> None:
         """A fetch has ended; None: there was no answer. What arrived is READY.
 

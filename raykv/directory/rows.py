@@ -281,7 +281,7 @@ class Rows:
         return [raw[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def changes(self, rows: Array) -> list[Changes]:
-        """What went with rows that have just been freed."""
+        """What went with rows that have just been evicted."""
         if not len(rows):
             return []
         numbers = self.rows[rows, NAME] >> LENGTH_BITS
@@ -289,12 +289,14 @@ class Rows:
         keys = self.keys_at(rows)
         slots = self.rows[rows, SLOT].tolist()
         generations = (self.words[rows, GENERATION] - 1).tolist()
+        hits = self.rows[rows, HITS].tolist()
         gone = []
         start = 0
         for end in ends:
             part = slice(start, end)
             namespace = self._namespaces[int(numbers[start])]
-            gone.append(Changes(False, namespace, keys[part], slots[part], generations[part]))
+            columns = keys[part], slots[part], generations[part]
+            gone.append(Changes(False, namespace, *columns, hits=hits[part]))
             start = end
         return gone
 

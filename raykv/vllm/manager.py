@@ -32,7 +32,7 @@ from raykv.core.hints import HintBox
 from raykv.core.requests import FailedLoad
 from raykv.core.view import EngineView
 from raykv.messages import Handle
-from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup, MissReason
+from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup, MissReason, TokenSource
 from raykv.vllm.guard import guarded, nothing
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import hint_of, request_options
@@ -47,6 +47,13 @@ _RESULTS = {
     Lookup.HIT: LookupResult.HIT,
     Lookup.HIT_PENDING: LookupResult.HIT_PENDING,
     Lookup.RETRY: LookupResult.RETRY,
+}
+
+
+_SOURCES = {
+    TokenSource.SAME_NODE: CacheHitSource.HOST,
+    TokenSource.OTHER_NODE: CacheHitSource.P2P,
+    TokenSource.DISK: CacheHitSource.DISK,
 }
 
 
@@ -86,10 +93,8 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(lambda *_: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Chunks are loaded from this node's RAM; P2P if they had to be fetched to it."""
-        if self.view.was_fetched(req_context.req_id, Key(key)):
-            return CacheHitSource.P2P
-        return CacheHitSource.HOST
+        """Chunks are loaded from this node's RAM; P2P or DISK if they had to come to it."""
+        return _SOURCES[self.view.requests.get(req_context.req_id).source_of(Key(key))]
 
     @guarded(_refused_load)
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PoolSpec:

@@ -94,6 +94,7 @@ class MissReporter:
         account = self._view.accounts.get(request.request_id)
         if account is not None:
             account.fetched = sources.get(CacheHitSource.P2P, 0)
+            account.disk = sources.get(CacheHitSource.DISK, 0)
 
     @guarded(nothing)
     def failed(self, request_id: str, reason: MissReason) -> None:
@@ -109,8 +110,10 @@ class MissReporter:
         if record is None:
             return
         self._tokens["source", TokenSource.OWN_CACHE] += record.own
-        self._tokens["source", TokenSource.SAME_NODE] += record.loaded - record.fetched
+        here = record.loaded - record.fetched - record.disk
+        self._tokens["source", TokenSource.SAME_NODE] += here
         self._tokens["source", TokenSource.OTHER_NODE] += record.fetched
+        self._tokens["source", TokenSource.DISK] += record.disk
         self._tokens["source", TokenSource.COMPUTED] += sum(record.missed.values())
         for reason, count in record.missed.items():
             self._tokens["reason", reason] += count

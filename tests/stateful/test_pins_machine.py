@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from raykv.messages import Hints
+from raykv.hint_types import Hints
 from raykv.types import NodeId
 from tests.tables import TABLES, use_table
 from tests.unit.test_pins import PAGE, SPACE, Cluster, key

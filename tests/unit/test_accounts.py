@@ -182,6 +182,7 @@ def test_totals_are_the_sums_of_the_records() -> None:
         "own_cache_tokens": 2 * CHUNK,
         "loaded_tokens": 0,
         "fetched_tokens": 0,
+        "disk_tokens": 0,
         "missed_tokens_evicted": 6 * CHUNK,
         "missed_tokens_incomplete_chunk": 2,
     }

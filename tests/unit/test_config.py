@@ -108,6 +108,9 @@ def test_unknown_variable_is_refused_with_the_one_that_was_meant() -> None:
 BAD = [
     ("pool_bytes", "lots"),
     ("pool_path", 5),
+    ("disk_path", 1),
+    ("disk_bytes", "all"),
+    ("disk_free_bytes", "-1"),
     ("ray_address", None),
     ("node_id", 1),
     ("weights_version", 2.0),

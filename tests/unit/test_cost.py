@@ -256,3 +256,23 @@ def test_fetches_are_measured() -> None:
     assert fetcher.remote.cost.fetch_bytes_per_s == 2 * MB
     list(fetcher.remote.finish([], None))
     assert fetcher.remote.cost.fetch_bytes_per_s == 2 * MB
+
+
+def test_disk_has_a_rate_of_its_own() -> None:
+    cost = FetchCost(Rates(fetch_bytes_per_s=1e12))
+    cost.computed(1000, 1.0)
+    # Nothing was read yet: that is how the rate becomes known.
+    assert cost.prefers_fetch(0, 10, 0, disk_bytes=1 << 30)
+    cost.came_from_disk(100 << 20, 1.0)
+    assert cost.disk_bytes_per_s == 100 << 20
+    assert cost.prefers_fetch(0, 1000, 0, disk_bytes=90 << 20)
+    assert not cost.prefers_fetch(0, 1000, 0, disk_bytes=110 << 20)
+    # What waits before it, and what comes from elsewhere, takes its time too.
+    assert not cost.prefers_fetch(0, 1000, 20 << 20, disk_bytes=90 << 20)
+    assert cost.prefers_fetch(1, 1000, 20 << 20, disk_bytes=90 << 20)
+
+
+def test_small_reads_of_a_disk_say_nothing() -> None:
+    cost = FetchCost()
+    cost.came_from_disk(4096, 1.0)
+    assert cost.disk_bytes_per_s is None

@@ -8,7 +8,8 @@ import raykv.core.hints
 from raykv.core.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
 from raykv.core.sanity import check_sync
 from raykv.errors import MessageError
-from raykv.messages import Hints, SyncRequest
+from raykv.hint_types import Hints
+from raykv.messages import SyncRequest
 from raykv.types import Key
 
 BOTH = Hint(pin_s=60.0, priority=3)

@@ -9,10 +9,10 @@ import pytest
 import raykv.core.pins
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.pins import FAVOUR_S, LOOK_S
+from raykv.hint_types import Hints
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
-    Hints,
     Inventory,
     NodeReport,
     SyncReply,

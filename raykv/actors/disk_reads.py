@@ -1,0 +1,223 @@
+"""What is on a node's disk, as its threads share it, and the reads from it.
+
+`DISK_READERS` threads read for this node; who reads for another node brings a thread along.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from raykv.actors.peers import Bytes, PeerError, PeerTransport, PendingRead
+from raykv.actors.reading import MAX_READ_BYTES, names_of
+from raykv.config import DiskPlace
+from raykv.core.disk_index import DiskIndex
+from raykv.core.slots import ChunkName
+from raykv.deadlines import DISK_LOOK_S
+from raykv.disk_types import DiskStats, disk_of, is_disk, node_of
+from raykv.errors import ChunkFileError
+from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest
+from raykv.tiers.chunk_file import read_chunk
+from raykv.tiers.folder import TierFolder
+from raykv.types import Epoch, Refusal
+
+logger = logging.getLogger("raykv.disk")
+
+DISK_READERS = 2
+MAX_READS = 64
+"""Reads for this node that wait for a thread; beyond it they fail at once."""
+
+_LISTING = 1
+
+
+class DiskState:
+    """`lock` guards the index and the counters. `folder` comes first, then `is_open`."""
+
+    def __init__(self, place: DiskPlace) -> None:
+        self.lock = threading.Lock()
+        self.index = DiskIndex(place.most_bytes or 0, _LISTING)
+        self.folder: TierFolder | None = None
+        self.is_open = False
+        self._stats = DiskStats(path=place.path, problem="it is being opened")
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is written; empty if that works."""
+        return self._stats.problem
+
+    def has_problem(self, problem: str) -> bool:
+        """It works not, for that reason, or again; True if that is new."""
+        with self.lock:
+            is_new = self._stats.problem != problem
+            self._stats = msgspec.structs.replace(self._stats, problem=problem)
+        return is_new
+
+    def count(self, **more: int) -> None:
+        """Add to counters of `DiskStats`."""
+        with self.lock:
+            sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
+            self._stats = msgspec.structs.replace(self._stats, **sums)
+
+    def stats(self) -> DiskStats:
+        """Counters and gauges, but for `room`."""
+        with self.lock:
+            index = self.index
+            return msgspec.structs.replace(
+                self._stats,
+                most_bytes=index.most_bytes,
+                used_bytes=index.used_bytes,
+                num_files=index.num_files,
+                num_chunks=len(index),
+                files_damaged=0 if self.folder is None else self.folder.num_damaged,
+                is_full=index.is_full,
+            )
+
+
+@dataclass(slots=True)
+class _Read:
+    request: ReadRequest
+    done: threading.Event = field(default_factory=threading.Event)
+    answer: tuple[ReadReply, Bytes] | None = None
+
+
+class DiskReads:
+    """Any thread may call."""
+
+    def __init__(self, state: DiskState, epoch: Epoch) -> None:
+        self._state = state
+        self._epoch = epoch
+        self._stopped = threading.Event()
+        self._reads: queue.Queue[_Read] = queue.Queue(MAX_READS)
+
+    def start(self) -> None:
+        """Begin to read for this node, in threads."""
+        for number in range(DISK_READERS):
+            name = f"raykv-disk-read-{number}"
+            threading.Thread(target=self._read_for_ever, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._stopped.set()
+
+    def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
+        """Read what is asked for, as far as it is there; in the caller's thread.
+
+        What is damaged is forgotten.
+        """
+        is_ours = request.version == PROTOCOL_VERSION and request.node_epoch == self._epoch
+        total = sum(request.slot_bytes)
+        is_too_much = total > MAX_READ_BYTES and len(request.handles) > 1
+        if not is_ours or is_too_much or self._state.folder is None or not self._state.is_open:
+            refused = [int(Refusal.BAD_HANDLE)] * len(request.handles)
+            return ReadReply(self._epoch, refused), np.empty(0, np.uint8)
+        data = np.empty(total, np.uint8)
+        refusals: list[int] = []
+        checksums: list[int] = []
+        end = 0
+        for name in names_of(request):
+            refusal, checksum = self._read_one(
+                self._state.folder, name, data[end : end + name.slot_bytes]
+            )
+            refusals.append(int(refusal))
+            if refusal is Refusal.NONE:
+                checksums.append(checksum)
+                end += name.slot_bytes
+        self._state.count(bytes_read=end, chunks_read=len(checksums))
+        if not request.with_checksums:
+            checksums = []
+        return ReadReply(self._epoch, refusals, checksums), data[:end]
+
+    def _read_one(self, folder: TierFolder, name: ChunkName, into: Bytes) -> tuple[Refusal, int]:
+        with self._state.lock:
+            entry = self._state.index.find(name.namespace, name.key)
+        if entry is None or (entry.place, entry.chunk.generation) != (name.slot, name.generation):
+            return Refusal.STALE, 0
+        if entry.chunk.num_bytes != name.slot_bytes:
+            return Refusal.STALE, 0
+        try:
+            read_chunk(folder.place_of(entry.file), entry.chunk, into)
+        except FileNotFoundError:
+            with self._state.lock:
+                self._state.index.drop_file(entry.file)
+            return Refusal.STALE, 0
+        except ChunkFileError as error:
+            logger.error("a chunk on the disk is not served any more: %s", error)
+            with self._state.lock:
+                self._state.index.drop(entry, name.namespace)
+            self._state.count(chunks_damaged=1)
+            return Refusal.CORRUPT, 0
+        except OSError as error:
+            logger.warning("%s can't be read: %s", entry.file, error.strerror)
+            return Refusal.COPY_FAILED, 0
+        with self._state.lock:
+            self._state.index.was_read(entry)
+        return Refusal.NONE, entry.chunk.checksum
+
+    def start_read(self, request: ReadRequest) -> PendingRead:
+        """Begin a read for this node, in a thread of its own.
+
+        Raises:
+            PeerError: too many wait already.
+        """
+        read = _Read(request)
+        try:
+            self._reads.put_nowait(read)
+        except queue.Full:
+            raise PeerError("the disk has too much to read") from None
+        return _PendingDiskRead(read)
+
+    def _read_for_ever(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                read = self._reads.get(timeout=DISK_LOOK_S)
+            except queue.Empty:
+                continue
+            try:
+                read.answer = self.read(read.request)
+            except Exception:
+                logger.exception("a read from the disk failed")
+            read.done.set()
+
+
+class _PendingDiskRead:
+    def __init__(self, read: _Read) -> None:
+        self._read = read
+
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+        """See `PendingRead.wait`."""
+        if not self._read.done.wait(max(0.0, timeout_s)):
+            raise PeerError("the disk does not answer in time")
+        if self._read.answer is None:
+            raise PeerError("the disk can't be read")
+        return self._read.answer
+
+
+class TieredTransport:
+    """Reads from pools and disks: those of other nodes through `others`, the own disk directly.
+
+    Args:
+        node_id: this node's.
+        disk: its disk, if it has one.
+        others: the way to other nodes.
+    """
+
+    def __init__(self, node_id: str, disk: DiskReads | None, others: PeerTransport) -> None:
+        self._own = disk_of(node_id)
+        self._disk = disk
+        self._others = others
+
+    def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
+        """See `PeerTransport.start_read`."""
+        if not is_disk(node_id):
+            return self._others.start_read(node_id, request)
+        request = msgspec.structs.replace(request, from_disk=True)
+        if node_id != self._own:
+            return self._others.start_read(node_of(node_id), request)
+        if self._disk is None:
+            raise PeerError("this node has no disk any more")
+        return self._disk.start_read(request)

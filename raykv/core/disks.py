@@ -1,0 +1,216 @@
+"""Which chunks are on the nodes' disks, as the directory knows it, and what goes there next.
+
+            demote                 take (a node's news)            take, drop, lost, clear
+  (in RAM) ────────► to be written ─────────────────────► on disk ───────────────────────► (gone)
+
+What a pool gives up is offered to the disk of its node: its bytes stay in their slot until that is
+stored into, and the NodeActor reads them from there if it is in time. Nobody waits for it.
+
+Invariants:
+1. A chunk is listed under its name and under its node and place, or under neither.
+2. A disk is known at the numbers of one listing, in order and without a gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raykv.core.table import Changes, Name
+from raykv.disk_types import Demotions, DiskNews, DiskOrder, DiskStats, disk_of, node_of
+from raykv.messages import LostReplicas, NodeReport
+from raykv.types import NO_GENERATION, Epoch, Generation, Key, Namespace, NodeId
+
+MAX_DEMOTED = 4096
+"""Chunks of a node that wait to be offered to its disk; beyond it the oldest are lost."""
+
+MAX_ORDERED = 512
+"""Of them in one answer: about 40 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """A chunk on a node's disk."""
+
+    node_id: NodeId
+    place: int
+    generation: Generation
+
+
+@dataclass(slots=True)
+class _Disk:
+    """Of one life of a NodeActor. `names` by place."""
+
+    epoch: Epoch
+    listing: int
+    heard: int = 0
+    names: dict[int, Name] = field(default_factory=dict)
+    demoted: deque[tuple[Namespace, Key, int, int, int]] = field(
+        default_factory=lambda: deque(maxlen=MAX_DEMOTED)
+    )
+    stats: DiskStats = field(default_factory=DiskStats)
+
+
+class Disks:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._disks: dict[NodeId, _Disk] = {}
+        self._chunks: dict[Namespace, dict[Key, tuple[OnDisk, ...]]] = {}
+
+    # Nodes
+
+    def take(self, report: NodeReport, cleared: Mapping[Namespace, Generation]) -> DiskOrder:
+        """Take in what changed on a node's disk; says how far that is known, and what to write.
+
+        News that do not follow what is known are not taken in: they will be told again.
+        """
+        node_id, epoch, news = NodeId(report.node_id), Epoch(report.epoch), report.disk
+        disk = self._disks.get(node_id)
+        if disk is None or (disk.epoch, disk.listing) != (epoch, news.listing):
+            self.lost(node_id)
+            if not news.listing:
+                return DiskOrder()
+            disk = self._disks[node_id] = _Disk(epoch, news.listing)
+        disk.stats = report.stats.disk
+        if news.after == disk.heard:
+            self._apply(node_id, disk, news, cleared)
+        return DiskOrder(disk.listing, disk.heard, self._demotions(disk))
+
+    def _apply(
+        self, node_id: NodeId, disk: _Disk, news: DiskNews, cleared: Mapping[Namespace, Generation]
+    ) -> None:
+        came = news.came
+        columns = zip(came.namespace_index, came.keys, came.places, came.generations, strict=True)
+        for index, key, place, generation in columns:
+            namespace = Namespace(came.namespaces[index])
+            if place in disk.names or generation <= cleared.get(namespace, NO_GENERATION):
+                continue
+            disk.names[place] = (namespace, Key(key))
+            keys = self._chunks.setdefault(namespace, {})
+            found = OnDisk(node_id, place, Generation(generation))
+            keys[Key(key)] = (*keys.get(Key(key), ()), found)
+        for place in news.gone:
+            self._drop(node_id, disk, place)
+        disk.heard = max(disk.heard, news.upto)
+
+    def lost(self, node_id: NodeId) -> None:
+        """A node is gone, or what was known of its disk is worth nothing."""
+        disk = self._disks.pop(node_id, None)
+        if disk is not None:
+            for place in list(disk.names):
+                self._drop(node_id, disk, place)
+
+    def _drop(self, node_id: NodeId, disk: _Disk, place: int) -> None:
+        name = disk.names.pop(place, None)
+        if name is None:
+            return
+        keys = self._chunks[name[0]]
+        left = tuple(
+            each for each in keys[name[1]] if (each.node_id, each.place) != (node_id, place)
+        )
+        if left:
+            keys[name[1]] = left
+        else:
+            del keys[name[1]]
+            if not keys:
+                del self._chunks[name[0]]
+
+    # What is given up
+
+    def is_open(self, node_id: NodeId) -> bool:
+        """Whether a node has a disk that can be written."""
+        disk = self._disks.get(node_id)
+        return disk is not None and bool(disk.stats.path) and not disk.stats.problem
+
+    def demote(self, node_id: NodeId, evicted: Changes, wanted: Iterable[int]) -> None:
+        """A pool has given up chunks; those at `wanted` are nowhere else in RAM.
+
+        They are offered to the node's disk, which is open, if they are not there already; if it is
+        full, only what was used.
+        """
+        disk = self._disks[node_id]
+        known = self._chunks.get(evicted.namespace, {})
+        for at in wanted:
+            key = Key(evicted.keys[at])
+            is_there = any(each.node_id == node_id for each in known.get(key, ()))
+            if not is_there and (evicted.hits[at] or not disk.stats.is_full):
+                handle = evicted.slots[at], evicted.generations[at], evicted.hits[at]
+                disk.demoted.append((evicted.namespace, key, *handle))
+
+    def _demotions(self, disk: _Disk) -> Demotions:
+        count = min(len(disk.demoted), disk.stats.room, MAX_ORDERED)
+        rows = [disk.demoted.popleft() for _ in range(count)]
+        namespaces = sorted({str(row[0]) for row in rows})
+        index = {name: number for number, name in enumerate(namespaces)}
+        return Demotions(
+            namespaces=namespaces,
+            namespace_index=[index[row[0]] for row in rows],
+            keys=[row[1] for row in rows],
+            slots=[row[2] for row in rows],
+            generations=[row[3] for row in rows],
+            hits=[row[4] for row in rows],
+        )
+
+    # Questions
+
+    def find(self, namespace: Namespace, key: Key) -> tuple[OnDisk, ...]:
+        """The disks that have a chunk."""
+        return self._chunks.get(namespace, {}).get(key, ())
+
+    def best(
+        self, namespace: Namespace, key: Key, own: NodeId, most: int
+    ) -> Iterator[tuple[str, Epoch, OnDisk]]:
+        """Sources of a chunk that is in no pool, the node's own disk first."""
+        found = sorted(self.find(namespace, key), key=lambda each: each.node_id != own)
+        for each in found[:most]:
+            yield disk_of(each.node_id), self._disks[each.node_id].epoch, each
+
+    def holds_any(self, namespace: Namespace) -> bool:
+        """Whether a chunk of the namespace is on any disk."""
+        return namespace in self._chunks
+
+    def namespaces(self) -> set[Namespace]:
+        """Those that have chunks on any disk."""
+        return set(self._chunks)
+
+    # Losses
+
+    def drop_lost(self, namespace: Namespace, lost: LostReplicas) -> None:
+        """Forget what disks said they do not have."""
+        columns = zip(lost.nodes, lost.keys, lost.generations, strict=True)
+        for source, key, generation in columns:
+            node_id = NodeId(node_of(source))
+            if source != disk_of(node_id):
+                continue
+            for each in self.find(namespace, Key(key)):
+                if (each.node_id, each.generation) == (node_id, generation):
+                    self._drop(node_id, self._disks[node_id], each.place)
+
+    def clear(self, namespace: Namespace) -> None:
+        """All chunks of the namespace, and what waits to be written of it, are worth nothing."""
+        for key in list(self._chunks.get(namespace, {})):
+            for each in self.find(namespace, key):
+                self._drop(each.node_id, self._disks[each.node_id], each.place)
+        for disk in self._disks.values():
+            kept: Sequence[tuple[Namespace, Key, int, int, int]] = [
+                row for row in disk.demoted if row[0] != namespace
+            ]
+            disk.demoted.clear()
+            disk.demoted.extend(kept)
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and idle moments."""
+        by_name = {
+            (each.node_id, each.place, (namespace, key))
+            for namespace, keys in self._chunks.items()
+            for key, found in keys.items()
+            for each in found
+        }
+        by_place = {
+            (node_id, place, name)
+            for node_id, disk in self._disks.items()
+            for place, name in disk.names.items()
+        }
+        assert by_name == by_place, by_name ^ by_place

@@ -1,0 +1,1 @@
+"""Chunks outside of RAM: files of them, and folders of files."""

@@ -1,0 +1,178 @@
+"""The folder of one disk tier: claimed by one process, found again by the next.
+
+    <disk_path>/raykv-<n>/lock                  held by who owns the folder, as long as it lives
+                         /<number>-<any>.safetensors chunks; see `chunk_file.py`
+                         /….part                    being written, or left by who died meanwhile
+                         /….damaged                 not believed; the latest few are kept
+
+Several nodes, and several clusters, may share `disk_path`, also over a network: each takes a folder
+of its own. One that nobody holds is taken over with what is in it, so that a restart of everything,
+with other node ids and other host names, finds its chunks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from raykv.errors import ChunkFileError, DiskError
+from raykv.tiers.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
+
+logger = logging.getLogger("raykv.disk")
+
+DAMAGED_SUFFIX = ".damaged"
+
+MAX_DAMAGED = 4
+"""Files that are kept to find out what happened to them; then the oldest goes."""
+
+MAX_FOLDERS = 1024
+
+_CLEARED = "cleared.json"
+
+
+@dataclass(frozen=True)
+class DiskRoom:
+    """Of the file system, in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class TierFolder:
+    """A folder that this process owns until it ends.
+
+    Raises:
+        DiskError: there is no place for it, or no lock can be had there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self.path, self._lock = _claim(root)
+        except OSError as error:
+            raise DiskError(f"disk_path={str(root)!r}: {error.strerror or error}") from error
+        self._next = 0
+        self.num_damaged = 0
+
+    def scan(self) -> list[ChunkFile]:
+        """The files that are whole, the oldest first; removes what was never finished.
+
+        Raises:
+            OSError: the folder can't be read.
+        """
+        found = []
+        for path in self.path.iterdir():
+            if path.name.endswith(PART_SUFFIX):
+                path.unlink(missing_ok=True)
+            elif path.suffix == SUFFIX and _number_of(path) is not None:
+                found.append(path)
+        found.sort(key=lambda path: path.name)
+        self._next = (_number_of(found[-1]) or 0) + 1 if found else 0
+        whole = []
+        for path in found:
+            try:
+                whole.append(read_header(path))
+            except (ChunkFileError, OSError) as error:
+                self.set_aside(path, str(error))
+        return whole
+
+    def read_cleared(self) -> dict[str, int]:
+        """By namespace, the generation up to which chunks here are worth nothing.
+
+        Raises:
+            DiskError: that is not known, so that nothing here may be believed.
+        """
+        try:
+            return msgspec.json.decode((self.path / _CLEARED).read_bytes(), type=dict[str, int])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            raise DiskError(f"{self.path / _CLEARED} can't be read: {error}") from error
+
+    def write_cleared(self, cleared: Mapping[str, int]) -> None:
+        """Have that on the disk before any file goes: a crash must not bring chunks back.
+
+        Raises:
+            OSError: it can't be written; what was there stays.
+        """
+        path = self.path / _CLEARED
+        part = path.with_name(path.name + PART_SUFFIX)
+        part.write_bytes(msgspec.json.encode(cleared))
+        to_disk(part)
+        part.rename(path)
+        to_disk(self.path)
+
+    def new_path(self) -> Path:
+        """Of the next file. Where locks do not work nobody else writes it all the same."""
+        self._next += 1
+        return self.path / f"{self._next - 1:012d}-{secrets.token_hex(4)}{SUFFIX}"
+
+    def place_of(self, name: str) -> Path:
+        """Of a file."""
+        return self.path / name
+
+    def delete(self, name: str) -> None:
+        """A file is not needed any more; that it can't be deleted is logged only."""
+        try:
+            self.place_of(name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s can't be deleted: %s", self.place_of(name), error.strerror)
+
+    def set_aside(self, path: Path, reason: str) -> None:
+        """A file is not believed: it gets another name, or goes if that can't be."""
+        self.num_damaged += 1
+        logger.warning("a file of the disk tier is not believed: %s", reason)
+        try:
+            path.rename(path.with_name(path.name + DAMAGED_SUFFIX))
+            kept = sorted(self.path.glob(f"*{DAMAGED_SUFFIX}"), key=lambda old: old.name)
+            for old in kept[:-MAX_DAMAGED]:
+                old.unlink(missing_ok=True)
+        except OSError:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def room(self) -> DiskRoom:
+        """What the file system has.
+
+        Raises:
+            OSError: it does not say.
+        """
+        found = os.statvfs(self.path)
+        size = found.f_frsize
+        return DiskRoom(found.f_bavail * size, found.f_blocks * size)
+
+    def close(self) -> None:
+        """Another process may have the folder now."""
+        os.close(self._lock)
+
+
+def _number_of(path: Path) -> int | None:
+    number, dash, _ = path.stem.partition("-")
+    return int(number) if dash and number.isdecimal() else None
+
+
+def _claim(root: Path) -> tuple[Path, int]:
+    """A folder that nobody holds, and the descriptor that holds it from now on."""
+    for number in itertools.islice(itertools.count(), MAX_FOLDERS):
+        path = root / f"raykv-{number}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            continue
+        except OSError:
+            os.close(fd)
+            raise
+        return path, fd
+    raise DiskError(f"disk_path={str(root)!r} has {MAX_FOLDERS} folders, all of them in use")

@@ -1,0 +1,121 @@
+"""What a small pool gives up goes to the disk, and a real engine loads it back, even after all that
+ran has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raykv.bench.engine import EngineProcess
+from raykv.bench.prompts import prompt
+from raykv.client import Cluster
+from raykv.core.geometry import aligned
+from raykv.status_types import NodeStatus
+from tests.told import told_after
+from tests.waiting import wait_until, wait_until_quiet
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 32
+CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
+"""Four layers, keys and values, two heads of 64 floats of 4 bytes, 32 tokens."""
+
+POOL_CHUNKS = 64
+PROMPT_CHUNKS = 8
+NUM_PROMPTS = 20
+
+
+def the_prompt(seed: int) -> list[int]:
+    return prompt(700 + seed, PROMPT_CHUNKS * BLOCK + 5)
+
+
+def start(cluster: Cluster, model: Path, disk: Path, log: Path) -> EngineProcess:
+    settings = {
+        "ray_address": cluster.address,
+        "pool_bytes": POOL_CHUNKS * CHUNK_BYTES,
+        "disk_path": str(disk),
+        "disk_bytes": "64MiB",
+        "disk_free_bytes": "1MiB",
+        "query_deadline_s": 10.0,
+        # However fast this small model computes on this machine.
+        "prefill_tokens_per_s": 1.0,
+    }
+    return EngineProcess(model, log, settings)
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def references(
+    cluster: Cluster, tiny_model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[list[int]]]:
+    """The answers of vLLM's own prefix hits, after which everything has ended but the disk."""
+    cluster.down()
+    engine = start(cluster, tiny_model, disk, tmp_path_factory.mktemp("first") / "log")
+    try:
+        engine.tokens([the_prompt(0)])
+        wait_until(lambda: not node(cluster).disk.problem, 20.0, "the disk is open")
+        answers = []
+        for seed in range(NUM_PROMPTS):
+            engine.tokens([the_prompt(seed)])
+            answers.append(engine.tokens([the_prompt(seed)])[0])
+            wait_until_quiet(lambda: node(cluster).disk.num_chunks, 20.0, "what is evicted")
+        engine.reset()
+        check_comes_from_disk(engine, cluster, answers)
+        yield answers
+    finally:
+        engine.stop()
+
+
+def node(cluster: Cluster) -> NodeStatus:
+    (only,) = cluster.status().nodes
+    return only
+
+
+def check_comes_from_disk(
+    engine: EngineProcess, cluster: Cluster, answers: list[list[int]]
+) -> None:
+    """The oldest prompts are in no pool any more, and yet nothing of them is computed."""
+    before, read = cluster.requests().last, node(cluster).disk.chunks_read
+    for seed in range(3):
+        (output,) = engine.call("generate", prompts=[the_prompt(seed)])
+        assert output["cached"] == PROMPT_CHUNKS * BLOCK, told_after(cluster, before)
+        assert output["tokens"] == answers[seed]
+    wait_until(
+        lambda: node(cluster).disk.chunks_read >= read + 3 * PROMPT_CHUNKS, 10.0, "it was read"
+    )
+    wait_until(lambda: len(cluster.requests(before).found) == 3, 10.0, "requests are told")
+    for told in cluster.requests(before).found:
+        assert told.record.disk == told.record.loaded == PROMPT_CHUNKS * BLOCK
+
+
+def test_what_the_pool_gave_up_comes_back_with_equal_tokens(
+    cluster: Cluster, references: list[list[int]]
+) -> None:
+    """The work was done by the fixture; here is what can be seen afterwards."""
+    assert len(references) == NUM_PROMPTS
+    kept = node(cluster).disk
+    assert kept.num_chunks * CHUNK_BYTES > POOL_CHUNKS * CHUNK_BYTES
+    assert kept.chunks_damaged == kept.writes_failed == 0
+
+
+def test_restart_of_everything_finds_the_chunks_again(
+    cluster: Cluster,
+    references: list[list[int]],
+    tiny_model: Path,
+    disk: Path,
+    tmp_path: Path,
+) -> None:
+    cluster.down()
+    engine = start(cluster, tiny_model, disk, tmp_path / "log")
+    try:
+        wait_until(lambda: node(cluster).disk.num_chunks > POOL_CHUNKS, 20.0, "the disk is read")
+        check_comes_from_disk(engine, cluster, references)
+    finally:
+        engine.stop()

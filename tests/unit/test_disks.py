@@ -1,0 +1,320 @@
+"""What the directory knows of disks: told in order, it answers and offers what pools give up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from raykv.core.disks import MAX_DEMOTED, Disks
+from raykv.core.manager import BlockManager, ManagerSettings
+from raykv.core.table import Changes
+from raykv.disk_types import DiskChunks, DiskNews, DiskOrder, DiskStats, disk_of
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    Inventory,
+    LostReplicas,
+    NodeReport,
+    NodeReportReply,
+    NodeStats,
+    SyncReply,
+    SyncRequest,
+)
+from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId
+from tests.tables import TABLES, use_table
+
+PAGE = SLOT_ALIGNMENT
+MODEL = Namespace("model")
+OPEN = DiskStats(path="/disk", room=100)
+
+
+def report(
+    *,
+    node: str = "node",
+    epoch: int = 7,
+    seq: int = 1,
+    listing: int = 1,
+    after: int = 0,
+    came: Sequence[tuple[int, str]] = (),
+    gone: Sequence[int] = (),
+    stats: DiskStats = OPEN,
+    generation: int = 5,
+    stored: Inventory = Inventory(),  # noqa: B008
+) -> NodeReport:
+    """With chunks that came to places of the node's disk."""
+    news = DiskNews(
+        listing=listing,
+        after=after,
+        upto=max([after, *gone, *(place for place, _ in came)]),
+        came=DiskChunks(
+            [str(MODEL)] if came else [],
+            [0] * len(came),
+            [name.encode() for _, name in came],
+            [place for place, _ in came],
+            [generation] * len(came),
+            [PAGE] * len(came),
+        ),
+        gone=list(gone),
+    )
+    return NodeReport(
+        version=PROTOCOL_VERSION,
+        node_id=node,
+        epoch=epoch,
+        seq=seq,
+        pool_bytes=8 * PAGE,
+        slab_bytes=4 * PAGE,
+        highest_generation=0,
+        scheduler_epoch=0,
+        stored=stored,
+        stats=NodeStats(pool_bytes=8 * PAGE, disk=stats),
+        disk=news,
+    )
+
+
+def known(disks: Disks, *names: str) -> list[list[tuple[str, int]]]:
+    """Node and place of each."""
+    disks.check()
+    return [
+        [(each.node_id, each.place) for each in disks.find(MODEL, Key(name.encode()))]
+        for name in names
+    ]
+
+
+def evicted(names: str, hits: int = 0) -> Changes:
+    count = len(names)
+    slots, generations = list(range(count)), [3] * count
+    keys = [name.encode() for name in names]
+    return Changes(False, MODEL, keys, slots, generations, hits=[hits] * count)
+
+
+# News
+
+
+def test_chunks_come_and_go_as_they_are_told() -> None:
+    disks = Disks()
+    assert disks.take(report(came=[(1, "a"), (2, "b")]), {}).heard == 2
+    disks.take(report(node="other", came=[(1, "a")]), {})
+    assert known(disks, "a", "b") == [[("node", 1), ("other", 1)], [("node", 2)]]
+    # "a" went, and came again in another file.
+    assert disks.take(report(after=2, came=[(4, "a")], gone=[3, 1]), {}).heard == 4
+    assert known(disks, "a", "b") == [[("other", 1), ("node", 4)], [("node", 2)]]
+
+
+def test_news_with_a_gap_are_not_taken_in() -> None:
+    disks = Disks()
+    disks.take(report(came=[(1, "a")]), {})
+    order = disks.take(report(after=3, came=[(4, "b")]), {})
+    assert (order.listing, order.heard) == (1, 1)
+    assert known(disks, "a", "b") == [[("node", 1)], []]
+
+
+def test_repeated_news_change_nothing() -> None:
+    disks = Disks()
+    for _ in range(2):
+        assert disks.take(report(came=[(1, "a")]), {}).heard == 1
+    assert known(disks, "a") == [[("node", 1)]]
+
+
+@pytest.mark.parametrize("changed", [{"listing": 2}, {"epoch": 8}])
+def test_new_listing_or_life_begins_with_nothing(changed: dict[str, Any]) -> None:
+    disks = Disks()
+    disks.take(report(came=[(1, "a")]), {})
+    order = disks.take(report(after=1, came=[(2, "b")], **changed), {})
+    assert order.heard == 0
+    assert known(disks, "a", "b") == [[], []]
+
+
+def test_node_without_a_disk_has_nothing_and_is_offered_nothing() -> None:
+    disks = Disks()
+    disks.take(report(came=[(1, "a")]), {})
+    assert disks.take(report(listing=0), {}) == DiskOrder()
+    assert known(disks, "a") == [[]]
+    assert not disks.is_open(NodeId("node"))
+
+
+def test_cleared_chunks_are_not_believed_again() -> None:
+    disks = Disks()
+    disks.take(report(came=[(1, "a")]), {})
+    disks.demote(NodeId("node"), evicted("b"), [0])
+    disks.clear(MODEL)
+    assert known(disks, "a") == [[]]
+    assert not disks.holds_any(MODEL)
+    order = disks.take(report(after=1, came=[(2, "a")]), {MODEL: Generation(5)})
+    assert known(disks, "a") == [[]]
+    assert len(order.demoted) == 0
+
+
+def test_lost_chunks_are_forgotten_at_that_generation_only() -> None:
+    disks = Disks()
+    disks.take(report(came=[(1, "a"), (2, "b")]), {})
+    lost = LostReplicas([disk_of("node"), disk_of("node"), "node"], [b"a", b"b", b"b"], [5, 4, 5])
+    disks.drop_lost(MODEL, lost)
+    assert known(disks, "a", "b") == [[], [("node", 2)]]
+
+
+# What is given up
+
+
+def test_evicted_chunks_are_offered_once() -> None:
+    disks = Disks()
+    disks.take(report(came=[(1, "a")]), {})
+    disks.demote(NodeId("node"), evicted("abc"), [0, 1])
+    demoted = disks.take(report(after=1), {}).demoted
+    assert (demoted.keys, demoted.slots, demoted.generations) == ([b"b"], [1], [3])
+    assert demoted.namespaces == [MODEL]
+    assert len(disks.take(report(after=1), {}).demoted) == 0
+
+
+def test_full_disk_is_offered_what_was_used_only() -> None:
+    disks = Disks()
+    disks.take(report(stats=DiskStats(path="/disk", room=100, is_full=True)), {})
+    disks.demote(NodeId("node"), evicted("ab"), [0, 1])
+    disks.demote(NodeId("node"), evicted("c", hits=1), [0])
+    assert disks.take(report(), {}).demoted.keys == [b"c"]
+
+
+def test_disk_is_offered_no_more_than_it_has_room_for() -> None:
+    disks = Disks()
+    few = DiskStats(path="/disk", room=2)
+    disks.take(report(stats=few), {})
+    disks.demote(NodeId("node"), evicted("abc"), [0, 1, 2])
+    assert disks.take(report(stats=few), {}).demoted.keys == [b"a", b"b"]
+    assert disks.take(report(stats=few), {}).demoted.keys == [b"c"]
+
+
+def test_offers_are_bounded() -> None:
+    disks = Disks()
+    disks.take(report(), {})
+    for _ in range(3):
+        disks.demote(NodeId("node"), evicted("x" * MAX_DEMOTED), range(MAX_DEMOTED))
+    offered = 0
+    while count := len(disks.take(report(stats=DiskStats(path="/d", room=10_000)), {}).demoted):
+        offered += count
+    assert offered == MAX_DEMOTED
+
+
+def test_disk_that_can_not_be_written_is_not_open() -> None:
+    disks = Disks()
+    disks.take(report(stats=DiskStats(path="/disk", problem="it is full")), {})
+    assert not disks.is_open(NodeId("node"))
+    assert not disks.is_open(NodeId("other"))
+
+
+# In the block manager
+
+
+class Desk:
+    """A manager with two nodes, of which the first has an engine, and a clock."""
+
+    def __init__(self) -> None:
+        self.manager = BlockManager(Epoch(1), ManagerSettings())
+        self.now = 1000.0
+        self.seq = 0
+        self.heard = {"node": 0, "other": 0}
+        for node in ("node", "other"):
+            self.report(node=node)
+        self.manager.attach_engine(
+            AttachEngine(PROTOCOL_VERSION, "engine", "node", MODEL, "m", 1, {0: PAGE}), self.now
+        )
+
+    def report(self, node: str = "node", **more: Any) -> NodeReportReply:
+        self.seq += 1
+        message = report(node=node, seq=self.seq, after=self.heard[node], **more)
+        reply = self.manager.node_report(message, self.now)
+        self.heard[node] = reply.disk.heard
+        self.manager.check()
+        return reply
+
+    def sync(self, asked: Sequence[bytes] = (), wanted: int = 0) -> SyncReply:
+        self.seq += 1
+        request = SyncRequest(
+            "engine",
+            self.manager.epoch,
+            self.seq,
+            asked=list(asked),
+            wanted={0: wanted} if wanted else {},
+        )
+        reply = self.manager.sync(request, self.now)
+        self.manager.check()
+        return reply
+
+    def store(self, names: str) -> None:
+        """The engine stores chunks at new leases."""
+        granted = self.sync(wanted=len(names)).granted
+        stored = Inventory(
+            [str(MODEL)],
+            [0] * len(names),
+            [name.encode() for name in names],
+            granted.slots,
+            granted.generations,
+            [PAGE] * len(names),
+        )
+        self.report(stored=stored)
+
+
+@pytest.fixture(params=TABLES)
+def desk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    use_table(monkeypatch, request.param)
+    return Desk()
+
+
+def test_what_the_pool_evicts_is_offered_to_the_disk_of_its_node(desk: Desk) -> None:
+    desk.store("abcdefgh")
+    assert len(desk.report().disk.demoted) == 0
+    desk.sync(wanted=2)
+    demoted = desk.report().disk.demoted
+    assert demoted.keys == [b"a", b"b"]
+    assert desk.manager.holds(NodeId("node"), MODEL, Key(b"a")) is None
+
+
+def test_what_another_pool_has_is_not_offered(desk: Desk) -> None:
+    desk.store("abcdefgh")
+    copy = Inventory([str(MODEL)], [0], [b"a"], [0], [1 << 40], [PAGE])
+    desk.report(node="other", stored=copy)
+    desk.sync(wanted=2)
+    assert b"a" not in desk.report().disk.demoted.keys
+
+
+def test_question_is_answered_with_disks_where_no_pool_has_the_chunk(desk: Desk) -> None:
+    desk.store("a")
+    desk.report(came=[(1, "a"), (2, "b")])
+    desk.report(node="other", came=[(1, "b"), (2, "c")])
+    replicas = desk.sync(asked=[b"a", b"b", b"c", b"d"]).replicas
+    rows = [
+        (key, replicas.nodes[node], replicas.node_epochs[node], slot)
+        for key, node, slot in zip(
+            replicas.key_index, replicas.node_index, replicas.slots, strict=True
+        )
+    ]
+    assert [row for row in rows if row[0] == 0] == [(0, "node", 7, rows[0][3])]
+    assert rows[1:] == [(1, "node/disk", 7, 2), (1, "other/disk", 7, 1), (2, "other/disk", 7, 2)]
+    assert replicas.pending == []
+
+
+def test_chunks_on_its_own_disk_are_a_reason_to_ask(desk: Desk) -> None:
+    assert not desk.sync().has_peers
+    desk.report(came=[(1, "a")])
+    assert desk.sync().has_peers
+
+
+def test_clearing_empties_the_disks_too(desk: Desk) -> None:
+    desk.report(came=[(1, "a")])
+    desk.manager.clear()
+    assert desk.sync(asked=[b"a"]).replicas.key_index == []
+    # The node tells of it again, since it had not heard of the clearing.
+    desk.heard["node"] = 0
+    desk.report(listing=2, came=[(1, "a")], generation=int(desk.manager._generations.last))
+    assert desk.sync(asked=[b"a"]).replicas.key_index == []
+
+
+def test_disk_of_a_lost_node_is_lost(desk: Desk) -> None:
+    desk.report(node="other", came=[(1, "c")])
+    desk.now += 4.0
+    desk.report()
+    desk.sync()
+    desk.now += 4.0
+    desk.manager.expire(desk.now)
+    desk.manager.check()
+    assert desk.sync(asked=[b"c"]).replicas.key_index == []
