@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.actors import cluster, diagnosis
+from raykv.actors import cluster, deployment, diagnosis
 from raykv.actors.inspection import read_requests
 from raykv.actors.publishing import publish, publisher_status, stop_publisher
 from raykv.actors.readers import describe, read_events, take_snapshot
@@ -25,8 +25,9 @@ from raykv.catalog_types import Chunk, PromptLookup
 from raykv.client_operations import Operations
 from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
-from raykv.deadlines import CLIENT_S
+from raykv.deadlines import CLIENT_S, KEEP_S
 from raykv.description_types import Description
+from raykv.disk_types import Kept
 from raykv.errors import ClusterError
 from raykv.event_types import Event
 from raykv.findings import Finding
@@ -275,6 +276,17 @@ class Cluster(Operations):
     def stop_publishing(self) -> bool:
         """End the publisher; False: there was none. An engine that attaches may start it again."""
         return stop_publisher()
+
+    def keep(self, deadline_s: float = KEEP_S) -> list[Kept]:
+        """Have all that the pools hold where it outlives the actors: on disks, in pool files.
+
+        Returns:
+            A row for each node; what a node does not answer is a problem in its row.
+
+        Raises:
+            ClusterError: Ray does not answer.
+        """
+        return deployment.keep_pools(deadline_s)
 
     def down(self) -> int:
         """End all of RayKV's actors and free their pools; returns how many there were.

@@ -237,6 +237,12 @@ UP_MEMORY_S = 30.0
 UP_S = 300.0
 """For the pools of all nodes to be there, prefaulted: 2 GB/s, so 256 GiB take two minutes."""
 
+KEEP_S = 600.0
+"""For all that the pools hold to be on the disks: 200 GiB at 400 MB/s, unless one says more."""
+
+KEEP_GRACE_S = 5.0
+"""For the NodeActors' answers after that."""
+
 UP_LOOK_S = 0.2
 """Between two looks at how far they are."""
 

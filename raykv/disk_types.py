@@ -81,6 +81,20 @@ class DiskNews(msgspec.Struct, frozen=True):
     is_last: bool = True
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """What of a node's pool outlives its NodeActor, in chunks.
+
+    `place`: the folder or file that has it, empty if there is none. `left` chunks are not there;
+    `problem` may say why.
+    """
+
+    node_id: str
+    place: str = ""
+    kept: int = 0
+    left: int = 0
+    problem: str = ""
+
+
 class Demotions(msgspec.Struct, frozen=True, array_like=True):
     """Columns of chunks that a node's pool gives up; `hits`: how often each was used there."""
 

@@ -16,7 +16,8 @@ from raykv.actors.diagnosis import ask_all, ask_ray
 from raykv.config import DiskPlace, MetricsPlace
 from raykv.core.room import default_pool_bytes, human_bytes, tightest
 from raykv.core.wishes import NodeFacts, geometry_of, wants
-from raykv.deadlines import UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S
+from raykv.deadlines import KEEP_GRACE_S, UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S
+from raykv.disk_types import Kept
 from raykv.errors import ClusterError, RayKVError, first_line
 from raykv.handshake import receive
 from raykv.messages import NodeDescription
@@ -178,3 +179,27 @@ def _late(state: NodeUp, deadline_s: float) -> NodeUp:
     done = f"{human_bytes(state.prefaulted_bytes)} of {human_bytes(state.pool_bytes)} prefaulted"
     how_far = done if state.pool_bytes else "no answer of its NodeActor"
     return msgspec.structs.replace(state, error=f"not ready within {deadline_s:g} s: {how_far}")
+
+
+def keep_pools(deadline_s: float) -> list[Kept]:
+    """Have all NodeActors write what their pools hold to where it outlives them; a row each.
+
+    Raises:
+        ClusterError: Ray does not answer.
+    """
+    actors = {
+        name: actor
+        for name in cluster.named_actors()
+        if name.startswith(names.NODE_PREFIX)
+        and (actor := cluster.find_node_actor(name.removeprefix(names.NODE_PREFIX))) is not None
+    }
+    questions = {name: lambda actor: actor.keep.remote(deadline_s) for name in actors}
+    answers = ask_all(actors, questions, deadline_s + KEEP_GRACE_S)
+    found = []
+    for name, answer in sorted(answers.items()):
+        if answer.error:
+            node_id = name.removeprefix(names.NODE_PREFIX)
+            found.append(Kept(node_id, problem=answer.error))
+        else:
+            found.append(receive(answer.value, Kept, "the NodeActor", "the client"))
+    return found

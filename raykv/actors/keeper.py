@@ -177,6 +177,19 @@ class PoolKeeper:
         with self.lock:
             self._unchecked.appendleft(name)
 
+    def wait_for_seals(self, deadline_s: float) -> int:
+        """Wait until every READY chunk has its checksum, which a pool file needs to have it again;
+        returns how many have none when the time has passed.
+        """
+        give_up_at = time.monotonic() + deadline_s
+        while True:
+            with self.lock:
+                names = self.table.inventory()
+                count = sum(self.table.seal_of(name) is None for name in names)
+            if not count or time.monotonic() > give_up_at:
+                return count
+            time.sleep(SLOT_LOOK_S)
+
     @property
     def num_quarantined(self) -> int:
         """Chunks that were damaged, and journals of a pool file that were not believed."""

@@ -58,7 +58,7 @@ from raykv.deadlines import (
     NODE_ROOM_GRACE_S,
     NODE_ROOM_LOOK_S,
 )
-from raykv.disk_types import DiskNews, DiskStats
+from raykv.disk_types import DiskNews, DiskStats, Kept
 from raykv.errors import MessageError, RayKVError, SettingError, cause_of, first_line
 from raykv.findings import HostQuestion
 from raykv.handshake import receive
@@ -310,12 +310,20 @@ class NodeActor:
         return encode(inventory_of(self._service.keeper.all_held()))
 
     @ray.method(concurrency_group="host")
-    def keep(self, deadline_s: float) -> int:
-        """Write all chunks to the disk; returns how many could not be, all if there is none."""
-        self._refuse_without_pool()
-        if self._disk is None:
-            return len(self._service.keeper.all_held())
-        return self._disk.keep(deadline_s)
+    def keep(self, deadline_s: float) -> bytes:
+        """→ `Kept`, when all chunks are on the disk or in the pool file, or the time has passed."""
+        if self._refusal:
+            return encode(Kept(self._node_id))
+        keeper, place, problem = self._service.keeper, self._pool_path, ""
+        if self._disk is not None:
+            place, left = self._disk_place.path, self._disk.keep(deadline_s)
+            problem = self._disk.stats().problem
+        else:
+            left = keeper.wait_for_seals(deadline_s)
+        num_chunks = len(keeper.all_held())
+        if not place:
+            left = num_chunks
+        return encode(Kept(self._node_id, place, num_chunks - left, left, problem))
 
     def check(self) -> bool:
         """Assert the slot table's invariants; for tests."""

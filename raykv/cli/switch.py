@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 import typer
 
 from raykv.cli.base import Address, AsJson, app, connected, print_json, say
+from raykv.disk_types import Kept
+from raykv.errors import SettingError
 
 
 @app.command()
@@ -59,25 +62,56 @@ def down(
     with_ray: Annotated[
         bool, typer.Option("--with-ray", help="Stop the local Ray cluster as well.")
     ] = False,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Write all that the pools hold to disk_path first; the next `raykv up`, or the "
+            "next engine, finds it there. Nothing is ended if a node has no such place.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
     """End RayKV's actors and free their pools.
 
-    Example: raykv down --with-ray
+    Example: raykv down --keep
     """
     from raykv.actors.cluster import stop_started
 
+    kept: list[Kept] = []
     with connected(ray_address) as cluster:
+        if keep:
+            kept = cluster.keep()
+            refuse_without_place(kept)
         count = cluster.down()
         address = cluster.address
     stopped = address if with_ray else None
     if stopped is not None:
         stop_started(stopped)
     sentence = f"ended {count} actors"
+    for each in kept:
+        sentence += f"\nnode {each.node_id[:12]}: {each.kept:,} chunks are in {each.place}"
+        if each.left:
+            sentence += (
+                f", {each.left:,} are not ({each.problem or 'there was no room or no time'})"
+            )
     if stopped is not None:
         sentence += f"\nstopped the Ray cluster at {stopped}"
-    _done({"ended_actors": count, "stopped_ray": stopped}, sentence, as_json=as_json)
+    facts: dict[str, object] = {"ended_actors": count, "stopped_ray": stopped}
+    if keep:
+        facts["kept"] = [msgspec.structs.asdict(each) for each in kept]
+    _done(facts, sentence, as_json=as_json)
+
+
+def refuse_without_place(kept: list[Kept]) -> None:
+    """Raises:
+    SettingError: what a node has would be lost.
+    """
+    for each in kept:
+        if not each.place and (each.left or each.problem):
+            why = each.problem or "it has neither disk_path nor pool_path"
+            raise SettingError(f"nothing was ended, since node {each.node_id} keeps nothing: {why}")
 
 
 def _done(facts: dict[str, object], sentence: str, *, as_json: bool) -> None:

@@ -4,13 +4,16 @@ ran has ended.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from raykv.bench.engine import EngineProcess
 from raykv.bench.prompts import prompt
+from raykv.cli import app
 from raykv.client import Cluster
 from raykv.core.geometry import aligned
 from raykv.status_types import NodeStatus
@@ -79,20 +82,28 @@ def node(cluster: Cluster) -> NodeStatus:
 
 
 def check_comes_from_disk(
-    engine: EngineProcess, cluster: Cluster, answers: list[list[int]]
+    engine: EngineProcess,
+    cluster: Cluster,
+    answers: list[list[int]],
+    seeds: tuple[int, ...] = (0, 1, 2),
 ) -> None:
-    """The oldest prompts are in no pool any more, and yet nothing of them is computed."""
+    """Some prompts are in no pool, the oldest ones for example, and yet nothing is computed."""
     before, read = cluster.requests().last, node(cluster).disk.chunks_read
-    for seed in range(3):
+    for seed in seeds:
         (output,) = engine.call("generate", prompts=[the_prompt(seed)])
         assert output["cached"] == PROMPT_CHUNKS * BLOCK, told_after(cluster, before)
         assert output["tokens"] == answers[seed]
     wait_until(
-        lambda: node(cluster).disk.chunks_read >= read + 3 * PROMPT_CHUNKS, 10.0, "it was read"
+        lambda: node(cluster).disk.chunks_read >= read + len(seeds) * PROMPT_CHUNKS,
+        10.0,
+        "it was read",
     )
-    wait_until(lambda: len(cluster.requests(before).found) == 3, 10.0, "requests are told")
-    for told in cluster.requests(before).found:
-        assert told.record.disk == told.record.loaded == PROMPT_CHUNKS * BLOCK
+
+    def from_disk() -> int:
+        return sum(each.record.disk for each in cluster.requests(before).found)
+
+    expected = len(seeds) * PROMPT_CHUNKS * BLOCK
+    wait_until(lambda: from_disk() == expected, 10.0, "the requests tell where it came from")
 
 
 def test_what_the_pool_gave_up_comes_back_with_equal_tokens(
@@ -112,10 +123,14 @@ def test_restart_of_everything_finds_the_chunks_again(
     disk: Path,
     tmp_path: Path,
 ) -> None:
-    cluster.down()
+    told = CliRunner().invoke(app, ["down", "--keep", "--json", "--ray-address", cluster.address])
+    (kept,) = json.loads(told.output)["kept"]
+    assert (kept["place"], kept["left"], kept["problem"]) == (str(disk), 0, "")
     engine = start(cluster, tiny_model, disk, tmp_path / "log")
     try:
-        wait_until(lambda: node(cluster).disk.num_chunks > POOL_CHUNKS, 20.0, "the disk is read")
-        check_comes_from_disk(engine, cluster, references)
+        num_chunks = NUM_PROMPTS * PROMPT_CHUNKS
+        wait_until(lambda: node(cluster).disk.num_chunks >= num_chunks, 20.0, "the disk is read")
+        # What only the pool had when it ended is there too.
+        check_comes_from_disk(engine, cluster, references, (0, 5, NUM_PROMPTS - 1))
     finally:
         engine.stop()

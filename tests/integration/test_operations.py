@@ -21,7 +21,7 @@ from raykv.cli import app
 from raykv.client import Cluster
 from raykv.core.requests import RequestOptions
 from raykv.core.view import EngineView
-from raykv.errors import ClusterError
+from raykv.errors import ClusterError, SettingError
 from raykv.memory.region import Region
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -292,6 +292,14 @@ def pressure(engine: Engine, first: int) -> None:
         return stored >= 48
 
     wait_until(store_some, 60.0, "48 chunks are stored into a pool of 32")
+
+
+def test_down_that_keeps_ends_nothing_where_it_would_lose_chunks(nodes: Nodes) -> None:
+    before = {node.pid: node.chunks for node in nodes.cluster.status().nodes}
+    with pytest.raises(SettingError, match=r"nothing was ended.*neither disk_path nor pool_path"):
+        run("down", "--keep", "--ray-address", nodes.cluster.address)
+    assert {node.pid: node.chunks for node in nodes.cluster.status().nodes} == before
+    assert any(before.values())
 
 
 def test_down_leaves_no_wish_behind(nodes: Nodes) -> None:
