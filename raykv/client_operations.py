@@ -17,7 +17,14 @@ from raykv.core.wishes import usual_nodes
 from raykv.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S, UP_S
 from raykv.errors import ClusterError, RayKVError, SettingError, cause_of, first_line
 from raykv.handshake import receive
-from raykv.messages import PROTOCOL_VERSION, FetchRequest, FetchResult, LostReplicas, encode
+from raykv.messages import (
+    PROTOCOL_VERSION,
+    FetchRequest,
+    FetchResult,
+    LostReplicas,
+    Replicas,
+    encode,
+)
 from raykv.operation_types import (
     MAX_ORDERED,
     MAX_PIN_S,
@@ -35,6 +42,7 @@ from raykv.operation_types import (
     TransferOrder,
     TransferResult,
 )
+from raykv.shipping import Shipping, with_rows
 from raykv.types import MAX_KEY_BYTES, Refusal
 
 SCHEDULER, HERE = "the scheduler actor", "this process"
@@ -48,7 +56,7 @@ PIN_S = 3600.0
 Watch = Callable[[TransferResult], None]
 
 
-class Operations:
+class Operations(Shipping):
     """Methods of `Cluster`; `_scheduler` and `_full_namespace` are its own."""
 
     address: str
@@ -210,21 +218,31 @@ class Operations:
         deadline_s: float,
         so_far: TransferResult,
     ) -> TransferResult:
-        transfer_id = uuid.uuid4().hex
-        order = TransferOrder(PROTOCOL_VERSION, transfer_id, namespace, node_id, keys)
+        order = TransferOrder(PROTOCOL_VERSION, uuid.uuid4().hex, namespace, node_id, keys)
+        return self._fetch_lent(order, Replicas(), deadline_s, so_far)
+
+    def _fetch_lent(
+        self, order: TransferOrder, sources: Replicas, deadline_s: float, so_far: TransferResult
+    ) -> TransferResult:
+        """Have slots lent and chunks fetched into them, from `sources` or who is said to have them.
+
+        Raises:
+            ClusterError: nothing is lent now.
+        """
         grant = receive(self._ask("lend", encode(order)), TransferGrant, SCHEDULER, HERE)
         if grant.error:
             raise ClusterError(f"nothing more was fetched: {grant.error}")
+        grant = msgspec.structs.replace(grant, sources=with_rows(sources, grant))
         fetched: FetchResult | None = None
         refusals = Counter(so_far.refusals)
         try:
             if len(grant.handles):
-                fetched = _fetch(grant, node_id, namespace, deadline_s)
+                fetched = _fetch(grant, order.node_id, order.namespace, deadline_s)
                 refusals.update(Refusal(each).name for each in fetched.refusals if each)
         except (RayKVError, ray.exceptions.RayError) as error:
             refusals[first_line(cause_of(error))] += len(grant.handles)
         came = 0 if fetched is None else fetched.refusals.count(int(Refusal.NONE))
-        self._end_transfer(transfer_id, namespace, fetched)
+        self._end_transfer(order.transfer_id, order.namespace, fetched)
         return msgspec.structs.replace(
             so_far,
             came=so_far.came + came,

@@ -143,6 +143,10 @@ DISK_GIVE_WAY_LOOK_S = 0.02
 DISK_RETRY_S = 15.0
 """After a write that failed, and while there is no room: then it is tried again."""
 
+DISK_READ_S = 10.0
+"""For a read on behalf of another node, which has a deadline of its own: a network's disk may hang,
+and must not hold up reads of the pool for ever."""
+
 DISK_LOOK_S = 1.0
 """The threads of a disk tier look around at least so often, should nothing wake them."""
 
@@ -242,6 +246,18 @@ KEEP_S = 600.0
 
 KEEP_GRACE_S = 5.0
 """For the NodeActors' answers after that."""
+
+EXPORT_READ_S = 30.0
+"""For 16 MiB out of a NodeActor's pool, which may have others to serve."""
+
+IMPORT_S = 600.0
+"""For all chunks of an import, unless a caller says more."""
+
+IMPORT_NODE_S = 3.0
+"""For a node to report, if none has: those that were just made do so within a second."""
+
+IMPORT_START_S = 60.0
+"""For the process that reads the files: Ray starts it, and it reads their headers."""
 
 UP_LOOK_S = 0.2
 """Between two looks at how far they are."""

@@ -84,14 +84,29 @@ class Pinned(msgspec.Struct, frozen=True):
     hints_refused: int = 0
 
 
+class Exported(msgspec.Struct, frozen=True):
+    """What an export has written; `asked` chunks were asked for, or found."""
+
+    path: str
+    namespace: str
+    asked: int
+    files: int = 0
+    chunks: int = 0
+    num_bytes: int = 0
+
+
 class TransferOrder(msgspec.Struct, frozen=True):
-    """Lend slots of a node for chunks that others have."""
+    """Lend slots of a node for chunks that others have.
+
+    With `slot_bytes`, a size for each key, they come from outside of the cluster.
+    """
 
     version: int
     transfer_id: str
     namespace: str
     node_id: str
     keys: list[bytes]
+    slot_bytes: list[int] = []
 
 
 class TransferGrant(msgspec.Struct, frozen=True):

@@ -79,6 +79,7 @@ TABLE = (
         "client",
         "client_operations",
         "listing",
+        "shipping",
         packages="msgspec numpy ray psutil prometheus_client",
         except_for=("raykv.vllm",),
     ),

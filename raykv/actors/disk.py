@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from raykv.actors.disk_reads import DiskReads, DiskState
+from raykv.actors.disk_reads import OPENING, DiskReads, DiskState
 from raykv.actors.keeper import PoolKeeper
 from raykv.config import DiskPlace
 from raykv.core.slots import ChunkName
@@ -57,6 +58,9 @@ logger = logging.getLogger("raykv.disk")
 
 FILE_BYTES = 32 << 20
 """Of chunks in one file; a larger chunk has a file of its own."""
+
+HEADER_BYTES = 512
+"""Of a file's header, and of each chunk in it, at most."""
 
 MAX_QUEUED = 2048
 """Chunks that wait to be copied out of the pool; beyond it the directory offers none."""
@@ -175,6 +179,12 @@ class DiskTier:
         with self._lock:
             return {str(name): int(generation) for name, generation in self._cleared.items()}
 
+    @property
+    def highest_generation(self) -> Generation:
+        """Of all chunks that were ever listed: later ones must be above."""
+        with self._lock:
+            return self._index.highest_generation
+
     def stats(self) -> DiskStats:
         """Counters and gauges."""
         return msgspec.structs.replace(
@@ -188,6 +198,8 @@ class DiskTier:
         when all has been tried, or the deadline has passed.
         """
         give_up_at = time.monotonic() + deadline_s
+        while self._state.problem == OPENING and time.monotonic() < give_up_at:
+            self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
         waiting = deque(sorted(self._keeper.all_held(), key=lambda name: name.generation))
         while waiting and time.monotonic() < give_up_at and self._state.is_open:
             with self._lock:
@@ -228,14 +240,17 @@ class DiskTier:
             with self._lock:
                 self._queue.clear()
             self._end_flush()
+            if self._state.is_open and self._has_clearings:
+                with suppress(OSError):
+                    self._carry_out_clearings()
             self._wake.wait(min(DISK_LOOK_S, max(0.0, self._retry_at - time.monotonic())))
             self._wake.clear()
             return
         if not self._state.is_open:
             self._open()
+        self._carry_out_clearings()
         if self._state.problem:
             self._works_again()
-        self._carry_out_clearings()
         is_flush = self._flush.is_set()
         if not self._copy_out(is_flush):
             self._end_flush()
@@ -345,17 +360,18 @@ class DiskTier:
     def _write(self, namespace: Namespace, batch: _Batch) -> None:
         """Write a file, after the copies that wait, and list it."""
         assert self._state.folder is not None
+        num_bytes = batch.num_bytes + HEADER_BYTES * (1 + len(batch.chunks))
         give_way_until = time.monotonic() + DISK_GIVE_WAY_S
         while self._is_busy() and time.monotonic() < give_way_until:
             self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
         with self._lock:
-            if not self._index.can_hold(batch.num_bytes):
+            if not self._index.can_hold(num_bytes):
                 return
-            gone = self._index.give_way(batch.num_bytes)
+            gone = self._index.give_way(num_bytes)
         for name in gone:
             self._state.folder.delete(name)
         self._state.count(files_evicted=len(gone))
-        self._check_floor(self._state.folder, batch.num_bytes)
+        self._check_floor(self._state.folder, num_bytes)
         path = self._state.folder.new_path()
         write_chunks(path, namespace, batch.chunks)
         self._list(path)

@@ -1,6 +1,6 @@
 """What is on a node's disk, as its threads share it, and the reads from it.
 
-`DISK_READERS` threads read for this node; who reads for another node brings a thread along.
+`DISK_READERS` threads read, for this node and for others; who waits for them has a deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ logger = logging.getLogger("raykv.disk")
 
 DISK_READERS = 2
 MAX_READS = 64
-"""Reads for this node that wait for a thread; beyond it they fail at once."""
+"""Reads that wait for a thread; beyond it they fail at once."""
+
+OPENING = "it is being opened"
+"""The problem of a disk tier that has just begun."""
 
 _LISTING = 1
 
@@ -43,7 +46,7 @@ class DiskState:
         self.index = DiskIndex(place.most_bytes or 0, _LISTING)
         self.folder: TierFolder | None = None
         self.is_open = False
-        self._stats = DiskStats(path=place.path, problem="it is being opened")
+        self._stats = DiskStats(path=place.path, problem=OPENING)
 
     @property
     def problem(self) -> str:
@@ -95,7 +98,7 @@ class DiskReads:
         self._reads: queue.Queue[_Read] = queue.Queue(MAX_READS)
 
     def start(self) -> None:
-        """Begin to read for this node, in threads."""
+        """Begin to read, in threads."""
         for number in range(DISK_READERS):
             name = f"raykv-disk-read-{number}"
             threading.Thread(target=self._read_for_ever, name=name, daemon=True).start()
@@ -105,7 +108,7 @@ class DiskReads:
         self._stopped.set()
 
     def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
-        """Read what is asked for, as far as it is there; in the caller's thread.
+        """Read what is asked for, as far as it is there; in the thread of the caller, unbounded.
 
         What is damaged is forgotten.
         """
@@ -159,7 +162,7 @@ class DiskReads:
         return Refusal.NONE, entry.chunk.checksum
 
     def start_read(self, request: ReadRequest) -> PendingRead:
-        """Begin a read for this node, in a thread of its own.
+        """Begin a read, in one of the threads.
 
         Raises:
             PeerError: too many wait already.

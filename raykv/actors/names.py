@@ -16,6 +16,9 @@ SCHEDULER = "scheduler"
 PUBLISHER = "events"
 """The PublisherActor, where events are published."""
 
+IMPORT_PREFIX = "import:"
+"""Of the names of actors that serve files of chunks while they are imported."""
+
 OWN_NODE_FETCHES = "own node (fetches)"
 """How an engine calls its NodeActor in reports of its breakers, when it asks it for fetches."""
 
@@ -25,8 +28,8 @@ BEQUESTS = b"raykv"
 
 
 def node_actor(node_id: str) -> str:
-    """Name of a node's NodeActor."""
-    return f"{NODE_PREFIX}{node_id}"
+    """Name of a node's NodeActor; a source of fetches that is no node is an actor of that name."""
+    return node_id if node_id.startswith(IMPORT_PREFIX) else f"{NODE_PREFIX}{node_id}"
 
 
 def node_socket(cluster_address: str, node_id: str) -> str:

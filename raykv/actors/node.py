@@ -47,6 +47,7 @@ from raykv.core.geometry import PoolGeometry
 from raykv.core.metric_table import number, numbers
 from raykv.core.sanity import check_read
 from raykv.deadlines import (
+    DISK_READ_S,
     GCS_S,
     NODE_BATCH_PAUSE_S,
     NODE_BIND_LOOK_S,
@@ -87,7 +88,7 @@ MAX_PAGE = MAX_KEYS // 2
 """Chunks per report: with namespace and size columns they stay under 100 KiB."""
 
 
-CONCURRENCY = {"fetch": 4, "read": 4, "host": 1}
+CONCURRENCY = {"fetch": 4, "read": 4, "host": 1, "keep": 1}
 """Threads of the actor for each; further calls wait their turn."""
 
 
@@ -245,7 +246,8 @@ class NodeActor:
         request = receive(raw, ReadRequest, "another NodeActor", HERE)
         if request.from_disk and self._disk is not None:
             check_read(request, self._settings.geometry.slab_bytes)
-            reply, data = self._disk.reads.read(request)
+            # Other threads touch the disk: it may hang.
+            reply, data = self._disk.reads.start_read(request).wait(DISK_READ_S)
         else:
             reply, data = self._reading.read(request)
         with self._measuring:
@@ -309,7 +311,7 @@ class NodeActor:
         self._refuse_without_pool()
         return encode(inventory_of(self._service.keeper.all_held()))
 
-    @ray.method(concurrency_group="host")
+    @ray.method(concurrency_group="keep")
     def keep(self, deadline_s: float) -> bytes:
         """→ `Kept`, when all chunks are on the disk or in the pool file, or the time has passed."""
         if self._refusal:
@@ -396,7 +398,7 @@ class NodeActor:
             seq=seq,
             pool_bytes=geometry.pool_bytes,
             slab_bytes=geometry.slab_bytes,
-            highest_generation=self._service.keeper.highest_generation,
+            highest_generation=self._highest_generation(),
             scheduler_epoch=self._scheduler_epoch,
             stored=stored,
             failed=failed,
@@ -410,6 +412,15 @@ class NodeActor:
             raykv_version=raykv.__version__,
             disk=DiskNews() if self._disk is None else self._disk.news(),
         )
+
+    def _highest_generation(self) -> int:
+        """Ever seen here; what the disk has is told as soon as an epoch is known to be above, or
+        not: a node whose pool is empty is one without history.
+        """
+        on_disk = 0
+        if self._disk is not None and self._scheduler_epoch:
+            on_disk = self._disk.highest_generation
+        return max(self._service.keeper.highest_generation, on_disk)
 
     def _cleared(self) -> dict[str, int]:
         """Of the pool and of the disk, where that of an earlier life is known."""

@@ -204,6 +204,13 @@ class SchedulerActor:
         self._steward.forget_pin(pin_id)
         return self._manager.pins.unpin(pin_id, now)
 
+    def pin_order(self, pin_id: str) -> bytes:
+        """→ `PinOrder`; empty if there is no such pin."""
+        self._tick()
+        require(isinstance(pin_id, str), f"the id {pin_id!r}")
+        order = self._manager.pins.order_of(pin_id)
+        return b"" if order is None else encode(order)
+
     def pins(self) -> bytes:
         """→ `Pinned`."""
         return encode(self._manager.pins.pinned(self._tick()))

@@ -171,7 +171,7 @@ def pin(
     ttl_s = parse_duration("--ttl", ttl)
     with raykv.connect(ray_address) as cluster:
         made = cluster.pin(
-            _all_keys(cluster, keys, namespace),
+            all_keys(cluster, keys, namespace),
             namespace=namespace,
             ttl_s=ttl_s,
             priority=priority,
@@ -269,9 +269,9 @@ def prefetch(
 
     Example: raykv prefetch text:@system-prompt.txt --to 3f9a
     """
-    with raykv.connect(ray_address) as cluster, _counting("prefetch") as watch:
+    with raykv.connect(ray_address) as cluster, counting("prefetch") as watch:
         found = cluster.prefetch(
-            _all_keys(cluster, keys, namespace),
+            all_keys(cluster, keys, namespace),
             to,
             namespace=namespace,
             deadline_s=timeout,
@@ -296,9 +296,9 @@ def move(
 
     Example: raykv move @session.keys --to 3f9a
     """
-    with raykv.connect(ray_address) as cluster, _counting("move") as watch:
+    with raykv.connect(ray_address) as cluster, counting("move") as watch:
         found = cluster.move(
-            _all_keys(cluster, keys, namespace),
+            all_keys(cluster, keys, namespace),
             to,
             namespace=namespace,
             deadline_s=timeout,
@@ -308,7 +308,7 @@ def move(
 
 
 @contextmanager
-def _counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
+def counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
     """A bar on a terminal, in chunks."""
     errors = Console(stderr=True)
     progress = Progress(console=errors, disable=not errors.is_terminal, transient=True)
@@ -361,7 +361,7 @@ def parse_duration(name: str, value: str) -> float:
     return float(match[1]) * UNITS[match[2] or "s"]
 
 
-def _all_keys(cluster: Cluster, arguments: Sequence[str], namespace: str) -> list[bytes | str]:
+def all_keys(cluster: Cluster, arguments: Sequence[str], namespace: str) -> list[bytes | str]:
     """Keys as they are given, and those of prompts.
 
     Raises:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from raykv.disk_types import DiskChunks, DiskNews
-from raykv.types import Generation, Key, Namespace
+from raykv.types import NO_GENERATION, Generation, Key, Namespace
 
 MAX_GONE = 65_536
 """Places that went and were not told yet; beyond it the listing begins anew."""
@@ -82,6 +82,7 @@ class DiskIndex:
         self.most_bytes = most_bytes
         self.listing = listing
         self.used_bytes = 0
+        self.highest_generation = NO_GENERATION
         # Whether files had to go for others.
         self.is_full = False
         # In the order in which they have to go.
@@ -128,6 +129,7 @@ class DiskIndex:
         self._files[name] = file
         self.used_bytes += num_bytes
         for chunk in chunks:
+            self.highest_generation = max(self.highest_generation, chunk.generation)
             known = self._entries.get((namespace, chunk.key))
             if known is not None and known.chunk.generation >= chunk.generation:
                 continue

@@ -377,6 +377,10 @@ class Pins:
 
     # Looking
 
+    def order_of(self, pin_id: str) -> PinOrder | None:
+        """What a pin is about, if there is one of that id."""
+        return self._pins.get(pin_id)
+
     def pinned(self, now: float) -> Pinned:
         """A picture for people; changes nothing."""
         return Pinned(

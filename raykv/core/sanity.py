@@ -268,14 +268,12 @@ def check_report(report: NodeReport) -> None:
 
 
 def _disk(report: NodeReport) -> None:
-    news, came = report.disk, report.disk.came
-    _numbers("numbers of a disk", (news.listing, news.after, news.upto), 0, MAX_NUMBER)
-    _names("a disk", (report.stats.disk.path, report.stats.disk.problem, *came.namespaces))
+    came, stats = report.disk.came, report.stats.disk
+    _names("a disk", (stats.path, stats.problem, *came.namespaces))
     _keys("keys on a disk", came.keys)
-    _rows("chunks on a disk", came.keys, came.slot_bytes, came.namespace_index)
+    _rows("chunks on a disk", came.keys, came.slot_bytes, came.namespace_index, came.places)
     _places("chunks on a disk", came.places, came.generations)
     _numbers("numbers of namespaces", came.namespace_index, 0, len(came.namespaces) - 1)
-    _numbers("slot sizes", came.slot_bytes, 1, MAX_POOL_BYTES)
 
 
 def _inventory(stored: Inventory, slab_bytes: int) -> None:
@@ -384,6 +382,8 @@ def check_transfer(order: TransferOrder) -> None:
     """
     _ordered("a transfer", order.transfer_id, order.namespace, order.keys)
     _names("a node", [order.node_id])
+    _sizes(set(order.slot_bytes))
+    require(len(order.slot_bytes) in (0, len(set(order.keys))), "sizes that don't fit the chunks")
 
 
 def check_end(message: TransferEnd) -> None:

@@ -103,7 +103,10 @@ class Transfers:
         found = self._table.ask(
             namespace, keys, tuple(self._nodes), [node.node_id], MAX_SOURCES, until
         )
-        missing = list(self._missing(namespace, keys, found, node))
+        if order.slot_bytes:
+            missing = list(self._brought(order, namespace, node))
+        else:
+            missing = list(self._missing(namespace, keys, found, node))
         transfer = _Transfer(node.node_id, node.epoch, until, TransferGrant(PROTOCOL_VERSION))
         lent = self._lend_slots(node, missing, transfer, now)
         transfer.grant = TransferGrant(
@@ -116,8 +119,8 @@ class Transfers:
             ),
             slot_bytes=[each.slot_bytes for each in lent],
             sources=self._sources(found, lent),
-            there=len(keys) - len(missing) - len(found.missing),
-            nowhere=len(found.missing),
+            there=len(keys) - len(missing) - (0 if order.slot_bytes else len(found.missing)),
+            nowhere=0 if order.slot_bytes else len(found.missing),
             no_room=len(missing) - len(lent),
         )
         self._transfers[order.transfer_id] = transfer
@@ -144,6 +147,14 @@ class Transfers:
             chunk = self._nodes[source].book.find(namespace, keys[index])
             if source != node.node_id and chunk is not None:
                 yield _Missing(keys[index], chunk.slot_bytes, own)
+
+    def _brought(
+        self, order: TransferOrder, namespace: Namespace, node: Node
+    ) -> Iterator[_Missing]:
+        """The chunks that the node lacks of those that come from outside, in order."""
+        for key, size in zip(dict.fromkeys(order.keys), order.slot_bytes, strict=True):
+            if node.book.find(namespace, Key(key)) is None:
+                yield _Missing(Key(key), size, [])
 
     def _lend_slots(
         self, node: Node, missing: Sequence[_Missing], transfer: _Transfer, now: float

@@ -315,3 +315,17 @@ def test_slow_disk_holds_up_no_store(
     goes_on.set()
     wait_until(lambda: tier.stats().chunks_written == 1, 10.0, "it is written")
     assert list(replicas(tier, here.epoch)) == [key(1)]
+
+
+def test_clearing_is_noted_while_nothing_can_be_written(here: Node, make: Made) -> None:
+    tier = make()
+    name = here.store(key(1))
+    write(tier, name)
+    end(tier)
+    full = make(floor_bytes=1 << 60)
+    wait_until(lambda: "must stay free" in full.stats().problem, 10.0, "it says why")
+    full.clear({NAMESPACE: name.generation})
+    folder = full._state.folder
+    assert folder is not None
+    wait_until(lambda: bool(folder.read_cleared()), 10.0, "it is noted")
+    wait_until(lambda: not list(folder.path.glob("*.safetensors")), 10.0, "the file goes")

@@ -134,3 +134,26 @@ def test_restart_of_everything_finds_the_chunks_again(
         check_comes_from_disk(engine, cluster, references, (0, 5, NUM_PROMPTS - 1))
     finally:
         engine.stop()
+
+
+def test_exported_prompt_is_loaded_in_another_cluster(
+    cluster: Cluster, references: list[list[int]], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Another one is the same with new actors, which know nothing, and without the disk."""
+    folder, last = tmp_path / "export", NUM_PROMPTS - 1
+    keys = cluster.lookup(tokens=the_prompt(last)).keys
+    assert cluster.export_chunks(folder, keys=keys).chunks == PROMPT_CHUNKS
+    cluster.down()
+    pool_bytes = POOL_CHUNKS * CHUNK_BYTES
+    cluster.up(pool_bytes=pool_bytes)
+    found = cluster.import_chunks(folder)
+    assert (found.came, found.failed) == (PROMPT_CHUNKS, 0)
+    wait_until(lambda: node(cluster).chunks == PROMPT_CHUNKS, 10.0, "they are reported")
+    settings = {"ray_address": cluster.address, "pool_bytes": pool_bytes}
+    engine = EngineProcess(tiny_model, tmp_path / "log", settings)
+    try:
+        (output,) = engine.call("generate", prompts=[the_prompt(last)])
+        assert output["cached"] == PROMPT_CHUNKS * BLOCK
+        assert output["tokens"] == references[last]
+    finally:
+        engine.stop()

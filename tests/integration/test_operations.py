@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import ray
@@ -21,7 +22,7 @@ from raykv.cli import app
 from raykv.client import Cluster
 from raykv.core.requests import RequestOptions
 from raykv.core.view import EngineView
-from raykv.errors import ClusterError, SettingError
+from raykv.errors import ChunkFileError, ClusterError, SettingError
 from raykv.memory.region import Region
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -292,6 +293,50 @@ def pressure(engine: Engine, first: int) -> None:
         return stored >= 48
 
     wait_until(store_some, 60.0, "48 chunks are stored into a pool of 32")
+
+
+def test_exported_chunks_are_imported_with_the_same_bytes(nodes: Nodes, tmp_path: Path) -> None:
+    cluster, engine = nodes.cluster, nodes.engine
+    wanted = list(range(200, 206))
+    assert engine.store(*wanted) == len(wanted)
+    wait_until(lambda: held_on(cluster, nodes.first) >= set(wanted), 10, "stored")
+    cluster.pin(hexes(*wanted[:2]), pin_id="shipped")
+    folder, one, pinned = tmp_path / "all", tmp_path / "one.safetensors", tmp_path / "pinned"
+    told = json.loads(run("export", str(folder), *hexes(*wanted), "--json"))
+    assert (told["chunks"], told["asked"], told["files"]) == (6, 6, 1)
+    assert cluster.export_chunks(one, keys=hexes(200)).chunks == 1
+    assert cluster.export_chunks(pinned, pin_id="shipped").chunks == 2
+    assert cluster.export_chunks(tmp_path / "hot", most_bytes=3 * CHUNK_BYTES).chunks == 3
+    cluster.unpin("shipped")
+    with pytest.raises(SettingError, match="export to another place"):
+        cluster.export_chunks(folder)
+    cluster.clear()
+    wait_until(lambda: not held_on(cluster, nodes.first), 10, "cleared")
+    found = cluster.import_chunks(folder, nodes.second)
+    assert (found.came, found.failed, found.num_bytes) == (6, 0, 6 * CHUNK_BYTES)
+    wait_until(lambda: held_on(cluster, nodes.second) == set(wanted), 10, "reported")
+    for number in wanted:
+        assert bytes_on(nodes.second, cluster, number) == engine.block(number)
+    assert "6 were there" in run("import", str(folder), "--to", nodes.second)
+
+
+def test_damaged_export_brings_no_wrong_byte(nodes: Nodes, tmp_path: Path) -> None:
+    cluster, engine = nodes.cluster, nodes.engine
+    assert engine.store(210, 211) == 2
+    wait_until(lambda: held_on(cluster, nodes.first) >= {210, 211}, 10, "stored")
+    path = tmp_path / "x.safetensors"
+    cluster.export_chunks(path, keys=hexes(210, 211))
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    cluster.clear()
+    found = cluster.import_chunks(path, nodes.second)
+    assert (found.came, found.failed, found.refusals) == (1, 1, {"CORRUPT": 1})
+    with pytest.raises(SettingError, match="no file of chunks"):
+        cluster.import_chunks(tmp_path / "nowhere")
+    path.write_bytes(raw[:100])
+    with pytest.raises(ChunkFileError, match="cut short"):
+        cluster.import_chunks(path)
 
 
 def test_down_that_keeps_ends_nothing_where_it_would_lose_chunks(nodes: Nodes) -> None:

@@ -1,0 +1,112 @@
+"""Files of chunks as the source of fetches: an actor that answers as a NodeActor does, and no more.
+
+It lives on the node where the files can be read, as long as an import runs. NodeActors fetch from
+it into slots that were lent to the import, so that all that holds for fetches holds here: leases,
+deadlines, checksums, and nothing is READY before all of it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.actors import names
+from raykv.actors.peers import Bytes
+from raykv.actors.reading import MAX_READ_BYTES
+from raykv.core.disk_index import DiskChunk
+from raykv.core.sanity import check_read
+from raykv.deadlines import IMPORT_START_S
+from raykv.errors import ChunkFileError, ClusterError, cause_of, first_line
+from raykv.handshake import receive
+from raykv.messages import ReadReply, ReadRequest, encode
+from raykv.tiers.chunk_file import read_chunk, read_header
+from raykv.types import Key, Refusal
+
+EPOCH = 1
+"""Of every such actor: it has one life."""
+
+GENERATION = 1
+"""Of every chunk in files: these do not change."""
+
+MAX_SLAB_BYTES = 1 << 40
+
+
+class ImportSource:
+    """Runs as the Ray actor `import:<id>`; it ends with the process that has made it."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self._chunks: dict[Key, tuple[Path, DiskChunk]] = {}
+        for path in map(Path, paths):
+            for chunk in read_header(path).chunks:
+                self._chunks[chunk.key] = (path, chunk)
+
+    def num_chunks(self) -> int:
+        """In all files."""
+        return len(self._chunks)
+
+    def read(self, raw: bytes) -> tuple[bytes, Bytes]:
+        """`ReadRequest` → `ReadReply` and the bytes, as of a NodeActor."""
+        request = receive(raw, ReadRequest, "a NodeActor", "the import")
+        check_read(request, MAX_SLAB_BYTES)
+        total = sum(request.slot_bytes)
+        if request.node_epoch != EPOCH or (total > MAX_READ_BYTES and len(request.handles) > 1):
+            refused = [int(Refusal.BAD_HANDLE)] * len(request.handles)
+            return encode(ReadReply(EPOCH, refused)), np.empty(0, np.uint8)
+        data = np.empty(total, np.uint8)
+        refusals: list[int] = []
+        checksums: list[int] = []
+        end = 0
+        for key, size in zip(request.handles.keys, request.slot_bytes, strict=True):
+            refusal, checksum = self._read_one(Key(key), data[end : end + size])
+            refusals.append(int(refusal))
+            if refusal is Refusal.NONE:
+                checksums.append(checksum)
+                end += size
+        return encode(ReadReply(EPOCH, refusals, checksums)), data[:end]
+
+    def _read_one(self, key: Key, into: Bytes) -> tuple[Refusal, int]:
+        path, chunk = self._chunks.get(key, (None, None))
+        if path is None or chunk is None or chunk.num_bytes != len(into):
+            return Refusal.STALE, 0
+        try:
+            read_chunk(path, chunk, into)
+        except ChunkFileError:
+            return Refusal.CORRUPT, 0
+        except OSError:
+            return Refusal.COPY_FAILED, 0
+        return Refusal.NONE, chunk.checksum
+
+
+@contextmanager
+def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[str]:
+    """An `ImportSource` on a node, which is this process's; gives its name as a source of fetches.
+
+    Raises:
+        ClusterError: it does not start, or can't read the files.
+    """
+    source = f"{names.IMPORT_PREFIX}{name}"
+    actor: Any = (
+        ray.remote(ImportSource)
+        .options(
+            name=source,
+            namespace=names.RAY_NAMESPACE,
+            num_cpus=0,
+            max_concurrency=4,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote([str(path.resolve()) for path in paths])
+    )
+    try:
+        try:
+            ray.get(actor.num_chunks.remote(), timeout=IMPORT_START_S)
+        except Exception as error:
+            raise ClusterError(f"the files can't be read: {first_line(cause_of(error))}") from error
+        yield source
+    finally:
+        ray.kill(actor)

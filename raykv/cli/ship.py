@@ -1,0 +1,90 @@
+"""The commands `export` and `import`: chunks out of a cluster into files, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+import raykv
+from raykv.cli.base import Address, AsJson, ExitCode, app, print_json, say
+from raykv.cli.operate import Timeout, all_keys, counting
+from raykv.core.room import human_bytes
+from raykv.parsing import parse_size
+
+Namespace = Annotated[str, typer.Option(help="Of the chunks; its first digits do.")]
+
+
+@app.command("export")
+def export_chunks(
+    path: Annotated[Path, typer.Argument(help="A new folder, or one new .safetensors file.")],
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="As for `raykv pin`. Default: all chunks.")
+    ] = None,
+    *,
+    pin_id: Annotated[str, typer.Option("--pin", help="The chunks of this pin.")] = "",
+    hottest: Annotated[
+        str, typer.Option(help='No more than so many bytes, the most used first: "8GiB".')
+    ] = "",
+    namespace: Namespace = "",
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Write chunks to safetensors files that another cluster can import.
+
+    Exit code 1 if some of them were not in any pool any more.
+
+    Example: raykv export ./system-prompt.safetensors text:@system-prompt.txt
+    """
+    with raykv.connect(ray_address) as cluster:
+        found = cluster.export_chunks(
+            path,
+            keys=all_keys(cluster, keys or [], namespace),
+            pin_id=pin_id,
+            namespace=namespace,
+            most_bytes=parse_size("--hottest", hottest) if hottest else None,
+        )
+    if as_json:
+        print_json(found)
+    else:
+        say(
+            f"{found.chunks:,} of {found.asked:,} chunks ({human_bytes(found.num_bytes)}) are in "
+            f"{found.files:,} files: {found.path}"
+        )
+    is_all = hottest or found.chunks >= found.asked
+    raise typer.Exit(ExitCode.OK if is_all else ExitCode.NOT_WELL)
+
+
+@app.command("import")
+def import_chunks(
+    path: Annotated[Path, typer.Argument(help="What `raykv export` has written.")],
+    *,
+    to: Annotated[
+        str, typer.Option("--to", help="A node's Ray id. Default: the one with the most room.")
+    ] = "",
+    timeout: Timeout = 600.0,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Bring exported chunks into a node's pool.
+
+    Refused if no engine here can use them. Exit code 1 if some of them did not come.
+
+    Example: raykv import ./system-prompt.safetensors
+    """
+    with raykv.connect(ray_address) as cluster, counting("import") as watch:
+        found = cluster.import_chunks(path, to, deadline_s=timeout, watch=watch)
+    if as_json:
+        print_json({**msgspec.to_builtins(found), "failed": found.failed})
+    else:
+        say(
+            f"{found.came:,} of {found.asked:,} chunks came ({human_bytes(found.num_bytes)} in "
+            f"{found.seconds:.1f} s), {found.there:,} were there, {found.failed:,} did not come"
+        )
+        for reason, count in sorted(found.refusals.items()):
+            say(f"{count:,}: {reason}", "red")
+        if found.no_room:
+            say(f"for {found.no_room:,} there was no room in the pool", "red")
+    raise typer.Exit(ExitCode.NOT_WELL if found.failed else ExitCode.OK)

@@ -1,0 +1,61 @@
+"""Which files of chunks a cluster takes, and what it says of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from raykv.errors import ChunkFileError, SettingError
+from raykv.shipping import refuse_foreign
+from raykv.status_types import NamespaceStatus
+from raykv.tiers.chunk_file import ChunkFile
+from raykv.types import Namespace
+
+TRAITS = {"model": "x", "dtype": "float32", "weights_version": "", "kv_layout": "a"}
+
+
+def file(namespace: str = "ours", **traits: str) -> ChunkFile:
+    facts = {"model": "theirs", "traits": msgspec.json.encode({**TRAITS, **traits}).decode()}
+    return ChunkFile(Path("/x.safetensors"), 1, Namespace(namespace), [], facts)
+
+
+def space(namespace: str = "ours", **traits: str) -> NamespaceStatus:
+    return NamespaceStatus(namespace, model="mine", traits={**TRAITS, **traits})
+
+
+def test_files_of_a_namespace_that_is_here_are_taken() -> None:
+    refuse_foreign([file()], [space("other", dtype="float16"), space()])
+
+
+def test_files_are_taken_where_no_engine_is_known_yet() -> None:
+    refuse_foreign([file()], [])
+    refuse_foreign([file()], [NamespaceStatus("other")])
+
+
+@pytest.mark.parametrize("name", ["model", "dtype", "weights_version", "kv_layout"])
+def test_files_of_other_kv_are_refused_by_what_differs(name: str) -> None:
+    with pytest.raises(SettingError) as refused:
+        refuse_foreign([file("theirs", **{name: "1"})], [space()])
+    told = str(refused.value)
+    assert "/x.safetensors has KV of theirs" in told
+    assert f"differs in {name} (1, here {TRAITS[name]})" in told
+    assert told.count("here") == 2
+
+
+def test_refusal_names_the_nearest_engine() -> None:
+    far = space("far", dtype="float16", kv_layout="b", model="y")
+    with pytest.raises(SettingError, match=r"differs in weights_version \(1, here \)$"):
+        refuse_foreign([file("theirs", weights_version="1")], [far, space()])
+
+
+def test_file_without_facts_is_refused_all_the_same() -> None:
+    bare = ChunkFile(Path("/x.safetensors"), 1, Namespace("theirs"), [], {"traits": "nonsense"})
+    with pytest.raises(SettingError, match="an unknown model"):
+        refuse_foreign([bare], [space()])
+
+
+def test_files_of_several_namespaces_are_not_mixed() -> None:
+    with pytest.raises(ChunkFileError, match="2 namespaces"):
+        refuse_foreign([file(), file("theirs")], [])
