@@ -82,12 +82,15 @@ class Cluster(Operations):
         begun before is ever loaded after that.
 
         Raises:
-            ClusterError: RayKV does not run here, or there is no such namespace.
+            ClusterError: RayKV does not run here, or there is no such namespace; or a node does not
+                confirm that its disk is cleared: should all of RayKV end now, what is there may
+                come back.
         """
         scheduler = self._scheduler()
         if namespace is not None:
             namespace = self._full_namespace(namespace)
-        ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
+        cleared = ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
+        deployment.note_clearing(cleared, CLIENT_S)
 
     # Chunks
 

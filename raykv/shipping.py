@@ -6,6 +6,7 @@ cluster whose engines can't use it refuses them by name.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import Counter
@@ -21,7 +22,13 @@ import raykv
 from raykv.actors import cluster
 from raykv.actors.import_source import EPOCH, GENERATION, import_source
 from raykv.catalog_types import Chunk
-from raykv.deadlines import EXPORT_READ_S, IMPORT_NODE_S, IMPORT_S, TRANSFER_LOOK_S
+from raykv.deadlines import (
+    EXPORT_READ_S,
+    IMPORT_NODE_S,
+    IMPORT_S,
+    TRANSFER_LOOK_S,
+    TRANSFER_S,
+)
 from raykv.errors import ChunkFileError, ClusterError, SettingError, cause_of, first_line
 from raykv.handshake import receive
 from raykv.messages import (
@@ -52,6 +59,8 @@ PIECE_BYTES = 16 << 20
 PAGE_CHUNKS = 256
 
 HERE = "this process"
+
+logger = logging.getLogger("raykv")
 
 Watch = Callable[[TransferResult], None]
 
@@ -87,7 +96,7 @@ class Shipping:
         self,
         path: str | Path,
         *,
-        keys: Sequence[bytes | str] = (),
+        keys: Sequence[bytes | str] | None = None,
         pin_id: str = "",
         namespace: str = "",
         most_bytes: int | None = None,
@@ -105,8 +114,8 @@ class Shipping:
 
         Raises:
             ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
-            SettingError: the path is in use, or no chunk was found.
-            OSError: a file can't be written; those that are there are whole.
+            SettingError: the path is in use or can't be written (the files that are there are
+                whole), a key is none, or no chunk was found.
         """
         target = Path(path)
         if pin_id:
@@ -114,16 +123,13 @@ class Shipping:
             space, wanted = order.namespace, {Key(key) for key in order.keys}
         else:
             space = self._namespace(namespace)
-            raw = (bytes.fromhex(key) if isinstance(key, str) else key for key in keys)
-            wanted = {Key(key) for key in raw}
+            wanted = set() if keys is None else _raw_keys(keys)
         found = self._found(space, wanted, most_bytes)
         if not found:
             raise SettingError(f"no chunk of that kind is in the pools of namespace {space[:12]}")
         facts = self._facts(space)
         is_file = target.suffix == SUFFIX
         _refuse_used(target, is_file=is_file)
-        if not is_file:
-            target.mkdir(parents=True, exist_ok=True)
         written = Exported(str(target), space, asked=len(wanted) or len(found))
         limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
         for part in _parts(found, limit):
@@ -131,7 +137,12 @@ class Shipping:
             if not chunks:
                 continue
             name = target if is_file else target / f"{written.files:06d}{SUFFIX}"
-            num_bytes = write_chunks(name, Namespace(space), chunks, facts)
+            try:
+                name.parent.mkdir(parents=True, exist_ok=True)
+                num_bytes = write_chunks(name, Namespace(space), chunks, facts)
+            except OSError as error:
+                why = error.strerror or error
+                raise SettingError(f"{name} can't be written: {why}") from error
             written = msgspec.structs.replace(
                 written,
                 files=written.files + 1,
@@ -242,6 +253,7 @@ class Shipping:
                         [chunk.key for chunk in page],
                         [chunk.num_bytes for chunk in page],
                     )
+                    left_s = min(left_s, TRANSFER_S)
                     result = self._fetch_lent(order, _only(source), left_s, result)
                     seconds = time.monotonic() - began
                     result = msgspec.structs.replace(result, seconds=seconds)
@@ -273,6 +285,19 @@ def with_rows(sources: Replicas, grant: TransferGrant) -> Replicas:
         slots=[0] * count,
         generations=[GENERATION] * count,
     )
+
+
+def _raw_keys(keys: Sequence[bytes | str]) -> set[Key]:
+    """Raises:
+    SettingError: one is no hexadecimal number, or there are none.
+    """
+    try:
+        raw = {Key(bytes.fromhex(key) if isinstance(key, str) else bytes(key)) for key in keys}
+    except ValueError as error:
+        raise SettingError(f"a key is no hexadecimal number: {error}") from error
+    if not raw:
+        raise SettingError("no keys: a prompt that is shorter than a chunk has none")
+    return raw
 
 
 def _refuse_used(path: Path, *, is_file: bool) -> None:
@@ -314,9 +339,11 @@ def _read_from(
         request = ReadRequest(PROTOCOL_VERSION, space, epoch, handles, sizes)
         try:
             raw, data = ray.get(actor.read.remote(encode(request)), timeout=EXPORT_READ_S)
-        except Exception as error:
+        except ray.exceptions.RayError as error:
+            # Another node may have them.
             what = first_line(cause_of(error))
-            raise ClusterError(f"node {node_id[:12]} can't be read: {what}") from error
+            logger.warning("node %s can't be read: %s", node_id[:12], what)
+            return came
         reply = receive(raw, ReadReply, "the NodeActor", HERE)
         checksums = iter(reply.checksums)
         end = 0

@@ -187,12 +187,7 @@ def keep_pools(deadline_s: float) -> list[Kept]:
     Raises:
         ClusterError: Ray does not answer.
     """
-    actors = {
-        name: actor
-        for name in cluster.named_actors()
-        if name.startswith(names.NODE_PREFIX)
-        and (actor := cluster.find_node_actor(name.removeprefix(names.NODE_PREFIX))) is not None
-    }
+    actors = _node_actors()
     questions = {name: lambda actor: actor.keep.remote(deadline_s) for name in actors}
     answers = ask_all(actors, questions, deadline_s + KEEP_GRACE_S)
     found = []
@@ -203,3 +198,36 @@ def keep_pools(deadline_s: float) -> list[Kept]:
         else:
             found.append(receive(answer.value, Kept, "the NodeActor", "the client"))
     return found
+
+
+def note_clearing(cleared: Mapping[str, int], deadline_s: float) -> None:
+    """Have all nodes discard namespaces up to generations, and note it on their disks.
+
+    Raises:
+        ClusterError: a node has a disk and does not confirm it in time.
+    """
+    actors = _node_actors()
+    told = dict(cleared)
+    questions = {
+        name: lambda actor: actor.note_clearing.remote(told, deadline_s) for name in actors
+    }
+    answers = ask_all(actors, questions, deadline_s + KEEP_GRACE_S)
+    # One that is dead, or frozen, and has a disk, hears of it when it is back.
+    late = [
+        name.removeprefix(names.NODE_PREFIX) for name in answers if answers[name].value is False
+    ]
+    if late:
+        raise ClusterError(
+            f"cleared, but the disks of {', '.join(late)} could not note it yet: `raykv status` "
+            "says why. Should all of RayKV end now, what is there may come back"
+        )
+
+
+def _node_actors() -> dict[str, Any]:
+    """All NodeActors by name."""
+    return {
+        name: actor
+        for name in cluster.named_actors()
+        if name.startswith(names.NODE_PREFIX)
+        and (actor := cluster.find_node_actor(name.removeprefix(names.NODE_PREFIX))) is not None
+    }

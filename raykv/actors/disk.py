@@ -42,7 +42,7 @@ from raykv.deadlines import (
 from raykv.disk_types import Demotions, DiskNews, DiskOrder, DiskStats
 from raykv.errors import DiskError
 from raykv.memory.region import yield_to_others
-from raykv.tiers.chunk_file import ChunkBytes, read_header, write_chunks
+from raykv.tiers.chunk_file import ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.tiers.folder import TierFolder
 from raykv.types import (
     NO_GENERATION,
@@ -105,13 +105,14 @@ class DiskTier:
         self._queue: deque[ChunkName] = deque()
         # The writer's own.
         self._batches: dict[Namespace, _Batch] = {}
-        # Asked for by `keep`, which waits until that many batches have been written.
-        self._flush = threading.Event()
+        # How often `keep` has asked that all that is queued be written, and for how many of these
+        # it was tried.
         self._flushed = threading.Condition(self._lock)
-        self._num_flushed = 0
+        self._num_asked = self._num_flushed = 0
         self._cleared: dict[Namespace, Generation] = {}
-        # Clearings that are not on the disk yet.
+        # Clearings that the writer has not begun to note on the disk, or that are not there yet.
         self._has_clearings = False
+        self._is_noting = False
         self._retry_at = 0.0
         self._wake = threading.Event()
         self._stopped = threading.Event()
@@ -163,16 +164,26 @@ class DiskTier:
     def clear(self, cleared: Mapping[str, int]) -> None:
         """Chunks of namespaces up to some generations are worth nothing."""
         with self._lock:
-            for name, generation in cleared.items():
-                known = self._cleared.get(Namespace(name), NO_GENERATION)
-                if generation > known:
-                    self._cleared[Namespace(name)] = Generation(generation)
-                    self._has_clearings = True
-            if not self._has_clearings:
+            later = {
+                Namespace(name): Generation(generation)
+                for name, generation in cleared.items()
+                if generation > self._cleared.get(Namespace(name), NO_GENERATION)
+            }
+            if not later:
                 return
+            self._cleared |= later
+            self._has_clearings = True
             # At once: nothing of it is found any more. The files go later.
-            self._index.clear(self._cleared)
+            self._index.clear(later)
         self._wake.set()
+
+    def wait_for_clearings(self, deadline_s: float) -> bool:
+        """Wait until all clearings are noted on the disk; False if the time has passed."""
+        give_up_at = time.monotonic() + deadline_s
+        while not self._is_noted and time.monotonic() < give_up_at:
+            self._wake.set()
+            self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
+        return self._is_noted
 
     def cleared(self) -> dict[str, int]:
         """By namespace, the generation up to which chunks were cleared, in earlier lives too."""
@@ -205,6 +216,7 @@ class DiskTier:
             with self._lock:
                 while waiting and len(self._queue) < MAX_QUEUED:
                     self._queue.append(waiting.popleft())
+            self._wait_for_retry(give_up_at)
             self._flush_now(give_up_at)
         held = self._keeper.all_held()
         with self._lock:
@@ -213,12 +225,17 @@ class DiskTier:
     def _flush_now(self, give_up_at: float) -> None:
         """Wait until all that is queued now was tried."""
         with self._flushed:
-            # The writer may be in the middle of a round that began before.
-            wanted = self._num_flushed + 2
+            self._num_asked += 1
+            wanted = self._num_asked
             while self._num_flushed < wanted and time.monotonic() < give_up_at:
-                self._flush.set()
                 self._wake.set()
                 self._flushed.wait(min(DISK_LOOK_S, max(0.0, give_up_at - time.monotonic())))
+
+    def _wait_for_retry(self, give_up_at: float) -> None:
+        """After a write that failed nothing is tried for a while; what is queued then is lost."""
+        give_up_at = min(give_up_at, self._retry_at + DISK_LOOK_S)
+        while self._state.problem and time.monotonic() < give_up_at:
+            self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
 
     # The writer's thread
 
@@ -234,12 +251,13 @@ class DiskTier:
                 self._failed(error)
 
     def _round(self) -> None:
+        asked = self._num_asked
         if self._retry_at > time.monotonic():
             # Nothing waits for a disk that can't be written.
             self._batches.clear()
             with self._lock:
                 self._queue.clear()
-            self._end_flush()
+            self._end_flush(asked)
             if self._state.is_open and self._has_clearings:
                 with suppress(OSError):
                     self._carry_out_clearings()
@@ -251,18 +269,16 @@ class DiskTier:
         self._carry_out_clearings()
         if self._state.problem:
             self._works_again()
-        is_flush = self._flush.is_set()
-        if not self._copy_out(is_flush):
-            self._end_flush()
+        if not self._copy_out(is_flush=asked > self._num_flushed):
+            self._end_flush(asked)
             wait_s = DISK_BATCH_S if self._batches else DISK_LOOK_S
             self._wake.wait(wait_s)
             self._wake.clear()
 
-    def _end_flush(self) -> None:
+    def _end_flush(self, asked: int) -> None:
         with self._flushed:
-            self._num_flushed += 1
+            self._num_flushed = max(self._num_flushed, asked)
             self._flushed.notify_all()
-            self._flush.clear()
 
     def _failed(self, error: BaseException) -> None:
         reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
@@ -284,17 +300,18 @@ class DiskTier:
             self._state.folder = TierFolder(Path(self._place.path))
         folder = self._state.folder
         cleared = folder.read_cleared()
-        found = folder.scan()
         with self._lock:
+            # Before the files are looked at, which takes a while: others should hear of it.
             for name, generation in cleared.items():
                 known = self._cleared.get(Namespace(name), NO_GENERATION)
                 self._cleared[Namespace(name)] = Generation(max(known, generation))
-            if self._place.most_bytes is None:
-                used = sum(file.num_bytes for file in found)
-                self._index.most_bytes = used + folder.room().free_bytes // 2
-            for file in found:
-                self._index.add(file.path.name, file.num_bytes, file.namespace, file.chunks)
-            self._index.clear(self._cleared)
+        found = folder.scan()
+        if self._place.most_bytes is None:
+            used = sum(file.num_bytes for file in found)
+            self._index.most_bytes = (used + folder.room().free_bytes) // 2
+        for file in found:
+            self._add(file)
+        with self._lock:
             gone = [*self._index.give_way(0), *self._index.take_empty()]
             self._state.is_open = True
         for name in gone:
@@ -305,15 +322,23 @@ class DiskTier:
         """Note on the disk what was cleared, then delete files that nothing is left of."""
         assert self._state.folder is not None
         with self._lock:
-            has_clearings, self._has_clearings = self._has_clearings, False
-        if has_clearings:
+            self._is_noting, self._has_clearings = self._has_clearings, False
+        if self._is_noting:
             try:
                 self._state.folder.write_cleared(self.cleared())
             except OSError:
                 with self._lock:
-                    self._has_clearings = True
+                    self._has_clearings, self._is_noting = True, False
+                # That makes room, if room is what there was none of.
+                self._delete_empty(self._state.folder)
                 raise
+            self._is_noting = False
         self._delete_empty(self._state.folder)
+
+    @property
+    def _is_noted(self) -> bool:
+        with self._lock:
+            return self._state.is_open and not self._has_clearings and not self._is_noting
 
     def _delete_empty(self, folder: TierFolder) -> None:
         with self._lock:
@@ -346,11 +371,11 @@ class DiskTier:
             data = np.empty(name.slot_bytes, np.uint8)
             place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
             ctypes.memmove(data.ctypes.data, place, name.slot_bytes)
-            checksum = xxhash.xxh3_64_intdigest(data.data)
-            refusal = self._keeper.settle(name, checksum)
         finally:
             self._keeper.end_load(name)
-        if refusal is not Refusal.NONE:
+        checksum = xxhash.xxh3_64_intdigest(data.data)
+        # Whether the slot has moved on since does not matter to the copy.
+        if self._keeper.settle(name, checksum) is Refusal.CORRUPT:
             return
         batch = self._batches.setdefault(name.namespace, _Batch(time.monotonic()))
         if all(each.key != name.key for each in batch.chunks):
@@ -380,12 +405,16 @@ class DiskTier:
     def _list(self, path: Path) -> None:
         """A file is there: what it has can be found from now on."""
         assert self._state.folder is not None
-        file = read_header(path)
-        with self._lock:
-            self._index.add(path.name, file.num_bytes, file.namespace, file.chunks)
-            self._index.clear(self._cleared)
+        self._add(read_header(path))
         self._delete_empty(self._state.folder)
         self._on_news()
+
+    def _add(self, file: ChunkFile) -> None:
+        """List a file, but for what was cleared."""
+        with self._lock:
+            cleared = self._cleared.get(file.namespace, NO_GENERATION)
+            chunks = [chunk for chunk in file.chunks if chunk.generation > cleared]
+            self._index.add(file.path.name, file.num_bytes, file.namespace, chunks)
 
     def _check_floor(self, folder: TierFolder, num_bytes: int) -> None:
         """Raises:

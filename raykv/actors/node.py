@@ -45,7 +45,7 @@ from raykv.config import DiskPlace, MetricsPlace
 from raykv.core.breaker import Breakers, Pauses, joined
 from raykv.core.geometry import PoolGeometry
 from raykv.core.metric_table import number, numbers
-from raykv.core.sanity import check_read
+from raykv.core.sanity import check_read, require
 from raykv.deadlines import (
     DISK_READ_S,
     GCS_S,
@@ -79,6 +79,7 @@ from raykv.messages import (
     encode,
 )
 from raykv.metric_types import MetricFamily
+from raykv.types import MAX_GENERATION
 
 logger = logging.getLogger("raykv.node")
 
@@ -312,6 +313,18 @@ class NodeActor:
         return encode(inventory_of(self._service.keeper.all_held()))
 
     @ray.method(concurrency_group="keep")
+    def note_clearing(self, cleared: dict[str, int], deadline_s: float) -> bool:
+        """Discard namespaces up to generations; False if the disk could not note it in time."""
+        if self._refusal:
+            return True
+        require(all(0 <= each <= MAX_GENERATION for each in cleared.values()), "a clearing")
+        self._service.keeper.clear(cleared)
+        if self._disk is None:
+            return True
+        self._disk.clear(cleared)
+        return self._disk.wait_for_clearings(deadline_s)
+
+    @ray.method(concurrency_group="keep")
     def keep(self, deadline_s: float) -> bytes:
         """→ `Kept`, when all chunks are on the disk or in the pool file, or the time has passed."""
         if self._refusal:
@@ -372,9 +385,9 @@ class NodeActor:
                 stored, failed = keeper.take_unreported(MAX_PAGE), keeper.take_failed(MAX_PAGE)
                 self._unanswered = self._make_report(stored, failed, self._seq)
             reply = self._call(self._unanswered)
-            was_full = len(self._unanswered.stored) == MAX_PAGE or (
-                not self._unanswered.disk.is_last
-            )
+            disk = self._unanswered.disk
+            has_heard = (reply.disk.listing, reply.disk.heard) == (disk.listing, disk.upto)
+            was_full = len(self._unanswered.stored) == MAX_PAGE or (not disk.is_last and has_heard)
             self._unanswered = None
             self._take_reply(reply)
             if reply.inventory:

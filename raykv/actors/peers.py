@@ -71,8 +71,10 @@ class ObjectRefTransport:
         if handle is None:
             name = names.node_actor(node_id)
             handle = within(GCS_S, lambda: ray.get_actor(name, namespace=names.RAY_NAMESPACE))
-            with self._lock:
-                self._handles[node_id] = handle
+            # An import comes once.
+            if not node_id.startswith(names.IMPORT_PREFIX):
+                with self._lock:
+                    self._handles[node_id] = handle
         return handle
 
     def _forget(self, node_id: str) -> None:

@@ -171,11 +171,12 @@ class SchedulerActor:
         require(isinstance(paused, bool), f"paused={paused!r}")
         self._manager.set_paused(paused)
 
-    def clear(self, namespace: str | None) -> None:
-        """Empty a namespace, or all."""
+    def clear(self, namespace: str | None) -> dict[str, int]:
+        """Empty a namespace, or all; up to which generation each was ever cleared."""
         require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
-        self._manager.clear(None if namespace is None else Namespace(namespace))
+        cleared = self._manager.clear(None if namespace is None else Namespace(namespace))
         self._descriptions.forget(namespace)
+        return cleared
 
     def describe_chunks(self, keys: list[bytes], namespace: str | None = None) -> bytes:
         """→ `Descriptions` of the chunks that are described, in order, as many as fit."""

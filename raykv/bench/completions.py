@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -52,16 +52,20 @@ class Server:
     port: int
     model: str
 
-    def complete(self, tokens: list[int], max_tokens: int, **extra: Any) -> Completion:
-        """Stream that many tokens.
+    def complete(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        is_enough: Callable[[], bool] = lambda: False,
+        **extra: Any,
+    ) -> Completion:
+        """Stream that many tokens, or until it is enough: then the request is aborted.
 
         Raises:
             AnswerError: the server refuses the request.
         """
-        return self._stream(
-            "/v1/completions",
-            {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, **extra},
-        )
+        request = {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, **extra}
+        return self._stream("/v1/completions", request, is_enough)
 
     def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Completion:
         """Stream at most that many tokens; the server counts those of the prompt.
@@ -78,7 +82,9 @@ class Server:
             },
         )
 
-    def _stream(self, path: str, request: dict[str, Any]) -> Completion:
+    def _stream(
+        self, path: str, request: dict[str, Any], is_enough: Callable[[], bool] = lambda: False
+    ) -> Completion:
         body = {"model": self.model, "temperature": 0, "stream": True, **request}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         with closing(connection):
@@ -88,7 +94,11 @@ class Server:
             answer = connection.getresponse()
             if answer.status != 200:
                 raise AnswerError(f"status {answer.status}: {answer.read()[:500]!r}")
-            pieces = list(_pieces(answer))
+            pieces = []
+            for piece in _pieces(answer):
+                pieces.append(piece)
+                if is_enough():
+                    break
         deltas = [
             (at, choice.get("delta", {}))
             for at, piece in pieces

@@ -3,8 +3,8 @@
 Two applications of Ray Serve, one after the other, on the same two cores: a prefill engine and a
 decode engine on two Ray nodes of this host with a core each; and one engine with both cores. Also
 measured is the decode engine when it computes the prompts itself: one core for everything, which
-shows what the way between the engines costs. Two streams of tokens run while long prompts arrive
-one behind the other. SmolLM2-135M in float32.
+shows what the way between the engines costs. Two streams of tokens run, alone, and then while two
+long prompts arrive one behind the other. SmolLM2-135M in float32.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ PREFILL_NODE = "raykv_prefill"
 
 NUM_STREAMS = 2
 STREAM_TOKENS = 192
+"""Of a stream that nothing disturbs."""
+
+NUM_DISTURBING = 2
+"""Long prompts that arrive while streams run, which end with the last one."""
+
 LENGTHS = (1024, 4096)
 
 COLD = {"kv_transfer_params": {"raykv_load": False, "raykv_store": False}}
@@ -58,8 +63,8 @@ def run(options: Options) -> Result:
     """See the module's docstring."""
     result = Result("disaggregated", BENCHMARKS["disaggregated"].summary)
     lengths = (2 * BLOCK,) if options.quick else LENGTHS
-    load = Load(lengths, STREAM_TOKENS // 8 if options.quick else STREAM_TOKENS)
     context = max(lengths) + 2 * BLOCK
+    load = Load(lengths, STREAM_TOKENS // 8 if options.quick else STREAM_TOKENS, context - BLOCK)
     pool_bytes = (256 << 20) if options.quick else (1 << 30)
     repeats = options.repeats_or(3)
     values: Values = {}
@@ -91,11 +96,15 @@ Values = dict[tuple[str, str, str], list[float]]
 
 
 class Load:
-    """Prompts for all repeats; no two are alike."""
+    """Prompts for all repeats; no two are alike.
 
-    def __init__(self, lengths: tuple[int, ...], stream_tokens: int) -> None:
+    A stream that nothing disturbs has `stream_tokens`, one that is disturbed `most_tokens` at most.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], stream_tokens: int, most_tokens: int) -> None:
         self._lengths = lengths
         self._stream_tokens = stream_tokens
+        self._most_tokens = most_tokens
         self._next = 20_000
 
     def _fresh(self, length: int) -> list[int]:
@@ -125,20 +134,19 @@ class Load:
         ended = threading.Event()
 
         def stream() -> Completion:
-            return server.complete(self._fresh(BLOCK // 4), self._stream_tokens, **extra)
+            tokens = self._stream_tokens if length is None else self._most_tokens
+            return server.complete(self._fresh(BLOCK // 4), tokens, ended.is_set, **extra)
 
-        def disturb() -> None:
-            while length is not None and not ended.is_set():
-                server.complete(self._fresh(length), 1, **extra)
-
-        with ThreadPoolExecutor(NUM_STREAMS + 1) as threads:
+        with ThreadPoolExecutor(NUM_STREAMS) as threads:
             streams = [threads.submit(stream) for _ in range(NUM_STREAMS)]
-            disturbing = threads.submit(disturb)
             try:
+                if length is not None:
+                    for _ in range(NUM_DISTURBING):
+                        server.complete(self._fresh(length), 1, **extra)
+                    ended.set()
                 return [gap for each in streams for gap in each.result().gaps_s]
             finally:
                 ended.set()
-                disturbing.result()
 
 
 @contextmanager

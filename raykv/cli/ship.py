@@ -41,7 +41,7 @@ def export_chunks(
     with raykv.connect(ray_address) as cluster:
         found = cluster.export_chunks(
             path,
-            keys=all_keys(cluster, keys or [], namespace),
+            keys=all_keys(cluster, keys, namespace) if keys else None,
             pin_id=pin_id,
             namespace=namespace,
             most_bytes=parse_size("--hottest", hottest) if hottest else None,

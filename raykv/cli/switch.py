@@ -109,7 +109,8 @@ def refuse_without_place(kept: list[Kept]) -> None:
     SettingError: what a node has would be lost.
     """
     for each in kept:
-        if not each.place and (each.left or each.problem):
+        is_lost = each.left and not each.place
+        if is_lost or each.problem:
             why = each.problem or "it has neither disk_path nor pool_path"
             raise SettingError(f"nothing was ended, since node {each.node_id} keeps nothing: {why}")
 

@@ -206,8 +206,9 @@ class BlockManager:
         if _seen_epoch(report) > self.epoch:
             self._rise_above(_seen_epoch(report))
         for name, generation in report.cleared.items():
-            known = self._cleared.get(Namespace(name), NO_GENERATION)
-            self._cleared[Namespace(name)] = Generation(max(known, generation))
+            if generation > self._cleared.get(Namespace(name), NO_GENERATION):
+                self._cleared[Namespace(name)] = Generation(generation)
+                self._disks.clear(Namespace(name))
 
     def _rise_above(self, epoch: Epoch) -> None:
         """Begin an epoch that no node has seen; all engines attach again."""
@@ -395,10 +396,10 @@ class BlockManager:
 
     # Operators
 
-    def clear(self, namespace: Namespace | None = None) -> None:
+    def clear(self, namespace: Namespace | None = None) -> dict[str, int]:
         """Forget all chunks and leases of a namespace (None: of all) in one step.
 
-        Reports of stores that were granted before are void; engines get an empty mirror.
+        Reports of earlier stores are void, mirrors empty. Returns what each was ever cleared up to.
         """
         names = self._known_namespaces() if namespace is None else {namespace}
         now_generation = self._generations.last
@@ -411,6 +412,7 @@ class BlockManager:
             self._disks.clear(name)
             for node in self._nodes.values():
                 self._clear_on(node, name)
+        return {str(name): int(generation) for name, generation in self._cleared.items()}
 
     def _clear_on(self, node: Node, namespace: Namespace) -> None:
         node.book.table.clear(namespace)
@@ -422,8 +424,7 @@ class BlockManager:
 
     def _known_namespaces(self) -> set[Namespace]:
         held = {name for node in self._nodes.values() for name in node.book.table.sizes()}
-        engines = {engine.namespace for engine in self._engines.values()}
-        return held | engines | self._disks.namespaces()
+        return held | {e.namespace for e in self._engines.values()} | self._disks.namespaces()
 
     def set_paused(self, paused: bool) -> None:
         """Switch the cache off or on for all engines; they learn of it with their next sync."""

@@ -67,7 +67,7 @@ class TierFolder:
         """The files that are whole, the oldest first; removes what was never finished.
 
         Raises:
-            OSError: the folder can't be read.
+            OSError: the folder, or a file in it, can't be read now.
         """
         found = []
         for path in self.path.iterdir():
@@ -81,8 +81,10 @@ class TierFolder:
         for path in found:
             try:
                 whole.append(read_header(path))
-            except (ChunkFileError, OSError) as error:
+            except ChunkFileError as error:
                 self.set_aside(path, str(error))
+            except FileNotFoundError:
+                continue
         return whole
 
     def read_cleared(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import raykv.actors.disk
+import raykv.tiers.folder
 from raykv.actors.disk import DiskTier
 from raykv.actors.disk_reads import TieredTransport
 from raykv.actors.fetching import FetchService
@@ -19,7 +20,8 @@ from raykv.core.requests import Replica
 from raykv.core.slots import ChunkName
 from raykv.disk_types import Demotions, DiskOrder, disk_of
 from raykv.messages import Handle, ReadRequest
-from raykv.tiers.chunk_file import PART_SUFFIX, ChunkBytes, write_chunks
+from raykv.tiers.chunk_file import PART_SUFFIX, ChunkBytes, ChunkFile, write_chunks
+from raykv.tiers.folder import TierFolder
 from raykv.types import Epoch, Generation, Namespace, NodeId, Refusal, Slot
 from tests.contract.peers_in_process import (
     NAMESPACE,
@@ -329,3 +331,43 @@ def test_clearing_is_noted_while_nothing_can_be_written(here: Node, make: Made) 
     assert folder is not None
     wait_until(lambda: bool(folder.read_cleared()), 10.0, "it is noted")
     wait_until(lambda: not list(folder.path.glob("*.safetensors")), 10.0, "the file goes")
+
+
+def test_clearing_makes_room_where_it_can_not_be_noted(
+    here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make()
+    name = here.store(key(1))
+    write(tier, name)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TierFolder, "write_cleared", full)
+    tier.clear({NAMESPACE: name.generation})
+    wait_until(lambda: not list(tmp_path.glob("*/*.safetensors")), 10.0, "the file goes")
+    assert not tier.wait_for_clearings(0.1)
+    monkeypatch.undo()
+    assert tier.wait_for_clearings(10.0)
+    folder = tier._state.folder
+    assert folder is not None
+    assert folder.read_cleared() == {NAMESPACE: name.generation}
+
+
+def test_file_that_can_not_be_read_for_a_moment_is_no_damage(
+    here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make()
+    write(tier, here.store(key(1)))
+    end(tier)
+    monkeypatch.setattr(raykv.actors.disk, "DISK_RETRY_S", 0.1)
+
+    def fails(_: Path) -> ChunkFile:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(raykv.tiers.folder, "read_header", fails)
+        again = make()
+        wait_until(lambda: again.stats().problem == "Input/output error", 10.0, "it says why")
+    wait_until(lambda: again.stats().num_chunks == 1, 10.0, "it is tried again")
+    assert again.stats().files_damaged == 0

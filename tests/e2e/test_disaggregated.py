@@ -229,7 +229,7 @@ def test_client_that_leaves_ends_its_request(application: Application) -> None:
 
 def test_benchmark_measures_both_kinds_of_engines(application: Application) -> None:
     values: Values = {}
-    load = Load((MIN_PROMPT_TOKENS, 2 * MIN_PROMPT_TOKENS), stream_tokens=6)
+    load = Load((MIN_PROMPT_TOKENS, 2 * MIN_PROMPT_TOKENS), stream_tokens=6, most_tokens=64)
     load.measure(values, APART, Server(application.port, "tiny"))
     assert len(values) == 5
     print(values)

@@ -116,11 +116,18 @@ def test_what_the_pool_gave_up_comes_back_with_equal_tokens(
     assert kept.chunks_damaged == kept.writes_failed == 0
 
 
-def test_restart_of_everything_finds_the_chunks_again(
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where an export is, of the last prompt."""
+    return tmp_path_factory.mktemp("shipped") / "export"
+
+
+def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
     cluster: Cluster,
     references: list[list[int]],
     tiny_model: Path,
     disk: Path,
+    shipped: Path,
     tmp_path: Path,
 ) -> None:
     told = CliRunner().invoke(app, ["down", "--keep", "--json", "--ray-address", cluster.address])
@@ -132,21 +139,26 @@ def test_restart_of_everything_finds_the_chunks_again(
         wait_until(lambda: node(cluster).disk.num_chunks >= num_chunks, 20.0, "the disk is read")
         # What only the pool had when it ended is there too.
         check_comes_from_disk(engine, cluster, references, (0, 5, NUM_PROMPTS - 1))
+        keys = cluster.lookup(tokens=the_prompt(NUM_PROMPTS - 1)).keys
+        assert cluster.export_chunks(shipped, keys=keys).chunks == PROMPT_CHUNKS
+        cluster.clear()
+        assert list(disk.glob("*/cleared.json")), "a clearing that has returned outlives all"
+        wait_until(lambda: not list(disk.glob("*/*.safetensors")), 10.0, "the files go")
+        engine.reset()
+        assert engine.cached([the_prompt(0)]) == [0]
     finally:
         engine.stop()
 
 
 def test_exported_prompt_is_loaded_in_another_cluster(
-    cluster: Cluster, references: list[list[int]], tiny_model: Path, tmp_path: Path
+    cluster: Cluster, references: list[list[int]], tiny_model: Path, shipped: Path, tmp_path: Path
 ) -> None:
     """Another one is the same with new actors, which know nothing, and without the disk."""
-    folder, last = tmp_path / "export", NUM_PROMPTS - 1
-    keys = cluster.lookup(tokens=the_prompt(last)).keys
-    assert cluster.export_chunks(folder, keys=keys).chunks == PROMPT_CHUNKS
+    last = NUM_PROMPTS - 1
     cluster.down()
     pool_bytes = POOL_CHUNKS * CHUNK_BYTES
     cluster.up(pool_bytes=pool_bytes)
-    found = cluster.import_chunks(folder)
+    found = cluster.import_chunks(shipped)
     assert (found.came, found.failed) == (PROMPT_CHUNKS, 0)
     wait_until(lambda: node(cluster).chunks == PROMPT_CHUNKS, 10.0, "they are reported")
     settings = {"ray_address": cluster.address, "pool_bytes": pool_bytes}

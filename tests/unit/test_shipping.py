@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from raykv.cli.switch import refuse_without_place
+from raykv.disk_types import Kept
 from raykv.errors import ChunkFileError, SettingError
-from raykv.shipping import refuse_foreign
+from raykv.shipping import _raw_keys, refuse_foreign
 from raykv.status_types import NamespaceStatus
 from raykv.tiers.chunk_file import ChunkFile
 from raykv.types import Namespace
@@ -59,3 +62,28 @@ def test_file_without_facts_is_refused_all_the_same() -> None:
 def test_files_of_several_namespaces_are_not_mixed() -> None:
     with pytest.raises(ChunkFileError, match="2 namespaces"):
         refuse_foreign([file(), file("theirs")], [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"), [([], "no keys"), (["xyz"], "no hexadecimal number"), (iter(()), "no keys")]
+)
+def test_keys_that_name_nothing_do_not_mean_everything(keys: Any, told: str) -> None:
+    with pytest.raises(SettingError, match=told):
+        _raw_keys(keys)
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        (Kept("n", left=3), "neither disk_path nor pool_path"),
+        (Kept("n", "/disk", 5, 3, "No space left on device"), "No space left on device"),
+        (Kept("n", problem="no answer within 5 s"), "no answer within 5 s"),
+    ],
+)
+def test_down_that_keeps_is_refused_where_chunks_would_be_lost(kept: Kept, told: str) -> None:
+    with pytest.raises(SettingError, match=f"nothing was ended, since node n .*{told}"):
+        refuse_without_place([Kept("other", "/disk", 5), kept])
+
+
+def test_down_that_keeps_goes_on_where_nothing_is_lost() -> None:
+    refuse_without_place([Kept("n"), Kept("m", "/disk", 5), Kept("o", "/disk", 5, 3)])
