@@ -82,9 +82,9 @@ class Cluster(Operations):
         begun before is ever loaded after that.
 
         Raises:
-            ClusterError: RayKV does not run here, or there is no such namespace; or a node does not
-                confirm that its disk is cleared: should all of RayKV end now, what is there may
-                come back.
+            ClusterError: RayKV does not run here, or there is no such namespace; or a node's disk
+                could not note it: should all of RayKV end now, what is there may come back. So it
+                may for a node that does not answer at all, which is no error.
         """
         scheduler = self._scheduler()
         if namespace is not None:

@@ -42,8 +42,8 @@ from raykv.operation_types import (
     TransferOrder,
     TransferResult,
 )
-from raykv.shipping import Shipping, with_rows
-from raykv.types import MAX_KEY_BYTES, Refusal
+from raykv.shipping import Shipping, raw_keys, with_rows
+from raykv.types import Refusal
 
 SCHEDULER, HERE = "the scheduler actor", "this process"
 
@@ -103,7 +103,7 @@ class Operations(Shipping):
             version=PROTOCOL_VERSION,
             pin_id=pin_id or uuid.uuid4().hex[:8],
             namespace=self._namespace(namespace),
-            keys=_raw_keys(keys),
+            keys=_ordered(keys),
             ttl_s=ttl_s,
             priority=priority,
         )
@@ -157,7 +157,7 @@ class Operations(Shipping):
                 nothing can be lent there now.
         """
         target = self._node(node_id)
-        asked, space = _raw_keys(keys), self._namespace(namespace)
+        asked, space = _ordered(keys), self._namespace(namespace)
         return self._prefetch(asked, target, space, time.monotonic() + deadline_s, watch)
 
     def move(
@@ -177,7 +177,7 @@ class Operations(Shipping):
             ClusterError: as for `prefetch`.
         """
         target = self._node(node_id)
-        asked, space = _raw_keys(keys), self._namespace(namespace)
+        asked, space = _ordered(keys), self._namespace(namespace)
         give_up_at = time.monotonic() + deadline_s
         result = self._prefetch(asked, target, space, give_up_at, watch)
         wanted = result.came + result.there
@@ -368,20 +368,13 @@ def _fetch(grant: TransferGrant, node_id: str, namespace: str, deadline_s: float
     return receive(raw, FetchResult, "the NodeActor", HERE)
 
 
-def _raw_keys(keys: Sequence[bytes | str]) -> list[bytes]:
-    """Offload keys, each once.
+def _ordered(keys: Sequence[bytes | str]) -> list[bytes]:
+    """Offload keys of one order, each once.
 
     Raises:
         SettingError: one is none, or there are none, or too many.
     """
-    raw: list[bytes] = []
-    for key in keys:
-        try:
-            raw.append(bytes.fromhex(key) if isinstance(key, str) else bytes(key))
-        except ValueError:
-            raise SettingError(f"the key {key!r} is no hexadecimal number") from None
-        if not 0 < len(raw[-1]) <= MAX_KEY_BYTES:
-            raise SettingError(f"the key {key!r} has {len(raw[-1])} bytes, not 1 to 128")
+    raw = raw_keys(keys)
     if not 0 < len(raw) <= MAX_ORDERED:
         raise SettingError(f"{len(raw)} keys: give 1 to {MAX_ORDERED:,} at a time")
     return list(dict.fromkeys(raw))

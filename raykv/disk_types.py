@@ -96,14 +96,13 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Demotions(msgspec.Struct, frozen=True, array_like=True):
-    """Columns of chunks that a node's pool gives up; `hits`: how often each was used there."""
+    """Columns of chunks that a node's pool gives up."""
 
     namespaces: list[str] = []
     namespace_index: list[int] = []
     keys: list[bytes] = []
     slots: list[int] = []
     generations: list[int] = []
-    hits: list[int] = []
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -48,7 +48,7 @@ from raykv.operation_types import (
 )
 from raykv.status_types import ClusterStatus, NamespaceStatus
 from raykv.tiers.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
-from raykv.types import Generation, Key, Namespace, Refusal
+from raykv.types import MAX_KEY_BYTES, Generation, Key, Namespace, Refusal
 
 FILE_BYTES = 256 << 20
 """Of chunks in one file of a folder."""
@@ -123,7 +123,7 @@ class Shipping:
             space, wanted = order.namespace, {Key(key) for key in order.keys}
         else:
             space = self._namespace(namespace)
-            wanted = set() if keys is None else _raw_keys(keys)
+            wanted = set() if keys is None else _chosen(keys)
         found = self._found(space, wanted, most_bytes)
         if not found:
             raise SettingError(f"no chunk of that kind is in the pools of namespace {space[:12]}")
@@ -287,17 +287,30 @@ def with_rows(sources: Replicas, grant: TransferGrant) -> Replicas:
     )
 
 
-def _raw_keys(keys: Sequence[bytes | str]) -> set[Key]:
-    """Raises:
-    SettingError: one is no hexadecimal number, or there are none.
+def raw_keys(keys: Sequence[bytes | str]) -> list[bytes]:
+    """Offload keys as bytes.
+
+    Raises:
+        SettingError: one is none.
     """
-    try:
-        raw = {Key(bytes.fromhex(key) if isinstance(key, str) else bytes(key)) for key in keys}
-    except ValueError as error:
-        raise SettingError(f"a key is no hexadecimal number: {error}") from error
-    if not raw:
-        raise SettingError("no keys: a prompt that is shorter than a chunk has none")
+    raw: list[bytes] = []
+    for key in keys:
+        try:
+            raw.append(bytes.fromhex(key) if isinstance(key, str) else bytes(key))
+        except ValueError:
+            raise SettingError(f"the key {key!r} is no hexadecimal number") from None
+        if not 0 < len(raw[-1]) <= MAX_KEY_BYTES:
+            raise SettingError(f"the key {key!r} has {len(raw[-1])} bytes, not 1 to 128")
     return raw
+
+
+def _chosen(keys: Sequence[bytes | str]) -> set[Key]:
+    """Raises:
+    SettingError: one is none, or there are none.
+    """
+    if not (chosen := set(map(Key, raw_keys(keys)))):
+        raise SettingError("no keys: a prompt that is shorter than a chunk has none")
+    return chosen
 
 
 def _refuse_used(path: Path, *, is_file: bool) -> None:

@@ -204,7 +204,7 @@ def note_clearing(cleared: Mapping[str, int], deadline_s: float) -> None:
     """Have all nodes discard namespaces up to generations, and note it on their disks.
 
     Raises:
-        ClusterError: a node has a disk and does not confirm it in time.
+        ClusterError: a node says that its disk could not note it in time.
     """
     actors = _node_actors()
     told = dict(cleared)
@@ -212,7 +212,7 @@ def note_clearing(cleared: Mapping[str, int], deadline_s: float) -> None:
         name: lambda actor: actor.note_clearing.remote(told, deadline_s) for name in actors
     }
     answers = ask_all(actors, questions, deadline_s + KEEP_GRACE_S)
-    # One that is dead, or frozen, and has a disk, hears of it when it is back.
+    # One that is dead, or frozen, hears of it when it is back, if anybody is left to tell it.
     late = [
         name.removeprefix(names.NODE_PREFIX) for name in answers if answers[name].value is False
     ]

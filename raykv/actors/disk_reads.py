@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 
 from raykv.actors.peers import Bytes, PeerError, PeerTransport, PendingRead
-from raykv.actors.reading import MAX_READ_BYTES, names_of
+from raykv.actors.reading import ChunkRead, answer
 from raykv.config import DiskPlace
 from raykv.core.disk_index import DiskIndex
 from raykv.core.slots import ChunkName
 from raykv.deadlines import DISK_LOOK_S
 from raykv.disk_types import DiskStats, disk_of, is_disk, node_of
 from raykv.errors import ChunkFileError
-from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest
+from raykv.messages import ReadReply, ReadRequest
 from raykv.tiers.chunk_file import read_chunk
 from raykv.tiers.folder import TierFolder
 from raykv.types import Epoch, Refusal
@@ -112,54 +112,42 @@ class DiskReads:
 
         What is damaged is forgotten.
         """
-        is_ours = request.version == PROTOCOL_VERSION and request.node_epoch == self._epoch
-        total = sum(request.slot_bytes)
-        is_too_much = total > MAX_READ_BYTES and len(request.handles) > 1
-        if not is_ours or is_too_much or self._state.folder is None or not self._state.is_open:
+        folder = self._state.folder
+        if folder is None or not self._state.is_open:
             refused = [int(Refusal.BAD_HANDLE)] * len(request.handles)
             return ReadReply(self._epoch, refused), np.empty(0, np.uint8)
-        data = np.empty(total, np.uint8)
-        refusals: list[int] = []
-        checksums: list[int] = []
-        end = 0
-        for name in names_of(request):
-            refusal, checksum = self._read_one(
-                self._state.folder, name, data[end : end + name.slot_bytes]
-            )
-            refusals.append(int(refusal))
-            if refusal is Refusal.NONE:
-                checksums.append(checksum)
-                end += name.slot_bytes
-        self._state.count(bytes_read=end, chunks_read=len(checksums))
-        if not request.with_checksums:
-            checksums = []
-        return ReadReply(self._epoch, refusals, checksums), data[:end]
+        reply, data = answer(
+            request, self._epoch, lambda name, into: self._read_one(folder, name, into)
+        )
+        num_chunks = reply.refusals.count(int(Refusal.NONE))
+        self._state.count(bytes_read=len(data), chunks_read=num_chunks)
+        return reply, data
 
-    def _read_one(self, folder: TierFolder, name: ChunkName, into: Bytes) -> tuple[Refusal, int]:
+    def _read_one(self, folder: TierFolder, name: ChunkName, into: Bytes) -> ChunkRead:
         with self._state.lock:
             entry = self._state.index.find(name.namespace, name.key)
         if entry is None or (entry.place, entry.chunk.generation) != (name.slot, name.generation):
-            return Refusal.STALE, 0
+            return ChunkRead(Refusal.STALE)
         if entry.chunk.num_bytes != name.slot_bytes:
-            return Refusal.STALE, 0
+            return ChunkRead(Refusal.STALE)
         try:
             read_chunk(folder.place_of(entry.file), entry.chunk, into)
         except FileNotFoundError:
             with self._state.lock:
                 self._state.index.drop_file(entry.file)
-            return Refusal.STALE, 0
+            return ChunkRead(Refusal.STALE)
         except ChunkFileError as error:
             logger.error("a chunk on the disk is not served any more: %s", error)
             with self._state.lock:
                 self._state.index.drop(entry, name.namespace)
             self._state.count(chunks_damaged=1)
-            return Refusal.CORRUPT, 0
+            return ChunkRead(Refusal.CORRUPT)
         except OSError as error:
             logger.warning("%s can't be read: %s", entry.file, error.strerror)
-            return Refusal.COPY_FAILED, 0
+            return ChunkRead(Refusal.COPY_FAILED)
         with self._state.lock:
             self._state.index.was_read(entry)
-        return Refusal.NONE, entry.chunk.checksum
+        return ChunkRead(Refusal.NONE, entry.chunk.checksum)
 
     def start_read(self, request: ReadRequest) -> PendingRead:
         """Begin a read, in one of the threads.

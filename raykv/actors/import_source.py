@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import names
 from raykv.actors.peers import Bytes
-from raykv.actors.reading import MAX_READ_BYTES
+from raykv.actors.reading import ChunkRead, answer
 from raykv.core.disk_index import DiskChunk
 from raykv.core.sanity import check_read
+from raykv.core.slots import ChunkName
 from raykv.deadlines import IMPORT_START_S
 from raykv.errors import ChunkFileError, ClusterError, cause_of, first_line
 from raykv.handshake import receive
-from raykv.messages import ReadReply, ReadRequest, encode
+from raykv.messages import ReadRequest, encode
 from raykv.tiers.chunk_file import read_chunk, read_header
 from raykv.types import Key, Refusal
 
@@ -54,33 +54,20 @@ class ImportSource:
         """`ReadRequest` → `ReadReply` and the bytes, as of a NodeActor."""
         request = receive(raw, ReadRequest, "a NodeActor", "the import")
         check_read(request, MAX_SLAB_BYTES)
-        total = sum(request.slot_bytes)
-        if request.node_epoch != EPOCH or (total > MAX_READ_BYTES and len(request.handles) > 1):
-            refused = [int(Refusal.BAD_HANDLE)] * len(request.handles)
-            return encode(ReadReply(EPOCH, refused)), np.empty(0, np.uint8)
-        data = np.empty(total, np.uint8)
-        refusals: list[int] = []
-        checksums: list[int] = []
-        end = 0
-        for key, size in zip(request.handles.keys, request.slot_bytes, strict=True):
-            refusal, checksum = self._read_one(Key(key), data[end : end + size])
-            refusals.append(int(refusal))
-            if refusal is Refusal.NONE:
-                checksums.append(checksum)
-                end += size
-        return encode(ReadReply(EPOCH, refusals, checksums)), data[:end]
+        reply, data = answer(request, EPOCH, self._read_one)
+        return encode(reply), data
 
-    def _read_one(self, key: Key, into: Bytes) -> tuple[Refusal, int]:
-        path, chunk = self._chunks.get(key, (None, None))
+    def _read_one(self, name: ChunkName, into: Bytes) -> ChunkRead:
+        path, chunk = self._chunks.get(name.key, (None, None))
         if path is None or chunk is None or chunk.num_bytes != len(into):
-            return Refusal.STALE, 0
+            return ChunkRead(Refusal.STALE)
         try:
             read_chunk(path, chunk, into)
         except ChunkFileError:
-            return Refusal.CORRUPT, 0
+            return ChunkRead(Refusal.CORRUPT)
         except OSError:
-            return Refusal.COPY_FAILED, 0
-        return Refusal.NONE, chunk.checksum
+            return ChunkRead(Refusal.COPY_FAILED)
+        return ChunkRead(Refusal.NONE, chunk.checksum)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from raykv.core.geometry import PoolGeometry
+from raykv.core.namespace_column import namespace_column
 from raykv.core.node_meter import PoolContents
 from raykv.core.slots import Admission, ChunkName, FailedStore, Seal, SlotState, SlotTable
 from raykv.deadlines import SLOT_LOOK_S
@@ -257,11 +258,10 @@ class PoolKeeper:
 
 def inventory_of(names: list[ChunkName]) -> Inventory:
     """`names` as columns."""
-    namespaces = sorted({str(name.namespace) for name in names})
-    index = {name: i for i, name in enumerate(namespaces)}
+    namespaces, namespace_index = namespace_column([name.namespace for name in names])
     return Inventory(
         namespaces=namespaces,
-        namespace_index=[index[name.namespace] for name in names],
+        namespace_index=namespace_index,
         keys=[name.key for name in names],
         slots=[name.slot for name in names],
         generations=[name.generation for name in names],

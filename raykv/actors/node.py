@@ -312,7 +312,7 @@ class NodeActor:
         self._refuse_without_pool()
         return encode(inventory_of(self._service.keeper.all_held()))
 
-    @ray.method(concurrency_group="keep")
+    @ray.method(concurrency_group="host")
     def note_clearing(self, cleared: dict[str, int], deadline_s: float) -> bool:
         """Discard namespaces up to generations; False if the disk could not note it in time."""
         if self._refusal:
@@ -333,11 +333,11 @@ class NodeActor:
         if self._disk is not None:
             place, left = self._disk_place.path, self._disk.keep(deadline_s)
             problem = self._disk.stats().problem
-        else:
+        elif place:
             left = keeper.wait_for_seals(deadline_s)
+        else:
+            left = len(keeper.all_held())
         num_chunks = len(keeper.all_held())
-        if not place:
-            left = num_chunks
         return encode(Kept(self._node_id, place, num_chunks - left, left, problem))
 
     def check(self) -> bool:

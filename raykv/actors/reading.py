@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -18,6 +20,14 @@ from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, Refus
 
 MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """How the read of one chunk ended, and the checksum of its bytes, where that was asked for."""
+
+    refusal: Refusal
+    checksum: int = 0
 
 
 class ReadService:
@@ -38,53 +48,71 @@ class ReadService:
             MessageError: the request can't be meant.
         """
         check_read(request, self._keeper.table.geometry.slab_bytes)
-        num_chunks = len(request.handles)
-        total = sum(request.slot_bytes)
-        is_ours = request.version == PROTOCOL_VERSION and request.node_epoch == self._epoch
-        if not is_ours or (total > MAX_READ_BYTES and num_chunks > 1):
-            refused = [int(Refusal.BAD_HANDLE)] * num_chunks
-            return ReadReply(self._epoch, refused), np.empty(0, np.uint8)
         with self._lock:
             self.reading += 1
         try:
-            return self._read(request, total)
+            reply, data = answer(
+                request,
+                self._epoch,
+                lambda name, to: self._read_one(name, to, with_checksum=request.with_checksums),
+                self._scratch.take,
+            )
         finally:
             with self._lock:
                 self.reading -= 1
-
-    def _read(self, request: ReadRequest, total: int) -> tuple[ReadReply, Bytes]:
-        data: Bytes = self._scratch.take(total)
-        refusals: list[int] = []
-        checksums: list[int] = []
-        end = 0
-        for name in names_of(request):
-            refusal = self._keeper.begin_load(name)
-            if refusal is Refusal.NONE:
-                refusal = self._copy(name, data[end : end + name.slot_bytes], checksums, request)
-            refusals.append(int(refusal))
-            if refusal is Refusal.NONE:
-                end += name.slot_bytes
         with self._lock:
-            self.bytes_sent += end
-        return ReadReply(self._epoch, refusals, checksums), data[:end]
+            self.bytes_sent += len(data)
+        return reply, data
 
-    def _copy(
-        self, name: ChunkName, to: Bytes, checksums: list[int], request: ReadRequest
-    ) -> Refusal:
-        """Copy a chunk whose reader we are, and compare it with what was stored."""
+    def _read_one(self, name: ChunkName, to: Bytes, *, with_checksum: bool) -> ChunkRead:
+        """Copy a chunk, and compare it with what was stored."""
+        refusal = self._keeper.begin_load(name)
+        if refusal is not Refusal.NONE:
+            return ChunkRead(refusal)
         try:
             place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
             ctypes.memmove(to.ctypes.data, place, name.slot_bytes)
             seal = self._keeper.seal_of(name)
-            if not request.with_checksums and (seal is None or seal.is_proven):
-                return Refusal.NONE
+            if not with_checksum and (seal is None or seal.is_proven):
+                return ChunkRead(Refusal.NONE)
             checksum = xxhash.xxh3_64_intdigest(to.data)
-            refusal = self._keeper.settle(name, checksum)
+            return ChunkRead(self._keeper.settle(name, checksum), checksum)
         finally:
             self._keeper.end_load(name)
-        if refusal is Refusal.NONE and request.with_checksums:
-            checksums.append(checksum)
-        return refusal
+
+
+def answer(
+    request: ReadRequest,
+    epoch: int,
+    read_one: Callable[[ChunkName, Bytes], ChunkRead],
+    take: Callable[[int], Bytes] = lambda num_bytes: np.empty(num_bytes, np.uint8),
+) -> tuple[ReadReply, Bytes]:
+    """Answer a read, whoever has the chunks.
+
+    Args:
+        request: one that can be meant.
+        epoch: of who answers.
+        read_one: reads a chunk into memory of its size.
+        take: gives memory for so many bytes.
+    """
+    total = sum(request.slot_bytes)
+    is_ours = request.version == PROTOCOL_VERSION and request.node_epoch == epoch
+    if not is_ours or (total > MAX_READ_BYTES and len(request.handles) > 1):
+        refused = [int(Refusal.BAD_HANDLE)] * len(request.handles)
+        return ReadReply(epoch, refused), np.empty(0, np.uint8)
+    data = take(total)
+    refusals: list[int] = []
+    checksums: list[int] = []
+    end = 0
+    for name in names_of(request):
+        read = read_one(name, data[end : end + name.slot_bytes])
+        refusals.append(int(read.refusal))
+        if read.refusal is Refusal.NONE:
+            end += name.slot_bytes
+            checksums.append(read.checksum)
+    if not request.with_checksums:
+        checksums = []
+    return ReadReply(epoch, refusals, checksums), data[:end]
 
 
 def names_of(request: ReadRequest) -> list[ChunkName]:

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+from raykv.core.namespace_column import namespace_column
 from raykv.disk_types import DiskChunks, DiskNews
 from raykv.types import NO_GENERATION, Generation, Key, Namespace
 
@@ -239,8 +240,7 @@ class DiskIndex:
         is_last = len(page) == len(self._changes)
         names = [each for _, each in page if not isinstance(each, int)]
         came = [self._entries[each] for each in names]
-        namespaces = sorted({str(namespace) for namespace, _ in names})
-        index = {name: number for number, name in enumerate(namespaces)}
+        namespaces, namespace_index = namespace_column([namespace for namespace, _ in names])
         upto = page[-1][0] if page else self._heard
         self._told = max(self._told, upto)
         return DiskNews(
@@ -249,7 +249,7 @@ class DiskIndex:
             upto=upto,
             came=DiskChunks(
                 namespaces=namespaces,
-                namespace_index=[index[namespace] for namespace, _ in names],
+                namespace_index=namespace_index,
                 keys=[entry.chunk.key for entry in came],
                 places=[entry.place for entry in came],
                 generations=[entry.chunk.generation for entry in came],

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raykv.core.namespace_column import namespace_column
 from raykv.core.table import Changes, Name
-from raykv.disk_types import Demotions, DiskNews, DiskOrder, DiskStats, disk_of, node_of
+from raykv.disk_types import Demotions, DiskNews, DiskOrder, DiskStats, disk_of, is_disk, node_of
 from raykv.messages import LostReplicas, NodeReport
 from raykv.types import NO_GENERATION, Epoch, Generation, Key, Namespace, NodeId
 
@@ -46,7 +47,7 @@ class _Disk:
     listing: int
     heard: int = 0
     names: dict[int, Name] = field(default_factory=dict)
-    demoted: deque[tuple[Namespace, Key, int, int, int]] = field(
+    demoted: deque[tuple[Namespace, Key, int, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_DEMOTED)
     )
     stats: DiskStats = field(default_factory=DiskStats)
@@ -136,21 +137,19 @@ class Disks:
             key = Key(evicted.keys[at])
             is_there = any(each.node_id == node_id for each in known.get(key, ()))
             if not is_there and (evicted.hits[at] or not disk.stats.is_full):
-                handle = evicted.slots[at], evicted.generations[at], evicted.hits[at]
+                handle = evicted.slots[at], evicted.generations[at]
                 disk.demoted.append((evicted.namespace, key, *handle))
 
     def _demotions(self, disk: _Disk) -> Demotions:
         count = min(len(disk.demoted), disk.stats.room, MAX_ORDERED)
         rows = [disk.demoted.popleft() for _ in range(count)]
-        namespaces = sorted({str(row[0]) for row in rows})
-        index = {name: number for number, name in enumerate(namespaces)}
+        namespaces, namespace_index = namespace_column([row[0] for row in rows])
         return Demotions(
             namespaces=namespaces,
-            namespace_index=[index[row[0]] for row in rows],
+            namespace_index=namespace_index,
             keys=[row[1] for row in rows],
             slots=[row[2] for row in rows],
             generations=[row[3] for row in rows],
-            hits=[row[4] for row in rows],
         )
 
     # Questions
@@ -182,7 +181,7 @@ class Disks:
         columns = zip(lost.nodes, lost.keys, lost.generations, strict=True)
         for source, key, generation in columns:
             node_id = NodeId(node_of(source))
-            if source != disk_of(node_id):
+            if not is_disk(source):
                 continue
             for each in self.find(namespace, Key(key)):
                 if (each.node_id, each.generation) == (node_id, generation):
@@ -194,7 +193,7 @@ class Disks:
             for each in self.find(namespace, key):
                 self._drop(each.node_id, self._disks[each.node_id], each.place)
         for disk in self._disks.values():
-            kept: Sequence[tuple[Namespace, Key, int, int, int]] = [
+            kept: Sequence[tuple[Namespace, Key, int, int]] = [
                 row for row in disk.demoted if row[0] != namespace
             ]
             disk.demoted.clear()

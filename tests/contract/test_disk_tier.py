@@ -78,7 +78,6 @@ def demotions(*names: ChunkName) -> Demotions:
         [name.key for name in names],
         [name.slot for name in names],
         [name.generation for name in names],
-        [0] * len(names),
     )
 
 

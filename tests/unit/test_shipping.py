@@ -11,7 +11,7 @@ import pytest
 from raykv.cli.switch import refuse_without_place
 from raykv.disk_types import Kept
 from raykv.errors import ChunkFileError, SettingError
-from raykv.shipping import _raw_keys, refuse_foreign
+from raykv.shipping import _chosen, refuse_foreign
 from raykv.status_types import NamespaceStatus
 from raykv.tiers.chunk_file import ChunkFile
 from raykv.types import Namespace
@@ -69,7 +69,7 @@ def test_files_of_several_namespaces_are_not_mixed() -> None:
 )
 def test_keys_that_name_nothing_do_not_mean_everything(keys: Any, told: str) -> None:
     with pytest.raises(SettingError, match=told):
-        _raw_keys(keys)
+        _chosen(keys)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.cli.operate import parse_duration
-from raykv.client_operations import _raw_keys
+from raykv.client_operations import _ordered
 from raykv.core.sanity import check_end, check_pin, check_release, check_transfer, check_wish
 from raykv.core.wishes import NodeFacts, geometry_of, usual_nodes, wants
 from raykv.errors import MessageError, SettingError
@@ -120,10 +120,10 @@ def test_duration_is_refused_with_name_and_value(text: str) -> None:
 
 
 def test_keys_are_bytes_or_hex_each_once() -> None:
-    assert _raw_keys(["00ff", b"\x00\xff", "01"]) == [b"\x00\xff", b"\x01"]
+    assert _ordered(["00ff", b"\x00\xff", "01"]) == [b"\x00\xff", b"\x01"]
 
 
 @pytest.mark.parametrize("keys", [[], ["xyz"], [""], ["00" * 129], ["00"] * (MAX_ORDERED + 1)])
 def test_keys_that_are_none_are_refused(keys: list[bytes | str]) -> None:
     with pytest.raises(SettingError):
-        _raw_keys(keys)
+        _ordered(keys)
