@@ -14,7 +14,14 @@ import ray
 from raykv.actors import cluster, deployment
 from raykv.config import load_settings
 from raykv.core.wishes import usual_nodes
-from raykv.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S, UP_S
+from raykv.deadlines import (
+    CLIENT_S,
+    FETCH_GRACE_S,
+    TRANSFER_EARLY_S,
+    TRANSFER_LOOK_S,
+    TRANSFER_S,
+    UP_S,
+)
 from raykv.errors import ClusterError, RayKVError, SettingError, cause_of, first_line
 from raykv.handshake import receive
 from raykv.messages import (
@@ -229,7 +236,11 @@ class Operations(Shipping):
         Raises:
             ClusterError: nothing is lent now.
         """
+        give_up_at = time.monotonic() + min(deadline_s, TRANSFER_EARLY_S)
         grant = receive(self._ask("lend", encode(order)), TransferGrant, SCHEDULER, HERE)
+        while grant.is_early and time.monotonic() < give_up_at:
+            time.sleep(TRANSFER_LOOK_S)
+            grant = receive(self._ask("lend", encode(order)), TransferGrant, SCHEDULER, HERE)
         if grant.error:
             raise ClusterError(f"nothing more was fetched: {grant.error}")
         grant = msgspec.structs.replace(grant, sources=with_rows(sources, grant))

@@ -268,6 +268,9 @@ UP_ANSWER_S = 2.0
 TRANSFER_S = 60.0
 """For a page of chunks to come to a node, as long as its slots are lent for it."""
 
+TRANSFER_EARLY_S = 10.0
+"""For a scheduler actor that has just begun to learn what a node holds: 2 s after its report."""
+
 TRANSFER_LOOK_S = 0.1
 """Between two looks whether what has come is in the directory."""
 

@@ -113,6 +113,7 @@ class TransferGrant(msgspec.Struct, frozen=True):
     """Answer to `TransferOrder`: what `FetchRequest` needs. With `error` set nothing was lent.
 
     `there` chunks are on the node already, `nowhere` on none; for `no_room` the node has no slot.
+    `is_early`: the error is over within seconds.
     """
 
     version: int
@@ -124,6 +125,7 @@ class TransferGrant(msgspec.Struct, frozen=True):
     nowhere: int = 0
     no_room: int = 0
     error: str = ""
+    is_early: bool = False
 
 
 class TransferEnd(msgspec.Struct, frozen=True):

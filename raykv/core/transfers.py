@@ -95,7 +95,8 @@ class Transfers:
         node = self._nodes.get(NodeId(order.node_id))
         if node is None or (error := self._objection(node, now, paused=paused)):
             error = f"node {order.node_id[:12]} has no pool" if node is None else error
-            return TransferGrant(PROTOCOL_VERSION, error=error)
+            is_early = node is not None and not paused and self._is_early(node, now)
+            return TransferGrant(PROTOCOL_VERSION, error=error, is_early=is_early)
         until = now + self._lease_s
         keys = [Key(key) for key in dict.fromkeys(order.keys)]
         namespace = Namespace(order.namespace)
@@ -129,11 +130,16 @@ class Transfers:
     def _objection(self, node: Node, now: float, *, paused: bool) -> str:
         if paused:
             return "the cache is paused: `raykv resume` switches it on again"
-        if not node.inventory_complete or now < node.settled_at:
+        if self._is_early(node, now):
             return f"node {node.node_id[:12]} has just begun to report: try again in some seconds"
         if len(self._transfers) >= MAX_TRANSFERS:
             return f"{MAX_TRANSFERS} transfers are under way, as many as may be: try again later"
         return ""
+
+    @staticmethod
+    def _is_early(node: Node, now: float) -> bool:
+        """Whether it is not known yet what the node has, and who has leases there."""
+        return not node.inventory_complete or now < node.settled_at
 
     def _missing(
         self, namespace: Namespace, keys: Sequence[Key], found: Found, node: Node
