@@ -195,3 +195,26 @@ def test_replicas_of_many_nodes_are_looked_for_piece_by_piece(
     grant = lend(two, *range(5))
     arrive(two, grant, *range(5))
     assert release(two, *range(5)).dropped == 5
+
+
+def test_node_whose_leases_are_not_known_yet_lends_later_and_says_so(two: Cluster) -> None:
+    node = two.manager._nodes[NodeId("b")]
+    node.settled_at = two.now + 2.0
+    early = lend(two, 0)
+    assert "just begun to report" in early.error
+    assert early.is_early
+    # Waiting does not help against a pause.
+    assert not lend(two, 0, paused=True).is_early
+    two.now += 2.0
+    grant = lend(two, 0)
+    assert not grant.error
+    assert len(grant.handles) == 1
+
+
+def test_chunks_from_outside_get_slots_where_nobody_has_them(two: Cluster) -> None:
+    keys = [key(0), key(90), key(91)]
+    order = TransferOrder(PROTOCOL_VERSION, "t", SPACE, "a", keys, [PAGE] * 3)
+    grant = two.manager.transfers.lend(order, two.now, paused=False)
+    assert (grant.there, grant.nowhere) == (1, 0)
+    assert grant.handles.keys == keys[1:]
+    assert grant.slot_bytes == [PAGE] * 2
