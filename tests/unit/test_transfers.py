@@ -212,7 +212,7 @@ def test_node_whose_leases_are_not_known_yet_lends_later_and_says_so(two: Cluste
 
 
 def test_chunks_from_outside_get_slots_where_nobody_has_them(two: Cluster) -> None:
-    keys = [key(0), key(90), key(91)]
+    keys: list[bytes] = [key(0), key(90), key(91)]
     order = TransferOrder(PROTOCOL_VERSION, "t", SPACE, "a", keys, [PAGE] * 3)
     grant = two.manager.transfers.lend(order, two.now, paused=False)
     assert (grant.there, grant.nowhere) == (1, 0)
