@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raykv.block_hashes import PromptTraits
+    from raykv.captured import HiddenStates, cleanup_hidden_states, load_hidden_states
     from raykv.catalog_types import Chunk, PromptLookup
-    from raykv.client import Cluster, clear, connect, events
+    from raykv.client import Cluster, clear, connect, events, hidden_states
     from raykv.core.replay import Replay
     from raykv.event_types import (
         BlockRemoved,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_CLIENT = ("Cluster", "clear", "connect", "events")
+_CLIENT = ("Cluster", "clear", "connect", "events", "hidden_states")
 _EVENTS = (
     "BlockRemoved",
     "BlockStored",
@@ -39,10 +40,13 @@ _EVENTS = (
 
 _OTHERS = {
     "Chunk": "catalog_types",
+    "HiddenStates": "captured",
     "Plan": "plan_types",
     "PromptLookup": "catalog_types",
     "PromptTraits": "block_hashes",
     "Replay": "core.replay",
+    "cleanup_hidden_states": "captured",
+    "load_hidden_states": "captured",
     "plan": "sizing",
 }
 
@@ -55,6 +59,7 @@ __all__ = [
     "EpochBegan",
     "Event",
     "EventsMissed",
+    "HiddenStates",
     "NodeJoined",
     "NodeLost",
     "Plan",
@@ -62,9 +67,12 @@ __all__ = [
     "PromptTraits",
     "Replay",
     "__version__",
+    "cleanup_hidden_states",
     "clear",
     "connect",
     "events",
+    "hidden_states",
+    "load_hidden_states",
     "plan",
 ]
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.actors import cluster, deployment, diagnosis
+from raykv.actors import cluster, deployment, diagnosis, states
 from raykv.actors.inspection import read_requests
 from raykv.actors.publishing import publish, publisher_status, stop_publisher
 from raykv.actors.readers import describe, read_events, take_snapshot
@@ -25,7 +25,7 @@ from raykv.catalog_types import Chunk, PromptLookup
 from raykv.client_operations import Operations
 from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
-from raykv.deadlines import CLIENT_S, KEEP_S
+from raykv.deadlines import CLIENT_S, KEEP_S, STATES_READ_S
 from raykv.description_types import Description
 from raykv.disk_types import Kept
 from raykv.errors import ClusterError
@@ -280,6 +280,29 @@ class Cluster(Operations):
         """End the publisher; False: there was none. An engine that attaches may start it again."""
         return stop_publisher()
 
+    def hidden_states(
+        self, request_id: str, *, node_id: str | None = None, timeout_s: float = STATES_READ_S
+    ) -> Any:
+        """The hidden states of a request that has ended, as a Ray object reference.
+
+        `ray.get` of it gives `HiddenStates`; on the node where they are, without a copy. The states
+        stay in that node's memory until `hidden_states_ttl_s` is over or others need the room
+        (`hidden_states_bytes`); what the reference stands for stays as long as the reference.
+
+        Args:
+            request_id: as the engine's answer has it, or `hidden_states_request` in its
+                `kv_transfer_params`.
+            node_id: `hidden_states_node` in these; without it all nodes are asked.
+            timeout_s: longest wait for the states to be copied, 30 s at most.
+
+        Raises:
+            HiddenStatesError: no node knows the request. `ray.get` raises it too, wrapped in a
+                `ray.exceptions.RayTaskError`: the capture has failed, and why; or several requests
+                are called so.
+            ClusterError: Ray does not answer.
+        """
+        return states.reference(request_id, node_id, timeout_s)
+
     def keep(self, deadline_s: float = KEEP_S) -> list[Kept]:
         """Have all that the pools hold where it outlives the actors: on disks, in pool files.
 
@@ -348,6 +371,16 @@ def events(
     """`Cluster.events` of the cluster that `connect` finds; it is left at the end."""
     with connect(ray_address) as connected:
         yield from connected.events(since, follow=follow)
+
+
+def hidden_states(
+    request_id: str, *, node_id: str | None = None, timeout_s: float = STATES_READ_S
+) -> Any:
+    """`Cluster.hidden_states` of the Ray cluster that this process is in, else of this host's.
+
+    This process stays in it: the reference would be worth nothing outside.
+    """
+    return connect().hidden_states(request_id, node_id=node_id, timeout_s=timeout_s)
 
 
 def clear(namespace: str | None = None, *, ray_address: str | None = None) -> None:

@@ -134,6 +134,18 @@ class Settings:
     flush_deadline_s: float = _setting(
         5.0, seconds, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
     )
+    layerwise_loads: bool = _setting(
+        False,
+        flag,
+        "A loaded prompt is computed at once, each layer as soon as its KV is there: faster for a "
+        "long prefix and few other requests, which all wait for it",
+    )
+    durable_stores: bool = _setting(
+        False,
+        flag,
+        "A step of the engine ends when its chunks are in the pool, so that an answered request's "
+        "are there; it waits for them, at most flush_deadline_s",
+    )
     lookup_deadline_s: float = _setting(
         2.0, seconds, "Longest wait of a request for chunks that are still being stored"
     )
@@ -199,6 +211,21 @@ class Settings:
         text,
         "File on Ray's head node that tells Prometheus of all targets. Default: "
         "`raykv_metrics_sd.json` in Ray's session directory",
+    )
+    hidden_states_path: str = _setting(
+        "",
+        text,
+        "Folder for files of hidden states, or off. Default: raykv_hidden_states in the temporary "
+        "folder",
+    )
+    hidden_states_bytes: int = _setting(
+        1 << 30, parse_size, "RAM per node for hidden states, beside the pool"
+    )
+    hidden_states_ttl_s: float = _setting(
+        600.0, seconds, "For so long they are kept, and their files until somebody cleans them up"
+    )
+    hidden_states_client_paths: bool = _setting(
+        False, flag, "Requests may name the file of their hidden states: any file of the server"
     )
     describe_chunks: bool = _setting(
         False,

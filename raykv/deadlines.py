@@ -150,6 +150,29 @@ and must not hold up reads of the pool for ever."""
 DISK_LOOK_S = 1.0
 """The threads of a disk tier look around at least so often, should nothing wake them."""
 
+# Hidden states
+
+STATES_ROOM_S = 60.0
+"""For room in memory, while others are written to a disk: a request's blocks stay taken as long,
+which keeps the engine from computing faster than can be written. The engine gives up earlier."""
+
+STATES_LOOK_S = 0.5
+"""Threads that wait for states look around at least so often, should nothing wake them."""
+
+STATES_EXPIRY_LOOK_S = 5.0
+"""Between two looks for states that have been kept long enough."""
+
+STATES_READ_S = 30.0
+"""For the states of a request that has just ended: they are copied within milliseconds, unless
+many wait."""
+
+STATES_LOAD_S = 600.0
+"""For a file of states to be written, for a reader that does not say otherwise: the promise is as
+old as the request, which may be computed for minutes."""
+
+STATES_FIND_PAUSE_S = 0.05
+"""Between two rounds of asking which node has a request's states."""
+
 # Fetches
 
 FETCH_MOST_S = 3600.0

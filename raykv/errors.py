@@ -42,6 +42,10 @@ class ChunkFileError(RayKVError):
     """A file of chunks is damaged, or is none that this RayKV reads."""
 
 
+class HiddenStatesError(RayKVError):
+    """There are no hidden states of a request, or no file of them; it says why."""
+
+
 class HandleError(RayKVError):
     """A KV cache can't be shared with, or opened by, another process."""
 

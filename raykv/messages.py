@@ -17,9 +17,10 @@ from raykv.hint_types import Hints
 from raykv.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
 from raykv.metric_types import HistogramData, KeySketch
 from raykv.miss_types import MissRecord
+from raykv.state_types import Capture, CaptureStats
 from raykv.types import Generation, Slot
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
 
 MAX_KEYS = 2048
@@ -104,11 +105,8 @@ class LostReplicas(msgspec.Struct, frozen=True, array_like=True):
     generations: list[int] = []
 
 
-# Engine scheduler <-> scheduler actor
-
-
 class AttachEngine(msgspec.Struct, frozen=True):
-    """An engine introduces itself; also after a restart of the scheduler actor.
+    """An engine introduces itself to the scheduler actor; also after a restart of that one.
 
     `slot_bytes` has the slot size of each KV group, in bytes, by group index; `traits` what the
     namespace is a digest of, in short texts, to say why two namespaces differ.
@@ -325,6 +323,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     metrics_address: str = ""
     metrics_problem: str = ""
     disk: DiskStats = DiskStats()
+    states: CaptureStats = CaptureStats()
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -442,7 +441,9 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     """One store or load. Columns have one entry per chunk, except `block_ids`.
 
     `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
-    block number `first_block[c]` (a load may begin in the middle of a chunk).
+    block number `first_block[c]` (a load may begin in the middle of a chunk). With `capture` there
+    is one chunk in name only: its blocks go to the NodeActor's own memory. `by_layer`: all chunks
+    layer by layer, and the worker hears of each layer that is there.
     """
 
     job_id: int
@@ -453,6 +454,8 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: list[int]
     first_block: list[int]
     block_ids: list[int]
+    capture: Capture | None = None
+    by_layer: bool = False
 
 
 class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
@@ -487,9 +490,10 @@ class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
 
 
 class JobResults(msgspec.Struct, frozen=True, tag="results"):
-    """Jobs that ended, in the order in which they ended."""
+    """Jobs that ended, in order; and by job how many `layers` of one that goes on are there."""
 
     results: list[JobResult]
+    layers: dict[int, int] = {}
 
 
 NodeMessage = WorkerAttached | JobResults

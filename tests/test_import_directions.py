@@ -53,6 +53,7 @@ TABLE = (
         "operation_types",
         "plan_types",
         "publisher_types",
+        "state_types",
         "status_types",
         packages="msgspec",
         except_for=("raykv.config", "raykv.deadlines"),
@@ -67,6 +68,7 @@ TABLE = (
     row("copy.cuda_kernel", packages="triton", except_for=("raykv.directory",)),
     row("copy", packages="cuda msgspec numpy torch", except_for=("raykv.directory",)),
     row("tiers", packages="msgspec numpy safetensors xxhash"),
+    row("captured", packages="numpy safetensors torch"),
     row("actors", packages="msgspec numpy torch ray psutil prometheus_client xxhash zmq"),
     row("vllm", packages=None),
     row(

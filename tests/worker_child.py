@@ -12,7 +12,8 @@ import socket
 import sys
 
 from raykv.actors import wire
-from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.messages import PROTOCOL_VERSION, AttachWorker, Handles, KVLayout, TensorLayout

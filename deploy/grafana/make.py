@@ -258,6 +258,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (_rate("raykv_disk_damaged_total", "kind"), "damaged {{kind}}s a second"),
         ),
     ),
+    "Hidden states": (
+        _panel("In memory", "bytes", ("sum (raykv_hidden_states_bytes{$C})", "states")),
+        _panel(
+            "Copied out of KV caches",
+            "Bps",
+            (_rate("raykv_hidden_states_copied_bytes_total"), "copied"),
+        ),
+        _panel(
+            "Requests and files",
+            "short",
+            (_rate("raykv_hidden_states_requests_total", "outcome"), "requests: {{outcome}}"),
+            (_rate("raykv_hidden_states_files_total", "outcome"), "files: {{outcome}}"),
+        ),
+    ),
     "Health": (
         _panel(
             "Open breakers",

@@ -108,11 +108,15 @@ class AttachedWorker:
 
 @dataclass(slots=True)
 class QueuedJob:
-    """A job on its way through the queue; `refusals` has what failed, by chunk index."""
+    """A job on its way through the queue; `refusals` has what failed, by chunk index.
+
+    `lock_fd`: of the file that a capture becomes; -1 for none.
+    """
 
     worker: AttachedWorker
     job: CopyJob
     submitted_at: float
+    lock_fd: int = -1
     refusals: dict[int, Refusal] = field(default_factory=dict)
     stop: StopSign = field(init=False)
 
@@ -226,6 +230,9 @@ def read_batch(raw: bytes) -> JobBatch:
     for job in batch.jobs:
         require(0 <= job.job_id < MAX_NUMBER, f"a job of number {job.job_id}")
         require(job.direction in _DIRECTIONS, f"a job of direction {job.direction}")
+        is_capture = job.capture is not None
+        is_one = len(job.handles) == len(job.groups) == 1 and job.direction == Direction.STORE
+        require(not is_capture or is_one, "a capture that is not one store")
     return batch
 
 

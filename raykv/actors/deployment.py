@@ -187,7 +187,7 @@ def keep_pools(deadline_s: float) -> list[Kept]:
     Raises:
         ClusterError: Ray does not answer.
     """
-    actors = _node_actors()
+    actors = node_actors()
     questions = {name: lambda actor: actor.keep.remote(deadline_s) for name in actors}
     answers = ask_all(actors, questions, deadline_s + KEEP_GRACE_S)
     found = []
@@ -206,7 +206,7 @@ def note_clearing(cleared: Mapping[str, int], deadline_s: float) -> None:
     Raises:
         ClusterError: a node says that its disk could not note it in time.
     """
-    actors = _node_actors()
+    actors = node_actors()
     told = dict(cleared)
     questions = {
         name: lambda actor: actor.note_clearing.remote(told, deadline_s) for name in actors
@@ -223,7 +223,7 @@ def note_clearing(cleared: Mapping[str, int], deadline_s: float) -> None:
         )
 
 
-def _node_actors() -> dict[str, Any]:
+def node_actors() -> dict[str, Any]:
     """All NodeActors by name."""
     return {
         name: actor

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import msgspec
 
 from raykv.actors import wire
+from raykv.actors.job_request import JobRequest
 from raykv.breaker_types import OWN_NODE, BreakerReport
 from raykv.config import Settings
 from raykv.core.breaker import Breakers, Pauses
@@ -51,8 +52,6 @@ from raykv.memory.words import CancelWords
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachWorker,
-    CopyJob,
-    Handles,
     JobBatch,
     JobResult,
     JobResults,
@@ -85,33 +84,6 @@ class LinkTarget:
     namespace: str
     num_ranks: int
     slot_bytes: dict[int, int]
-
-
-@dataclass(frozen=True)
-class JobRequest:
-    """A copy job before it has an epoch: what the engine's thread hands over."""
-
-    job_id: int
-    direction: Direction
-    node_epoch: int
-    handles: Handles
-    groups: list[int]
-    num_blocks: list[int]
-    first_block: list[int]
-    block_ids: list[int]
-
-    def message(self) -> CopyJob:
-        """As it goes to the NodeActor."""
-        return CopyJob(
-            self.job_id,
-            int(self.direction),
-            self.node_epoch,
-            self.handles,
-            self.groups,
-            self.num_blocks,
-            self.first_block,
-            self.block_ids,
-        )
 
 
 class _Stage(enum.Enum):
@@ -152,6 +124,8 @@ class WorkerLink:
         self._pending: dict[int, _Pending] = {}
         self._outbox: deque[int] = deque()
         self._results: deque[JobResult] = deque()
+        # Of jobs in `_pending`: layers that are there.
+        self._layers: dict[int, int] = {}
         self._stopping = False
         self._node_epoch = 0
         self._breakers = Breakers(Pauses(*LINK_PAUSES_S))
@@ -214,6 +188,19 @@ class WorkerLink:
             while any(job_id in self._pending for job_id in job_ids) and not self._stopping:
                 self._lock.wait(LINK_WAIT_LOOK_S)
                 self._revive()
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
+        """Return when so many layers of the jobs are there, or the jobs have ended.
+
+        Their own deadlines end them. Unknown ids are ignored.
+        """
+        with self._lock:
+            while any(self._lacks(job_id, count) for job_id in job_ids) and not self._stopping:
+                self._lock.wait(LINK_WAIT_LOOK_S)
+                self._revive()
+
+    def _lacks(self, job_id: int, count: int) -> bool:
+        return job_id in self._pending and self._layers.get(job_id, 0) < count
 
     def _revive(self) -> None:
         """A thread that died of a bug must not leave the engine waiting for ever."""
@@ -365,18 +352,27 @@ class WorkerLink:
         if self._sock is None:
             return
         with self._lock:
-            jobs = [self._pending[i].request.message() for i in self._outbox if i in self._pending]
-            for job in jobs:
-                self._pending[job.job_id].stage = _Stage.FLYING
+            requests = [self._pending[i].request for i in self._outbox if i in self._pending]
+            for request in requests:
+                self._pending[request.job_id].stage = _Stage.FLYING
             self._outbox.clear()
-        if jobs:
-            self._send(JobBatch(jobs))
+        plain = [request.message() for request in requests if request.capture is None]
+        if plain:
+            self._send(JobBatch(plain))
+        captures = [request for request in requests if request.capture is not None]
+        for first in range(0, len(captures), wire.MAX_LOCKS):
+            some = captures[first : first + wire.MAX_LOCKS]
+            fds = [request.lock_fd for request in some if request.lock_fd >= 0]
+            self._send(JobBatch([request.message() for request in some]), fds)
 
-    def _send(self, batch: JobBatch) -> None:
+    def _send(self, batch: JobBatch, fds: list[int] | None = None) -> None:
         if self._sock is None:
             return
         try:
-            self._sock.sendall(wire.frame(batch))
+            if fds:
+                wire.send_with_fds(self._sock, batch, fds)
+            else:
+                self._sock.sendall(wire.frame(batch))
         except OSError as error:
             self._disconnect(f"it does not take jobs: {error}")
 
@@ -395,10 +391,16 @@ class WorkerLink:
             if isinstance(message, JobResults):
                 for result in message.results:
                     self._finish(result)
+                if message.layers:
+                    with self._lock:
+                        known = message.layers.items()
+                        self._layers.update({job: n for job, n in known if job in self._pending})
+                        self._lock.notify_all()
 
     def _finish(self, result: JobResult) -> None:
         with self._lock:
             pending = self._pending.pop(result.job_id, None)
+            self._layers.pop(result.job_id, None)
             if pending is None:
                 return
             believed = believable(result, len(pending.request.handles.keys))

@@ -41,6 +41,7 @@ from raykv.actors.node_service import (
 from raykv.actors.patience import within
 from raykv.actors.peers import Bytes, ObjectRefTransport
 from raykv.actors.reading import ReadService
+from raykv.captured import HiddenStates
 from raykv.config import DiskPlace, MetricsPlace
 from raykv.core.breaker import Breakers, Pauses, joined
 from raykv.core.geometry import PoolGeometry
@@ -58,6 +59,7 @@ from raykv.deadlines import (
     NODE_ROOM_GRACE_LOOK_S,
     NODE_ROOM_GRACE_S,
     NODE_ROOM_LOOK_S,
+    STATES_READ_S,
 )
 from raykv.disk_types import DiskNews, DiskStats, Kept
 from raykv.errors import MessageError, RayKVError, SettingError, cause_of, first_line
@@ -89,7 +91,7 @@ MAX_PAGE = MAX_KEYS // 2
 """Chunks per report: with namespace and size columns they stay under 100 KiB."""
 
 
-CONCURRENCY = {"fetch": 4, "read": 4, "host": 1, "keep": 1}
+CONCURRENCY = {"fetch": 4, "read": 4, "host": 1, "keep": 1, "states": 8}
 """Threads of the actor for each; further calls wait their turn."""
 
 
@@ -254,6 +256,16 @@ class NodeActor:
         with self._measuring:
             self._service.meter.reading.observe(time.monotonic() - began)
         return encode(reply), data
+
+    def has_hidden_states(self, request_id: str) -> bool:
+        """Whether a request of that name is known here, captured or failed."""
+        return not self._refusal and self._service.capturing.has(request_id)
+
+    @ray.method(concurrency_group="states")
+    def hidden_states(self, request_id: str, deadline_s: float) -> HiddenStates:
+        """See `Capturing.states`."""
+        self._refuse_without_pool()
+        return self._service.capturing.states(request_id, min(deadline_s, STATES_READ_S))
 
     def kv_form(self, namespace: str) -> bytes:
         """→ `KVForm`; without groups if no worker of the namespace has told it to this life."""

@@ -1,7 +1,8 @@
 """What a NodeActor does, without Ray: the pool, its slot table, the copy threads, the socket.
 
 Threads: one accepts connections, one per connected worker reads its jobs, one notices that workers
-have died, two copy for each device and for the host (`raykv.actors.lanes`), one looks after
+have died, two copy for each device and for the host (`raykv.actors.lanes`), those of
+`raykv.actors.capturing` look after hidden states where an engine has any, one looks after
 checksums and stores that have expired, one touches the pool's pages, and one loads the copy kernel
 while copies already run without it. The slot table and the queue are guarded by one lock, which
 nobody holds while bytes are copied or a socket is waited for.
@@ -31,6 +32,7 @@ from raykv.actors.attached import (
     read_batch,
     receive_hello,
 )
+from raykv.actors.capturing import Capturing
 from raykv.actors.copying import Copying, StoreWaits
 from raykv.actors.deaths import DeathWatch, Watch
 from raykv.actors.devices import Devices
@@ -43,6 +45,7 @@ from raykv.core.geometry import PoolGeometry
 from raykv.core.kv_form import Forms
 from raykv.core.node_meter import NodeMeter
 from raykv.core.room import NEAR_BYTES
+from raykv.core.sanity import require
 from raykv.deadlines import (
     NODE_ACCEPT_PAUSE_S,
     NODE_COPY_WAIT_S,
@@ -118,6 +121,9 @@ class NodeService:
         self._copying = Copying(
             self.keeper, self.integrity, self.rows, epoch, waits, self._lanes.give_way
         )
+        self.capturing = Capturing(
+            self.keeper, self.rows, epoch, self._lanes.give_way, self._answer_capture
+        )
         # Guards the queue, the counters and the meter too.
         self._lock = self.keeper.lock
         self._workers: set[AttachedWorker] = set()
@@ -176,6 +182,7 @@ class NodeService:
         """End the connections and threads, free the pool; workers see their connection close."""
         self._stopping = True
         self._lanes.stop()
+        self.capturing.stop()
         if self._listener is not None:
             # Without it the thread in `accept` would keep the socket's name taken.
             with contextlib.suppress(OSError):
@@ -282,21 +289,31 @@ class NodeService:
         self.devices.pin(worker.device, self.keeper.pool, self.settings.geometry)
 
     def _read_jobs(self, watch: Watch, worker: AttachedWorker, reader: wire.FrameReader) -> None:
-        while True:
-            data = watch.sock.recv(1 << 18)
-            if watch.has_died:
-                # What it has sent before it died concerns nobody any more.
-                raise AttachError("its process has ended")
-            if not data:
-                return
-            for raw in reader.feed(data):
-                self._take_batch(worker, read_batch(raw))
+        # Locks of files, in the order of the captures that they belong to.
+        fds: list[int] = []
+        try:
+            while True:
+                data, more = wire.receive_with_fds(watch.sock, wire.MAX_LOCKS)
+                fds += more
+                if watch.has_died:
+                    # What it has sent before it died concerns nobody any more.
+                    raise AttachError("its process has ended")
+                if not data[0]:
+                    return
+                for raw in reader.feed(data[0]):
+                    self._take_batch(worker, read_batch(raw), fds)
+        finally:
+            close_all(fds)
 
-    def _take_batch(self, worker: AttachedWorker, batch: JobBatch) -> None:
+    def _take_batch(self, worker: AttachedWorker, batch: JobBatch, fds: list[int]) -> None:
+        """Queue the jobs; the locks of captures are taken off `fds`."""
         now = time.monotonic()
         rejected: list[QueuedJob] = []
+        self._take_captures(worker, batch, fds, now)
         with self._lock:
             for job in batch.jobs:
+                if job.capture is not None:
+                    continue
                 queued = QueuedJob(worker, job, now)
                 if not self._lanes.push(queued):
                     queued.refuse_rest(Refusal.QUEUE_FULL)
@@ -310,11 +327,35 @@ class NodeService:
         for queued in rejected:
             self._answer(queued, 0)
 
+    def _take_captures(
+        self, worker: AttachedWorker, batch: JobBatch, fds: list[int], now: float
+    ) -> None:
+        """Those of a batch; raises MessageError if a lock that should have come has not."""
+        for job in batch.jobs:
+            if job.capture is None:
+                continue
+            has_lock = job.capture.has_lock
+            require(not has_lock or bool(fds), "a capture whose lock has not come along")
+            queued = QueuedJob(worker, job, now, fds.pop(0) if has_lock else -1)
+            if not self.capturing.push(queued):
+                self.capturing.refuse(queued, Refusal.QUEUE_FULL, "too many captures wait")
+        cancelled = set(batch.cancelled)
+        if cancelled:
+            self.capturing.cancel(worker, cancelled)
+
+    def _answer_capture(self, queued: QueuedJob, num_bytes: int) -> None:
+        failed = list(queued.refusals)
+        seconds = time.monotonic() - queued.submitted_at
+        refusals = [int(refusal) for refusal in queued.refusals.values()]
+        result = JobResult(queued.job.job_id, num_bytes, seconds, failed, refusals)
+        queued.worker.send(JobResults([result]))
+
     def _detach(self, worker: AttachedWorker) -> None:
         """The worker is gone: drop its queued jobs, wait for those that run, unmap its KV."""
         worker.close_connection()
         with self._lock:
             self._workers.discard(worker)
+        self.capturing.drop(worker)
         self._lanes.drop(worker)
         worker.unmap()
 
@@ -388,6 +429,7 @@ class NodeService:
                 queued_jobs=len(self._lanes),
                 quarantined=self.keeper.num_quarantined,
                 locked_bytes=self.devices.pinned_bytes,
+                states=self.capturing.stats(),
             )
 
 

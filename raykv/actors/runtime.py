@@ -89,6 +89,11 @@ class EngineRuntime:
         view.node_id = NodeId(self.node_id)
         self._view = view
 
+    @property
+    def settings(self) -> Settings:
+        """The engine's."""
+        return self._settings
+
     def _check_sizes(self) -> None:
         """Refuse a pool that this machine can't have at all, before anything is started."""
         if self._settings.pool_bytes is not None:

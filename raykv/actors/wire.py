@@ -20,6 +20,9 @@ from raykv.errors import AttachError
 MAX_FRAME_BYTES = 16 << 20
 """Far above any honest message (a job batch has some 10 bytes a block)."""
 
+MAX_LOCKS = 64
+"""Descriptors beside one message after the first: locks of files. Linux allows 253."""
+
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 

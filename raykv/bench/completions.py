@@ -12,7 +12,7 @@ from typing import Any
 
 from raykv.errors import RayKVError
 
-ANSWER_S = 120.0
+ANSWER_S = 400.0
 
 
 class AnswerError(RayKVError):

@@ -9,6 +9,7 @@ long prompts arrive one behind the other. SmolLM2-135M in float32.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,10 @@ STREAM_TOKENS = 192
 
 NUM_DISTURBING = 2
 """Long prompts that arrive while streams run, which end with the last one."""
+
+PREFILL_DEADLINE_S = 300.0
+"""The default is for engines on GPUs. Here a prompt of 4,096 tokens takes 30 s on a quiet core, and
+a decode engine that computes it after all would be measured in place of the prefill engine."""
 
 LENGTHS = (1024, 4096)
 
@@ -116,10 +121,11 @@ class Load:
         self._check(subject, server.complete(self._fresh(max(self._lengths)), 2, **extra))
         for length in self._lengths:
             done = server.complete(self._fresh(length), 1, **extra)
+            self._check(subject, done)
             case = f"{_TTFT}, {length} tokens"
             values.setdefault((case, subject, "s"), []).append(done.ttft_s)
-        quiet = self._gaps(server, None, **extra)
-        busy = self._gaps(server, self._lengths[-1], **extra)
+        quiet = self._gaps(subject, server, None, **extra)
+        busy = self._gaps(subject, server, self._lengths[-1], **extra)
         for case, value in ((_QUIET, mean(quiet)), (_MEAN, mean(busy)), (_STALL, max(busy))):
             values.setdefault((case, subject, "ms"), []).append(value * 1e3)
 
@@ -129,7 +135,7 @@ class Load:
         if done.course != expected:
             raise NotApartError(f"{subject}: the prompt's course was {done.course}")
 
-    def _gaps(self, server: Server, length: int | None, **extra: Any) -> list[float]:
+    def _gaps(self, subject: str, server: Server, length: int | None, **extra: Any) -> list[float]:
         """Times between the tokens of the streams, while prompts of that length arrive."""
         ended = threading.Event()
 
@@ -142,7 +148,8 @@ class Load:
             try:
                 if length is not None:
                     for _ in range(NUM_DISTURBING):
-                        server.complete(self._fresh(length), 1, **extra)
+                        done = server.complete(self._fresh(length), 1, **extra)
+                        self._check(subject, done)
                     ended.set()
                 return [gap for each in streams for gap in each.result().gaps_s]
             finally:
@@ -160,7 +167,10 @@ def _apart(bed: Bed, *, quick: bool) -> Iterator[Server]:
             **_model(bed, quick=quick),
             "prefill": {"deployment": deployment({PREFILL_NODE: 0.01}, cores="1")},
             "decode": {"deployment": deployment({"node:__internal_head__": 0.001}, cores="0")},
-            "handover": {"min_prompt_tokens": 2 * BLOCK},
+            "handover": {
+                "min_prompt_tokens": 2 * BLOCK,
+                "prefill_deadline_s": PREFILL_DEADLINE_S,
+            },
         }
         with _served(build_disaggregated_app(model)) as port:
             bed.wait_for_pools()
@@ -199,14 +209,20 @@ def _model(bed: Bed, *, quick: bool) -> dict[str, Any]:
 
 
 def deployment(resources: dict[str, float], cores: str) -> dict[str, Any]:
-    """One replica, where those resources are, with its threads bound to those cores."""
+    """One replica, where those resources are, with all its processes bound to those cores.
+
+    Not its computing threads alone: vLLM's processes wait for each other without sleeping, and
+    would take the other engine's core while a stream of tokens runs.
+    """
     # Ray's workers give way to everything else on a machine otherwise.
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "HF_HUB_OFFLINE": "1",
         "RAY_worker_niceness": "0",
     }
-    options = {"num_cpus": 0.1, "resources": resources, "runtime_env": {"env_vars": environment}}
+    python = f"taskset --cpu-list {cores} {sys.executable}"
+    runtime_env = {"env_vars": environment, "py_executable": python}
+    options = {"num_cpus": 0.1, "resources": resources, "runtime_env": runtime_env}
     return {"num_replicas": 1, "ray_actor_options": options}
 
 

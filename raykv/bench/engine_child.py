@@ -82,10 +82,15 @@ class Engine:
         params: dict[str, Any] | None = None,
         salt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Greedy tokens of each prompt, how many of its tokens were cached, time to the first."""
+        """Greedy tokens of each prompt, how many of its tokens were cached, time to the first.
+
+        "transfer" is what the connector has added to the answer.
+        """
         outputs = self._generate(prompts, max_tokens, params, salt)
         return [
             {
+                "id": output.request_id,
+                "transfer": output.kv_transfer_params,
                 "tokens": list(output.outputs[0].token_ids),
                 "cached": output.num_cached_tokens,
                 "reason": output.outputs[0].finish_reason,

@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import cluster as clusters
 from raykv.actors import names
-from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
 from raykv.actors.local_nodes import add_local_node
 from raykv.bench.registry import BENCHMARKS
 from raykv.bench.report import Options, Result, Verdict, alternate

@@ -41,6 +41,7 @@ BENCHMARKS = {
         Benchmark("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk"),
         Benchmark("ttft", "time to first token by where a prompt's KV comes from"),
         Benchmark("throughput", "requests per second with and without RayKV and reuse"),
+        Benchmark("hidden_states", "MB/s of hidden states, beside vLLM's example connector"),
         Benchmark("restart", "what a pool adds to an engine's start"),
         Benchmark("routing", "what it costs a request to be placed, beside its tokenising"),
         Benchmark("serve_routing", "conversations over two replicas: routers, with and without"),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from raykv.core.canonical import fragments_of, shares, within
 from raykv.memory.handles import part_bytes
-from raykv.messages import CopyJob, KVLayout
+from raykv.messages import CopyJob, KVLayout, TensorLayout
 from raykv.types import SLOT_ALIGNMENT, Direction
 
 Column = npt.NDArray[np.int64]
@@ -80,10 +80,12 @@ class Planner:
     def __init__(self, layout: KVLayout, rank: int) -> None:
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._chunks: dict[int, _Chunk] = {}
+        self._tensors: dict[int, list[TensorLayout]] = {}
         # What is copied of a block, by direction: of what several ranks have each stores a share.
         self._groups: dict[Direction, dict[int, _Group]] = {way: {} for way in Direction}
         for index, group_id in enumerate(layout.group_ids):
             self._chunks[group_id] = _chunk(layout, index)
+            self._tensors[group_id] = [layout.tensors[i] for i in layout.groups[index]]
             plain = None if layout.canonical.groups else _group(layout, index, rank)
             for way in Direction:
                 self._groups[way][group_id] = plain or _canonical_group(layout, index, way)
@@ -110,6 +112,37 @@ class Planner:
             raise PlanError(f"no KV group {group_id}; there are {sorted(self._chunks)}")
         return self._chunks[group_id]
 
+    def layer(self, group_id: int, index: int) -> TensorLayout:
+        """Where the pages of one layer of a group are.
+
+        Raises:
+            PlanError: there is no such group, or no such layer in it.
+        """
+        self._chunk_of(group_id)
+        tensors = self._tensors[group_id]
+        if not 0 <= index < len(tensors):
+            raise PlanError(f"no layer {index} in KV group {group_id}: it has {len(tensors)}")
+        return tensors[index]
+
+    @staticmethod
+    def pages(layer: TensorLayout, block_ids: Sequence[int], to: int) -> CopyRuns:
+        """The runs that put whole pages of a layer side by side, one for each block.
+
+        Args:
+            layer: see `layer`.
+            block_ids: whose pages.
+            to: where the first one goes, from the pool's beginning; may be outside of it.
+
+        Raises:
+            PlanError: a block is outside of the KV cache.
+        """
+        blocks, count = _column(block_ids), np.arange(len(block_ids), dtype=np.int64)
+        if not len(blocks) or not 0 <= blocks.min() <= blocks.max() < layer.num_blocks:
+            raise PlanError(f"block ids outside of 0..{layer.num_blocks - 1}")
+        size = layer.page_bytes
+        kv = layer.offset + blocks * layer.block_stride
+        return CopyRuns(kv, to + count * size, np.full_like(count, size), count + 1)
+
     def plan(self, job: CopyJob) -> CopyRuns:
         """The runs of all chunks of `job`, chunk by chunk.
 
@@ -128,6 +161,34 @@ class Planner:
         rows = _rows(group, slots, first, _column(job.block_ids).reshape(-1, count))
         ends = np.arange(1, len(slots) + 1) * rows.shape[-1]
         return _merged(rows.reshape(3, -1), ends)
+
+    def plan_layers(self, job: CopyJob, chunks: Sequence[int]) -> list[CopyRuns]:
+        """The runs of some chunks of a job of one KV group, apart for each layer of the group.
+
+        The chunks of a plan are theirs, in any order.
+
+        Raises:
+            PlanError: as `plan`; or the job has chunks of several groups.
+        """
+        self._check(job)
+        if len(set(job.groups)) != 1:
+            raise PlanError(f"job {job.job_id}: layer by layer, of {len(set(job.groups))} groups")
+        group_id = job.groups[0]
+        group = self._groups[Direction(job.direction)][group_id]
+        num_layers = len(self._tensors[group_id])
+        if len(group.size) % num_layers:
+            # Fragments of canonical pages, of some layers more than of others.
+            num_layers = 1
+        wanted, counts = _column(chunks), _column(job.num_blocks)
+        blocks, starts = _column(job.block_ids), np.cumsum(counts) - counts
+        slots, first = _column(job.handles.slots), _column(job.first_block)
+        kinds = []
+        for count in sorted(set(counts[wanted].tolist())):
+            some = wanted[counts[wanted] == count]
+            theirs = blocks[starts[some, None] + np.arange(count)]
+            rows = _rows(group, slots[some], first[some], theirs)
+            kinds.append(rows.reshape(3, len(some), num_layers, -1))
+        return [_layer_of(kinds, layer) for layer in range(num_layers)]
 
     def _plan_kinds(self, job: CopyJob, kinds: set[tuple[int, int]]) -> CopyRuns:
         """Plan chunks of several groups and numbers of blocks: those of one kind together."""
@@ -196,6 +257,13 @@ def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column
         by_layer = rows.reshape(3, len(slots), -1, group.per_layer, blocks.shape[1])
         rows = by_layer.swapaxes(3, 4)
     return rows.reshape(3, len(slots), -1)
+
+
+def _layer_of(kinds: Sequence[Column], layer: int) -> CopyRuns:
+    """One layer out of rows of chunks, [column, chunk, layer, row] for each kind of chunk."""
+    rows = np.concatenate([kind[:, :, layer].reshape(3, -1) for kind in kinds], axis=1)
+    lengths = np.concatenate([np.full(kind.shape[1], kind.shape[3]) for kind in kinds])
+    return _merged(rows, np.cumsum(lengths))
 
 
 def _column(numbers: Sequence[int]) -> Column:

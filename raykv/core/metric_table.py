@@ -138,6 +138,18 @@ NODE = (
         "Files that were not believed, and chunks whose bytes had changed; none of it is served.",
         "kind",
     ),
+    _gauge("raykv_hidden_states_bytes", "Hidden states of requests in this node's memory."),
+    _counter(
+        "raykv_hidden_states_requests_total",
+        "Requests whose hidden states were copied out of the KV cache, or could not be.",
+        "outcome",
+    ),
+    _counter("raykv_hidden_states_copied_bytes_total", "Bytes of KV pages copied for that."),
+    _counter(
+        "raykv_hidden_states_files_total",
+        "Files of hidden states that were written, or could not be.",
+        "outcome",
+    ),
     _gauge("raykv_queued_jobs", "Copy jobs that wait for a copy thread."),
     _gauge("raykv_attached_workers", "Worker processes of engines that are attached to this node."),
     _gauge(

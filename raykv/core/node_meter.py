@@ -18,6 +18,7 @@ from raykv.core.slots import SlotState
 from raykv.disk_types import DiskStats
 from raykv.messages import NodeStats
 from raykv.metric_types import HistogramData, MetricFamily
+from raykv.state_types import CaptureStats
 from raykv.types import Direction, Namespace, Refusal
 
 _NAMES = {direction: direction.name.lower() for direction in Direction}
@@ -74,6 +75,7 @@ class NodeMeter:
             number("raykv_cancelled_jobs_total", stats.jobs_cancelled),
             number("raykv_quarantined_chunks_total", stats.quarantined),
             *_disk(stats.disk),
+            *_states(stats.states),
             number("raykv_queued_jobs", stats.queued_jobs),
             number("raykv_attached_workers", stats.num_workers),
             number("raykv_unreported_chunks", contents.num_unreported),
@@ -103,6 +105,17 @@ def _disk(disk: DiskStats) -> list[MetricFamily]:
         number("raykv_disk_evicted_files_total", disk.files_evicted),
         number("raykv_disk_failed_writes_total", disk.writes_failed),
         numbers("raykv_disk_damaged_total", damaged),
+    ]
+
+
+def _states(states: CaptureStats) -> list[MetricFamily]:
+    captured = {("captured",): states.captured, ("failed",): states.failed}
+    files = {("written",): states.files_written, ("failed",): states.files_failed}
+    return [
+        number("raykv_hidden_states_bytes", states.num_bytes),
+        numbers("raykv_hidden_states_requests_total", captured),
+        number("raykv_hidden_states_copied_bytes_total", states.bytes_captured),
+        numbers("raykv_hidden_states_files_total", files),
     ]
 
 

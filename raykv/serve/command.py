@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 CONNECTOR = "RayKVConnector"
+CONNECTORS = (CONNECTOR, "RayKVHiddenStatesConnector")
+"""Names of RayKV's connectors in vLLM."""
 
 SMALL_MODEL = "smollm2"
 """In place of a model: a real one of 135 million parameters."""
@@ -324,10 +326,10 @@ def _transfer_from_config_file(flags: Sequence[str]) -> dict[str, Any]:
 def _transfer_config(theirs: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
     """vLLM's KVTransferConfig; `given` are settings from flags of `raykv serve`."""
     connector = theirs.get("kv_connector", CONNECTOR)
-    if connector != CONNECTOR:
+    if connector not in CONNECTORS:
         raise SettingError(
-            f"`raykv serve` runs vLLM with {CONNECTOR}, but {_TRANSFER_FLAG} names {connector}: "
-            "leave it out, or start `vllm serve` yourself."
+            f"`raykv serve` runs vLLM with {' or '.join(CONNECTORS)}, but {_TRANSFER_FLAG} names "
+            f"{connector}: leave it out, or start `vllm serve` yourself."
         )
     extra = theirs.get(_EXTRA) or {}
     if not isinstance(extra, dict):

@@ -7,7 +7,7 @@ from typing import Any
 
 from raykv.config import load_settings
 from raykv.errors import SettingError
-from raykv.serve.command import CONNECTOR
+from raykv.serve.command import CONNECTOR, CONNECTORS
 
 SEVERAL = "MultiConnector"
 """vLLM's connector that passes everything on to others."""
@@ -41,7 +41,7 @@ def with_raykv(given: Any, settings: Mapping[str, Any], whose: str) -> dict[str,
             f"leave it out, or say {_RECOMPUTE!r}"
         )
     connector = transfer["kv_connector"]
-    if connector == CONNECTOR:
+    if connector in CONNECTORS:
         return {**transfer, _EXTRA: _settings(transfer, settings, whose)}
     if connector != SEVERAL:
         raise SettingError(
@@ -50,7 +50,7 @@ def with_raykv(given: Any, settings: Mapping[str, Any], whose: str) -> dict[str,
         )
     extra = _mapping(transfer.get(_EXTRA), f"{whose}: {_EXTRA}")
     children = [_child(each, settings, whose) for each in extra.get("connectors") or ()]
-    if not any(child.get("kv_connector") == CONNECTOR for child in children):
+    if not any(child.get("kv_connector") in CONNECTORS for child in children):
         raise SettingError(
             f"{whose}: none of the `connectors` of {SEVERAL} is {CONNECTOR}: add "
             f'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}'
@@ -71,7 +71,7 @@ def fill_in(transfer: dict[str, Any], ray_address: str, node_id: str) -> None:
 
 def _child(given: Any, settings: Mapping[str, Any], whose: str) -> dict[str, Any]:
     child = _mapping(given, f"{whose}: one of the `connectors`")
-    if child.get("kv_connector") != CONNECTOR:
+    if child.get("kv_connector") not in CONNECTORS:
         return child
     return {"kv_role": "kv_both", **child, _EXTRA: _settings(child, settings, whose)}
 

@@ -94,6 +94,9 @@ class RayKVConnector(OffloadingConnector):
         self._step = (0, 0.0)
         # Requests that vLLM waits for without there being a load job.
         self._stranded: list[str] = []
+        # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.
+        self._stranded_blocks: list[int] = []
+        self._is_layerwise = False
         with logged_refusals():
             self._start(vllm_config, role, kv_cache_config)
 
@@ -132,6 +135,7 @@ class RayKVConnector(OffloadingConnector):
         self._identity = identity
         self._manager = manager
         self._runtime = EngineRuntime(spec.settings, manager.view, identity)
+        self._is_layerwise = spec.settings.layerwise_loads
         manager.session = self._runtime.session
         manager.session.hints = manager.hints
         manager.session.described = track_chunks(self.scheduler, spec, manager, identity)
@@ -161,7 +165,7 @@ class RayKVConnector(OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: no.
+        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: only to wait layer by layer.
 
         vLLM asks in the user's own process before it starts any other: the right place to refuse
         a wrong setting.
@@ -169,8 +173,7 @@ class RayKVConnector(OffloadingConnector):
         Raises:
             SettingError: a setting is unknown or malformed.
         """
-        load_settings(extra_config)
-        return False
+        return load_settings(extra_config).layerwise_loads
 
     @classmethod
     def build_prom_metrics(
@@ -226,10 +229,22 @@ class RayKVConnector(OffloadingConnector):
         self._worker.take_metadata(kv_connector_metadata)
         super().handle_preemptions(kv_connector_metadata)
 
-    @guarded(nothing)
+    @guarded(lambda self, *_: self._distrust_loads())
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `KVConnectorBase_V1.start_load_kv`."""
         super().start_load_kv(forward_context, **kwargs)
+
+    @guarded(lambda self, *_: self._distrust_loads())
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See `KVConnectorBase_V1.wait_for_layer_load`; returns at once but for `layerwise_loads`.
+
+        The only hook that waits, since the user has asked for it; loads have their deadlines.
+        """
+        self._worker.wait_for_layer(layer_name)
+
+    def _distrust_loads(self) -> None:
+        """What should be there may not be: what is computed with it must not be seen."""
+        self._worker.distrust_loads(self._connector_metadata)
 
     @guarded(nothing)
     def wait_for_save(self) -> None:
@@ -280,7 +295,9 @@ class RayKVConnector(OffloadingConnector):
             status = self.scheduler._req_status.get(request.request_id)
             most = getattr(status, "max_load_tokens", None)
             self._manager.misses.looks(request, num_computed_tokens, most)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        # With `layerwise_loads` vLLM goes on at once, and waits in `wait_for_layer_load`.
+        return found, is_async and not self._is_layerwise
 
     @guarded(lambda *_: {})
     def get_external_cache_hit_sources(
@@ -305,7 +322,9 @@ class RayKVConnector(OffloadingConnector):
             super().update_state_after_alloc(request, blocks, num_external_tokens)
         except Exception:
             report("RayKVConnector.update_state_after_alloc")
-            if num_external_tokens:
+            if num_external_tokens and self._is_layerwise:
+                self._stranded_blocks += [b for group in blocks.get_block_ids() for b in group]
+            elif num_external_tokens:
                 self._stranded.append(request.request_id)
                 if misses is not None:
                     misses.failed(request.request_id, MissReason.OTHER)
@@ -319,6 +338,7 @@ class RayKVConnector(OffloadingConnector):
             report("RayKVConnector.build_connector_meta")
             base = OffloadingConnectorMetadata({}, {}, None)
         stranded, self._stranded = self._stranded, []
+        blocks, self._stranded_blocks = self._stranded_blocks, []
         self._step_began(scheduler_output)
         return RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
@@ -326,6 +346,7 @@ class RayKVConnector(OffloadingConnector):
             jobs_to_flush=base.jobs_to_flush,
             target=self._target(),
             stranded=stranded,
+            stranded_blocks=blocks,
         )
 
     def _step_began(self, scheduler_output: Any) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
 from raykv.errors import HandleError, SettingError
 from raykv.kv_types import NOT_CANONICAL, CanonicalPages
 from raykv.memory import cuda_bindings

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
-from raykv.actors.link import JobRequest, LinkTarget
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkTarget
 from raykv.breaker_types import BreakerReport
 from raykv.messages import JobResult
 
@@ -31,6 +32,9 @@ class Link(Protocol):
 
     def wait(self, job_ids: Collection[int]) -> None:
         """See `WorkerLink.wait`."""
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
+        """See `WorkerLink.wait_layers`."""
 
     def close(self, timeout_s: float) -> None:
         """See `WorkerLink.close`."""
@@ -69,6 +73,10 @@ class FrontLink(Generic[L]):
     def wait(self, job_ids: Collection[int]) -> None:
         """See `WorkerLink.wait`."""
         self._link.wait(job_ids)
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
+        """See `WorkerLink.wait_layers`."""
+        self._link.wait_layers(job_ids, count)
 
     def close(self, timeout_s: float) -> None:
         """See `WorkerLink.close`."""

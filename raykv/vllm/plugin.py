@@ -15,7 +15,7 @@ REPLICA_VARIABLE = "_RAYKV_REPLICA"
 
 
 def register() -> None:
-    """Register the connector; vLLM calls this in each of its processes, some more than once."""
+    """Register the connectors; vLLM calls this in each of its processes, some more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "RayKVConnector" in KVConnectorFactory._registry:
@@ -27,6 +27,11 @@ def register() -> None:
     try:
         KVConnectorFactory.register_connector(
             "RayKVConnector", "raykv.vllm.connector", "RayKVConnector"
+        )
+        KVConnectorFactory.register_connector(
+            "RayKVHiddenStatesConnector",
+            "raykv.vllm.hidden_states",
+            "RayKVHiddenStatesConnector",
         )
     except ValueError:
         logger.debug("RayKVConnector is registered already")

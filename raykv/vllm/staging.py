@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from raykv.actors.link import JobRequest, LinkSettings, WorkerLink
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkSettings, WorkerLink
 from raykv.errors import SettingError
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
@@ -193,6 +194,12 @@ class StagedLink(FrontLink[WorkerLink]):
             job.next_chunk = job.num_chunks
         self._link.wait([n for n, part in self._parts.items() if part.job_id in loads])
         self._pump()
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
+        """See `WorkerLink.wait_layers`. Here all layers come together."""
+        while any(job_id in self._jobs for job_id in job_ids):
+            self._link.wait([n for n, part in self._parts.items() if part.job_id in job_ids])
+            self._pump()
 
     def _pump(self) -> None:
         """Take in parts that have ended, and submit what has room now."""

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.actors import wire
-from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
 from raykv.actors.node_service import NodeService, ServiceSettings
 from raykv.core.geometry import PoolGeometry
 from raykv.core.sanity import believable

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.link import JobRequest, LinkSettings, LinkTarget
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkSettings, LinkTarget
 from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
 from raykv.core.geometry import PoolGeometry
 from raykv.errors import SettingError

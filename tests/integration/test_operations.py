@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from raykv.actors import bequest
 from raykv.actors import cluster as clusters
-from raykv.actors.link import JobRequest, LinkSettings, LinkTarget, WorkerLink
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
 from raykv.actors.local_nodes import LocalNode, add_local_node
 from raykv.actors.session import RayCalls, Session, SessionSettings
 from raykv.cli import app

@@ -10,7 +10,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from raykv.actors.link import JobRequest
+from raykv.actors.job_request import JobRequest
 from raykv.copy.plan import Planner
 from raykv.messages import Handles, KVLayout, TensorLayout
 from raykv.types import Direction

@@ -1,0 +1,42 @@
+"""A copy job as an engine's thread hands it over to the line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raykv.messages import CopyJob, Handles
+from raykv.state_types import Capture
+from raykv.types import Direction
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A copy job before it has an epoch: what the engine's thread hands over."""
+
+    job_id: int
+    direction: Direction
+    node_epoch: int
+    handles: Handles
+    groups: list[int]
+    num_blocks: list[int]
+    first_block: list[int]
+    block_ids: list[int]
+    by_layer: bool = False
+    capture: Capture | None = None
+    lock_fd: int = -1
+    """Of the file that a capture becomes; whoever asks for it closes it when the job has ended."""
+
+    def message(self) -> CopyJob:
+        """As it goes to the NodeActor."""
+        return CopyJob(
+            self.job_id,
+            int(self.direction),
+            self.node_epoch,
+            self.handles,
+            self.groups,
+            self.num_blocks,
+            self.first_block,
+            self.block_ids,
+            self.capture,
+            self.by_layer,
+        )

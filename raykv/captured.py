@@ -1,0 +1,258 @@
+"""Hidden states of a request, once they have been captured: in memory, and as a safetensors file.
+
+Beside a file lies its lock, `<path>.lock`, from before the path is told to anybody:
+
+    promise ──► held by whoever will write the file ──► let go
+                  │ reader: sleeps                        └─► reader: what the lock's text says
+                  └ the writer's process dies: the kernel lets go, the text says nothing
+
+A file gets its name when all of it is written, so what has that name is whole. The lock is a
+`flock`, which vLLM's own loader of hidden states waits for too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.deadlines import STATES_LOAD_S
+from raykv.errors import HiddenStatesError
+
+LOCK_SUFFIX = ".lock"
+PART_SUFFIX = ".part"
+
+_HEAD = b"RayKV hidden states\n"
+_WHOLE = b"whole\n"
+_MOST_TEXT = 4096
+
+Raw = npt.NDArray[Any]
+
+
+class HiddenStates:
+    """The hidden states of one request; what `raykv.hidden_states` gives.
+
+    Handed over by Ray without a copy on the node where they are: then the memory can't be written
+    to, and `states["hidden_states"].clone()` is what to train on.
+
+    Args:
+        request_id: as the engine names the request.
+        raw: their bytes, as whole numbers of the width of `dtype`, shape [num_tokens,
+            num_hidden_states, hidden_size].
+        dtype: float32, float16 or bfloat16.
+        token_ids: of the tokens, shape [num_tokens], int64.
+    """
+
+    def __init__(self, request_id: str, raw: Raw, dtype: str, token_ids: Raw) -> None:
+        self.request_id = request_id
+        self.dtype = dtype
+        self._raw = raw
+        self._token_ids = token_ids
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[num_tokens, num_hidden_states, hidden_size]."""
+        return self._raw.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the states."""
+        return int(self._raw.nbytes)
+
+    def __getitem__(self, name: str) -> Any:
+        """The torch tensor `hidden_states` or `token_ids`, as in a file's dictionary.
+
+        Raises:
+            KeyError: there is no other.
+        """
+        import torch
+
+        if name == "token_ids":
+            return torch.from_numpy(self._token_ids.copy())
+        if name != "hidden_states":
+            raise KeyError(name)
+        numbers = self._raw.reshape(-1).view(np.uint8)
+        with warnings.catch_warnings():
+            # Torch knows no memory that can't be written to, and says so each time.
+            warnings.filterwarnings("ignore", ".*not writable.*", UserWarning)
+            flat = torch.from_numpy(numbers)
+        return flat.view(getattr(torch, self.dtype)).reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return f"HiddenStates({self.request_id!r}, {self.dtype}, {list(self.shape)})"
+
+
+# Files
+
+
+def promise(path: str) -> int:
+    """Make the lock of a file that is to come, and its folder; returns the lock's descriptor.
+
+    Whoever holds the descriptor, or a copy of it, is the writer; `settle` and closing it let go.
+
+    Raises:
+        OSError: the folder can't be made or written to; or the file is being written, or read, now.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, _HEAD, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def settle(fd: int, reason: str = "") -> None:
+    """Say in a lock how it went: `reason` why there is no file, empty if there is one.
+
+    What was said first stays. Nothing is raised: without a word the reader hears that the writer
+    has died.
+    """
+    with contextlib.suppress(OSError):
+        if _said(os.pread(fd, _MOST_TEXT, 0)) is None:
+            text = _WHOLE if not reason else f"failed: {reason}\n".encode()[: _MOST_TEXT // 2]
+            os.pwrite(fd, text, len(_HEAD))
+
+
+def write_states(path: str, states: HiddenStates) -> None:
+    """Write the file; it has its name when it is whole.
+
+    Raises:
+        OSError: it can't be written; then nothing of it is left.
+    """
+    from safetensors.torch import save_file
+
+    part = Path(f"{path}{PART_SUFFIX}")
+    tensors = {name: states[name] for name in ("hidden_states", "token_ids")}
+    try:
+        save_file(tensors, part, {"request_id": states.request_id})
+        part.rename(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        if isinstance(error, OSError) or not isinstance(error, Exception):
+            raise
+        # The library has an error of its own for what the file system says.
+        raise OSError(str(error)) from error
+
+
+def load_hidden_states(path: str, timeout_s: float = STATES_LOAD_S) -> dict[str, Any]:
+    """The tensors of a file; sleeps until it is written, however early it is asked for.
+
+    Args:
+        path: as the request's answer has it, `kv_transfer_params["hidden_states_path"]`.
+        timeout_s: longest wait.
+
+    Returns:
+        `hidden_states`, [num_tokens, num_hidden_states, hidden_size], and `token_ids`,
+        [num_tokens], in memory of the CPU.
+
+    Raises:
+        HiddenStatesError: there will be no such file, and why; or it took too long.
+    """
+    from safetensors.torch import load_file
+
+    outcome = _await_writer(path, timeout_s)
+    if outcome.is_failed:
+        raise HiddenStatesError(f"no hidden states at {path}: {outcome.reason}")
+    try:
+        tensors: dict[str, Any] = load_file(path, device="cpu")
+    except FileNotFoundError:
+        raise HiddenStatesError(f"no hidden states at {path}: {outcome.reason}") from None
+    except Exception as error:
+        # Such as a file that was cut short by somebody else.
+        raise HiddenStatesError(f"the hidden states at {path} can't be read: {error}") from error
+    return tensors
+
+
+def cleanup_hidden_states(path: str, keep_hidden_states: bool = False) -> None:  # noqa: FBT002 - as vLLM has it
+    """Delete a file and its lock; what is not there is no error.
+
+    Args:
+        path: of the file.
+        keep_hidden_states: delete only the lock: the file is yours then, and never expires.
+    """
+    Path(path + LOCK_SUFFIX).unlink(missing_ok=True)
+    if not keep_hidden_states:
+        Path(path).unlink(missing_ok=True)
+
+
+def is_expired(lock: Path, now: float, ttl_s: float) -> bool:
+    """Whether a lock is one of ours, that old, and nobody writes or reads its file any more.
+
+    Args:
+        lock: a path that ends in `LOCK_SUFFIX`.
+        now: seconds since 1970, as files have it.
+        ttl_s: how long files are kept.
+    """
+    try:
+        with lock.open("rb") as file:
+            if now - os.fstat(file.fileno()).st_mtime < ttl_s or file.read(len(_HEAD)) != _HEAD:
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:
+        return False
+
+
+def _said(text: bytes) -> str | None:
+    """What the writer has said: empty if the file is whole, None if it has said nothing."""
+    rest = text.removeprefix(_HEAD)
+    if not rest.endswith(b"\n") or rest == text:
+        return None
+    said = rest.decode(errors="replace").strip()
+    return "" if rest == _WHOLE else said.removeprefix("failed: ")
+
+
+class _Outcome(NamedTuple):
+    """What the writer has said, or why the file might not be there."""
+
+    is_failed: bool
+    reason: str
+
+
+def _await_writer(path: str, timeout_s: float) -> _Outcome:
+    """Sleep until nobody writes the file.
+
+    Raises:
+        HiddenStatesError: it took too long.
+    """
+    try:
+        lock = Path(path + LOCK_SUFFIX).open("rb")  # noqa: SIM115 - the thread below closes it
+    except FileNotFoundError:
+        gone = "nobody has promised any, or they have expired or been cleaned up"
+        return _Outcome(is_failed=False, reason=gone)
+    except OSError as error:
+        raise HiddenStatesError(f"the hidden states at {path} can't be waited for: {error}") from (
+            error
+        )
+    texts: list[bytes] = []
+
+    def wait() -> None:
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            texts.append(os.pread(lock.fileno(), _MOST_TEXT, 0))
+
+    # There is no way to wait for a lock for some time only, without looking again and again.
+    thread = threading.Thread(target=wait, name="raykv-states", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise HiddenStatesError(
+            f"the hidden states at {path} are still not written after {timeout_s:g} s"
+        )
+    said = _said(texts[0]) if texts else None
+    if said is None:
+        died = "their writer has died, or was ended, before it had written them"
+        return _Outcome(is_failed=False, reason=died)
+    return _Outcome(is_failed=bool(said), reason=said or "they have expired or been cleaned up")

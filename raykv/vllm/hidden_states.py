@@ -1,0 +1,475 @@
+"""RayKVHiddenStatesConnector: RayKVConnector that also captures hidden states.
+
+vLLM's method `extract_hidden_states` writes them into a KV group of their own, so that RayKV stores
+and loads them like KV: what a prefix hit or a load from the cache brings has its states too. When a
+request has ended, its blocks stay until the NodeActor has copied the states out of them.
+
+    EngineCore                              worker of rank 0                 NodeActor
+    request is scheduled: a path ────────►  lock of the file
+    request has ended: blocks, tokens ───►  one capture, with the lock ───►  copies, keeps, writes
+    the blocks are free  ◄──────────────── "sent" ◄────────────────────────  copied, or refused
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from raykv.actors.job_request import JobRequest
+from raykv.captured import promise, settle
+from raykv.config import Settings
+from raykv.errors import SettingError
+from raykv.messages import Handles, JobResult, KVLayout
+from raykv.state_types import Capture
+from raykv.types import Direction, Refusal
+from raykv.vllm.connector import RayKVConnector, logged_refusals
+from raykv.vllm.guard import guarded, nothing, report
+from raykv.vllm.worker import RayKVConnectorMetadata, RayOffloadingWorker
+
+logger = logging.getLogger("raykv")
+
+METHOD = "extract_hidden_states"
+
+LAYERS = "cache_only_layers"
+"""In the name of the layer that keeps the states, in vLLM's `ExtractHiddenStatesModel`."""
+
+NOWHERE = "off"
+"""In place of a folder: no files."""
+
+SUFFIX = ".safetensors"
+
+FIRST_JOB = 1 << 48
+"""Numbers of captures: above those of vLLM's own jobs, which it counts from 0."""
+
+MAX_FILE_NAME = 200
+
+
+@dataclass(frozen=True)
+class StatesOrder:
+    """What is to be captured of a request that has ended; `token_ids` as in `Capture`."""
+
+    request_id: str
+    path: str
+    token_ids: bytes
+    block_ids: list[int]
+
+
+@dataclass
+class HiddenStatesMetadata(RayKVConnectorMetadata):
+    """RayKV's metadata, with the paths of requests that have begun and what is to be captured."""
+
+    promised: dict[str, str] = field(default_factory=dict)
+    orders: list[StatesOrder] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StatesForm:
+    """Where states are in the KV cache; see `Capture`."""
+
+    group_id: int
+    layer: int
+    num_states: int
+    hidden_size: int
+    dtype: str
+    block_tokens: int
+    strides: list[int]
+
+
+@dataclass(frozen=True)
+class StatesLayer:
+    """The layer of vLLM's that keeps the hidden states; `index` is its place in its KV group."""
+
+    group_id: int
+    index: int
+    name: str
+    spec: Any
+
+
+def states_layer(kv_cache_config: Any) -> StatesLayer:
+    """Find that layer, in a KV group of its own or among layers of the same kind.
+
+    Raises:
+        SettingError: there is not exactly one.
+    """
+    found = []
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        for index, name in enumerate(group.layer_names):
+            if LAYERS in name.split("."):
+                # The scheduler's side knows one specification for a whole group.
+                specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+                spec = specs.get(name, group.kv_cache_spec)
+                found.append(StatesLayer(group_id, index, name, spec))
+    if len(found) != 1:
+        raise SettingError(
+            f"RayKVHiddenStatesConnector needs one layer with the hidden states, and this model's "
+            f"KV cache has {len(found)}: vLLM does not keep them apart for models like this one"
+        )
+    return found[0]
+
+
+def refuse_other_methods(speculative_config: Any) -> None:
+    """States exist only where vLLM extracts them.
+
+    Raises:
+        SettingError: it does not.
+    """
+    method = getattr(speculative_config, "method", None)
+    if method != METHOD:
+        raise SettingError(
+            f"RayKVHiddenStatesConnector needs speculative_config with method {METHOD!r}, the "
+            f"number of speculative tokens 1, and the layers in draft_model_config; it has "
+            f"{method!r}. Without hidden states take RayKVConnector"
+        )
+
+
+def states_folder(settings: Settings) -> str:
+    """Where files go; empty: nowhere."""
+    if settings.hidden_states_path == NOWHERE:
+        return ""
+    return settings.hidden_states_path or str(Path(tempfile.gettempdir()) / "raykv_hidden_states")
+
+
+def file_name(request_id: str) -> str:
+    """Of a request's file: a name in its folder, whatever a client has called its request."""
+    plain = quote(request_id, safe="")
+    if len(plain) > MAX_FILE_NAME:
+        digest = hashlib.sha256(request_id.encode()).hexdigest()[:16]
+        plain = f"{plain[: MAX_FILE_NAME - 17]}-{digest}"
+    return plain.replace(".", "%2E") + SUFFIX
+
+
+class StatesPlanner:
+    """The scheduler's side: paths, and what is to be captured. Does no I/O."""
+
+    def __init__(self, folder: str, *, takes_client_paths: bool) -> None:
+        self._folder = folder
+        self._takes_client_paths = takes_client_paths
+        self._has_warned = False
+        # Of requests that were scheduled and have not ended.
+        self._paths: dict[str, str] = {}
+        self._orders: list[StatesOrder] = []
+
+    def began(self, new_requests: Iterable[Any]) -> dict[str, str]:
+        """Paths of requests that are scheduled for the first time; empty for no file."""
+        promised = {}
+        for request in new_requests:
+            extra = getattr(request.sampling_params, "extra_args", None) or {}
+            path = self._path(request.req_id, extra.get("kv_transfer_params"))
+            self._paths[request.req_id] = path
+            if path:
+                promised[request.req_id] = path
+        return promised
+
+    def _path(self, request_id: str, params: Any) -> str:
+        wish = params.get("hidden_states_path") if isinstance(params, dict) else None
+        if isinstance(wish, str) and wish:
+            if self._takes_client_paths:
+                return wish
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "a client names the path of its hidden states, which is ignored: "
+                    "hidden_states_client_paths is off (said once)"
+                )
+        return str(Path(self._folder) / file_name(request_id)) if self._folder else ""
+
+    def ended(self, request: Any, block_ids: list[int], block_tokens: int) -> str | None:
+        """Note what is to be captured of a request; returns its path, None for nothing.
+
+        Nothing: it was never scheduled, or taken back before its prompt was computed.
+        """
+        path = self._paths.pop(request.request_id, None)
+        if path is None:
+            return None
+        tokens = _wanted_tokens(request)
+        num_whole = min(len(tokens), request.num_computed_tokens, len(block_ids) * block_tokens)
+        if not tokens or num_whole < len(request.prompt_token_ids):
+            return None
+        token_ids = np.array(tokens[:num_whole], "<i8").tobytes()
+        num_blocks = -(-num_whole // block_tokens)
+        order = StatesOrder(request.request_id, path, token_ids, list(block_ids[:num_blocks]))
+        self._orders.append(order)
+        return path
+
+    def take_orders(self) -> list[StatesOrder]:
+        """What has been noted since the last call."""
+        orders, self._orders = self._orders, []
+        return orders
+
+
+def _wanted_tokens(request: Any) -> list[int]:
+    """The prompt's; with `include_output_tokens` those of the answer too, but for the last one,
+    which no step has had as its input.
+    """
+    params = request.kv_transfer_params
+    if request.prompt_token_ids is None:
+        return []
+    if isinstance(params, dict) and params.get("include_output_tokens") is True:
+        return list(request.all_token_ids)[:-1]
+    return list(request.prompt_token_ids)
+
+
+class StatesWorker:
+    """A worker's side. All methods run on its main thread."""
+
+    def __init__(self, settings: Settings, *, is_writer: bool) -> None:
+        self._settings = settings
+        self._is_writer = is_writer
+        self._form: StatesForm | None = None
+        self._numbers = count(FIRST_JOB)
+        # Descriptors of the locks of files that are to come.
+        self._locks: dict[str, int] = {}
+        # Requests whose capture is under way, by its job's number.
+        self._jobs: dict[int, str] = {}
+        self._sent: set[str] = set()
+
+    def take_form(self, form: StatesForm) -> None:
+        """Where states are; before anything else."""
+        self._form = form
+
+    def promise(self, paths: dict[str, str]) -> None:
+        """Make the locks of files, before anybody hears of their paths."""
+        if not self._is_writer:
+            return
+        for request_id, path in paths.items():
+            if request_id in self._locks:
+                continue
+            try:
+                self._locks[request_id] = promise(path)
+            except OSError as error:
+                logger.warning("hidden states can't be written to %s: %s", path, error)
+
+    def submit(self, worker: RayOffloadingWorker | None, order: StatesOrder) -> None:
+        """Have a request's states copied; whatever goes wrong, it counts as sent."""
+        if not self._is_writer:
+            self._sent.add(order.request_id)
+            return
+        try:
+            assert worker is not None, "there is no KV cache yet"
+            assert self._form is not None, "there is no KV cache yet"
+            job = self._job(worker, self._form, order)
+            worker.submit_capture(job)
+            self._jobs[job.job_id] = order.request_id
+        except Exception as error:
+            report("RayKVHiddenStatesConnector.submit")
+            self._end(order.request_id, f"they could not be asked for: {error}")
+
+    def _job(self, worker: RayOffloadingWorker, form: StatesForm, order: StatesOrder) -> JobRequest:
+        lock_fd = self._locks.get(order.request_id, -1)
+        capture = Capture(
+            request_id=order.request_id,
+            token_ids=order.token_ids,
+            num_states=form.num_states,
+            hidden_size=form.hidden_size,
+            dtype=form.dtype,
+            block_tokens=form.block_tokens,
+            strides=form.strides,
+            most_bytes=self._settings.hidden_states_bytes,
+            ttl_s=self._settings.hidden_states_ttl_s,
+            layer=form.layer,
+            # Without a lock nobody could wait for the file.
+            path=order.path if lock_fd >= 0 else "",
+            has_lock=lock_fd >= 0,
+        )
+        return JobRequest(
+            job_id=next(self._numbers),
+            direction=Direction.STORE,
+            node_epoch=worker.node_epoch,
+            handles=Handles([b"states"], [0], [0]),
+            groups=[form.group_id],
+            num_blocks=[len(order.block_ids)],
+            first_block=[0],
+            block_ids=order.block_ids,
+            capture=capture,
+            lock_fd=lock_fd,
+        )
+
+    def take_results(self, results: Iterable[JobResult]) -> None:
+        """Captures that have ended."""
+        for result in results:
+            request_id = self._jobs.pop(result.job_id, None)
+            if request_id is not None:
+                refusals = [Refusal(each).name for each in result.refusals]
+                said = ", ".join(refusals).lower()
+                self._end(request_id, f"the NodeActor has not copied them ({said})" * bool(said))
+
+    def _end(self, request_id: str, reason: str) -> None:
+        self._sent.add(request_id)
+        lock_fd = self._locks.pop(request_id, -1)
+        if lock_fd < 0:
+            return
+        if reason:
+            # The NodeActor has said it better, if it has said anything.
+            settle(lock_fd, reason)
+        os.close(lock_fd)
+
+    def finish(self, finished: Iterable[str]) -> set[str]:
+        """Requests whose blocks are free now; `finished` have ended, captured or not."""
+        under_way = set(self._jobs.values())
+        for request_id in finished:
+            if request_id in self._locks and request_id not in under_way:
+                self._end(request_id, "the request was taken back before its prompt was computed")
+                self._sent.discard(request_id)
+        sent, self._sent = self._sent, set()
+        return sent
+
+    def close(self) -> None:
+        """The engine ends."""
+        for request_id in list(self._locks):
+            self._end(request_id, "the engine has ended")
+
+
+class RayKVHiddenStatesConnector(RayKVConnector):
+    """See the module's docstring; settings begin with `hidden_states_`."""
+
+    def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        refuse_other_methods(vllm_config.speculative_config)
+        self._layer = states_layer(kv_cache_config)
+        self._layers_of_group = len(
+            kv_cache_config.kv_cache_groups[self._layer.group_id].layer_names
+        )
+        self._num_blocks = kv_cache_config.num_blocks
+        super()._start(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            assert self._runtime is not None
+            settings = self._runtime.settings
+            self._planner = StatesPlanner(
+                states_folder(settings), takes_client_paths=settings.hidden_states_client_paths
+            )
+            return
+        spec: Any = self._worker.spec
+        self._states = StatesWorker(spec.settings, is_writer=spec.config.parallel.rank == 0)
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """See `RayKVConnector.register_kv_caches`."""
+        super().register_kv_caches(kv_caches)
+        with logged_refusals():
+            worker = self._worker.worker
+            assert isinstance(worker, RayOffloadingWorker), worker
+            form = self._form_of(kv_caches[self._layer.name], worker.layout)
+            self._states.take_form(form)
+
+    def _form_of(self, cache: Any, layout: KVLayout) -> StatesForm:
+        """Where states are in their layer's cache, [blocks, states, tokens of a block, numbers].
+
+        Raises:
+            SettingError: not where RayKV could find them.
+        """
+        spec = self._layer.spec
+        index = layout.group_ids.index(self._layer.group_id)
+        tensors = [layout.tensors[i] for i in layout.groups[index]]
+        is_plain = (
+            tuple(cache.shape)[::2] == (self._num_blocks, spec.block_size)
+            # Where the layers of a block lie side by side, what is handed over is all of them.
+            and len(tensors) == self._layers_of_group
+            and tensors[self._layer.index].page_bytes
+            in (spec.page_size_bytes, spec.unpadded_page_size_bytes)
+        )
+        if not is_plain:
+            raise SettingError(
+                f"hidden states of shape {list(cache.shape)} lie together with other layers, where "
+                "RayKV can't capture them: choose another VLLM_KV_CACHE_LAYOUT"
+            )
+        return StatesForm(
+            group_id=self._layer.group_id,
+            layer=self._layer.index,
+            num_states=int(cache.shape[1]),
+            hidden_size=int(cache.shape[3]),
+            dtype=str(cache.dtype).removeprefix("torch."),
+            block_tokens=int(cache.shape[2]),
+            strides=[int(cache.stride(axis)) for axis in (2, 1, 3)],
+        )
+
+    @guarded(nothing)
+    def wait_for_save(self) -> None:
+        """See `RayKVConnector.wait_for_save`; the locks of files are made here."""
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, HiddenStatesMetadata):
+            self._states.promise(metadata.promised)
+        super().wait_for_save()
+
+    @guarded(lambda *_: (set(), set()))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See `RayKVConnector.get_finished`; "sent" are requests whose states are copied."""
+        worker = self._worker.worker
+        ours = worker if isinstance(worker, RayOffloadingWorker) else None
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, HiddenStatesMetadata):
+            for order in metadata.orders:
+                self._states.submit(ours, order)
+            metadata.orders.clear()
+        sent, received = super().get_finished(finished_req_ids)
+        if ours is not None:
+            self._states.take_results(ours.take_captured())
+        return sent | self._states.finish(finished_req_ids), received
+
+    # Scheduler side
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """See `RayKVConnector.build_connector_meta`."""
+        base = super().build_connector_meta(scheduler_output)
+        assert isinstance(base, RayKVConnectorMetadata), base
+        return HiddenStatesMetadata(
+            **vars(base),
+            promised=self._planner.began(scheduler_output.scheduled_new_reqs),
+            orders=self._planner.take_orders(),
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `RayKVConnector.request_finished`."""
+        return self._with_states(super().request_finished(request, block_ids), request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `RayKVConnector.request_finished_all_groups`."""
+        answer = super().request_finished_all_groups(request, block_ids)
+        group_id = self._layer.group_id
+        own = block_ids[group_id] if len(block_ids) > group_id else []
+        return self._with_states(answer, request, own)
+
+    def _with_states(
+        self, answer: tuple[bool, dict[str, Any] | None], request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """An answer to vLLM that keeps the blocks, and names the file."""
+        is_busy, params = answer
+        told = self._told(request, block_ids)
+        return (is_busy, params) if told is None else (True, {**(params or {}), **told})
+
+    @guarded(nothing)
+    def _told(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
+        path = self._planner.ended(request, block_ids, self._layer.spec.block_size)
+        if path is None:
+            return None
+        node = None if self._runtime is None else self._runtime.node
+        told: dict[str, Any] = {"hidden_states_request": request.request_id}
+        if path:
+            told["hidden_states_path"] = path
+        if node is not None:
+            told["hidden_states_node"] = node.node_id
+        return told
+
+    def shutdown(self) -> None:
+        """See `RayKVConnector.shutdown`."""
+        super().shutdown()
+        states = getattr(self, "_states", None)
+        if states is not None:
+            states.close()

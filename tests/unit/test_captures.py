@@ -1,0 +1,164 @@
+"""Which hidden states stay in a node's memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.core.captures import CaptureIndex, CaptureState, objection
+from raykv.state_types import Capture
+
+TTL_S = 10.0
+
+
+def kept(index: CaptureIndex, name: str, num_bytes: int, most: int, now: float = 0.0) -> None:
+    assert index.admit(name, num_bytes, most, TTL_S, now).is_admitted
+    index.copied(name)
+    index.written(name, now)
+
+
+def capture(**changes: object) -> Capture:
+    values: dict[str, object] = {
+        "request_id": "a",
+        "token_ids": np.arange(5, dtype="<i8").tobytes(),
+        "num_states": 2,
+        "hidden_size": 8,
+        "dtype": "float32",
+        "block_tokens": 4,
+        "strides": [16, 8, 1],
+        "most_bytes": 1000,
+        "ttl_s": TTL_S,
+        **changes,
+    }
+    return Capture(**values)  # type: ignore[arg-type]
+
+
+def test_oldest_make_room_for_new_ones_in_the_order_of_their_coming() -> None:
+    index = CaptureIndex()
+    for name in "abc":
+        kept(index, name, 30, 100)
+    admission = index.admit("d", 50, 100, TTL_S, 1.0)
+    assert (admission.is_admitted, admission.forgotten) == (True, ("a", "b"))
+    assert "a" not in index
+    assert index.num_bytes == 80
+
+
+def test_nothing_changes_while_all_is_still_being_written() -> None:
+    index = CaptureIndex()
+    assert index.admit("a", 60, 100, TTL_S, 0.0).is_admitted
+    index.copied("a")
+    kept(index, "b", 10, 100)
+    refused = index.admit("c", 90, 100, TTL_S, 1.0)
+    assert (refused.is_admitted, refused.forgotten) == (False, ())
+    assert "b" in index
+    assert index.num_bytes == 70
+    index.written("a", 2.0)
+    assert index.admit("c", 90, 100, TTL_S, 3.0).forgotten == ("a",)
+
+
+def test_request_that_is_larger_than_all_room_is_admitted_alone() -> None:
+    index = CaptureIndex()
+    kept(index, "a", 10, 100)
+    assert index.admit("b", 500, 100, TTL_S, 0.0).forgotten == ("a",)
+    assert not index.admit("c", 1, 100, TTL_S, 0.0).is_admitted
+
+
+def test_states_are_forgotten_when_their_time_is_over_but_never_while_they_are_written() -> None:
+    index = CaptureIndex()
+    kept(index, "a", 10, 100, now=0.0)
+    kept(index, "b", 10, 100, now=5.0)
+    assert index.admit("c", 10, 100, TTL_S, 0.0).is_admitted
+    assert index.expire(TTL_S) == ["a"]
+    assert index.expire(5.0 + TTL_S) == ["b"]
+    assert index.expire(1e6) == []
+    index.fail("c", "the disk is full", 1e6)
+    assert index.num_bytes == 0
+    assert index["c"].reason == "the disk is full"
+    assert index.expire(1e6 + TTL_S) == ["c"]
+
+
+def test_failed_request_is_known_by_its_reason_and_takes_no_memory() -> None:
+    index = CaptureIndex()
+    kept(index, "a", 100, 100)
+    assert index.refuse("b", TTL_S, "no room", 0.0)
+    assert index["b"].state is CaptureState.FAILED
+    assert index.num_bytes == 100
+    assert not index.refuse("a", TTL_S, "again", 0.0)
+    assert index["a"].state is CaptureState.KEPT
+
+
+def test_request_is_found_by_the_name_that_vllm_has_appended_to() -> None:
+    index = CaptureIndex()
+    for name in ("cmpl-1-0-aa", "cmpl-1-1-bb", "cmpl-10-0-cc"):
+        kept(index, name, 1, 100)
+    assert index.find("cmpl-1-0-aa") == ["cmpl-1-0-aa"]
+    assert index.find("cmpl-1-1") == ["cmpl-1-1-bb"]
+    assert index.find("cmpl-1") == ["cmpl-1-0-aa", "cmpl-1-1-bb"]
+    assert index.find("cmpl") == ["cmpl-1-0-aa", "cmpl-1-1-bb", "cmpl-10-0-cc"]
+    assert index.find("cmpl-2") == []
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["admit", "copied", "written", "fail", "expire"]),
+            st.integers(0, 7),
+            st.integers(0, 60),
+        ),
+        max_size=60,
+    )
+)
+def test_bytes_are_those_of_what_is_known_and_never_too_many(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    index, most = CaptureIndex(), 100
+    sizes: dict[str, int] = {}
+    for now, (step, number, size) in enumerate(steps):
+        name = str(number)
+        state = index[name].state if name in index else None
+        if step == "admit" and state is None:
+            admission = index.admit(name, size, most, TTL_S, now)
+            for other in admission.forgotten:
+                sizes.pop(other)
+            if admission.is_admitted:
+                sizes[name] = size
+        elif step == "copied" and state is CaptureState.COPYING:
+            index.copied(name)
+        elif step == "written" and state is CaptureState.WRITING:
+            index.written(name, now)
+        elif step == "fail" and state in (CaptureState.COPYING, CaptureState.WRITING):
+            index.fail(name, "why", now)
+            sizes[name] = 0
+        elif step == "expire":
+            for other in index.expire(now):
+                sizes.pop(other)
+        assert index.num_bytes == sum(sizes.values()) <= most
+        assert len(index) == len(sizes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float8_e4m3fn"},
+        {"strides": [16, 8]},
+        {"strides": [16, 8, 0]},
+        {"strides": [17, 8, 1]},
+        {"num_states": 3},
+        {"hidden_size": 0},
+        {"block_tokens": 5},
+        {"token_ids": b""},
+        {"token_ids": bytes(9 * 8)},
+        {"token_ids": bytes(5)},
+        {"request_id": ""},
+        {"path": "x" * 5000},
+        {"ttl_s": float("nan")},
+        {"ttl_s": 0.0},
+        {"most_bytes": -1},
+    ],
+)
+def test_capture_that_cannot_be_meant_is_objected_to(changes: dict[str, object]) -> None:
+    page_bytes = 4 * 2 * 8 * 4
+    assert objection(capture(), 2, page_bytes) == ""
+    assert objection(capture(**changes), 2, page_bytes)
