@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -73,6 +73,20 @@ def logged_refusals() -> Iterator[None]:
     except RayKVError as error:
         logger.critical("RayKV stops the start of the engine: %s", error)
         raise
+
+
+class FreshBlock(NamedTuple):
+    """One of vLLM's blocks that holds nothing yet; what vLLM's offloading scheduler reads of it."""
+
+    block_id: int
+    is_null: bool
+    block_hash: None = None
+
+
+class FreshBlocks(NamedTuple):
+    """A request's blocks by KV group, as in vLLM's `KVCacheBlocks`."""
+
+    blocks: tuple[list[Any], ...]
 
 
 class RayKVConnector(OffloadingConnector):
@@ -296,8 +310,10 @@ class RayKVConnector(OffloadingConnector):
             most = getattr(status, "max_load_tokens", None)
             self._manager.misses.looks(request, num_computed_tokens, most)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        # With `layerwise_loads` vLLM goes on at once, and waits in `wait_for_layer_load`.
-        return found, is_async and not self._is_layerwise
+        if not (found and self._is_layerwise):
+            return found, is_async
+        # vLLM goes on at once and waits in `wait_for_layer_load`. Something is left to compute.
+        return min(found, request.num_tokens - 1 - num_computed_tokens), False
 
     @guarded(lambda *_: {})
     def get_external_cache_hit_sources(
@@ -319,15 +335,36 @@ class RayKVConnector(OffloadingConnector):
         if misses is not None:
             misses.admitted(request, num_external_tokens)
         try:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
+            is_now = num_external_tokens and self._is_layerwise
+            seen = self._yet_to_load(request, blocks) if is_now else blocks
+            super().update_state_after_alloc(request, seen, num_external_tokens)
         except Exception:
             report("RayKVConnector.update_state_after_alloc")
             if num_external_tokens and self._is_layerwise:
-                self._stranded_blocks += [b for group in blocks.get_block_ids() for b in group]
+                self._stranded_blocks += [b.block_id for each in blocks.blocks for b in each]
             elif num_external_tokens:
                 self._stranded.append(request.request_id)
                 if misses is not None:
                     misses.failed(request.request_id, MissReason.OTHER)
+
+    def _yet_to_load(self, request: Any, blocks: Any) -> FreshBlocks:
+        """Blocks as they look where vLLM waits for a load.
+
+        A request that goes on at once has its blocks in vLLM's prefix cache already, and vLLM's
+        offloading scheduler would take them for loaded.
+        """
+        num_tokens = self.scheduler._req_status[request.request_id].num_locally_computed_tokens
+        groups = self.scheduler.config.kv_group_configs
+        firsts = [-(-num_tokens // group.tokens_per_block) for group in groups]
+        return FreshBlocks(
+            tuple(
+                [
+                    FreshBlock(block.block_id, block.is_null) if index >= first else block
+                    for index, block in enumerate(each)
+                ]
+                for each, first in zip(blocks.blocks, firsts, strict=True)
+            )
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `KVConnectorBase_V1.build_connector_meta`."""
