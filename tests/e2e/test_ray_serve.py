@@ -373,3 +373,42 @@ def test_nothing_is_lost_when_a_replica_is_taken_away(served: Served) -> None:
     answers = [served.complete("general", text) for text in texts]
     assert [answer.choices[0].text for answer in answers] == expected
     assert min(map(cached, answers)) >= CACHED
+
+
+@pytest.mark.timeout(400)
+def test_load_brings_a_replica_that_starts_warm(served: Served) -> None:
+    """One replica is left; see the test before."""
+    text = f"Autoscaling. {TEXT}"[: len(TEXT)]
+    expected = stored(served, "general", text).choices[0].text
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 1,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 600,
+        "look_back_period_s": 2,
+        "metrics_interval_s": 0.5,
+    }
+    served.application["deployments"] = [{"name": "general", "autoscaling_config": scaling}]
+    served.deploy()
+    wait_until(is_up, START_DEADLINE_S, "the application is up")
+    before = engines("general")
+    assert len(before) == 1
+    known = set(served.counters("vllm:prompt_tokens_total"))
+    load = Load()
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(load.ask, served, text, expected) for _ in range(4)]
+
+        def is_shared() -> bool:
+            there = served.counters("vllm:prompt_tokens_total")
+            return any(there[replica] > 0 for replica in set(there) - known)
+
+        wait_until(is_shared, START_DEADLINE_S, "another replica answers requests")
+        load.done.set()
+        for each in asked:
+            each.result(60)
+    assert not load.failed
+    assert not load.broken_at
+    assert before[0] in engines("general"), "who was there stays"
+    (new,) = set(served.counters("vllm:prompt_tokens_total")) - known
+    assert served.counters("vllm:external_prefix_cache_hits_total")[new] >= CACHED
