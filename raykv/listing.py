@@ -118,12 +118,13 @@ class Reader:
 
 
 def _the_one(what: str, beginning: str, names: set[str]) -> str:
+    if not names:
+        raise ClusterError(f"the cache has no {what} yet: no engine has attached to it")
     found = sorted(name for name in names if name.startswith(beginning))
     if len(found) != 1:
         count = f"no {what}" if not found else f"{len(found)} {what}s"
         raise ClusterError(
-            f"{count} of the cache begins with {beginning!r}; there are "
-            f"{', '.join(sorted(names)) or 'none'}"
+            f"{count} of the cache begins with {beginning!r}; there are {', '.join(sorted(names))}"
         )
     return found[0]
 

@@ -16,6 +16,7 @@ from raykv.bench.engine import EngineProcess
 from raykv.bench.prompts import prompt
 from raykv.client import Cluster
 from raykv.errors import HiddenStatesError
+from tests.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
 from tests.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
@@ -24,9 +25,6 @@ BLOCK = 32
 LAYERS = [1, 2, 3]
 BATCH_TOKENS = 256
 """Of a step: longer prompts are computed in parts."""
-
-TOLERANCE = 2e-5
-"""Of the largest number: both compute in float32, and add up in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -74,30 +72,13 @@ def speculative() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_model: Path) -> Any:
-    """The model in transformers."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-
-
-def expected(reference: Any, tokens: list[int]) -> Any:
-    """[tokens, layers, numbers]: what goes into each of the layers."""
-    import torch
-
-    with torch.inference_mode():
-        outputs = reference(torch.tensor([tokens]), output_hidden_states=True)
-    return torch.stack([outputs.hidden_states[layer][0] for layer in LAYERS], dim=1)
-
-
-def assert_states(found: Any, reference: Any, tokens: list[int]) -> None:
-    wanted = expected(reference, tokens)
+def assert_states(found: Any, model: Path, tokens: list[int]) -> None:
+    wanted = hidden_states_by_transformers(model, tokens, LAYERS)
     assert found["token_ids"].tolist() == tokens
     states = found["hidden_states"]
     assert states.shape == wanted.shape
     worst = (states - wanted).abs().max() / wanted.abs().max()
-    assert float(worst) < TOLERANCE
+    assert float(worst) < STATES_TOLERANCE
 
 
 def generate(engine: EngineProcess, prompts: list[list[int]], **options: Any) -> list[Any]:
@@ -106,25 +87,25 @@ def generate(engine: EngineProcess, prompts: list[list[int]], **options: Any) ->
 
 
 def test_states_equal_those_of_transformers_in_the_file_and_by_reference(
-    engine: EngineProcess, reference: Any, folder: Path
+    engine: EngineProcess, tiny_model: Path, folder: Path
 ) -> None:
     tokens = prompt(1, 3 * BATCH_TOKENS + 17)
     (output,) = generate(engine, [tokens])
     told = output["transfer"]
     path = Path(told["hidden_states_path"])
     assert path.parent == folder
-    assert_states(raykv.load_hidden_states(str(path), 30.0), reference, tokens)
+    assert_states(raykv.load_hidden_states(str(path), 30.0), tiny_model, tokens)
     by_id = ray.get(raykv.hidden_states(output["id"]), timeout=30)
-    assert_states(by_id, reference, tokens)
+    assert_states(by_id, tiny_model, tokens)
     node_id, request_id = told["hidden_states_node"], told["hidden_states_request"]
     by_node = ray.get(raykv.hidden_states(request_id, node_id=node_id), timeout=30)
-    assert_states(by_node, reference, tokens)
+    assert_states(by_node, tiny_model, tokens)
     raykv.cleanup_hidden_states(str(path))
     assert [each.name for each in folder.iterdir()] == []
 
 
 def test_states_are_complete_after_prefix_hit_and_after_load_from_the_cache(
-    engine: EngineProcess, cluster: Cluster, reference: Any
+    engine: EngineProcess, cluster: Cluster, tiny_model: Path
 ) -> None:
     tokens = prompt(2, 2 * BATCH_TOKENS + 5)
     (computed,) = generate(engine, [tokens])
@@ -140,7 +121,7 @@ def test_states_are_complete_after_prefix_hit_and_after_load_from_the_cache(
     assert computed["tokens"] == own_hit["tokens"] == loaded["tokens"]
     for output in (computed, own_hit, loaded):
         found = raykv.load_hidden_states(output["transfer"]["hidden_states_path"], 30.0)
-        assert_states(found, reference, tokens)
+        assert_states(found, tiny_model, tokens)
 
 
 def test_chunks_of_an_answered_request_are_in_the_pool(
@@ -156,20 +137,20 @@ def test_chunks_of_an_answered_request_are_in_the_pool(
 
 
 def test_states_of_generated_tokens_come_where_they_are_asked_for(
-    engine: EngineProcess, reference: Any
+    engine: EngineProcess, tiny_model: Path
 ) -> None:
     tokens = prompt(3, 2 * BLOCK)
     asked = {"include_output_tokens": True}
     (output,) = generate(engine, [tokens], max_tokens=BLOCK + 3, params=asked)
     found = raykv.load_hidden_states(output["transfer"]["hidden_states_path"], 30.0)
-    assert_states(found, reference, tokens + output["tokens"][:-1])
+    assert_states(found, tiny_model, tokens + output["tokens"][:-1])
 
 
-def test_states_of_many_requests_are_not_mixed_up(engine: EngineProcess, reference: Any) -> None:
+def test_states_of_many_requests_are_not_mixed_up(engine: EngineProcess, tiny_model: Path) -> None:
     prompts = [prompt(100 + i, 40 + 61 * i) for i in range(12)]
     for tokens, output in zip(prompts, generate(engine, prompts), strict=True):
         found = raykv.load_hidden_states(output["transfer"]["hidden_states_path"], 30.0)
-        assert_states(found, reference, tokens)
+        assert_states(found, tiny_model, tokens)
 
 
 def test_path_that_a_client_names_is_ignored(
@@ -194,7 +175,7 @@ def test_request_nobody_knows_is_an_error_that_says_why(cluster: Cluster) -> Non
 
 
 def test_no_request_fails_without_the_node_actor_and_readers_are_told(
-    engine: EngineProcess, cluster: Cluster, reference: Any
+    engine: EngineProcess, cluster: Cluster, tiny_model: Path
 ) -> None:
     tokens = prompt(5, 3 * BLOCK)
     (before,) = generate(engine, [tokens])
@@ -212,7 +193,7 @@ def test_no_request_fails_without_the_node_actor_and_readers_are_told(
             found = raykv.load_hidden_states(path, 30.0)
         except HiddenStatesError:
             return False
-        assert_states(found, reference, tokens)
+        assert_states(found, tiny_model, tokens)
         return True
 
     wait_until(is_back, 60.0, "states are captured again")

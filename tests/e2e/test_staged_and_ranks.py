@@ -10,9 +10,11 @@ import pytest
 from raykv import inspect
 from raykv.bench.engine import EngineProcess
 from raykv.bench.prompts import prompt
+from raykv.captured import load_hidden_states
 from raykv.client import Cluster
 from tests.told import told_after
 from tests.truth_of_kv import assert_as_transformers_computes
+from tests.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
 from tests.waiting import wait_for_chunks
 
 pytestmark = pytest.mark.e2e
@@ -102,11 +104,15 @@ def check_comes_from(
     assert [output["tokens"] for output in outputs] == source.tokens(prompts, **arguments)
 
 
-def test_two_ranks_load_what_they_stored(
+def test_two_ranks_load_what_they_stored_layer_by_layer(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    settings = {"ray_address": cluster.address, "pool_bytes": "128MiB"}
+    settings = {
+        "ray_address": cluster.address,
+        "pool_bytes": "128MiB",
+        "layerwise_loads": True,
+    }
     engine = EngineProcess(
         tiny_model,
         tmp_path / "log",
@@ -122,5 +128,52 @@ def test_two_ranks_load_what_they_stored(
         names = known[known["prompt_tokens"] == 200].iloc[0]["chunks"][: 200 // BLOCK]
         # Each rank has one of the two KV heads.
         assert_as_transformers_computes(inspect.kv(cluster, names), tiny_model, prompt(80, 200))
+    finally:
+        engine.stop()
+
+
+@pytest.mark.extended
+def test_hidden_states_of_two_ranks_are_captured_once(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    cluster.down()
+    layers = [1, 3]
+    hidden = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}
+    settings = {
+        "ray_address": cluster.address,
+        "pool_bytes": "128MiB",
+        "hidden_states_path": str(tmp_path / "states"),
+        "layerwise_loads": True,
+    }
+    engine = EngineProcess(
+        tiny_model,
+        tmp_path / "log",
+        None,
+        multiprocess=True,
+        cores="0|1",
+        tensor_parallel_size=2,
+        connector={
+            "kv_connector": "RayKVHiddenStatesConnector",
+            "kv_connector_extra_config": settings,
+        },
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": hidden,
+        },
+    )
+    try:
+        prompts = [prompt(90 + i, 200 + BLOCK * i) for i in range(2)]
+        outputs = engine.call("generate", prompts=prompts)
+        states = [
+            load_hidden_states(output["transfer"]["hidden_states_path"], 30.0) for output in outputs
+        ]
+        for tokens, each in zip(prompts, states, strict=True):
+            wanted = hidden_states_by_transformers(tiny_model, tokens, layers)
+            assert each["token_ids"].tolist() == tokens
+            worst = (each["hidden_states"] - wanted).abs().max() / wanted.abs().max()
+            assert float(worst) < STATES_TOLERANCE
+        # All requests have ended for vLLM too: nothing waits for the other rank.
+        assert engine.tokens(prompts) == [output["tokens"] for output in outputs]
     finally:
         engine.stop()

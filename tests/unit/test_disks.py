@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raykv.core.disks import MAX_DEMOTED, Disks
+from raykv.core.disks import MAX_DEMOTED, MAX_SWEPT, Disks
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.table import Changes
 from raykv.disk_types import DiskChunks, DiskNews, DiskOrder, DiskStats, disk_of
@@ -144,6 +144,37 @@ def test_cleared_chunks_are_not_believed_again() -> None:
     order = disks.take(report(after=1, came=[(2, "a")]), {MODEL: Generation(5)})
     assert known(disks, "a") == [[]]
     assert len(order.demoted) == 0
+
+
+def test_disk_that_is_gone_leaves_no_trace_and_is_taken_away_bit_by_bit() -> None:
+    disks = Disks()
+    places = [(place, f"chunk {place}") for place in range(1, 2 * MAX_SWEPT + 2)]
+    disks.take(report(came=places), {})
+    disks.take(report(node="other", came=[(1, "chunk 1")]), {})
+    disks.lost(NodeId("node"))
+    assert known(disks, "chunk 1", "chunk 2") == [[("other", 1)], []]
+    # Back with a new listing, in which the same place has another chunk.
+    disks.take(report(listing=2, came=[(2, "chunk 3")]), {})
+    assert known(disks, "chunk 1", "chunk 2", "chunk 3") == [[("other", 1)], [], [("node", 2)]]
+    for _ in range(3):
+        disks.take(report(listing=2, after=2), {})
+        disks.check()
+    disks.lost(NodeId("node"))
+    disks.lost(NodeId("other"))
+    disks.take(report(node="third", stats=DiskStats(), listing=0), {})
+    assert not disks.holds_any(MODEL)
+
+
+def test_cleared_namespace_is_found_no_more_and_its_new_chunks_stay() -> None:
+    disks = Disks()
+    disks.take(report(came=[(1, "a"), (2, "b")]), {})
+    disks.clear(MODEL)
+    assert known(disks, "a", "b") == [[], []]
+    assert not disks.holds_any(MODEL)
+    disks.take(report(after=2, came=[(3, "a")], gone=[1], generation=9), {MODEL: Generation(5)})
+    assert known(disks, "a", "b") == [[("node", 3)], []]
+    disks.take(report(after=3, gone=[2, 3], generation=9), {})
+    assert known(disks, "a", "b") == [[], []]
 
 
 def test_lost_chunks_are_forgotten_at_that_generation_only() -> None:
