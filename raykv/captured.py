@@ -100,8 +100,8 @@ def promise(path: str) -> int:
     Raises:
         OSError: the folder can't be made or written to; or the file is being written, or read, now.
     """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
