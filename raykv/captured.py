@@ -106,6 +106,8 @@ def promise(path: str) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
         os.pwrite(fd, _HEAD, 0)
+        # Of an earlier request that had the same path.
+        Path(path).unlink(missing_ok=True)
     except BaseException:
         os.close(fd)
         raise
@@ -120,7 +122,8 @@ def settle(fd: int, reason: str = "") -> None:
     """
     with contextlib.suppress(OSError):
         if _said(os.pread(fd, _MOST_TEXT, 0)) is None:
-            text = _WHOLE if not reason else f"failed: {reason}\n".encode()[: _MOST_TEXT // 2]
+            line = " ".join(reason.split())[: _MOST_TEXT // 8]
+            text = f"failed: {line}\n".encode() if line else _WHOLE
             os.pwrite(fd, text, len(_HEAD))
 
 

@@ -134,12 +134,6 @@ class Settings:
     flush_deadline_s: float = _setting(
         5.0, seconds, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
     )
-    layerwise_loads: bool = _setting(
-        False,
-        flag,
-        "A loaded prompt is computed at once, each layer as soon as its KV is there: faster for a "
-        "long prefix and few other requests, which all wait for it",
-    )
     durable_stores: bool = _setting(
         False,
         flag,

@@ -105,6 +105,9 @@ class LostReplicas(msgspec.Struct, frozen=True, array_like=True):
     generations: list[int] = []
 
 
+# Engine scheduler <-> scheduler actor
+
+
 class AttachEngine(msgspec.Struct, frozen=True):
     """An engine introduces itself to the scheduler actor; also after a restart of that one.
 
@@ -442,8 +445,7 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
 
     `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
     block number `first_block[c]` (a load may begin in the middle of a chunk). With `capture` there
-    is one chunk in name only: its blocks go to the NodeActor's own memory. `by_layer`: all chunks
-    layer by layer, and the worker hears of each layer that is there.
+    is one chunk in name only: its blocks go to the NodeActor's own memory.
     """
 
     job_id: int
@@ -455,7 +457,6 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     first_block: list[int]
     block_ids: list[int]
     capture: Capture | None = None
-    by_layer: bool = False
 
 
 class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
@@ -490,10 +491,9 @@ class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
 
 
 class JobResults(msgspec.Struct, frozen=True, tag="results"):
-    """Jobs that ended, in order; and by job how many `layers` of one that goes on are there."""
+    """Jobs that ended, in the order in which they ended."""
 
     results: list[JobResult]
-    layers: dict[int, int] = {}
 
 
 NodeMessage = WorkerAttached | JobResults

@@ -14,6 +14,7 @@ are copied or a disk is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -133,8 +134,7 @@ class Capturing:
 
     def refuse(self, queued: QueuedJob, refusal: Refusal, reason: str) -> None:
         """Answer a capture that was not taken in; its reader hears the reason."""
-        with self._lock:
-            self._refuse(queued, reason)
+        self._refuse(queued, reason)
         queued.refuse_rest(refusal)
         self._answer(queued, 0)
 
@@ -148,8 +148,10 @@ class Capturing:
     def drop(self, worker: AttachedWorker) -> None:
         """Forget a worker's captures, and wait for the one that runs, which ends soon."""
         with self._lock:
-            for queued in self._take(lambda q: q.worker is worker):
-                self._refuse(queued, "the engine ended before they were copied")
+            dropped = self._take(lambda q: q.worker is worker)
+        for queued in dropped:
+            self._refuse(queued, "the engine ended before they were copied")
+        with self._lock:
             while self._running is not None and self._running.worker is worker:
                 self._lock.wait(NODE_LOOK_S)
 
@@ -273,14 +275,14 @@ class Capturing:
                 refused = _RefusedError(
                     Refusal.COPY_FAILED, f"the copy failed: {first_line(error)}"
                 )
-            with self._lock:
-                if is_admitted:
+            if is_admitted:
+                with self._lock:
                     self._copied["failed"] += 1
                     self._index.fail(capture.request_id, str(refused), time.monotonic())
-                    _let_go(queued.lock_fd, str(refused))
-                else:
-                    self._refuse(queued, str(refused))
-                self._lock.notify_all()
+                    self._lock.notify_all()
+                _let_go(queued.lock_fd, str(refused))
+            else:
+                self._refuse(queued, str(refused))
             raise refused from error
         with self._lock:
             self._copied.update(captured=1, bytes=pages.nbytes)
@@ -346,10 +348,12 @@ class Capturing:
                 raise _RefusedError(Refusal.CANCELLED, "the engine ended, or gave the copy up")
 
     def _refuse(self, queued: QueuedJob, reason: str) -> None:
-        """The caller locks."""
+        """Nobody holds the lock meanwhile: what is said to the reader may be on a slow disk."""
         capture = _capture(queued)
-        self._copied["failed"] += 1
-        self._index.refuse(capture.request_id, capture.ttl_s, reason, time.monotonic())
+        with self._lock:
+            self._copied["failed"] += 1
+            self._index.refuse(capture.request_id, capture.ttl_s, reason, time.monotonic())
+            self._lock.notify_all()
         _let_go(queued.lock_fd, reason)
 
     # The threads that write
@@ -455,7 +459,8 @@ def _capture(queued: QueuedJob) -> Capture:
 def _let_go(lock_fd: int, reason: str) -> None:
     if lock_fd >= 0:
         settle(lock_fd, reason)
-        os.close(lock_fd)
+        with contextlib.suppress(OSError):
+            os.close(lock_fd)
 
 
 def _missing(name: str, *, is_known: bool) -> str:

@@ -21,10 +21,15 @@ class JobRequest:
     num_blocks: list[int]
     first_block: list[int]
     block_ids: list[int]
-    by_layer: bool = False
     capture: Capture | None = None
     lock_fd: int = -1
     """Of the file that a capture becomes; whoever asks for it closes it when the job has ended."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its message, at most."""
+        tokens = 0 if self.capture is None else len(self.capture.token_ids)
+        return tokens + 9 * len(self.block_ids) + (64 << 10)
 
     def message(self) -> CopyJob:
         """As it goes to the NodeActor."""
@@ -38,5 +43,4 @@ class JobRequest:
             self.first_block,
             self.block_ids,
             self.capture,
-            self.by_layer,
         )

@@ -124,8 +124,6 @@ class WorkerLink:
         self._pending: dict[int, _Pending] = {}
         self._outbox: deque[int] = deque()
         self._results: deque[JobResult] = deque()
-        # Of jobs in `_pending`: layers that are there.
-        self._layers: dict[int, int] = {}
         self._stopping = False
         self._node_epoch = 0
         self._breakers = Breakers(Pauses(*LINK_PAUSES_S))
@@ -189,18 +187,9 @@ class WorkerLink:
                 self._lock.wait(LINK_WAIT_LOOK_S)
                 self._revive()
 
-    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
-        """Return when so many layers of the jobs are there, or the jobs have ended.
-
-        Their own deadlines end them. Unknown ids are ignored.
-        """
-        with self._lock:
-            while any(self._lacks(job_id, count) for job_id in job_ids) and not self._stopping:
-                self._lock.wait(LINK_WAIT_LOOK_S)
-                self._revive()
-
-    def _lacks(self, job_id: int, count: int) -> bool:
-        return job_id in self._pending and self._layers.get(job_id, 0) < count
+    def finish(self, job_ids: Collection[int]) -> None:
+        """Return when the jobs have ended, as after `wait`; also where that one needs no wait."""
+        self.wait(job_ids)
 
     def _revive(self) -> None:
         """A thread that died of a bug must not leave the engine waiting for ever."""
@@ -359,16 +348,20 @@ class WorkerLink:
         plain = [request.message() for request in requests if request.capture is None]
         if plain:
             self._send(JobBatch(plain))
-        captures = [request for request in requests if request.capture is not None]
-        for first in range(0, len(captures), wire.MAX_LOCKS):
-            some = captures[first : first + wire.MAX_LOCKS]
-            fds = [request.lock_fd for request in some if request.lock_fd >= 0]
-            self._send(JobBatch([request.message() for request in some]), fds)
+        for request in requests:
+            if request.capture is None or request.job_id not in self._pending:
+                continue
+            # One by one: each has its lock, and the numbers of its tokens and blocks.
+            if request.num_bytes > wire.MAX_FRAME_BYTES:
+                self._fail(self._pending[request.job_id], Refusal.BAD_HANDLE)
+                continue
+            self._send(JobBatch([request.message()]), [request.lock_fd])
 
-    def _send(self, batch: JobBatch, fds: list[int] | None = None) -> None:
+    def _send(self, batch: JobBatch, lock_fds: Collection[int] = ()) -> None:
         if self._sock is None:
             return
         try:
+            fds = [fd for fd in lock_fds if fd >= 0]
             if fds:
                 wire.send_with_fds(self._sock, batch, fds)
             else:
@@ -391,16 +384,10 @@ class WorkerLink:
             if isinstance(message, JobResults):
                 for result in message.results:
                     self._finish(result)
-                if message.layers:
-                    with self._lock:
-                        known = message.layers.items()
-                        self._layers.update({job: n for job, n in known if job in self._pending})
-                        self._lock.notify_all()
 
     def _finish(self, result: JobResult) -> None:
         with self._lock:
             pending = self._pending.pop(result.job_id, None)
-            self._layers.pop(result.job_id, None)
             if pending is None:
                 return
             believed = believable(result, len(pending.request.handles.keys))

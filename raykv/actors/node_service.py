@@ -413,6 +413,7 @@ class NodeService:
 
     def stats(self) -> NodeStats:
         """Counters and gauges."""
+        states = self.capturing.stats()
         with self._lock:
             return NodeStats(
                 pool_bytes=self.settings.geometry.pool_bytes,
@@ -429,7 +430,7 @@ class NodeService:
                 queued_jobs=len(self._lanes),
                 quarantined=self.keeper.num_quarantined,
                 locked_bytes=self.devices.pinned_bytes,
-                states=self.capturing.stats(),
+                states=states,
             )
 
 

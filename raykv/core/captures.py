@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +21,12 @@ from raykv.state_types import Capture
 
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of each type that states may have."""
+
+_APPENDED = re.compile(r"-[0-9a-f]{8}")
+"""To the id that a client knows: what makes it unique."""
+
+_APPENDED_TO_COMPLETION = re.compile(r"-[0-9]+(-[0-9a-f]{8})?|-[0-9a-f]{8}")
+"""The completions API puts before that which of its prompts it is."""
 
 MAX_TEXT = 4096
 """Characters of a path, and of a request's name."""
@@ -188,7 +195,12 @@ class CaptureIndex:
         """Requests with that id, or whose id vLLM has made of it by appending to it."""
         if name in self._entries:
             return [name]
-        return [request_id for request_id in self._entries if request_id.startswith(f"{name}-")]
+        appended = _APPENDED_TO_COMPLETION if name.startswith("cmpl-") else _APPENDED
+        return [
+            request_id
+            for request_id in self._entries
+            if request_id.startswith(f"{name}-") and appended.fullmatch(request_id, len(name))
+        ]
 
     def _forget(self, request_id: str) -> None:
         self._num_bytes -= self._entries.pop(request_id).num_bytes

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -75,20 +75,6 @@ def logged_refusals() -> Iterator[None]:
         raise
 
 
-class FreshBlock(NamedTuple):
-    """One of vLLM's blocks that holds nothing yet; what vLLM's offloading scheduler reads of it."""
-
-    block_id: int
-    is_null: bool
-    block_hash: None = None
-
-
-class FreshBlocks(NamedTuple):
-    """A request's blocks by KV group, as in vLLM's `KVCacheBlocks`."""
-
-    blocks: tuple[list[Any], ...]
-
-
 class RayKVConnector(OffloadingConnector):
     """One object per vLLM process: in EngineCore for the scheduler, in each worker for its rank."""
 
@@ -108,9 +94,6 @@ class RayKVConnector(OffloadingConnector):
         self._step = (0, 0.0)
         # Requests that vLLM waits for without there being a load job.
         self._stranded: list[str] = []
-        # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.
-        self._stranded_blocks: list[int] = []
-        self._is_layerwise = False
         with logged_refusals():
             self._start(vllm_config, role, kv_cache_config)
 
@@ -149,7 +132,6 @@ class RayKVConnector(OffloadingConnector):
         self._identity = identity
         self._manager = manager
         self._runtime = EngineRuntime(spec.settings, manager.view, identity)
-        self._is_layerwise = spec.settings.layerwise_loads
         manager.session = self._runtime.session
         manager.session.hints = manager.hints
         manager.session.described = track_chunks(self.scheduler, spec, manager, identity)
@@ -179,7 +161,7 @@ class RayKVConnector(OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: only to wait layer by layer.
+        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: no.
 
         vLLM asks in the user's own process before it starts any other: the right place to refuse
         a wrong setting.
@@ -187,7 +169,8 @@ class RayKVConnector(OffloadingConnector):
         Raises:
             SettingError: a setting is unknown or malformed.
         """
-        return load_settings(extra_config).layerwise_loads
+        load_settings(extra_config)
+        return False
 
     @classmethod
     def build_prom_metrics(
@@ -243,22 +226,10 @@ class RayKVConnector(OffloadingConnector):
         self._worker.take_metadata(kv_connector_metadata)
         super().handle_preemptions(kv_connector_metadata)
 
-    @guarded(lambda self, *_: self._distrust_loads())
+    @guarded(nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `KVConnectorBase_V1.start_load_kv`."""
         super().start_load_kv(forward_context, **kwargs)
-
-    @guarded(lambda self, *_: self._distrust_loads())
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """See `KVConnectorBase_V1.wait_for_layer_load`; returns at once but for `layerwise_loads`.
-
-        The only hook that waits, since the user has asked for it; loads have their deadlines.
-        """
-        self._worker.wait_for_layer(layer_name)
-
-    def _distrust_loads(self) -> None:
-        """What should be there may not be: what is computed with it must not be seen."""
-        self._worker.distrust_loads(self._connector_metadata)
 
     @guarded(nothing)
     def wait_for_save(self) -> None:
@@ -309,11 +280,7 @@ class RayKVConnector(OffloadingConnector):
             status = self.scheduler._req_status.get(request.request_id)
             most = getattr(status, "max_load_tokens", None)
             self._manager.misses.looks(request, num_computed_tokens, most)
-        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if not (found and self._is_layerwise):
-            return found, is_async
-        # vLLM goes on at once and waits in `wait_for_layer_load`. Something is left to compute.
-        return min(found, request.num_tokens - 1 - num_computed_tokens), False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     @guarded(lambda *_: {})
     def get_external_cache_hit_sources(
@@ -335,36 +302,13 @@ class RayKVConnector(OffloadingConnector):
         if misses is not None:
             misses.admitted(request, num_external_tokens)
         try:
-            is_now = num_external_tokens and self._is_layerwise
-            seen = self._yet_to_load(request, blocks) if is_now else blocks
-            super().update_state_after_alloc(request, seen, num_external_tokens)
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
         except Exception:
             report("RayKVConnector.update_state_after_alloc")
-            if num_external_tokens and self._is_layerwise:
-                self._stranded_blocks += [b.block_id for each in blocks.blocks for b in each]
-            elif num_external_tokens:
+            if num_external_tokens:
                 self._stranded.append(request.request_id)
                 if misses is not None:
                     misses.failed(request.request_id, MissReason.OTHER)
-
-    def _yet_to_load(self, request: Any, blocks: Any) -> FreshBlocks:
-        """Blocks as they look where vLLM waits for a load.
-
-        A request that goes on at once has its blocks in vLLM's prefix cache already, and vLLM's
-        offloading scheduler would take them for loaded.
-        """
-        num_tokens = self.scheduler._req_status[request.request_id].num_locally_computed_tokens
-        groups = self.scheduler.config.kv_group_configs
-        firsts = [-(-num_tokens // group.tokens_per_block) for group in groups]
-        return FreshBlocks(
-            tuple(
-                [
-                    FreshBlock(block.block_id, block.is_null) if index >= first else block
-                    for index, block in enumerate(each)
-                ]
-                for each, first in zip(blocks.blocks, firsts, strict=True)
-            )
-        )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `KVConnectorBase_V1.build_connector_meta`."""
@@ -375,7 +319,6 @@ class RayKVConnector(OffloadingConnector):
             report("RayKVConnector.build_connector_meta")
             base = OffloadingConnectorMetadata({}, {}, None)
         stranded, self._stranded = self._stranded, []
-        blocks, self._stranded_blocks = self._stranded_blocks, []
         self._step_began(scheduler_output)
         return RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
@@ -383,7 +326,6 @@ class RayKVConnector(OffloadingConnector):
             jobs_to_flush=base.jobs_to_flush,
             target=self._target(),
             stranded=stranded,
-            stranded_blocks=blocks,
         )
 
     def _step_began(self, scheduler_output: Any) -> None:

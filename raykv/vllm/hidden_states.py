@@ -145,11 +145,11 @@ def states_folder(settings: Settings) -> str:
 
 def file_name(request_id: str) -> str:
     """Of a request's file: a name in its folder, whatever a client has called its request."""
-    plain = quote(request_id, safe="")
+    plain = quote(request_id, safe="").replace(".", "%2E")
     if len(plain) > MAX_FILE_NAME:
         digest = hashlib.sha256(request_id.encode()).hexdigest()[:16]
         plain = f"{plain[: MAX_FILE_NAME - 17]}-{digest}"
-    return plain.replace(".", "%2E") + SUFFIX
+    return plain + SUFFIX
 
 
 class StatesPlanner:
@@ -250,8 +250,9 @@ class StatesWorker:
                 continue
             try:
                 self._locks[request_id] = promise(path)
-            except OSError as error:
-                logger.warning("hidden states can't be written to %s: %s", path, error)
+            except (OSError, ValueError) as error:
+                # ValueError: what a client has named is no path at all.
+                logger.warning("hidden states can't be written to %r: %s", path, error)
 
     def submit(self, worker: RayOffloadingWorker | None, order: StatesOrder) -> None:
         """Have a request's states copied; whatever goes wrong, it counts as sent."""
@@ -328,9 +329,10 @@ class StatesWorker:
         return sent
 
     def close(self) -> None:
-        """The engine ends."""
+        """The engine ends. What the NodeActor has, it writes; it says so itself."""
+        under_way = set(self._jobs.values())
         for request_id in list(self._locks):
-            self._end(request_id, "the engine has ended")
+            self._end(request_id, "" if request_id in under_way else "the engine has ended")
 
 
 class RayKVHiddenStatesConnector(RayKVConnector):
@@ -399,10 +401,14 @@ class RayKVHiddenStatesConnector(RayKVConnector):
     @guarded(nothing)
     def wait_for_save(self) -> None:
         """See `RayKVConnector.wait_for_save`; the locks of files are made here."""
+        self._promise()
+        super().wait_for_save()
+
+    @guarded(nothing)
+    def _promise(self) -> None:
         metadata = self._get_connector_metadata()
         if isinstance(metadata, HiddenStatesMetadata):
             self._states.promise(metadata.promised)
-        super().wait_for_save()
 
     @guarded(lambda *_: (set(), set()))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -427,9 +433,13 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         assert isinstance(base, RayKVConnectorMetadata), base
         return HiddenStatesMetadata(
             **vars(base),
-            promised=self._planner.began(scheduler_output.scheduled_new_reqs),
+            promised=self._promised(scheduler_output),
             orders=self._planner.take_orders(),
         )
+
+    @guarded(lambda *_: {})
+    def _promised(self, scheduler_output: Any) -> dict[str, str]:
+        return self._planner.began(scheduler_output.scheduled_new_reqs)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -454,9 +464,19 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         told = self._told(request, block_ids)
         return (is_busy, params) if told is None else (True, {**(params or {}), **told})
 
+    def _is_loading(self, request_id: str) -> bool:
+        """Whether a load of the request is under way: then its blocks hold nothing yet, and vLLM
+        frees them when it hears of the load's end.
+        """
+        status = self.scheduler._req_status.get(request_id)
+        jobs = () if status is None else status.transfer_jobs
+        known = self.scheduler._jobs
+        return any(job_id in known and not known[job_id].is_store for job_id in jobs)
+
     @guarded(nothing)
     def _told(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
-        path = self._planner.ended(request, block_ids, self._layer.spec.block_size)
+        blocks = [] if self._is_loading(request.request_id) else block_ids
+        path = self._planner.ended(request, blocks, self._layer.spec.block_size)
         if path is None:
             return None
         node = None if self._runtime is None else self._runtime.node

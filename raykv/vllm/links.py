@@ -33,8 +33,8 @@ class Link(Protocol):
     def wait(self, job_ids: Collection[int]) -> None:
         """See `WorkerLink.wait`."""
 
-    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
-        """See `WorkerLink.wait_layers`."""
+    def finish(self, job_ids: Collection[int]) -> None:
+        """See `WorkerLink.finish`."""
 
     def close(self, timeout_s: float) -> None:
         """See `WorkerLink.close`."""
@@ -74,9 +74,9 @@ class FrontLink(Generic[L]):
         """See `WorkerLink.wait`."""
         self._link.wait(job_ids)
 
-    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
-        """See `WorkerLink.wait_layers`."""
-        self._link.wait_layers(job_ids, count)
+    def finish(self, job_ids: Collection[int]) -> None:
+        """See `WorkerLink.finish`."""
+        self._link.finish(job_ids)
 
     def close(self, timeout_s: float) -> None:
         """See `WorkerLink.close`."""

@@ -73,9 +73,19 @@ def engine_facts(
         "blocks_per_chunk": offloading_config.cache.blocks_per_chunk,
         "hash": hash_facts(vllm_config),
         "attention": str(getattr(vllm_config.attention_config, "backend", "")),
+        **states_facts(vllm_config.speculative_config),
         "machine": [platform.machine(), cpu_features()],
         "vllm": ".".join(vllm_version().split(".")[:2]),
     }
+
+
+def states_facts(speculative_config: Any) -> dict[str, Any]:
+    """Of which layers the hidden states in the chunks are; nothing where there are none."""
+    if getattr(speculative_config, "method", None) != "extract_hidden_states":
+        return {}
+    config = speculative_config.draft_model_config.hf_config
+    layers = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or []
+    return {"hidden_states_of_layers": [int(layer) for layer in layers]}
 
 
 def hash_facts(vllm_config: Any) -> list[str]:

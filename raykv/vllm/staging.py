@@ -195,11 +195,10 @@ class StagedLink(FrontLink[WorkerLink]):
         self._link.wait([n for n, part in self._parts.items() if part.job_id in loads])
         self._pump()
 
-    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
-        """See `WorkerLink.wait_layers`. Here all layers come together."""
-        while any(job_id in self._jobs for job_id in job_ids):
-            self._link.wait([n for n, part in self._parts.items() if part.job_id in job_ids])
-            self._pump()
+    def finish(self, job_ids: Collection[int]) -> None:
+        """See `WorkerLink.finish`."""
+        self._link.finish([n for n, part in self._parts.items() if part.job_id in job_ids])
+        self._pump()
 
     def _pump(self) -> None:
         """Take in parts that have ended, and submit what has room now."""

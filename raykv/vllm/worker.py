@@ -6,7 +6,7 @@ All methods run on the worker's main thread; the link's thread does the talking.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -31,7 +31,6 @@ from raykv.actors.link import LinkTarget
 from raykv.breaker_types import BreakerReport
 from raykv.core.requests import FailedLoad
 from raykv.deadlines import LINK_CLOSE_S
-from raykv.errors import SettingError
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
 from raykv.vllm.guard import guarded, nothing, report
@@ -40,9 +39,6 @@ from raykv.vllm.links import Link
 from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
 
 logger = logging.getLogger("raykv")
-
-_ALL_LAYERS = 1 << 30
-"""More than there are: a job that has ended is not waited for."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +93,11 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     """vLLM's metadata, with where the NodeActor is.
 
     `stranded` are requests that vLLM has put to wait for a load that was never made up; the
-    workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
+    workers report them as failed.
     """
 
     target: LinkTarget | None = None
     stranded: list[str] = field(default_factory=list)
-    stranded_blocks: list[int] = field(default_factory=list)
 
 
 class RayOffloadingWorker(OffloadingWorker):
@@ -113,8 +108,6 @@ class RayOffloadingWorker(OffloadingWorker):
         self._layout = layout
         self._link = link
         self._flying: dict[int, JobRequest] = {}
-        # Loads come layer by layer, and a step waits for them.
-        self.by_layer = False
         # Captures under way, and those that have ended.
         self._captures: set[int] = set()
         self._captured: list[JobResult] = []
@@ -161,8 +154,6 @@ class RayOffloadingWorker(OffloadingWorker):
         try:
             assert isinstance(pool, PoolSpec), pool
             request = job_request(job_id, direction, blocks, pool, self._layout)
-            if self.by_layer and direction is Direction.LOAD:
-                request = replace(request, by_layer=True)
         except Exception:
             report("RayOffloadingWorker.submit")
             self._stillborn.append(_all_failed(job_id, direction, blocks, pool))
@@ -195,48 +186,17 @@ class RayOffloadingWorker(OffloadingWorker):
                 results.append(_transfer_result(request, result))
         return results
 
+    def finish(self, job_ids: set[int]) -> None:
+        """Wait for jobs to end; within the flush deadline and its grace."""
+        self._link.finish(job_ids)
+
     def wait(self, job_ids: set[int]) -> None:
         """See `OffloadingWorker.wait`; ends within the flush deadline and its grace."""
         self._link.wait(job_ids)
 
-    def wait_layers(self, count: int) -> None:
-        """Wait for so many layers of all loads that are under way."""
-        loads = self._loads()
-        if loads:
-            self._link.wait_layers(loads, count)
-
-    def wait_loads(self) -> None:
-        """Wait for the end of all loads, which have their own deadlines."""
-        self.wait_layers(_ALL_LAYERS)
-
-    def blocks_of_loads(self) -> set[int]:
-        """Blocks that loads write to which have not ended."""
-        return {block for job_id in self._loads() for block in self._flying[job_id].block_ids}
-
-    def _loads(self) -> list[int]:
-        return [
-            job_id
-            for job_id, request in self._flying.items()
-            if request.direction is Direction.LOAD
-        ]
-
     def shutdown(self) -> None:
         """See `OffloadingWorker.shutdown`."""
         self._link.close(LINK_CLOSE_S)
-
-
-def refuse_several_groups(kv_cache_config: Any) -> None:
-    """Which blocks were not loaded can be told only where block ids are those of one KV group.
-
-    Raises:
-        SettingError: there are several.
-    """
-    count = len(kv_cache_config.kv_cache_groups)
-    if count > 1:
-        raise SettingError(
-            f"layerwise_loads can't be had: this model has {count} KV groups, and vLLM can't "
-            "compute a single one anew: leave it out"
-        )
 
 
 def job_request(
@@ -326,13 +286,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             spec.tell_form = partial(kv_form_of, vllm_config, kv_cache_config, spec)
         self._meta = RayKVWorkerMetadata()
         self._is_durable = isinstance(spec, RayKVOffloadingSpec) and spec.settings.durable_stores
-        self._is_layerwise = isinstance(spec, RayKVOffloadingSpec) and spec.settings.layerwise_loads
-        # How many layers of a load are to be there before a layer is computed.
-        self._layer_numbers: dict[str, int] = {}
-        if self._is_layerwise:
-            refuse_several_groups(kv_cache_config)
-            names = kv_cache_config.kv_cache_groups[0].layer_names
-            self._layer_numbers = {name: number for number, name in enumerate(names, start=1)}
         self._reported_epoch = 0
         self._reported_line = BreakerReport()
         # With several KV groups block ids are ambiguous: then whole requests are reported.
@@ -353,8 +306,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
                 self._raykv.set_target(metadata.target)
             self._stranded.update(metadata.stranded)
             metadata.stranded.clear()
-            self._invalid_block_ids.update(metadata.stranded_blocks)
-            metadata.stranded_blocks.clear()
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """See `OffloadingConnectorWorker.prepare_store_kv`.
@@ -369,13 +320,10 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._unsubmitted_store_jobs.clear()
         for job_id, blocks, pool in jobs:
             self._raykv.submit_store(job_id, blocks, pool)
-        self._raykv.wait({job_id for job_id, _, _ in jobs})
+        self._raykv.finish({job_id for job_id, _, _ in jobs})
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `OffloadingConnectorWorker.get_finished`; every job ends, failed or not."""
-        if self._is_layerwise and self._raykv is not None:
-            # What is not there is to be known before anybody sees what was computed with it.
-            self._raykv.wait_loads()
         received = set(self._stranded)
         self._failed_recving |= self._stranded
         self._stranded.clear()
@@ -383,29 +331,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             request_id = self._load_jobs.pop(result.job_id, None)
             self._meta.mark_completed(result.job_id)
             self._take_result(result, request_id)
-            if request_id is not None and not self._is_layerwise:
+            if request_id is not None:
                 received.add(request_id)
         return set(), received
-
-    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """See `OffloadingConnectorWorker.start_kv_transfers`."""
-        if self._raykv is not None:
-            self._raykv.by_layer = self._is_layerwise
-        super().start_kv_transfers(metadata)
-
-    def wait_for_layer(self, layer_name: str) -> None:
-        """Wait until the KV of a layer is there, of all prompts that are being loaded."""
-        if self._is_layerwise and self._raykv is not None:
-            self._raykv.wait_layers(self._layer_numbers.get(layer_name, _ALL_LAYERS))
-
-    def distrust_loads(self, metadata: Any) -> None:
-        """Report as not loaded what is to be loaded in this step, whatever becomes of it."""
-        if not self._is_layerwise:
-            return
-        if self._raykv is not None:
-            self._invalid_block_ids |= self._raykv.blocks_of_loads()
-        for entry in getattr(metadata, "load_jobs", {}).values():
-            self._invalid_block_ids.update(entry.dst_spec.block_ids.tolist())
 
     @guarded(nothing)
     def _take_result(self, result: TransferResult, request_id: str | None) -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raykv.actors import capturing
+from raykv.actors import capturing, wire
 from raykv.actors.capturing import delete_expired
 from raykv.actors.job_request import JobRequest
 from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
 from raykv.captured import HiddenStates, load_hidden_states, promise, write_states
 from raykv.core.geometry import PoolGeometry
 from raykv.errors import HiddenStatesError
-from raykv.messages import Handles
+from raykv.messages import Handles, JobResult
 from raykv.state_types import Capture, CaptureStats
 from raykv.types import Direction, Refusal
 from tests.contract.test_worker_link import NUM_BLOCKS, Node, Worker, failures
@@ -111,7 +111,7 @@ def test_states_are_those_of_the_blocks_in_memory_and_in_the_file(
     blocks, num_tokens = [5, 2, 9], 2 * BLOCK + 3
     path = str(tmp_path / "a.safetensors")
     lock_fd = promise(path)
-    job = request(worker, "cmpl-1-0-ab", blocks, num_tokens, path=path, lock_fd=lock_fd)
+    job = request(worker, "cmpl-1-0-0123abcd", blocks, num_tokens, path=path, lock_fd=lock_fd)
     result = worker.run(job)
     assert failures(result) == []
     assert result.num_bytes == len(blocks) * PAGE
@@ -302,3 +302,39 @@ def test_states_expire_with_their_files_unless_somebody_has_taken_these(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.safetensors"]
     is_known = here.service.capturing.has
     wait_until(lambda: not is_known("a.safetensors"), 20.0, "the states in memory expire")
+
+
+def test_capture_that_fits_into_no_message_is_refused_and_the_node_lives(
+    here: Here, worker: Worker
+) -> None:
+    num_tokens = wire.MAX_FRAME_BYTES // 8
+    assert failures(worker.run(request(worker, "a", [1], num_tokens))) == [Refusal.BAD_HANDLE]
+    assert failures(worker.run(request(worker, "b", [1], BLOCK))) == []
+    assert here.states("b").shape == (BLOCK, STATES, HIDDEN)
+
+
+def test_many_captures_at_once_come_through_with_their_locks(
+    here: Here, worker: Worker, tmp_path: Path
+) -> None:
+    jobs, locks = [], []
+    for number in range(200):
+        path = str(tmp_path / f"{number}.safetensors")
+        locks.append(promise(path))
+        blocks = [number % NUM_BLOCKS]
+        jobs.append(request(worker, path, blocks, BLOCK, path=path, lock_fd=locks[-1]))
+    for job in jobs:
+        worker.link.submit(job)
+    found: dict[int, JobResult] = {}
+
+    def have_ended() -> bool:
+        found.update({each.job_id: each for each in worker.link.drain()})
+        return len(found) == len(jobs)
+
+    wait_until(have_ended, 20.0, "all captures end")
+    assert all(failures(result) == [] for result in found.values())
+    for number, (job, lock_fd) in enumerate(zip(jobs, locks, strict=True)):
+        os.close(lock_fd)
+        assert job.capture is not None
+        loaded = load_hidden_states(job.capture.path, 10.0)["hidden_states"]
+        expected = numbers(worker, [number % NUM_BLOCKS])
+        assert np.array_equal(loaded.numpy().view(np.uint16), expected)

@@ -104,15 +104,11 @@ def check_comes_from(
     assert [output["tokens"] for output in outputs] == source.tokens(prompts, **arguments)
 
 
-def test_two_ranks_load_what_they_stored_layer_by_layer(
+def test_two_ranks_load_what_they_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    settings = {
-        "ray_address": cluster.address,
-        "pool_bytes": "128MiB",
-        "layerwise_loads": True,
-    }
+    settings = {"ray_address": cluster.address, "pool_bytes": "128MiB"}
     engine = EngineProcess(
         tiny_model,
         tmp_path / "log",
@@ -143,7 +139,6 @@ def test_hidden_states_of_two_ranks_are_captured_once(
         "ray_address": cluster.address,
         "pool_bytes": "128MiB",
         "hidden_states_path": str(tmp_path / "states"),
-        "layerwise_loads": True,
     }
     engine = EngineProcess(
         tiny_model,

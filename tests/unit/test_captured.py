@@ -178,6 +178,19 @@ def test_path_that_is_being_written_or_read_is_promised_to_nobody_else(tmp_path:
     os.close(promise(path))
 
 
+def test_long_reason_is_told_too_and_an_earlier_file_of_that_path_is_gone(tmp_path: Path) -> None:
+    path = str(tmp_path / "r.safetensors")
+    write_states(path, some_states())
+    fd = promise(path)
+    settle(fd, "long\n" * 3000)
+    os.close(fd)
+    with pytest.raises(HiddenStatesError, match="long long"):
+        load_hidden_states(path, 5.0)
+    os.close(promise(path))
+    with pytest.raises(HiddenStatesError, match="died"):
+        load_hidden_states(path, 5.0)
+
+
 def test_cleanup_deletes_all_or_only_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
     for keep in (True, False):

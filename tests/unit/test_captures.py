@@ -91,13 +91,18 @@ def test_failed_request_is_known_by_its_reason_and_takes_no_memory() -> None:
 
 def test_request_is_found_by_the_name_that_vllm_has_appended_to() -> None:
     index = CaptureIndex()
-    for name in ("cmpl-1-0-aa", "cmpl-1-1-bb", "cmpl-10-0-cc"):
+    names = ["cmpl-1-0-aaaaaaaa", "cmpl-1-1-bbbbbbbb", "cmpl-1-2-0-cccccccc", "job-2-dddddddd"]
+    for name in names:
         kept(index, name, 1, 100)
-    assert index.find("cmpl-1-0-aa") == ["cmpl-1-0-aa"]
-    assert index.find("cmpl-1-1") == ["cmpl-1-1-bb"]
-    assert index.find("cmpl-1") == ["cmpl-1-0-aa", "cmpl-1-1-bb"]
-    assert index.find("cmpl") == ["cmpl-1-0-aa", "cmpl-1-1-bb", "cmpl-10-0-cc"]
-    assert index.find("cmpl-2") == []
+    for name in names:
+        assert index.find(name) == [name]
+    assert index.find("cmpl-1-1") == [names[1]]
+    assert index.find("cmpl-1") == names[:2]
+    assert index.find("cmpl-1-2") == [names[2]]
+    assert index.find("job-2") == [names[3]]
+    # It has not been captured; another one's states are not its own.
+    for name in ("job", "cmpl", "cmpl-2", "cmpl-1-0-aaaa"):
+        assert index.find(name) == []
 
 
 @given(

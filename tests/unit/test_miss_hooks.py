@@ -98,8 +98,6 @@ class Engine:
         connector.connector_worker = None
         connector._manager = manager
         connector._stranded = []
-        connector._stranded_blocks = []
-        connector._is_layerwise = False
         connector.__dict__["_bounding_group_ids"] = ()
         self.connector = connector
         self.view.accounts.tokens_per_chunk = max(connector._tokens_per_chunk())
@@ -224,46 +222,3 @@ def test_request_that_is_preempted_keeps_its_first_account() -> None:
     record = engine.finish(request)
     assert (record.own, record.loaded) == (CHUNK, 0)
     assert record.missed == {"incomplete_chunk": 3, "never_stored": 4 * CHUNK}
-
-
-def layerwise(num_prompt_tokens: int) -> tuple[Engine, PlayedRequest]:
-    """An engine with `layerwise_loads` that has five chunks of the request."""
-    engine, request = Engine(), PlayedRequest(num_prompt_tokens=num_prompt_tokens)
-    engine.connector._is_layerwise = True
-    engine.hold(0, 1, 2, 3, 4)
-    engine.begin(request)
-    return engine, request
-
-
-def test_load_by_layer_leaves_a_token_to_compute_and_vllm_does_not_wait() -> None:
-    engine, request = layerwise(5 * CHUNK)
-    assert engine.connector.get_num_new_matched_tokens(request, CHUNK) == (4 * CHUNK - 1, False)
-    engine, request = layerwise(5 * CHUNK + 1)
-    assert engine.connector.get_num_new_matched_tokens(request, CHUNK) == (4 * CHUNK, False)
-
-
-def test_load_by_layer_is_of_all_blocks_though_vllm_has_them_in_its_cache_already() -> None:
-    engine, request = layerwise(5 * CHUNK)
-    loads, _ = engine.connector.get_num_new_matched_tokens(request, CHUNK)
-    blocks = [
-        SimpleNamespace(block_id=1 + at, is_null=False, block_hash=b"there") for at in range(5)
-    ]
-    allocated = SimpleNamespace(blocks=[blocks])
-    engine.connector.update_state_after_alloc(request, allocated, loads)
-    (job,) = engine.connector.scheduler._current_batch_load_jobs.values()
-    assert job.dst_spec.block_ids.tolist() == [2, 3, 4, 5]
-    assert all(block.block_hash == b"there" for block in blocks)
-
-
-def test_load_by_layer_that_was_never_made_up_is_told_by_its_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine, request = layerwise(5 * CHUNK)
-
-    def fail(*_arguments: Any) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(engine.connector.connector_scheduler, "update_state_after_alloc", fail)
-    assert engine.schedule(request, own=CHUNK) == 4 * CHUNK - 1
-    assert engine.connector._stranded == []
-    assert engine.connector._stranded_blocks == [1, 2, 3, 4, 5]
