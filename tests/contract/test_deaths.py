@@ -6,6 +6,7 @@ worker is dead shows in its process alone.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -223,6 +224,8 @@ def test_other_rank_lives_on_when_one_is_killed(world: World, workers: list[Work
 
 
 def test_nothing_of_a_killed_node_stays_in_its_worker(world: World, workers: list[Worker]) -> None:
+    # Services of earlier tests, which are let go of at any time otherwise.
+    gc.collect()
     num_pools = count_pools()
     worker = Worker(world.node, [SLOT_BYTES], 1)
     workers.append(worker)
