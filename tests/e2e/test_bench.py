@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     "names",
     [
-        ["fetch", "step", "ttft"],
-        pytest.param(["throughput", "restart", "hidden_states"], marks=pytest.mark.extended),
+        ["fetch", "step"],
+        pytest.param(["ttft", "throughput", "restart", "hidden_states"], marks=pytest.mark.extended),
     ],
 )
 def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
