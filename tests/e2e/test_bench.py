@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
     "names",
     [
         ["fetch", "step"],
-        pytest.param(["ttft", "throughput", "restart", "hidden_states"], marks=pytest.mark.extended),
+        pytest.param(
+            ["ttft", "throughput", "restart", "hidden_states"], marks=pytest.mark.extended
+        ),
     ],
 )
 def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
