@@ -32,7 +32,7 @@ from raykv.handshake import receive
 from raykv.memory.cuda_kv import DeviceKV
 from raykv.memory.handles import OpenedKV
 from raykv.memory.words import CancelWords, Word
-from raykv.messages import AttachWorker, CopyJob, JobBatch
+from raykv.messages import AttachWorker, CopyJob, JobBatch, JobResult
 from raykv.types import Direction, Generation, Key, Namespace, Refusal, Slot
 
 _DIRECTIONS = frozenset(int(direction) for direction in Direction)
@@ -143,6 +143,16 @@ class QueuedJob:
             Slot(handles.slots[chunk]),
             Generation(handles.generations[chunk]),
             self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),
+        )
+
+    def result(self, num_bytes: int) -> JobResult:
+        """How the job has ended, with so many bytes copied."""
+        return JobResult(
+            job_id=self.job.job_id,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - self.submitted_at,
+            failed_chunks=list(self.refusals),
+            refusals=[int(refusal) for refusal in self.refusals.values()],
         )
 
     def refuse_rest(self, refusal: Refusal) -> None:

@@ -62,7 +62,6 @@ from raykv.memory.words import CancelWords
 from raykv.messages import (
     AttachWorker,
     JobBatch,
-    JobResult,
     JobResults,
     NodeStats,
     WorkerAttached,
@@ -295,6 +294,7 @@ class NodeService:
             while True:
                 data, more = wire.receive_with_fds(watch.sock, wire.MAX_LOCKS)
                 fds += more
+                require(len(fds) <= wire.MAX_LOCKS, f"{len(fds)} locks without captures")
                 if watch.has_died:
                     # What it has sent before it died concerns nobody any more.
                     raise AttachError("its process has ended")
@@ -344,11 +344,7 @@ class NodeService:
             self.capturing.cancel(worker, cancelled)
 
     def _answer_capture(self, queued: QueuedJob, num_bytes: int) -> None:
-        failed = list(queued.refusals)
-        seconds = time.monotonic() - queued.submitted_at
-        refusals = [int(refusal) for refusal in queued.refusals.values()]
-        result = JobResult(queued.job.job_id, num_bytes, seconds, failed, refusals)
-        queued.worker.send(JobResults([result]))
+        queued.worker.send(JobResults([queued.result(num_bytes)]))
 
     def _detach(self, worker: AttachedWorker) -> None:
         """The worker is gone: drop its queued jobs, wait for those that run, unmap its KV."""
@@ -379,16 +375,8 @@ class NodeService:
         self._answer(queued, num_bytes)
 
     def _answer(self, queued: QueuedJob, num_bytes: int) -> None:
-        refusals = queued.refusals
         self._count(queued, num_bytes)
-        result = JobResult(
-            job_id=queued.job.job_id,
-            num_bytes=num_bytes,
-            seconds=time.monotonic() - queued.submitted_at,
-            failed_chunks=list(refusals),
-            refusals=[int(refusal) for refusal in refusals.values()],
-        )
-        queued.worker.send(JobResults([result]))
+        queued.worker.send(JobResults([queued.result(num_bytes)]))
         if queued.direction is Direction.STORE and num_bytes:
             self._on_stored()
 

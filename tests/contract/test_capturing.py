@@ -24,6 +24,7 @@ from raykv.messages import Handles, JobResult
 from raykv.state_types import Capture, CaptureStats
 from raykv.types import Direction, Refusal
 from tests.contract.test_worker_link import NUM_BLOCKS, Node, Worker, failures
+from tests.states_reader import DisappointedReader
 from tests.waiting import wait_until
 
 SLOT_BYTES = 4096
@@ -246,21 +247,12 @@ def test_reader_hears_of_the_death_of_the_node(tmp_path: Path) -> None:
     worker.link.submit(request(worker, "a", [1], BLOCK, path=path, lock_fd=lock_fd))
     assert node.process.stdout is not None
     assert node.process.stdout.readline() == "copying\n"
-    errors: list[str] = []
-
-    def read() -> None:
-        try:
-            load_hidden_states(path, 30.0)
-        except HiddenStatesError as error:
-            errors.append(str(error))
-
-    reader = threading.Thread(target=read)
-    reader.start()
+    reader = DisappointedReader(path)
     node.end()
     os.close(lock_fd)
-    reader.join(10.0)
+    assert not reader.waits_for(10.0)
     worker.end()
-    assert "died" in errors[0]
+    assert "died" in reader.errors[0]
 
 
 def test_end_of_the_engine_ends_its_captures(

@@ -24,6 +24,7 @@ from raykv.captured import (
     write_states,
 )
 from raykv.errors import HiddenStatesError
+from tests.states_reader import DisappointedReader
 
 torch = pytest.importorskip("torch")
 
@@ -121,23 +122,13 @@ def test_death_of_the_writer_wakes_the_reader(tmp_path: Path) -> None:
     )
     assert writer.stdout is not None
     assert writer.stdout.readline() == "promised\n"
-    errors: list[str] = []
-
-    def read() -> None:
-        try:
-            load_hidden_states(path, 30.0)
-        except HiddenStatesError as error:
-            errors.append(str(error))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    reader.join(0.2)
-    assert reader.is_alive()
+    reader = DisappointedReader(path)
+    assert reader.waits_for(0.2)
     writer.send_signal(signal.SIGKILL)
-    reader.join(10.0)
+    assert not reader.waits_for(10.0)
     writer.wait(10)
     writer.stdout.close()
-    assert "died" in errors[0]
+    assert "died" in reader.errors[0]
 
 
 def test_reader_gives_up_after_its_time(tmp_path: Path) -> None:
