@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from raykv.copy.cuda_driver import Copies, CUDAError, DeviceName, SourceOrder, Urgency
+from raykv.copy.cuda_driver import Copies, CUDAError, DeviceName, MoverError, SourceOrder, Urgency
 
 MOST_STEPS = 6
 """Carried out each time that somebody asks."""
@@ -75,6 +75,8 @@ class FakeDriver:
         self.fail_at: dict[tuple[str, int], str] = {}
         """(name, n): the n-th call of a name, from 0, fails with this error before it does
         anything."""
+        self.is_mover_good = True
+        """Else the first use of the mover says that it can't."""
         self.broken: str | None = None
         """An error that stays, as those of what a device has run do."""
         self._random = random.Random(seed)
@@ -168,6 +170,9 @@ class FakeDriver:
 
     def move_pages(self, stream: int, copies: Copies) -> None:
         with self._called("move_pages", stream, copies):
+            if not self.is_mover_good:
+                self.mover = None
+                raise MoverError("no C compiler")
             columns = np.concatenate((copies.to, copies.source, copies.size))
             assert not (columns % np.uint64(8)).any(), "a kernel moves whole words"
             self._submit(stream, copies, SourceOrder.STREAM)

@@ -40,6 +40,7 @@ from raykv.copy.cuda_driver import (
     CopyDriver,
     CUDADriver,
     CUDAError,
+    MoverError,
     SourceOrder,
     Urgency,
     plain_uuid,
@@ -140,7 +141,7 @@ class Lane:
                     self._await(self._events[turn])
                 if stop():
                     return False
-                if route is Route.GATHER:
+                if route is Route.GATHER and self._driver.mover is not None:
                     self._submit_gather(batch, place)
                 else:
                     self._submit_batch(batch, place)
@@ -253,12 +254,16 @@ class Lane:
         buffer = self._get_buffer()
         assert buffer is not None, "only what can be staged is gathered"
         steps = staged(batch, self.direction, place.kv, place.pool, buffer)
-        if self.direction is Direction.STORE:
-            self._driver.move_pages(self._stream, steps.pages)
-            self._driver.copy_batch(self._stream, steps.blocks, self._order)
-        else:
-            self._driver.copy_batch(self._stream, steps.blocks, self._order)
-            self._driver.move_pages(self._stream, steps.pages)
+        try:
+            if self.direction is Direction.STORE:
+                self._driver.move_pages(self._stream, steps.pages)
+                self._driver.copy_batch(self._stream, steps.blocks, self._order)
+            else:
+                self._driver.copy_batch(self._stream, steps.blocks, self._order)
+                self._driver.move_pages(self._stream, steps.pages)
+        except MoverError as error:
+            logger.warning("small pages are copied one by one from now on: %s", error)
+            self._submit_batch(batch, place)
 
     @property
     def _order(self) -> SourceOrder:

@@ -27,6 +27,10 @@ class CUDAError(RayKVError):
     """A call of CUDA failed, or can't be made on this machine."""
 
 
+class MoverError(CUDAError):
+    """What moves pages within the device can't, and nothing was submitted; the device is well."""
+
+
 class SourceOrder(IntEnum):
     """When a batch may read its sources; the numbers are those of `CUmemcpySrcAccessOrder`."""
 
@@ -81,7 +85,7 @@ class CopyDriver(Protocol):
 
     @property
     def mover(self) -> str | None:
-        """What `move_pages` is done by; None: it can't be called."""
+        """What `move_pages` is done by; None: it can't be called, or has raised `MoverError`."""
 
     def make_stream(self, urgency: Urgency) -> int:
         """A stream that does not wait for the default one."""
@@ -105,7 +109,11 @@ class CopyDriver(Protocol):
         """Submit one copy between device and host."""
 
     def move_pages(self, stream: int, copies: Copies) -> None:
-        """Submit copies within the device, of multiples of `WORD_BYTES` at such addresses."""
+        """Submit copies within the device, of multiples of `WORD_BYTES` at such addresses.
+
+        Raises:
+            MoverError: it is not to be called again.
+        """
 
     def allocate(self, num_bytes: int) -> int:
         """Memory of the device."""
@@ -222,12 +230,16 @@ class CUDADriver:
 
     def move_pages(self, stream: int, copies: Copies) -> None:
         """See `CopyDriver.move_pages`."""
-        assert self._mover is not None, "nothing here moves pages within the device"
+        mover = self._mover
+        if mover is None:
+            # The other direction's thread has just found out.
+            raise MoverError("nothing here moves pages within the device")
         try:
-            self._mover.move(stream, copies.to, copies.source, copies.size)
+            mover.move(stream, copies.to, copies.source, copies.size)
         except Exception as error:
-            # Triton and torch have many ways to say that a launch failed.
-            raise CUDAError(f"a launch of {self._mover.name} failed: {error}") from error
+            # Triton and torch have many ways to say so: no C compiler is the usual one.
+            self._mover = None
+            raise MoverError(f"a launch of {mover.name} failed: {error}") from error
 
     def allocate(self, num_bytes: int) -> int:
         """See `CopyDriver.allocate`."""

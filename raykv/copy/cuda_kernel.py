@@ -18,8 +18,9 @@ WORDS_AT_ONCE = 512
 """Of 8 bytes, by one program: a page of 4 KiB."""
 
 
+# Triton evaluates all annotations, and takes none but its own.
 @triton.jit
-def _move(to: Any, source: Any, size: Any, count: Any, WORDS: tl.constexpr) -> None:  # noqa: N803
+def _move(to, source, size, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Programs take the pages in turn; the columns hold addresses and bytes as 64-bit numbers."""
     lane = tl.arange(0, WORDS)
     page = tl.program_id(0)

@@ -66,6 +66,8 @@ def measure(
         for direction, page_bytes, num_runs in product(Direction, pages, counts):
             rows = _every_other(page_bytes, num_runs)
             rates = {route: _rate(device, direction, rows, place, route, clock) for route in Route}
+            if driver.mover is None:
+                raise CUDAError("its small pages are copied one by one")
             points.append(
                 Point(direction, page_bytes, num_runs, rates[Route.BATCH], rates[Route.GATHER])
             )

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.gpu
 NUM_BLOCKS = 64
 LONG_S = 60.0
 CONF = "PYTORCH_CUDA_ALLOC_CONF"
+PATHS = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=[far.fileno()],
-            env={**os.environ, CONF: conf, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, CONF: conf, "PYTHONPATH": PATHS},
         )
         far.close()
         near.settimeout(LONG_S)
@@ -218,7 +219,7 @@ def test_worker_goes_on_when_who_opened_its_memory_dies(workers: list[Worker]) -
         [sys.executable, "-c", OPENER, encode(worker.layout).hex()],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": PATHS},
     )
     assert opener.stdout is not None
     assert opener.stdout.readline() == "there\n"

@@ -486,6 +486,22 @@ def test_small_pages_are_copied_one_by_one_when_nothing_moves_them() -> None:
     assert memory.now == expected
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_small_pages_are_copied_one_by_one_when_what_moves_them_fails(
+    direction: Direction, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = FakeDriver()
+    driver.is_mover_good = False
+    memory = Memory(driver, route=Route.GATHER)
+    expected = memory.after(direction, SCATTERED)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert memory.copy(direction, SCATTERED)
+    assert memory.now == expected
+    assert len(driver.calls_of("move_pages")) == 1
+    assert caplog.text.count("one by one from now on: no C compiler") == 1
+
+
 def test_gathered_pages_cross_to_the_host_in_one_piece() -> None:
     limits = Limits(batch_runs=64)
     memory = Memory(FakeDriver(), limits, route=Route.GATHER)
@@ -651,6 +667,17 @@ def test_device_that_cant_be_calibrated_keeps_the_usual_way(
         thread.join(60)
     assert device.table is usual
     assert "Fake GPU was not calibrated: no memory" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_device_whose_mover_fails_is_not_calibrated(tmp_path: Path) -> None:
+    driver = FakeDriver()
+    driver.is_mover_good = False
+    device = Device(driver)
+    thread = calibrate_in_background(device, tmp_path, quick)
+    assert thread is not None
+    thread.join(60)
+    assert device.table.points == ()
     assert not list(tmp_path.iterdir())
 
 
