@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 from raykv.actors.attached import QueuedJob
 from raykv.actors.integrity import Integrity
 from raykv.actors.keeper import PoolKeeper
 from raykv.copy.engine import HOST
+from raykv.copy.plan import CopyRuns
 from raykv.copy.rows import RowCopier
-from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES, spans
+from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES, Span, spans
 from raykv.core.slots import SlotState
 from raykv.types import Direction, Epoch, Refusal
 
@@ -84,16 +86,29 @@ class Copying:
         num_bytes = 0
         try:
             backend = queued.worker.backend(self._keeper.pool.address, self._rows)
-            for span in spans(runs, list(left), slab_bytes, most_bytes):
-                self._give_way(queued)
-                rows = span.runs
-                done = backend.copy(queued.direction, rows, 0, len(rows.size), queued.stop)
-                for chunk, chunk_bytes in zip(span.chunks, span.chunk_bytes, strict=True):
-                    left.popleft()
-                    num_bytes += chunk_bytes if self._end(queued, chunk, done) else 0
+            begun = deque[Span]()
+            parts = self._parts(queued, spans(runs, list(left), slab_bytes, most_bytes), begun)
+            with closing(backend.copy_each(queued.direction, parts, queued.stop)) as answers:
+                for done in answers:
+                    span = begun.popleft()
+                    for chunk, chunk_bytes in zip(span.chunks, span.chunk_bytes, strict=True):
+                        left.popleft()
+                        num_bytes += chunk_bytes if self._end(queued, chunk, done) else 0
+            while left:
+                # It was stopped before.
+                self._end(queued, left.popleft(), done=False)
         finally:
             self._abandon(queued, left)
         return num_bytes
+
+    def _parts(
+        self, queued: QueuedJob, some: Iterable[Span], begun: deque[Span]
+    ) -> Iterator[CopyRuns]:
+        """What is to be copied, noted as begun when the back end takes it."""
+        for span in some:
+            self._give_way(queued)
+            begun.append(span)
+            yield span.runs
 
     def _admit(self, queued: QueuedJob) -> deque[int]:
         """Admit the job's chunks to the slot table; the others get their refusal."""

@@ -2,12 +2,11 @@
 
 Each case copies all pages of one size, shuffled in the KV cache and one behind the other in the
 pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it in spans of
-chunks, as a NodeActor does, with an end to wait for at each; also chunk by chunk, and in one call,
-which shows what those ends cost. Small pages are copied both ways too, whichever the calibration
-prefers. Then what a step costs the worker's thread (the record of its event), what a submission
-costs a copy thread, and how much longer products of matrices in another process take beside copies.
-
-No GPU has run this yet.
+chunks, as a NodeActor does, the next one on its way before the end of one is awaited; also chunk by
+chunk, and in one call, which shows what those ends cost. Small pages are copied both ways too,
+whichever the calibration prefers. Then what a step costs the worker's thread (the record of its
+event), what a submission costs a copy thread, and how much longer products of matrices in another
+process take beside copies.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
@@ -152,8 +151,9 @@ class Sides:
         chunks = range(len(runs.chunk_ends))
 
         def copy() -> None:
-            for span in spans(runs, chunks, MAX_SLAB_BYTES, SPAN_BYTES):
-                self._copy(case, span.runs, 0, len(span.runs.size))
+            parts = (span.runs for span in spans(runs, chunks, MAX_SLAB_BYTES, SPAN_BYTES))
+            with closing(self.backend.copy_each(case.direction, parts, StopSign())) as answers:
+                assert all(answers), "nobody has cancelled it"
 
         return self._speed(case, copy)
 

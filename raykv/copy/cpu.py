@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from raykv.copy.engine import StopSign
+from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.rows import RowCopier, Side
 from raykv.types import Direction
 
 
-class CPUBackend:
+class CPUBackend(CopyBackend):
     """Copies between two mappings of this process."""
 
     def __init__(self, kv_address: int, pool_address: int, rows: RowCopier) -> None:

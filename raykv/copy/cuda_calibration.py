@@ -29,7 +29,7 @@ from raykv.types import Direction
 
 logger = logging.getLogger("raykv.copy")
 
-VERSION = 1
+VERSION = 2
 """Of the file. What was measured with other code is not valid for this one: count up."""
 
 WORTH_IT = 1.1

@@ -37,7 +37,10 @@ logger = logging.getLogger("raykv.copy")
 
 KIB = 1 << 10
 PAGES = (2 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 28 * KIB, 64 * KIB)
-COUNTS = (8, 64, 256)
+COUNTS = (8, 64, 512, 2048)
+MOST_BYTES = 32 << 20
+"""Of a point: larger ones are left out."""
+
 REPEATS = 5
 """The best one counts: others use the device too."""
 
@@ -53,7 +56,8 @@ def measure(
     Raises:
         CUDAError: the device has no memory left, or refuses; what was taken is given back.
     """
-    num_bytes = 2 * max(pages) * max(counts)
+    shapes = [(page, count) for page, count in product(pages, counts) if page * count <= MOST_BYTES]
+    num_bytes = 2 * max(page * count for page, count in shapes)
     with ExitStack() as stack:
         kv = driver.allocate(num_bytes)
         stack.callback(driver.free, kv)
@@ -63,7 +67,7 @@ def measure(
         stack.callback(device.close)
         place = Place(kv, pool, None)
         points = []
-        for direction, page_bytes, num_runs in product(Direction, pages, counts):
+        for direction, (page_bytes, num_runs) in product(Direction, shapes):
             rows = _every_other(page_bytes, num_runs)
             rates = {route: _rate(device, direction, rows, place, route, clock) for route in Route}
             if driver.mover is None:

@@ -8,7 +8,7 @@ submission is kept.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -63,6 +63,21 @@ class CopyBackend(Protocol):
         given bounded batches of runs, with a look before each. All bytes have arrived when the
         call returns True, and nothing is on its way when it returns or raises at all.
         """
+
+    def copy_each(
+        self, direction: Direction, parts: Iterable[CopyRuns], stop: StopSign
+    ) -> Generator[bool]:
+        """Carry out whole parts in order, with an answer for each as `copy` gives it.
+
+        After a False there is none. A device may begin the next part before it answers for one: a
+        part without an answer may or may not have been copied, but nothing is on its way when the
+        generator ends or is closed.
+        """
+        for runs in parts:
+            done = self.copy(direction, runs, 0, len(runs.size), stop)
+            yield done
+            if not done:
+                return
 
 
 J = TypeVar("J")

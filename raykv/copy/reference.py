@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from raykv.copy.engine import StopSign
+from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.types import Direction
 
 
-class ReferenceBackend:
+class ReferenceBackend(CopyBackend):
     """Copies between two bytearrays, byte range by byte range."""
 
     def __init__(self, kv: bytearray, pool: bytearray) -> None:

@@ -1,6 +1,6 @@
 """CUDA's own memory management, through `cuda.bindings`.
 
-No GPU has run this yet. Each device's primary context is used, the same one as torch and CUDA's
+Each device's primary context is used, the same one as torch and CUDA's
 runtime use; it is taken once per device and kept until the process ends.
 """
 
@@ -17,6 +17,9 @@ from typing import Any
 
 from raykv.core.sanity import CUDA_HANDLE_BYTES
 from raykv.memory.cuda_driver import DriverError, Extent
+
+ATTRIBUTE_CALL, ATTRIBUTE_SINCE = b"cuPointerGetAttribute", 12000
+"""The driver's own name, and the version of CUDA whose form of the call is meant."""
 
 
 def load() -> CudaMemoryDriver:
@@ -85,6 +88,17 @@ class CudaMemoryDriver:
         which = getattr(self._cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         return self._call("cuPointerGetAttribute", which, self._cuda.CUdeviceptr(address))
 
+    def _word(self, name: str, address: int) -> int:
+        """An attribute of 64 bits; `cuda.bindings` (13.3) refuses those of mappings."""
+        which = int(getattr(self._cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"))
+        entry, _ = self._call("cuGetProcAddress", ATTRIBUTE_CALL, ATTRIBUTE_SINCE, 0)
+        call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        word = ctypes.c_uint64(0)
+        error = call(int(entry))(ctypes.addressof(word), which, address)
+        if error:
+            raise DriverError(f"{name} of memory of CUDA was refused: error {error}")
+        return word.value
+
     def devices(self) -> list[str]:
         """See `MemoryDriver.devices`."""
         return list(self._uuids)
@@ -104,8 +118,8 @@ class CudaMemoryDriver:
         self._enter(self.device_of(address))
         if self.is_ipc_capable(address):
             return self._allocation(address)
-        base = self._attribute("MAPPING_BASE_ADDR", address)
-        return Extent(int(base), int(self._attribute("MAPPING_SIZE", address)))
+        size = self._word("MAPPING_SIZE", address)
+        return Extent(self._word("MAPPING_BASE_ADDR", address), size)
 
     def _allocation(self, address: int) -> Extent:
         base, size = self._call("cuMemGetAddressRange", self._cuda.CUdeviceptr(address))

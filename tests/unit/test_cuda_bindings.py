@@ -219,19 +219,25 @@ def test_mapping_that_fails_on_the_way_is_undone(
 
 def test_extent_of_mapped_memory_is_that_of_its_one_mapping(cuda: Bindings) -> None:
     driver = CudaMemoryDriver(cuda)
-    which = Constants("CUpointer_attribute")
+    names = {"MAPPING_SIZE": 18, "MAPPING_BASE_ADDR": 19, "DEVICE_ORDINAL": 9}
+    names["IS_LEGACY_CUDA_IPC_CAPABLE"] = 13
+    vars(cuda)["CUpointer_attribute"] = SimpleNamespace(
+        **{f"CU_POINTER_ATTRIBUTE_{name}": number for name, number in names.items()}
+    )
+    form = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
 
-    def attribute(number: int, _address: int) -> tuple[Any, ...]:
-        known = {
-            which.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: 0,
-            which.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: 0,
-            which.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR: 0x9000,
-            which.CU_POINTER_ATTRIBUTE_MAPPING_SIZE: 0x2000,
-        }
-        return Result.CUDA_SUCCESS, known[number]
+    @form
+    def entry(data: int, number: int, address: int) -> int:
+        if address != 0x9800:
+            return 1
+        ctypes.c_uint64.from_address(data).value = {18: 0x2000, 19: 0x7F00_0000_9000}[number]
+        return 0
 
-    vars(cuda)["cuPointerGetAttribute"] = attribute
-    assert driver.extent(0x9800) == Extent(0x9000, 0x2000)
+    cuda.answers["cuGetProcAddress"] = (ctypes.cast(entry, ctypes.c_void_p).value, 0)
+    cuda.answers["cuPointerGetAttribute"] = 0
+    assert driver.extent(0x9800) == Extent(0x7F00_0000_9000, 0x2000)
+    with pytest.raises(DriverError, match=r"MAPPING_SIZE .* refused: error 1"):
+        driver.extent(0x9900)
 
 
 def test_machine_without_cuda_is_told_what_to_install() -> None:

@@ -126,7 +126,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "gather_rate": 2e9,
     }
     return {
-        "version": 1,
+        "version": 2,
         "model": NAME.model,
         "driver_version": NAME.driver_version,
         "mover": "Triton",
@@ -179,7 +179,7 @@ def test_point_that_cant_be_meant_is_refused(tmp_path: Path, change: dict[str, A
         b"{",
         b"[" * 100_000,
         b" " * (MAX_FILE_BYTES + 1),
-        json.dumps({**document(), "version": 2}).encode(),
+        json.dumps({**document(), "version": 1}).encode(),
         json.dumps({**document(), "points": []}).encode(),
         json.dumps({**document(), "points": {}}).encode(),
         json.dumps({**document(), "points": [[]]}).encode(),

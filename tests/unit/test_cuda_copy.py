@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -270,6 +271,56 @@ def test_stopped_copy_has_written_whole_batches_only_and_writes_nothing_later(
     ends = [0, 2, 3, 5, 6, 8, 9, 11] if route is Route.GATHER else [0, 3, 6, 9, 11]
     done = ends[min(max(looks - 1, 0), len(ends) - 1)] * PAGE
     assert memory.pool.tobytes() == whole[1][:done] + before[done:].tobytes()
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("direction", Direction)
+def test_next_part_is_on_its_way_before_one_is_answered_for(
+    route: Route, direction: Direction
+) -> None:
+    memory = Memory(FakeDriver(), route=route)
+    whole = runs_of([3, 9, 5, 30, 1, 12, 7])
+    expected = memory.after(direction, whole)
+    ends = [0, 2, 3, 6, 7]
+    parts = [
+        CopyRuns(whole.kv[a:b], whole.pool[a:b], whole.size[a:b], np.array([b - a]))
+        for a, b in pairwise(ends)
+    ]
+    begun: list[int] = []
+
+    def taken() -> Iterator[CopyRuns]:
+        for number, part in enumerate(parts):
+            begun.append(number)
+            yield part
+
+    seen = []
+    with closing(memory.backend.copy_each(direction, taken(), NEVER)) as answers:
+        for done in answers:
+            assert done
+            seen.append(len(begun))
+    assert seen == [2, 3, 4, 4]
+    assert memory.now == expected
+
+
+def test_parts_that_nobody_waits_for_any_more_have_arrived_when_the_generator_is_closed() -> None:
+    memory = Memory(FakeDriver())
+    parts = [runs_of([block]) for block in (3, 9, 5)]
+    with closing(memory.backend.copy_each(STORE, parts, NEVER)) as answers:
+        assert next(answers)
+    assert memory.driver.num_pending == 0
+    # The lane is free again.
+    assert memory.copy(LOAD, SCATTERED)
+
+
+def test_stop_between_parts_leaves_those_behind_without_a_true_answer() -> None:
+    memory = Memory(FakeDriver())
+    parts = [runs_of([block]) for block in (3, 9, 5, 7)]
+    stop = StopAfter(2)
+    answers = list(memory.backend.copy_each(STORE, parts, stop))
+    assert answers[-1] is False
+    assert answers.count(False) == 1
+    assert len(answers) < len(parts)
+    assert memory.driver.num_pending == 0
 
 
 def test_stop_sign_is_looked_at_between_batches_of_a_copy_that_runs() -> None:
