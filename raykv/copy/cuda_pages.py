@@ -1,8 +1,7 @@
 """Who gathers small pages of a KV cache into one buffer of the device, and scatters them.
 
 A Triton kernel where Triton can be imported, else torch's index operations: both launch on the
-stream that they are given. No GPU has run this yet; Triton's interpreter and torch on the CPU
-have.
+stream that they are given.
 """
 
 from __future__ import annotations
@@ -18,6 +17,9 @@ import numpy.typing as npt
 logger = logging.getLogger("raykv.copy")
 
 Addresses = npt.NDArray[np.uint64]
+CPU = "cpu"
+"""A device of the tests."""
+
 WORD_BYTES = 8
 """Addresses and sizes of pages are multiples of it."""
 
@@ -54,8 +56,11 @@ class TritonMover:
     def move(self, stream: int, to: Addresses, source: Addresses, size: Addresses) -> None:
         """See `PageMover.move`."""
         with self._on_stream(stream):
-            # The copy of pageable memory has read it when the call returns.
             columns = self._torch.from_numpy(np.stack((to, source, size)).view(np.int64))
+            if self._device != CPU:
+                # A copy of more than 64 KiB of pageable memory waits for all before it. torch
+                # keeps pinned memory, and uses none again before the stream has read it.
+                columns = columns.pin_memory()
             self._launch(*columns.to(self._device, non_blocking=True))
 
 

@@ -1,7 +1,7 @@
 """The copies with a KV cache of a real model's shape, on a GPU and in the same words on a fake one.
 
 The tests marked `gpu` need an NVIDIA GPU, torch for CUDA and nothing else: no vLLM, no Ray.
-`pytest -m gpu tests/gpu` runs them; without a GPU they are skipped. No GPU has run them yet.
+`pytest -m gpu tests/gpu` runs them; without a GPU they are skipped.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def never_lost(error: CUDAError) -> NoReturn:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 20, 3 << 20, 2 << 20])
-def test_span_of_a_device_is_one_batch(chunk_bytes: int) -> None:
+def test_span_of_a_device_is_gathered_at_once(chunk_bytes: int) -> None:
     """Layers whose pages lie apart."""
     size = np.full(64 * 32, chunk_bytes // 32, np.int64)
     kv = np.arange(len(size)) * chunk_bytes * 2
@@ -156,5 +156,5 @@ def test_span_of_a_device_is_one_batch(chunk_bytes: int) -> None:
     limits = Limits()
     for span in spans(runs, range(64), 256 << 20, SPAN_BYTES):
         cut = rows_of(span.runs, 0, len(span.runs.size), limits.cut_bytes)
-        assert len(list(batches(cut, limits.batch_bytes, limits.batch_runs))) == 1
+        assert len(list(batches(cut, limits.staging_bytes, limits.gather_runs))) == 1
         assert span.chunks[-1] == 63 or sum(span.chunk_bytes) > SPAN_BYTES - chunk_bytes
