@@ -1,0 +1,194 @@
+"""A NodeActor's service in a process of its own, and a real GPU's KV cache; no vLLM, no Ray."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raykv.actors.job_request import JobRequest
+from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
+from raykv.memory import cuda_bindings
+from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
+from raykv.messages import Handles, JobResult
+from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
+from tests.gpu.test_cuda_copy import has_gpu
+from tests.waiting import wait_until
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="there is no GPU here")]
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+NUM_LAYERS = 32
+NUM_BLOCKS = 96
+PAGE_BYTES = 16 * 2 * 8 * 128 * 2
+"""Llama 8B, one layer: 16 tokens, keys and values, 8 heads of 128 numbers of 2 bytes."""
+BLOCKS_PER_CHUNK = 2
+SLOT_BYTES = NUM_LAYERS * BLOCKS_PER_CHUNK * PAGE_BYTES
+NUM_SLOTS = 64
+LONG_S = 60.0
+DEADLINE_S = 5.0
+ROOT = Path(__file__).parents[2]
+
+_job_ids = itertools.count(1)
+_names = itertools.count()
+
+
+class Node:
+    """The service, with a pool of 64 slots of 4 MiB."""
+
+    def __init__(self) -> None:
+        self.name = f"raykv-test-gpu/{os.getpid()}/{next(_names)}"
+        arguments = [self.name, str(NUM_SLOTS), str(SLOT_BYTES)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "node_child.py"), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "listening\n"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(LONG_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    made.end()
+
+
+class Worker:
+    """A rank's KV cache in this process, as `raykv.vllm.handover` hands it over, and its link."""
+
+    def __init__(self, node: Node) -> None:
+        shape = (NUM_LAYERS, NUM_BLOCKS, PAGE_BYTES)
+        self.kv = torch.randint(-128, 128, shape, dtype=torch.int8, device="cuda")
+        torch.cuda.synchronize()
+        tensors = [DeviceTensor(x.data_ptr(), NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES) for x in self.kv]
+        grouping = Grouping(BLOCKS_PER_CHUNK, [0], [list(range(NUM_LAYERS))])
+        self.exported = export_kv(cuda_bindings.load(), tensors, grouping)
+        settings = LinkSettings(load_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S)
+        self.link = WorkerLink(0, self.exported.layout, self.exported.fds, settings)
+        self.link.set_target(LinkTarget(node.name, "engine", "ns", 1, {0: SLOT_BYTES}))
+        wait_until(lambda: self.link.node_epoch != 0, LONG_S, "the worker attaches")
+
+    def end(self) -> None:
+        self.link.close(5.0)
+        self.exported.close()
+
+    def submit(self, direction: Direction, chunks: list[int], blocks: list[int]) -> int:
+        """As `DeviceLink` does: the event first."""
+        units = SLOT_BYTES // SLOT_ALIGNMENT
+        keys = [bytes([chunk]) * 36 for chunk in chunks]
+        job_id, count = next(_job_ids), len(chunks)
+        handles = Handles(keys, [chunk * units for chunk in chunks], [100 + c for c in chunks])
+        self.exported.record(torch.cuda.current_stream().cuda_stream)
+        lengths = [BLOCKS_PER_CHUNK] * count
+        epoch = self.link.node_epoch
+        self.link.submit(
+            JobRequest(job_id, direction, epoch, handles, [0] * count, lengths, [0] * count, blocks)
+        )
+        return job_id
+
+    def finish(self, job_id: int) -> list[Refusal]:
+        found: list[JobResult] = []
+
+        def is_there() -> bool:
+            found.extend(self.link.drain())
+            return any(result.job_id == job_id for result in found)
+
+        wait_until(is_there, LONG_S, f"job {job_id} ends")
+        result = next(result for result in found if result.job_id == job_id)
+        return [Refusal(number) for number in result.refusals]
+
+    def run(self, direction: Direction, chunks: list[int], blocks: list[int]) -> list[Refusal]:
+        return self.finish(self.submit(direction, chunks, blocks))
+
+    def blocks(self, numbers: list[int]) -> Any:
+        torch.cuda.synchronize()
+        return self.kv[:, numbers].clone()
+
+
+def worker_of(node: Node, kind: str) -> Worker:
+    """`kind` is the way that its memory is handed over."""
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{kind == CUDA_FD}")
+    try:
+        torch.cuda.empty_cache()
+        made = Worker(node)
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    assert made.exported.layout.kind == kind
+    return made
+
+
+@pytest.mark.parametrize("kind", [CUDA_IPC, CUDA_FD])
+def test_bytes_of_the_gpu_come_back_to_other_blocks(node: Node, kind: str) -> None:
+    worker = worker_of(node, kind)
+    source = random.Random(3)
+    for turn in range(3):
+        chunks = list(range(20 * turn, 20 * (turn + 1)))
+        stored, loaded = (source.sample(range(NUM_BLOCKS), 40) for _ in range(2))
+        expected = worker.blocks(list(range(NUM_BLOCKS)))
+        assert worker.run(STORE, chunks, stored) == []
+        expected[:, loaded] = expected[:, stored]
+        assert worker.run(LOAD, chunks, loaded) == []
+        assert torch.equal(worker.blocks(list(range(NUM_BLOCKS))), expected)
+    worker.end()
+
+
+def test_store_has_what_the_gpu_computes_after_the_job_was_submitted(node: Node) -> None:
+    worker = worker_of(node, CUDA_IPC)
+    torch.cuda._sleep(1_000_000_000)
+    worker.kv[:, 1:3] = 77
+    job_id = worker.submit(STORE, [5], [1, 2])
+    # What is queued behind the event is the next step's.
+    assert worker.finish(job_id) == []
+    worker.kv[:, 1:3] = 78
+    assert worker.run(LOAD, [5], [8, 9]) == []
+    assert bool((worker.blocks([8, 9]) == 77).all())
+    assert bool((worker.blocks([1, 2]) == 78).all())
+    worker.end()
+
+
+def test_load_does_not_run_ahead_of_what_was_queued_before_it(node: Node) -> None:
+    worker = worker_of(node, CUDA_IPC)
+    expected = worker.blocks([1, 2])
+    assert worker.run(STORE, [5], [1, 2]) == []
+    torch.cuda._sleep(1_000_000_000)
+    worker.kv[:, 8:10] = 0
+    assert worker.run(LOAD, [5], [8, 9]) == []
+    assert torch.equal(worker.blocks([8, 9]), expected)
+    worker.end()
+
+
+def test_killed_node_fails_jobs_in_time_and_leaves_the_gpu_usable(node: Node) -> None:
+    worker = worker_of(node, CUDA_IPC)
+    assert worker.run(STORE, list(range(40)), list(range(80))) == []
+    before = worker.blocks(list(range(NUM_BLOCKS)))
+    torch.cuda._sleep(1_000_000_000)
+    job_id = worker.submit(LOAD, [0], [94, 95])
+    node.process.send_signal(signal.SIGKILL)
+    assert worker.finish(job_id) != []
+    after = worker.blocks(list(range(NUM_BLOCKS)))
+    assert torch.equal(after[:, :94], before[:, :94])
+    # Copies of the dead process end with it: the blocks are ours again.
+    worker.kv[:, 94:] = 3
+    assert bool((worker.blocks([94, 95]) == 3).all())
+    worker.end()
