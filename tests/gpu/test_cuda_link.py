@@ -128,12 +128,15 @@ class Worker:
 
 def worker_of(node: Node, kind: str) -> Worker:
     """`kind` is the way that its memory is handed over."""
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{kind == CUDA_FD}")
+    # Its name since torch 2.10, and before.
+    known = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    configure = known or torch.cuda.memory._set_allocator_settings
+    configure(f"expandable_segments:{kind == CUDA_FD}")
     try:
         torch.cuda.empty_cache()
         made = Worker(node)
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        configure("expandable_segments:False")
     assert made.exported.layout.kind == kind
     return made
 
