@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,10 @@ from raykv.captured import (
     settle,
     write_states,
 )
-from raykv.copy.engine import MAX_QUEUED_JOBS
+from raykv.copy.engine import HOST, MAX_QUEUED_JOBS
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.copy.rows import RowCopier
-from raykv.copy.spans import HOST_SPAN_BYTES
+from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES
 from raykv.core.captures import WIDTHS, CaptureIndex, CaptureState, objection
 from raykv.deadlines import (
     NODE_LOOK_S,
@@ -339,13 +339,20 @@ class Capturing:
 
     def _copy(self, queued: QueuedJob, runs: CopyRuns) -> None:
         backend = queued.worker.backend(self._keeper.pool.address, self._rows)
-        step = max(1, HOST_SPAN_BYTES // int(runs.size[0]))
+        most_bytes = HOST_SPAN_BYTES if queued.lane.device == HOST else SPAN_BYTES
+        parts = self._parts(queued, runs, max(1, most_bytes // int(runs.size[0])))
+        with contextlib.closing(backend.copy_each(Direction.STORE, parts, queued.stop)) as answers:
+            done = all(answers)
+        if not done or queued.is_cancelled:
+            raise _RefusedError(Refusal.CANCELLED, "the engine ended, or gave the copy up")
+
+    def _parts(self, queued: QueuedJob, runs: CopyRuns, step: int) -> Iterator[CopyRuns]:
+        """So many pages at once; what goes first goes before each."""
         for first in range(0, len(runs.size), step):
             self._give_way(queued)
-            last = min(first + step, len(runs.size))
-            done = backend.copy(Direction.STORE, runs, first, last, queued.stop)
-            if not done or queued.is_cancelled:
-                raise _RefusedError(Refusal.CANCELLED, "the engine ended, or gave the copy up")
+            some = slice(first, first + step)
+            size = runs.size[some]
+            yield CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
 
     def _refuse(self, queued: QueuedJob, reason: str) -> None:
         """Nobody holds the lock meanwhile: what is said to the reader may be on a slow disk."""

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raykv.actors.job_request import JobRequest
 from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
+from raykv.captured import load_hidden_states, promise
 from raykv.memory import cuda_bindings
 from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
 from raykv.messages import Handles, JobResult
+from raykv.state_types import Capture
 from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
 from tests.gpu.test_cuda_copy import has_gpu
 from tests.waiting import wait_until
@@ -77,16 +80,17 @@ def node() -> Iterator[Node]:
 class Worker:
     """A rank's KV cache in this process, as `raykv.vllm.handover` hands it over, and its link."""
 
-    def __init__(self, node: Node) -> None:
-        shape = (NUM_LAYERS, NUM_BLOCKS, PAGE_BYTES)
+    def __init__(self, node: Node, num_layers: int = NUM_LAYERS) -> None:
+        shape = (num_layers, NUM_BLOCKS, PAGE_BYTES)
         self.kv = torch.randint(-128, 128, shape, dtype=torch.int8, device="cuda")
         torch.cuda.synchronize()
         tensors = [DeviceTensor(x.data_ptr(), NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES) for x in self.kv]
-        grouping = Grouping(BLOCKS_PER_CHUNK, [0], [list(range(NUM_LAYERS))])
+        grouping = Grouping(BLOCKS_PER_CHUNK, [0], [list(range(num_layers))])
         self.exported = export_kv(cuda_bindings.load(), tensors, grouping)
         settings = LinkSettings(load_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S)
         self.link = WorkerLink(0, self.exported.layout, self.exported.fds, settings)
-        self.link.set_target(LinkTarget(node.name, "engine", "ns", 1, {0: SLOT_BYTES}))
+        slot_bytes = num_layers * BLOCKS_PER_CHUNK * PAGE_BYTES
+        self.link.set_target(LinkTarget(node.name, "engine", "ns", 1, {0: slot_bytes}))
         wait_until(lambda: self.link.node_epoch != 0, LONG_S, "the worker attaches")
 
     def end(self) -> None:
@@ -120,6 +124,19 @@ class Worker:
 
     def run(self, direction: Direction, chunks: list[int], blocks: list[int]) -> list[Refusal]:
         return self.finish(self.submit(direction, chunks, blocks))
+
+    def capture(self, blocks: list[int], capture: Capture, lock_fd: int) -> int:
+        job_id, epoch = next(_job_ids) + (1 << 48), self.link.node_epoch
+        self.exported.record(torch.cuda.current_stream().cuda_stream)
+        names = Handles([b"states"], [0], [0])
+        self.link.submit(
+            JobRequest(
+                *(job_id, STORE, epoch, names, [0], [len(blocks)], [0], blocks),
+                capture=capture,
+                lock_fd=lock_fd,
+            )
+        )
+        return job_id
 
     def blocks(self, numbers: list[int]) -> Any:
         torch.cuda.synchronize()
@@ -178,6 +195,40 @@ def test_load_does_not_run_ahead_of_what_was_queued_before_it(node: Node) -> Non
     worker.kv[:, 8:10] = 0
     assert worker.run(LOAD, [5], [8, 9]) == []
     assert torch.equal(worker.blocks([8, 9]), expected)
+    worker.end()
+
+
+def test_hidden_states_are_captured_out_of_the_gpu(node: Node, tmp_path: Path) -> None:
+    worker = Worker(node, num_layers=1)
+    num_states, hidden_size = 4, 512
+    path = str(tmp_path / "states.safetensors")
+    lock_fd = promise(path)
+    blocks = random.Random(5).sample(range(NUM_BLOCKS), 70)
+    num_tokens = 16 * len(blocks) - 3
+    capture = Capture(
+        request_id="a",
+        token_ids=np.arange(num_tokens, dtype="<i8").tobytes(),
+        num_states=num_states,
+        hidden_size=hidden_size,
+        dtype="float16",
+        block_tokens=16,
+        strides=[num_states * hidden_size, hidden_size, 1],
+        most_bytes=1 << 30,
+        ttl_s=60.0,
+        path=path,
+        has_lock=True,
+    )
+    # The forward pass that computes them is still on its way.
+    torch.cuda._sleep(1_000_000_000)
+    worker.kv.random_(-128, 128)
+    job_id = worker.capture(blocks, capture, lock_fd)
+    assert worker.finish(job_id) == []
+    os.close(lock_fd)
+    expected = worker.blocks(blocks).cpu().numpy().view(np.uint16)
+    worker.kv.zero_()
+    found = load_hidden_states(path, LONG_S)["hidden_states"].numpy().view(np.uint16)
+    shape = (-1, num_states, hidden_size)
+    assert np.array_equal(found, expected.reshape(shape)[:num_tokens])
     worker.end()
 
 
