@@ -103,8 +103,9 @@ class Cluster(Operations):
         group: int | None = None,
         order: str = "",
         limit: int | None = None,
+        tier: str = "",
     ) -> Iterator[Chunk]:
-        """The chunks that are held, one for each node that has it, page by page.
+        """The chunks that are held, one for each pool and disk that has it, page by page.
 
         A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
         or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
@@ -114,13 +115,15 @@ class Cluster(Operations):
             node: only on this one; the same.
             key: only those whose key, or its hexadecimal digits, begins so.
             group: only of this KV group.
-            order: by age, idle, hits or size, what has most of it first; "": by node and slot.
+            order: by age, idle, hits or size, what has most of it first; "": by node and slot, and
+                each node's disk after its pool.
             limit: the first ones only. An order without a limit has all in memory here.
+            tier: only in pools ("ram"), or on disks ("disk").
 
         Raises:
             ClusterError: RayKV does not run here or does not answer, or an argument can't be meant.
         """
-        return self._reader.chunks(namespace, node, key, group, order, limit)
+        return self._reader.chunks(namespace, node, key, group, order, limit, tier)
 
     def chunk(self, key: bytes | str) -> list[Chunk]:
         """The replicas of the chunk whose key, or its hexadecimal digits, begins so; may be none.

@@ -294,6 +294,10 @@ TRANSFER_S = 60.0
 TRANSFER_EARLY_S = 10.0
 """For a scheduler actor that has just begun to learn what a node holds: 2 s after its report."""
 
+TRANSFER_DEMOTE_S = 5.0
+"""What a page of chunks displaces is copied for the disk first, if there is one; what is not copied
+by then is lost."""
+
 TRANSFER_LOOK_S = 0.1
 """Between two looks whether what has come is in the directory."""
 
