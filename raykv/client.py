@@ -9,7 +9,7 @@ for event in cluster.events(since=0):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -75,11 +75,17 @@ class Cluster(Operations):
         """Switch the cache on again; what it holds is still there."""
         ray.get(self._scheduler().set_paused.remote(False), timeout=CLIENT_S)
 
-    def clear(self, namespace: str | None = None) -> None:
+    def clear(
+        self,
+        namespace: str | None = None,
+        *,
+        watch: Callable[[list[str]], None] = lambda _: None,
+    ) -> None:
         """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
 
         Engines see misses with their next exchange, and store anew; nothing that was stored or
-        begun before is ever loaded after that.
+        begun before is ever loaded after that. `watch` is told the ids of nodes that have not noted
+        it after a second, if there are any: they are waited for, 15 s at most.
 
         Raises:
             ClusterError: RayKV does not run here, or there is no such namespace; or a node's disk
@@ -90,7 +96,7 @@ class Cluster(Operations):
         if namespace is not None:
             namespace = self._full_namespace(namespace)
         cleared = ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
-        deployment.note_clearing(cleared, CLIENT_S)
+        deployment.note_clearing(cleared, CLIENT_S, watch)
 
     # Chunks
 

@@ -304,6 +304,9 @@ TRANSFER_LOOK_S = 0.1
 CLIENT_S = 10.0
 """For one answer of an actor to a person or a program, who may have come during a restart."""
 
+SILENCE_S = 1.0
+"""A command that waits for actors says for which ones after so long."""
+
 LISTING_PAUSE_S = 0.005
 """Between two pages of a listing, each of which takes the scheduler actor milliseconds: exchanges
 of engines come in between."""
