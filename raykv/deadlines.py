@@ -147,6 +147,9 @@ DISK_READ_S = 10.0
 """For a read on behalf of another node, which has a deadline of its own: a network's disk may hang,
 and must not hold up reads of the pool for ever."""
 
+HOST_DISK_S = 1.0
+"""For a look at what lies under `disk_path`, for `raykv doctor`: a network's disk may hang."""
+
 DISK_LOOK_S = 1.0
 """The threads of a disk tier look around at least so often, should nothing wake them."""
 

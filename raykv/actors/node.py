@@ -275,7 +275,7 @@ class NodeActor:
     @ray.method(concurrency_group="host")
     def host(self, raw: bytes) -> bytes:
         """`HostQuestion` → `HostFacts`."""
-        facts = host_facts(decode(raw, HostQuestion), self._pool_path)
+        facts = host_facts(decode(raw, HostQuestion), self._pool_path, self._disk_place.path)
         if self._refusal:
             return encode(msgspec.structs.replace(facts, refusal=self._refusal))
         pool = self._service.keeper.pool
