@@ -22,6 +22,7 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
+from raykv.operation_types import TransferOrder
 from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId
 from tests.tables import TABLES, use_table
 
@@ -343,6 +344,26 @@ def test_what_the_pool_evicts_is_offered_to_the_disk_of_its_node(desk: Desk) -> 
     demoted = desk.report().disk.demoted
     assert demoted.keys == [b"a", b"b"]
     assert desk.manager.holds(NodeId("node"), MODEL, Key(b"a")) is None
+
+
+def test_slab_that_gets_another_slot_size_is_offered_before_it_is_used(desk: Desk) -> None:
+    desk.store("abcdefgh")
+    for each in ("a", "x"):
+        order = TransferOrder(
+            PROTOCOL_VERSION, f"t{each}", MODEL, "node", [each.encode() + b"2"], [2 * PAGE]
+        )
+        grant = desk.manager.transfers.lend(order, desk.now, paused=False)
+        desk.manager.check()
+        assert (len(grant.handles), grant.no_room) == (1, 0)
+        if each == "a":
+            assert sorted(grant.demoted.keys) == [b"a", b"b", b"c", b"d"]
+            assert sorted(grant.demoted.slots) == [0, 1, 2, 3]
+        else:
+            assert len(grant.demoted) == 0
+    assert desk.manager.holds(NodeId("node"), MODEL, Key(b"a")) is None
+    assert desk.manager.holds(NodeId("node"), MODEL, Key(b"h")) is not None
+    # The engine's mirror has heard of it in any case.
+    assert sorted(desk.sync().removed.keys) == [b"a", b"b", b"c", b"d"]
 
 
 def test_what_another_pool_has_is_not_offered(desk: Desk) -> None:
