@@ -86,6 +86,6 @@ def test_plain_files_are_as_many_bytes_as_the_chunks_and_go_away(
 
     monkeypatch.setattr(disk, "_append", watched)
     rounds = disk._Rounds(tmp_path, Node(), None, 20)  # type: ignore[arg-type]
-    assert rounds._plain_write(is_synced) > 0
+    assert rounds._plain_write(is_synced=is_synced) > 0
     assert sizes == [32 << 20, 8 << 20]
     assert not list(tmp_path.iterdir())
