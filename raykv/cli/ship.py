@@ -34,7 +34,7 @@ def export_chunks(
 ) -> None:
     """Write chunks to safetensors files that another cluster can import.
 
-    Exit code 1 if some of them were not in any pool any more.
+    Exit code 1 if some of them were nowhere any more, neither in a pool nor on a disk.
 
     Example: raykv export ./system-prompt.safetensors text:@system-prompt.txt
     """
