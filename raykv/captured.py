@@ -8,13 +8,19 @@ Beside a file lies its lock, `<path>.lock`, from before the path is told to anyb
 
 A file gets its name when all of it is written, so what has that name is whole. The lock is a
 `flock`, which vLLM's own loader of hidden states waits for too.
+
+Where there can be no lock, since the folder can't be made or written to, the reason is noted in the
+temporary folder, one note for each such folder, for readers of the same user on the same host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import stat
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -98,11 +104,18 @@ def promise(path: str) -> int:
     Whoever holds the descriptor, or a copy of it, is the writer; `settle` and closing it let go.
 
     Raises:
-        OSError: the folder can't be made or written to; or the file is being written, or read, now.
+        OSError: the folder can't be made or written to, which readers will hear; or the file is
+            being written, or read, now.
     """
-    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        _note(path, error.strerror or str(error))
+        raise
+    try:
+        with contextlib.suppress(OSError):
+            _note_of(path).unlink(missing_ok=True)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
         os.pwrite(fd, _HEAD, 0)
@@ -112,6 +125,42 @@ def promise(path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _note_of(path: str) -> Path:
+    """Where it is noted why a file's folder can't be written to."""
+    folder = Path(tempfile.gettempdir()) / f"raykv_hidden_states_problems_{os.getuid()}"
+    return folder / hashlib.sha256(os.fsencode(Path(path).absolute().parent)).hexdigest()[:32]
+
+
+def _note(path: str, reason: str) -> None:
+    """Note it; if that can't be, the server's log has it."""
+    with contextlib.suppress(OSError):
+        note = _note_of(path)
+        note.parent.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        if not _is_own(note.parent):
+            return
+        fd = os.open(note, flags, 0o600)
+        try:
+            os.write(fd, " ".join(reason.split())[: _MOST_TEXT // 8].encode())
+        finally:
+            os.close(fd)
+
+
+def _noted(path: str) -> str:
+    """What is noted; empty if that is nothing."""
+    note = _note_of(path)
+    with contextlib.suppress(OSError):
+        if _is_own(note.parent):
+            return note.read_text(errors="replace")[:_MOST_TEXT]
+    return ""
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can have put anything there."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def settle(fd: int, reason: str = "") -> None:
@@ -234,6 +283,8 @@ def _await_writer(path: str, timeout_s: float) -> _Outcome:
         lock = Path(path + LOCK_SUFFIX).open("rb")  # noqa: SIM115 - the thread below closes it
     except FileNotFoundError:
         gone = "nobody has promised any, or they have expired or been cleaned up"
+        if problem := _noted(path):
+            gone = f"their folder could not be written to: {problem}"
         return _Outcome(is_failed=False, reason=gone)
     except OSError as error:
         raise HiddenStatesError(f"the hidden states at {path} can't be waited for: {error}") from (

@@ -22,14 +22,18 @@ ORDERS = ("age", "idle", "hits", "size")
 first.
 """
 
+RAM, DISK = TIERS = ("ram", "disk")
+"""Where chunks are: in a node's pool, or on its disk."""
+
 
 class ChunkQuery(msgspec.Struct, frozen=True):
     """A page of a listing is asked for.
 
-    Empty texts and None: all. `key` is the beginning of keys. The page has the next `limit`
-    chunks at most; with `order` it is for those chunks only that can be among the first `limit` of
-    all in that order, and it has all of them out of the slots that it is made from. `from_node` and
-    `from_slot` are where the last page ended.
+    Empty texts and None: all, of every tier. `key` is the beginning of keys. The page has the next
+    `limit` chunks at most; with `order` it is for those chunks only that can be among the first
+    `limit` of all in that order, and it has all of them out of the slots that it is made from.
+    `from_node`, `from_disk` and `from_slot` are where the last page ended: with `from_disk` at a
+    place of the node's disk.
     """
 
     version: int
@@ -41,14 +45,27 @@ class ChunkQuery(msgspec.Struct, frozen=True):
     limit: int = MAX_PAGE
     from_node: str = ""
     from_slot: int = 0
+    tier: str = ""
+    from_disk: bool = False
+
+    @property
+    def place(self) -> tuple[str, bool, int]:
+        """Where it goes on; later pages go on later."""
+        return self.from_node, self.from_disk, self.from_slot
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its order and its tier are among those that there are."""
+        return self.order in ("", *ORDERS) and self.tier in ("", *TIERS)
 
 
 class ChunkPage(msgspec.Struct):
     """Chunks as columns, filled one after another.
 
     `node_index` and `namespace_index` point into `nodes` and `namespaces`. `ages` and `idles` are
-    seconds since a chunk came to the node and since it was used. `from_node` and `from_slot` ask
-    for the next page; there is none if `is_last`.
+    seconds since a chunk came to the node and since it was used. `is_on_disk`: it is not in the
+    node's pool but on its disk, and its slot is a place there. `from_node`, `from_disk` and
+    `from_slot` ask for the next page; there is none if `is_last`.
     """
 
     version: int
@@ -65,9 +82,16 @@ class ChunkPage(msgspec.Struct):
     idles: list[float] = []
     hits: list[int] = []
     is_replicated: list[bool] = []
+    is_on_disk: list[bool] = []
     from_node: str = ""
     from_slot: int = 0
+    from_disk: bool = False
     is_last: bool = True
+
+    @property
+    def place(self) -> tuple[str, bool, int]:
+        """Where the next page goes on."""
+        return self.from_node, self.from_disk, self.from_slot
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +104,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         age_s: since it came to the node, or the scheduler actor began, whichever is later.
         idle_s: since it was used, or came.
         hits: how often an engine of that node loaded it, or computed it again, since then.
-        is_replicated: another node has it too.
+        is_replicated: another node has it too; of a chunk on a disk, or this node in its pool.
+        tier: "ram" or "disk". Of a chunk on a disk `slot` is its place there; `age_s` and `idle_s`
+            are since the scheduler actor was told of it, and reads are not counted.
     """
 
     key: bytes
@@ -95,6 +121,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     is_replicated: bool
     slot: int
     generation: int
+    tier: str = RAM
 
     @property
     def block_hash(self) -> bytes:
@@ -113,7 +140,8 @@ class WhereQuery(msgspec.Struct, frozen=True):
 class WherePage(msgspec.Struct, frozen=True):
     """Who has the first `answered` keys of a question: a row for each replica.
 
-    `key_index` points into the keys that were asked, `node_index` into `nodes`.
+    `key_index` points into the keys that were asked, `node_index` into `nodes`. Disks have names
+    of their own there, as in `raykv.disk_types`.
     """
 
     version: int
@@ -159,21 +187,30 @@ class SpacePage(msgspec.Struct, frozen=True):
 
 
 class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk of a prompt: its tokens from `first_token` to before `end_token`, and who has it."""
+    """A chunk of a prompt: its tokens from `first_token` to before `end_token`, and who has it: in
+    a pool (`nodes`), on a disk (`disks`, ids of nodes too).
+    """
 
     key: bytes
     group: int
     first_token: int
     end_token: int
     nodes: list[str]
+    disks: list[str] = []
 
 
 class NodePrefix(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a prompt a node has: `tokens` from its beginning, and how many chunks in all."""
+    """How much of a prompt a node has: `tokens` from its beginning, and how many chunks in all.
+
+    Both are of its pool. `disk_chunks` are on its disk, in its pool too or not, and
+    `tokens_with_disk` from the beginning are in one or the other.
+    """
 
     node_id: str
     tokens: int
     chunks: int
+    disk_chunks: int = 0
+    tokens_with_disk: int = 0
 
 
 class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,9 +219,10 @@ class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompt_tokens: all of them; only whole chunks can be cached.
         cached_tokens: how many from the beginning on can be loaded by an engine that fetches what
-            its own node lacks. vLLM computes the last token of a prompt in any case.
+            its own pool lacks. vLLM computes the last token of a prompt in any case.
         nodes: those that have any of it, the one with the longest prefix first.
         chunks: all of them, in the order of the prompt, group by group.
+        disk_tokens: how many of `cached_tokens` are in no pool, and have to be read from a disk.
     """
 
     namespace: str
@@ -193,6 +231,7 @@ class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     nodes: list[NodePrefix]
     chunks: list[PromptChunk]
+    disk_tokens: int = 0
 
     @property
     def keys(self) -> list[bytes]:
@@ -217,9 +256,10 @@ def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
         page.idles,
         page.hits,
         page.is_replicated,
+        page.is_on_disk,
         strict=True,
     )
-    for node, namespace, key, slot, generation, size, age, idle, hits, replicated in columns:
+    for node, namespace, key, slot, generation, size, age, idle, hits, replicated, disk in columns:
         yield Chunk(
             key=key,
             node_id=page.nodes[node],
@@ -233,4 +273,5 @@ def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
             is_replicated=replicated,
             slot=slot,
             generation=generation,
+            tier=DISK if disk else RAM,
         )

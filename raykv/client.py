@@ -9,7 +9,7 @@ for event in cluster.events(since=0):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -75,11 +75,17 @@ class Cluster(Operations):
         """Switch the cache on again; what it holds is still there."""
         ray.get(self._scheduler().set_paused.remote(False), timeout=CLIENT_S)
 
-    def clear(self, namespace: str | None = None) -> None:
+    def clear(
+        self,
+        namespace: str | None = None,
+        *,
+        watch: Callable[[list[str]], None] = lambda _: None,
+    ) -> None:
         """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
 
         Engines see misses with their next exchange, and store anew; nothing that was stored or
-        begun before is ever loaded after that.
+        begun before is ever loaded after that. `watch` is told the ids of nodes that have not noted
+        it after a second, if there are any: they are waited for, 15 s at most.
 
         Raises:
             ClusterError: RayKV does not run here, or there is no such namespace; or a node's disk
@@ -90,7 +96,7 @@ class Cluster(Operations):
         if namespace is not None:
             namespace = self._full_namespace(namespace)
         cleared = ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
-        deployment.note_clearing(cleared, CLIENT_S)
+        deployment.note_clearing(cleared, CLIENT_S, watch)
 
     # Chunks
 
@@ -103,8 +109,9 @@ class Cluster(Operations):
         group: int | None = None,
         order: str = "",
         limit: int | None = None,
+        tier: str = "",
     ) -> Iterator[Chunk]:
-        """The chunks that are held, one for each node that has it, page by page.
+        """The chunks that are held, one for each pool and disk that has it, page by page.
 
         A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
         or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
@@ -114,13 +121,15 @@ class Cluster(Operations):
             node: only on this one; the same.
             key: only those whose key, or its hexadecimal digits, begins so.
             group: only of this KV group.
-            order: by age, idle, hits or size, what has most of it first; "": by node and slot.
+            order: by age, idle, hits or size, what has most of it first; "": by node and slot, and
+                each node's disk after its pool.
             limit: the first ones only. An order without a limit has all in memory here.
+            tier: only in pools ("ram"), or on disks ("disk").
 
         Raises:
             ClusterError: RayKV does not run here or does not answer, or an argument can't be meant.
         """
-        return self._reader.chunks(namespace, node, key, group, order, limit)
+        return self._reader.chunks(namespace, node, key, group, order, limit, tier)
 
     def chunk(self, key: bytes | str) -> list[Chunk]:
         """The replicas of the chunk whose key, or its hexadecimal digits, begins so; may be none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import Counter
@@ -17,11 +18,13 @@ from raykv.core.wishes import usual_nodes
 from raykv.deadlines import (
     CLIENT_S,
     FETCH_GRACE_S,
+    TRANSFER_DEMOTE_S,
     TRANSFER_EARLY_S,
     TRANSFER_LOOK_S,
     TRANSFER_S,
     UP_S,
 )
+from raykv.disk_types import Demotions
 from raykv.errors import ClusterError, RayKVError, SettingError, cause_of, first_line
 from raykv.handshake import receive
 from raykv.messages import (
@@ -51,6 +54,8 @@ from raykv.operation_types import (
 )
 from raykv.shipping import Shipping, raw_keys, with_rows
 from raykv.types import Refusal
+
+logger = logging.getLogger("raykv")
 
 SCHEDULER, HERE = "the scheduler actor", "this process"
 
@@ -148,7 +153,8 @@ class Operations(Shipping):
         deadline_s: float = TRANSFER_S,
         watch: Watch = lambda _: None,
     ) -> TransferResult:
-        """Bring chunks to a node, from whoever has them, before a request needs them there.
+        """Bring chunks to a node's pool, from whoever has them, before a request needs them there:
+        from other pools, or from disks what is in none.
 
         The first chunks come first. What does not come is no error: the result counts it.
 
@@ -178,7 +184,8 @@ class Operations(Shipping):
     ) -> TransferResult:
         """`prefetch`, then give up the replicas that other nodes have of what is there now.
 
-        A replica stays that is pinned where it is, unless it is pinned on the node too.
+        A replica stays that is pinned where it is, unless it is pinned on the node too, and what is
+        on disks stays there.
 
         Raises:
             ClusterError: as for `prefetch`.
@@ -247,6 +254,8 @@ class Operations(Shipping):
         fetched: FetchResult | None = None
         refusals = Counter(so_far.refusals)
         try:
+            if len(grant.demoted):
+                _demote(grant.demoted, order.node_id)
             if len(grant.handles):
                 fetched = _fetch(grant, order.node_id, order.namespace, deadline_s)
                 refusals.update(Refusal(each).name for each in fetched.refusals if each)
@@ -359,6 +368,19 @@ class Operations(Shipping):
             ids = ", ".join(node_id[:12] for node_id in known)
             raise ClusterError(f"the id of {what} begins with {beginning!r}; there are {ids}")
         return found[0]
+
+
+def _demote(demoted: Demotions, node_id: str) -> None:
+    """Have chunks copied for a node's disk; that it does not work is logged only."""
+    actor = cluster.find_node_actor(node_id)
+    if actor is None:
+        return
+    try:
+        waiting = actor.demote.remote(encode(demoted), TRANSFER_DEMOTE_S)
+        ray.get(waiting, timeout=TRANSFER_DEMOTE_S + CLIENT_S)
+    except ray.exceptions.RayError as error:
+        what = first_line(cause_of(error))
+        logger.warning("%d evicted chunks did not get to the disk: %s", len(demoted), what)
 
 
 def _fetch(grant: TransferGrant, node_id: str, namespace: str, deadline_s: float) -> FetchResult:

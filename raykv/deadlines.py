@@ -147,6 +147,9 @@ DISK_READ_S = 10.0
 """For a read on behalf of another node, which has a deadline of its own: a network's disk may hang,
 and must not hold up reads of the pool for ever."""
 
+HOST_DISK_S = 1.0
+"""For a look at what lies under `disk_path`, for `raykv doctor`: a network's disk may hang."""
+
 DISK_LOOK_S = 1.0
 """The threads of a disk tier look around at least so often, should nothing wake them."""
 
@@ -294,11 +297,18 @@ TRANSFER_S = 60.0
 TRANSFER_EARLY_S = 10.0
 """For a scheduler actor that has just begun to learn what a node holds: 2 s after its report."""
 
+TRANSFER_DEMOTE_S = 5.0
+"""What a page of chunks displaces is copied for the disk first, if there is one; what is not copied
+by then is lost."""
+
 TRANSFER_LOOK_S = 0.1
 """Between two looks whether what has come is in the directory."""
 
 CLIENT_S = 10.0
 """For one answer of an actor to a person or a program, who may have come during a restart."""
+
+SILENCE_S = 1.0
+"""A command that waits for actors says for which ones after so long."""
 
 LISTING_PAUSE_S = 0.005
 """Between two pages of a listing, each of which takes the scheduler actor milliseconds: exchanges

@@ -51,12 +51,21 @@ class LimitFacts(msgspec.Struct, frozen=True):
     free_bytes: int
 
 
+class UnownedFolder(msgspec.Struct, frozen=True):
+    """A folder under `disk_path` that no process holds, last written to `age_s` ago."""
+
+    path: str
+    num_bytes: int
+    age_s: float
+
+
 class HostFacts(msgspec.Struct, frozen=True):
     """A NodeActor's host as its process sees it.
 
     `wall_time` is its clock in Unix seconds. `left_bytes` of the pool are not touched yet, and
     `is_memory` says whether they will count as memory. `unreached` has the places that could not
-    be reached, and why. `plasma_folder` is where Ray keeps objects.
+    be reached, and why. `plasma_folder` is where Ray keeps objects. `unowned`: what earlier nodes,
+    or other clusters that are down now, have left under `disk_path`.
     """
 
     hostname: str
@@ -76,3 +85,4 @@ class HostFacts(msgspec.Struct, frozen=True):
     plasma_folder: str = ""
     plasma_bytes: int = 0
     unreached: list[tuple[Place, str]] = []
+    unowned: list[UnownedFolder] = []

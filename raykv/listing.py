@@ -13,8 +13,18 @@ import msgspec
 
 from raykv.actors.catalog import MOST_FIRST, list_chunks, nodes_with
 from raykv.block_hashes import PLAIN, PromptTraits
-from raykv.catalog_types import MAX_PAGE, ORDERS, Chunk, ChunkQuery, PromptLookup
+from raykv.catalog_types import (
+    DISK,
+    MAX_PAGE,
+    ORDERS,
+    RAM,
+    TIERS,
+    Chunk,
+    ChunkQuery,
+    PromptLookup,
+)
 from raykv.core.prompt_lookup import choose_namespace, look_up, scheme_of
+from raykv.disk_types import is_disk, node_of
 from raykv.errors import ClusterError
 from raykv.messages import PROTOCOL_VERSION
 from raykv.status_types import ClusterStatus
@@ -40,8 +50,11 @@ class Reader:
         group: int | None = None,
         order: str = "",
         limit: int | None = None,
+        tier: str = "",
     ) -> Iterator[Chunk]:
         """See `Cluster.chunks`."""
+        if tier not in ("", *TIERS):
+            raise ClusterError(f"tier={tier!r}: chunks are in {' or '.join(TIERS)}")
         if order not in ("", *ORDERS):
             raise ClusterError(f"order={order!r}: chunks can be listed by {', '.join(ORDERS)}")
         if limit is not None and limit < 1:
@@ -53,6 +66,7 @@ class Reader:
             self.full_node(node) if node else "",
             _whole_bytes(wanted),
             group,
+            tier=tier,
         )
         # Half a byte is looked at here only.
         is_exact = len(wanted) % 2 == 0
@@ -71,9 +85,11 @@ class Reader:
         found: list[Chunk] = []
         whole = _whole_bytes(wanted)
         if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
-            for space in self.status().spaces:
-                for node in sorted(nodes_with(self.find, space.namespace, [whole])[0]):
-                    found += self.chunks(space.namespace, node, whole)
+            known = self.status()
+            for space in sorted({*known.namespaces, *known.disk_chunks}):
+                for source in sorted(nodes_with(self.find, space, [whole])[0]):
+                    tier = DISK if is_disk(source) else RAM
+                    found += self.chunks(space, node_of(source), whole, tier=tier)
         found = found or list(self.chunks(key=wanted))
         keys = sorted({chunk.key.hex() for chunk in found})
         if len(keys) > 1:
@@ -81,7 +97,7 @@ class Reader:
                 f"{len(keys)} chunks have keys that begin with {wanted!r}: give more digits, as in "
                 f"{', '.join(keys[:3])}"
             )
-        return sorted(found, key=lambda chunk: (chunk.namespace, chunk.node_id))
+        return sorted(found, key=lambda each: (each.namespace, each.node_id, each.tier != RAM))
 
     def lookup(
         self,
@@ -110,6 +126,9 @@ class Reader:
         """The one namespace that begins so; `status` shows the first digits only."""
         known = self.status()
         names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
+        if not any(name.startswith(beginning) for name in names):
+            # What only lies on disks is meant when it is named.
+            names |= known.disk_chunks.keys()
         return _the_one("namespace", beginning, names)
 
     def full_node(self, beginning: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from raykv.disk_types import Demotions
 from raykv.messages import Handles, LostReplicas, Replicas
 
 MAX_ORDERED = 4096
@@ -113,7 +114,8 @@ class TransferGrant(msgspec.Struct, frozen=True):
     """Answer to `TransferOrder`: what `FetchRequest` needs. With `error` set nothing was lent.
 
     `there` chunks are on the node already, `nowhere` on none; for `no_room` the node has no slot.
-    `is_early`: the error is over within seconds.
+    `is_early`: the error is over within seconds. `demoted` chunks were evicted, and are to be
+    copied for the node's disk before others are stored.
     """
 
     version: int
@@ -126,6 +128,7 @@ class TransferGrant(msgspec.Struct, frozen=True):
     no_room: int = 0
     error: str = ""
     is_early: bool = False
+    demoted: Demotions = Demotions()
 
 
 class TransferEnd(msgspec.Struct, frozen=True):

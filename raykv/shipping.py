@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import ray
 import raykv
 from raykv.actors import cluster
 from raykv.actors.import_source import EPOCH, GENERATION, import_source
-from raykv.catalog_types import Chunk
+from raykv.catalog_types import DISK, Chunk
+from raykv.core.geometry import PoolGeometry
 from raykv.deadlines import (
     EXPORT_READ_S,
     IMPORT_NODE_S,
@@ -101,7 +103,8 @@ class Shipping:
         namespace: str = "",
         most_bytes: int | None = None,
     ) -> Exported:
-        """Write chunks of one namespace to files that another cluster can import.
+        """Write chunks of one namespace, in pools and on disks, to files that another cluster can
+        import.
 
         Args:
             path: a folder, which must be new or empty; or one file, if it ends in `.safetensors`:
@@ -126,7 +129,7 @@ class Shipping:
             wanted = set() if keys is None else _chosen(keys)
         found = self._found(space, wanted, most_bytes)
         if not found:
-            raise SettingError(f"no chunk of that kind is in the pools of namespace {space[:12]}")
+            raise SettingError(f"no chunk of that kind is in namespace {space[:12]}")
         facts = self._facts(space)
         is_file = target.suffix == SUFFIX
         _refuse_used(target, is_file=is_file)
@@ -158,11 +161,13 @@ class Shipping:
         return receive(raw, PinOrder, "the scheduler actor", HERE)
 
     def _found(self, space: str, wanted: set[Key], most_bytes: int | None) -> list[list[Chunk]]:
-        """Replicas of each chunk, the most used chunks first."""
+        """Replicas of each chunk, those in pools first; the most used chunks first."""
         replicas: dict[bytes, list[Chunk]] = {}
         for chunk in self.chunks(namespace=space):
             if not wanted or chunk.key in wanted:
                 replicas.setdefault(chunk.key, []).append(chunk)
+        for each in replicas.values():
+            each.sort(key=lambda chunk: chunk.tier == DISK)
         found = sorted(
             replicas.values(),
             key=lambda each: (-sum(one.hits for one in each), min(one.idle_s for one in each)),
@@ -193,11 +198,11 @@ class Shipping:
         read: list[ChunkBytes] = []
         waiting = [list(each) for each in part]
         while waiting:
-            by_node: dict[str, list[list[Chunk]]] = {}
+            by_source: dict[tuple[str, str], list[list[Chunk]]] = {}
             for each in waiting:
-                by_node.setdefault(each[0].node_id, []).append(each)
+                by_source.setdefault((each[0].node_id, each[0].tier), []).append(each)
             waiting = []
-            for node_id, chunks in by_node.items():
+            for (node_id, _), chunks in by_source.items():
                 came = _read_from(node_id, epochs.get(node_id, 0), space, [c[0] for c in chunks])
                 read += came.values()
                 missed = [each[1:] for each in chunks if each[0].key not in came]
@@ -214,8 +219,9 @@ class Shipping:
         deadline_s: float = IMPORT_S,
         watch: Watch = lambda _: None,
     ) -> TransferResult:
-        """Bring the chunks of files into a node's pool. What does not come is no error: the result
-        counts it.
+        """Bring the chunks of files into a node's pool, the first ones of as many as it can hold
+        together. What does not come is no error: the result counts it, as `no_room` what is beyond
+        that.
 
         Args:
             path: what `export_chunks` has written, where this process can read it.
@@ -232,7 +238,11 @@ class Shipping:
         files = [read_header(each) for each in _paths(Path(path))]
         refuse_foreign(files, self.status().spaces)
         target = self._node(node_id) if node_id else self._roomiest()
-        result = TransferResult(asked=sum(len(file.chunks) for file in files))
+        asked = sum(len(file.chunks) for file in files)
+        # More would put the first ones out again.
+        files = first_that_fit(files, self._geometry(target))
+        no_room = asked - sum(len(file.chunks) for file in files)
+        result = TransferResult(asked=asked, no_room=no_room)
         name = uuid.uuid4().hex
         here = cluster.resolve_node_id("")
         with import_source(name, [file.path for file in files], here) as source:
@@ -259,6 +269,13 @@ class Shipping:
                     result = msgspec.structs.replace(result, seconds=seconds)
                     watch(result)
         return result
+
+    def _geometry(self, node_id: str) -> PoolGeometry | None:
+        """Of a node's pool, if it is known."""
+        known = [node for node in self.status().nodes if node.node_id == node_id]
+        if not known or not 0 < known[0].slab_bytes <= known[0].pool_bytes:
+            return None
+        return PoolGeometry(known[0].pool_bytes, known[0].slab_bytes)
 
     def _roomiest(self) -> str:
         give_up_at = time.monotonic() + IMPORT_NODE_S
@@ -336,7 +353,7 @@ def _parts(found: Sequence[list[Chunk]], most_bytes: int) -> Iterator[list[list[
 def _read_from(
     node_id: str, epoch: int, space: str, chunks: Sequence[Chunk]
 ) -> dict[bytes, ChunkBytes]:
-    """What a node still has of chunks."""
+    """What a node still has of chunks, all in its pool or all on its disk."""
     actor = cluster.find_node_actor(node_id)
     came: dict[bytes, ChunkBytes] = {}
     if actor is None:
@@ -349,7 +366,8 @@ def _read_from(
             [chunk.generation for chunk in page],
         )
         sizes = [chunk.num_bytes for chunk in page]
-        request = ReadRequest(PROTOCOL_VERSION, space, epoch, handles, sizes)
+        on_disk = page[0].tier == DISK
+        request = ReadRequest(PROTOCOL_VERSION, space, epoch, handles, sizes, from_disk=on_disk)
         try:
             raw, data = ray.get(actor.read.remote(encode(request)), timeout=EXPORT_READ_S)
         except ray.exceptions.RayError as error:
@@ -374,6 +392,19 @@ def _paths(path: Path) -> list[Path]:
     if not paths or not paths[0].is_file():
         raise SettingError(f"{path} is no file of chunks, and no folder of such files")
     return paths
+
+
+def first_that_fit(files: Sequence[ChunkFile], geometry: PoolGeometry | None) -> list[ChunkFile]:
+    """The first chunks of files, as many as a pool holds together."""
+    if geometry is None:
+        return list(files)
+    sizes = (chunk.num_bytes for file in files for chunk in file.chunks)
+    left = geometry.num_that_fit(sizes)
+    found = []
+    for file in files:
+        found.append(replace(file, chunks=file.chunks[:left]))
+        left -= len(found[-1].chunks)
+    return found
 
 
 def refuse_foreign(files: Sequence[ChunkFile], spaces: Sequence[NamespaceStatus]) -> None:

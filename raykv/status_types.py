@@ -12,7 +12,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """One node as the scheduler actor and its NodeActor see it; sizes in bytes.
 
     `pinned_bytes` are of chunks that are kept from eviction, `locked_bytes` of the pool that a GPU
-    may copy from and to directly.
+    may copy from and to directly. Slots lie in slabs of `slab_bytes`.
     `metrics`: where Prometheus finds its metrics ("host:port"), or why nowhere. `disk`: its disk
     tier; one without a path is none.
     """
@@ -42,6 +42,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     locked_bytes: int = 0
     metrics: str = ""
     disk: DiskStats = DiskStats()
+    slab_bytes: int = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -80,6 +81,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool.
 
     `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
+    `disk_chunks`: by namespace, the different chunks on the nodes' disks.
     """
 
     address: str
@@ -92,3 +94,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     refused: dict[str, str] = {}
     spaces: list[NamespaceStatus] = []
     metrics: str = ""
+    disk_chunks: dict[str, int] = {}

@@ -31,7 +31,7 @@ MOST_FIRST = MAX_PAGE // 2
 
 
 def list_chunks(find: Callable[[], Any], query: ChunkQuery) -> Iterator[Chunk]:
-    """The chunks that a query is for, in the order of nodes and slots.
+    """The chunks that a query is for, in the order of nodes, tiers and slots.
 
     Args:
         find: returns the scheduler actor.
@@ -43,14 +43,19 @@ def list_chunks(find: Callable[[], Any], query: ChunkQuery) -> Iterator[Chunk]:
         yield from chunks_of(page)
         if page.is_last:
             return
-        query = msgspec.structs.replace(query, from_node=page.from_node, from_slot=page.from_slot)
+        query = msgspec.structs.replace(
+            query,
+            from_node=page.from_node,
+            from_disk=page.from_disk,
+            from_slot=page.from_slot,
+        )
         time.sleep(LISTING_PAUSE_S)
 
 
 def nodes_with(
     find: Callable[[], Any], namespace: str, keys: Sequence[bytes]
 ) -> list[Collection[str]]:
-    """The nodes that have each key."""
+    """The nodes that have each key, and the disks, which have names of their own."""
     found: list[Collection[str]] = []
     while len(found) < len(keys):
         start = len(found)

@@ -200,8 +200,14 @@ def keep_pools(deadline_s: float) -> list[Kept]:
     return found
 
 
-def note_clearing(cleared: Mapping[str, int], deadline_s: float) -> None:
+def note_clearing(
+    cleared: Mapping[str, int],
+    deadline_s: float,
+    watch: Callable[[list[str]], None] = lambda _: None,
+) -> None:
     """Have all nodes discard namespaces up to generations, and note it on their disks.
+
+    `watch` is told the nodes that have not answered after a second, if there are any.
 
     Raises:
         ClusterError: a node says that its disk could not note it in time.
@@ -211,7 +217,12 @@ def note_clearing(cleared: Mapping[str, int], deadline_s: float) -> None:
     questions = {
         name: lambda actor: actor.note_clearing.remote(told, deadline_s) for name in actors
     }
-    answers = ask_all(actors, questions, deadline_s + KEEP_GRACE_S)
+    answers = ask_all(
+        actors,
+        questions,
+        deadline_s + KEEP_GRACE_S,
+        lambda waiting: watch([name.removeprefix(names.NODE_PREFIX) for name in waiting]),
+    )
     # One that is dead, or frozen, hears of it when it is back, if anybody is left to tell it.
     late = [
         name.removeprefix(names.NODE_PREFIX) for name in answers if answers[name].value is False

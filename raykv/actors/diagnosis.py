@@ -17,7 +17,7 @@ from raykv.actors import names
 from raykv.actors.cluster import named_actors
 from raykv.actors.patience import within
 from raykv.core.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
-from raykv.deadlines import DOCTOR_GCS_S, DOCTOR_REACH_S, DOCTOR_S, DOCTOR_TAKE_S
+from raykv.deadlines import DOCTOR_GCS_S, DOCTOR_REACH_S, DOCTOR_S, DOCTOR_TAKE_S, SILENCE_S
 from raykv.errors import ClusterError, first_line
 from raykv.findings import HostFacts, HostQuestion, Place
 from raykv.messages import PROTOCOL_VERSION, NodeDescription, decode, encode
@@ -115,8 +115,12 @@ def ask_all(
     actors: Mapping[str, Any],
     questions: Mapping[str, Callable[[Any], Any]],
     deadline_s: float,
+    watch: Callable[[list[str]], None] = lambda _: None,
 ) -> dict[str, Answer]:
-    """Ask actors at the same time, each its question; by name, what came within the deadline."""
+    """Ask actors at the same time, each its question; by name, what came within the deadline.
+
+    `watch` is told once who has not answered after a second, if anybody.
+    """
     answers: dict[str, Answer] = {}
     refs: dict[Any, str] = {}
     for name, question in questions.items():
@@ -127,8 +131,14 @@ def ask_all(
         except Exception as error:
             answers[name] = Answer(error=first_line(error))
     give_up_at = time.monotonic() + deadline_s
+    tell_at: float | None = time.monotonic() + SILENCE_S
     waiting = list(refs)
     while waiting and (left := give_up_at - time.monotonic()) > 0:
+        if tell_at is not None and tell_at <= time.monotonic():
+            watch(sorted(refs[ref] for ref in waiting))
+            tell_at = None
+        if tell_at is not None:
+            left = min(left, max(0.0, tell_at - time.monotonic()))
         done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
         came_at = time.time()
         for ref in done:

@@ -103,6 +103,8 @@ class DiskTier:
         self.reads = DiskReads(state, epoch)
         self._lock, self._index = state.lock, state.index
         self._queue: deque[ChunkName] = deque()
+        # Of all that was ever queued, and how many of these left the queue, copied or lost.
+        self._num_queued = self._num_left = 0
         # The writer's own.
         self._batches: dict[Namespace, _Batch] = {}
         # How often `keep` has asked that all that is queued be written, and for how many of these
@@ -159,7 +161,18 @@ class DiskTier:
                 with self._lock:
                     if len(self._queue) < MAX_QUEUED:
                         self._queue.append(name)
+                        self._num_queued += 1
         self._wake.set()
+
+    def demote_now(self, demoted: Demotions, deadline_s: float) -> bool:
+        """`demote`, and wait until the chunks are copied; False if the time has passed."""
+        self.demote(demoted)
+        give_up_at = time.monotonic() + deadline_s
+        with self._lock:
+            wanted = self._num_queued
+        while self._num_left < wanted and time.monotonic() < give_up_at:
+            self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
+        return self._num_left >= wanted
 
     def clear(self, cleared: Mapping[str, int]) -> None:
         """Chunks of namespaces up to some generations are worth nothing."""
@@ -216,6 +229,7 @@ class DiskTier:
             with self._lock:
                 while waiting and len(self._queue) < MAX_QUEUED:
                     self._queue.append(waiting.popleft())
+                    self._num_queued += 1
             self._wait_for_retry(give_up_at)
             self._flush_now(give_up_at)
         held = self._keeper.all_held()
@@ -256,6 +270,7 @@ class DiskTier:
             # Nothing waits for a disk that can't be written.
             self._batches.clear()
             with self._lock:
+                self._num_left += len(self._queue)
                 self._queue.clear()
             self._end_flush(asked)
             if self._state.is_open and self._has_clearings:
@@ -351,7 +366,10 @@ class DiskTier:
         with self._lock:
             name = self._queue.popleft() if self._queue else None
         if name is not None:
-            self._copy(name)
+            try:
+                self._copy(name)
+            finally:
+                self._num_left += 1
         now = time.monotonic()
         for namespace, batch in list(self._batches.items()):
             is_old = now - batch.began_at >= DISK_BATCH_S or (is_flush and name is None)

@@ -388,9 +388,9 @@ class FetchService:
         self._settle(chunk, refusal)
 
     def breaker_report(self) -> BreakerReport:
-        """Sources that are left alone; any thread may ask."""
+        """Sources that are left alone, but for imports, which end; any thread may ask."""
         with self._lock:
-            return self.breakers.report(time.monotonic())
+            return self.breakers.report(time.monotonic(), but=names.IMPORT_PREFIX)
 
     def _is_there(self, chunk: _Chunk) -> bool:
         """Whether the slot has the chunk already: the request came twice."""

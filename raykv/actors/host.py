@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
@@ -14,9 +15,14 @@ import psutil
 import ray
 
 import raykv
+from raykv.actors.patience import within
 from raykv.core.room import MemoryLimit
-from raykv.findings import HostFacts, HostQuestion, LimitFacts, Place
+from raykv.deadlines import HOST_DISK_S
+from raykv.findings import HostFacts, HostQuestion, LimitFacts, Place, UnownedFolder
 from raykv.memory.limits import disk_limit, is_in_memory, worker_limits
+from raykv.tiers.folder import unowned_folders
+
+logger = logging.getLogger("raykv.doctor")
 
 MAX_PLACES = 64
 """Ports that are tried for one question; of more, the first ones."""
@@ -25,7 +31,7 @@ _PROBES = 16
 """Of them at a time."""
 
 
-def host_facts(question: HostQuestion, pool_path: str) -> HostFacts:
+def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFacts:
     """Look around, for as long as ports that do not answer take; says nothing of the pool."""
     shm_bytes, shm_free_bytes = _shm()
     plasma_folder, plasma_bytes = _plasma()
@@ -46,7 +52,17 @@ def host_facts(question: HostQuestion, pool_path: str) -> HostFacts:
         plasma_folder=plasma_folder,
         plasma_bytes=plasma_bytes,
         unreached=unreached,
+        unowned=_unowned(disk_path) if disk_path else [],
     )
+
+
+def _unowned(disk_path: str) -> list[UnownedFolder]:
+    """What nobody holds on the disk, if that answers in time."""
+    try:
+        return within(HOST_DISK_S, lambda: unowned_folders(Path(disk_path), time.time()))
+    except (OSError, TimeoutError) as error:
+        logger.warning("disk_path=%r can't be looked at: %s", disk_path, error)
+        return []
 
 
 def unreached_of(places: Sequence[Place], reach_s: float) -> list[tuple[Place, str]]:

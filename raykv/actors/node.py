@@ -61,7 +61,7 @@ from raykv.deadlines import (
     NODE_ROOM_LOOK_S,
     STATES_READ_S,
 )
-from raykv.disk_types import DiskNews, DiskStats, Kept
+from raykv.disk_types import Demotions, DiskNews, DiskStats, Kept
 from raykv.errors import MessageError, RayKVError, SettingError, cause_of, first_line
 from raykv.findings import HostQuestion
 from raykv.handshake import receive
@@ -275,7 +275,7 @@ class NodeActor:
     @ray.method(concurrency_group="host")
     def host(self, raw: bytes) -> bytes:
         """`HostQuestion` → `HostFacts`."""
-        facts = host_facts(decode(raw, HostQuestion), self._pool_path)
+        facts = host_facts(decode(raw, HostQuestion), self._pool_path, self._disk_place.path)
         if self._refusal:
             return encode(msgspec.structs.replace(facts, refusal=self._refusal))
         pool = self._service.keeper.pool
@@ -335,6 +335,16 @@ class NodeActor:
             return True
         self._disk.clear(cleared)
         return self._disk.wait_for_clearings(deadline_s)
+
+    @ray.method(concurrency_group="host")
+    def demote(self, raw: bytes, deadline_s: float) -> bool:
+        """`Demotions`: have chunks written that others are about to take the place of; False if the
+        disk has not copied all of them out of their slots in time.
+        """
+        if self._refusal or self._disk is None:
+            return False
+        demoted = decode(raw, Demotions)
+        return self._disk.demote_now(demoted, deadline_s)
 
     @ray.method(concurrency_group="keep")
     def keep(self, deadline_s: float) -> bytes:

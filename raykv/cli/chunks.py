@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raykv.block_hashes import PromptTraits
+from raykv.catalog_types import DISK
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -38,7 +39,7 @@ Namespace = Annotated[str | None, typer.Option(help="Only of this namespace; its
 
 
 @app.command()
-def ls(
+def ls(  # noqa: PLR0913 - a command's options
     *,
     namespace: Namespace = None,
     node: Annotated[
@@ -49,10 +50,13 @@ def ls(
     sort: Annotated[
         str, typer.Option(help="age, idle, hits or size: those with most of it first.")
     ] = "",
+    tier: Annotated[str, typer.Option(help="Only in pools (ram), or on disks (disk).")] = "",
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
     """List chunks: where they are, how old, when last used, how often.
+
+    Of a chunk on a disk it says since when it is known to be there; reads are not counted.
 
     Exit code 1 if there is none.
 
@@ -60,7 +64,9 @@ def ls(
     """
     with connected(ray_address) as cluster:
         found = list(
-            cluster.chunks(namespace=namespace, node=node, group=group, order=sort, limit=limit)
+            cluster.chunks(
+                namespace=namespace, node=node, group=group, order=sort, limit=limit, tier=tier
+            )
         )
     if as_json:
         print_json(found)
@@ -74,17 +80,20 @@ def ls(
 
 
 def _chunk_table(chunks: Iterable[Chunk]) -> Table:
-    made = table("key", "group", "namespace", "node", "size", "age", "unused for", "hits", "copies")
+    made = table(
+        "key", "group", "namespace", "node", "tier", "size", "age", "unused for", "hits", "copies"
+    )
     for chunk in chunks:
         made.add_row(
             chunk.key.hex()[:SHOWN_DIGITS],
             str(chunk.group),
             chunk.namespace[:12],
             chunk.node_id[:12],
+            chunk.tier,
             human_bytes(chunk.num_bytes),
             ago(chunk.age_s),
-            ago(chunk.idle_s),
-            f"{chunk.hits:,}",
+            "" if chunk.tier == DISK else ago(chunk.idle_s),
+            "" if chunk.tier == DISK else f"{chunk.hits:,}",
             "more" if chunk.is_replicated else "1",
         )
     return made
@@ -97,7 +106,7 @@ def show(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Show a chunk: what it is, and each node that has it.
+    """Show a chunk: what it is, and each node that has it, in its pool or on its disk.
 
     Exit code 1 if nobody has it.
 
@@ -120,11 +129,12 @@ def _print_chunk(replicas: list[Chunk]) -> None:
     say(f"block hash  {first.block_hash.hex()}")
     say(f"KV group    {first.group}")
     for chunk in replicas:
+        uses = f", unused for {ago(chunk.idle_s)}, {chunk.hits:,} hits"
+        where, uses = ("on disk, place", "") if chunk.tier == DISK else ("in slot", uses)
         say(
-            f"node {chunk.node_id}: {human_bytes(chunk.num_bytes)} in slot {chunk.slot} at "
-            f"generation {chunk.generation}, came {ago(chunk.age_s)} ago, unused for "
-            f"{ago(chunk.idle_s)}, {chunk.hits:,} hits, namespace {chunk.namespace} "
-            f"({chunk.model or 'model unknown'})"
+            f"node {chunk.node_id}: {human_bytes(chunk.num_bytes)} {where} {chunk.slot} at "
+            f"generation {chunk.generation}, came {ago(chunk.age_s)} ago{uses}, namespace "
+            f"{chunk.namespace} ({chunk.model or 'model unknown'})"
         )
 
 
@@ -165,7 +175,8 @@ def lookup(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Say which chunks of a prompt are cached, and how much of it each node could load.
+    """Say which chunks of a prompt are cached, in RAM or on disks, and how much each node could
+    load.
 
     Exit code 1 if nothing of it is cached.
 
@@ -232,19 +243,23 @@ def _token_ids(text: str) -> list[int]:
 
 def _print_lookup(found: PromptLookup) -> None:
     say(f"namespace {found.namespace} ({found.model})")
-    say(f"{found.cached_tokens:,} of {found.prompt_tokens:,} tokens can be loaded")
+    in_ram = found.cached_tokens - found.disk_tokens
+    tiers = f": {in_ram:,} from RAM, {found.disk_tokens:,} from disk" if found.disk_tokens else ""
+    say(f"{found.cached_tokens:,} of {found.prompt_tokens:,} tokens can be loaded{tiers}")
     if not found.nodes:
         return
-    nodes = table("node", "tokens from the beginning", "chunks")
+    nodes = table("node", "tokens from the beginning", "chunks", "with its disk", "chunks on disk")
     for node in found.nodes:
-        nodes.add_row(node.node_id[:12], f"{node.tokens:,}", f"{node.chunks:,}")
+        counts = (node.tokens, node.chunks, node.tokens_with_disk, node.disk_chunks)
+        nodes.add_row(node.node_id[:12], *(f"{count:,}" for count in counts))
     console().print(nodes)
-    chunks = table("tokens", "group", "key", "nodes")
+    chunks = table("tokens", "group", "key", "nodes", "disks")
     for chunk in found.chunks:
         chunks.add_row(
             f"{chunk.first_token:,} to {chunk.end_token - 1:,}",
             str(chunk.group),
             chunk.key.hex()[:SHOWN_DIGITS],
             ", ".join(node[:12] for node in chunk.nodes) or "-",
+            ", ".join(node[:12] for node in chunk.disks) or "-",
         )
     console().print(chunks)

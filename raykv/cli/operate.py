@@ -263,7 +263,7 @@ def prefetch(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Bring chunks to a node before a request needs them there.
+    """Bring chunks to a node's RAM before a request needs them, from other pools or from disks.
 
     Exit code 1 if some of them are not there at the end.
 
@@ -290,7 +290,7 @@ def move(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Bring chunks to a node, then give up those that other nodes have of them.
+    """Bring chunks to a node's RAM, then give up those that other nodes have in theirs.
 
     Exit code 1 if some of them are not there at the end; theirs stay where they are.
 

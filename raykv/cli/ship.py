@@ -34,7 +34,7 @@ def export_chunks(
 ) -> None:
     """Write chunks to safetensors files that another cluster can import.
 
-    Exit code 1 if some of them were not in any pool any more.
+    Exit code 1 if some of them were nowhere any more, neither in a pool nor on a disk.
 
     Example: raykv export ./system-prompt.safetensors text:@system-prompt.txt
     """
@@ -68,7 +68,7 @@ def import_chunks(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Bring exported chunks into a node's pool.
+    """Bring exported chunks into a node's pool: the first ones, if it can't hold all of them.
 
     Refused if no engine here can use them. Exit code 1 if some of them did not come.
 
@@ -86,5 +86,9 @@ def import_chunks(
         for reason, count in sorted(found.refusals.items()):
             say(f"{count:,}: {reason}", "red")
         if found.no_room:
-            say(f"for {found.no_room:,} there was no room in the pool", "red")
+            say(
+                f"for {found.no_room:,} there was no room: the pool can't hold more of them at a "
+                "time, and those come that are first in the files",
+                "red",
+            )
     raise typer.Exit(ExitCode.NOT_WELL if found.failed else ExitCode.OK)

@@ -52,7 +52,7 @@ def clear(
     Example: raykv clear 5f0c9a
     """
     with connected(ray_address) as cluster:
-        cluster.clear(namespace)
+        cluster.clear(namespace, watch=_tell_silent)
     _done({"cleared": namespace or "all"}, "cleared", as_json=as_json)
 
 
@@ -113,6 +113,11 @@ def refuse_without_place(kept: list[Kept]) -> None:
         if is_lost or each.problem:
             why = each.problem or "it has neither disk_path nor pool_path"
             raise SettingError(f"nothing was ended, since node {each.node_id} keeps nothing: {why}")
+
+
+def _tell_silent(nodes: list[str]) -> None:
+    ids = ", ".join(node[:12] for node in nodes)
+    typer.echo(f"cleared; waiting for the NodeActor of {ids} to note it, 15 s at most", err=True)
 
 
 def _done(facts: dict[str, object], sentence: str, *, as_json: bool) -> None:

@@ -295,8 +295,22 @@ class PoolBook:
 
     def _empty_slab(self, donor: int, slab: int) -> None:
         """Evict all that a slab holds and take it out of its class."""
-        for name, _ in self.table.chunks_in({slab}):
-            self.drop(*name)
+        slots = self.geometry.slots_of(slab, donor)
+        places = list(self.table.places_from(slots[0], len(slots)).places)
+        if places:
+            held, hits = self.table.held_at(places), self.table.uses_at(places).hits
+            for namespace, rows in _by_namespace(held.namespaces).items():
+                gone = Changes(
+                    False,
+                    namespace,
+                    [held.keys[row] for row in rows],
+                    [held.slots[row] for row in rows],
+                    [held.generations[row] for row in rows],
+                    hits=[hits[row] for row in rows],
+                )
+                for key in gone.keys:
+                    self.table.drop(namespace, Key(key))
+                self._on_changes(gone)
         self._slabs[donor].remove(slab)
         highest = self.table.take_slab(slab, donor)
         self._floors[slab] = max(self._floors.get(slab, NO_GENERATION), highest)
@@ -319,3 +333,11 @@ class PoolBook:
             total = len(some) * self.geometry.slots_per_slab(size)
             count = sizes.count(size) + self.table.num_free(size)
             assert count == total, (size, count, total)
+
+
+def _by_namespace(namespaces: Sequence[Namespace]) -> dict[Namespace, list[int]]:
+    """The rows of each."""
+    found: dict[Namespace, list[int]] = {}
+    for row, namespace in enumerate(namespaces):
+        found.setdefault(namespace, []).append(row)
+    return found

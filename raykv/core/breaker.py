@@ -172,9 +172,11 @@ class Breakers:
         breaker = self._by_peer.get(peer)
         return 0 if breaker is None else breaker.failures
 
-    def report(self, now: float) -> BreakerReport:
-        """What is not closed, most failures first."""
-        known = list(self._by_peer.items())
+    def report(self, now: float, but: str | None = None) -> BreakerReport:
+        """What is not closed, most failures first; rows of peers whose names begin with `but`,
+        which are never asked again, are left out.
+        """
+        known = [(p, b) for p, b in self._by_peer.items() if but is None or not p.startswith(but)]
         bad = [(p, b) for p, b in known if b.state is not BreakerState.CLOSED]
         bad = sorted(bad, key=lambda row: -row[1].failures)[:MAX_ROWS]
         return BreakerReport(

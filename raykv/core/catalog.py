@@ -2,7 +2,8 @@
 
 Nothing is kept for a reader, nothing is changed or pinned, and a page looks at a bounded number of
 slots, so that a reader never keeps engines waiting. A listing goes through the nodes in the order
-of their ids, and through each node's slots from the lowest on.
+of their ids, through each node's slots from the lowest on, and then through its disk, in the order
+in which chunks came there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 from raykv.catalog_types import (
+    DISK,
     MAX_PAGE,
+    RAM,
     ChunkPage,
     ChunkQuery,
     PrefixPage,
@@ -23,10 +26,12 @@ from raykv.catalog_types import (
     WherePage,
     WhereQuery,
 )
+from raykv.core.disks import Disks, DiskStretch, OnDisk
 from raykv.core.members import Engine, Node, engine_status, node_status
 from raykv.core.pins import Pins
 from raykv.core.prefix_answers import MAX_NODES_OF_A_KEY, prefix_page
-from raykv.core.table import ChunkTable, Stretch, Uses
+from raykv.core.table import ChunkTable, Name, Stretch, Uses
+from raykv.disk_types import disk_of
 from raykv.messages import PROTOCOL_VERSION, AttachEngine
 from raykv.status_types import ClusterStatus, NamespaceStatus
 from raykv.types import EngineId, Key, Namespace, NodeId, Slot, group_of
@@ -57,14 +62,20 @@ class Catalog:
     """Args:
     nodes, engines: all of them, kept up to date by the block manager.
     table: of all nodes' chunks.
+    disks: what is on theirs.
     """
 
     def __init__(
-        self, nodes: Mapping[NodeId, Node], engines: Mapping[EngineId, Engine], table: ChunkTable
+        self,
+        nodes: Mapping[NodeId, Node],
+        engines: Mapping[EngineId, Engine],
+        table: ChunkTable,
+        disks: Disks,
     ) -> None:
         self._nodes = nodes
         self._engines = engines
         self._table = table
+        self._disks = disks
         self._introductions: OrderedDict[Namespace, _Introduction] = OrderedDict()
 
     def introduced(self, message: AttachEngine) -> None:
@@ -92,6 +103,7 @@ class Catalog:
             ],
             namespaces=self.counts(),
             spaces=self.namespaces(),
+            disk_chunks=self._disks.counts(),
         )
 
     def counts(self) -> dict[str, int]:
@@ -128,29 +140,91 @@ class Catalog:
         page = ChunkPage(PROTOCOL_VERSION)
         names = sorted(self._nodes) if not query.node_id else [NodeId(query.node_id)]
         at = bisect_left(names, query.from_node)
-        slot = Slot(query.from_slot if names[at : at + 1] == [query.from_node] else 0)
+        is_disk, slot = query.tier == DISK, 0
+        if names[at : at + 1] == [query.from_node]:
+            is_disk, slot = query.from_disk or is_disk, query.from_slot
         left = MAX_LOOKED_AT
         for _ in range(MAX_STRETCHES):
             room = min(left, query.limit if query.order else query.limit - len(page.keys))
             is_full = query.order and len(page.keys) + query.limit > MAX_PAGE
             if at >= len(names) or room <= 0 or is_full:
                 break
-            node = self._nodes.get(names[at])
             most = left if query.order else room
-            stretch = Stretch([], 0, None)
-            if node is not None:
-                stretch = node.book.table.places_from(slot, most, _space(query))
-                self._add(page, node, list(stretch.places), query, now)
-            left -= stretch.length
-            if stretch.following is None:
-                at, slot = at + 1, Slot(0)
+            add = self._add_from_disk if is_disk else self._add_from_pool
+            length, following = add(page, names[at], slot, most, query, now)
+            left -= length
+            if following is not None:
+                slot = following
+            elif is_disk or query.tier == RAM:
+                at, is_disk, slot = at + 1, query.tier == DISK, 0
             else:
-                slot = stretch.following
+                is_disk, slot = True, 0
         page.is_last = at >= len(names)
         if not page.is_last:
-            page.from_node, page.from_slot = names[at], slot
+            page.from_node, page.from_disk, page.from_slot = names[at], is_disk, slot
         page.models = [self._model(Namespace(name)) for name in page.namespaces]
         return page
+
+    def _add_from_pool(
+        self, page: ChunkPage, name: NodeId, first: int, most: int, query: ChunkQuery, now: float
+    ) -> tuple[int, int | None]:
+        """Add chunks of a stretch of slots; says how many slots, and where to go on."""
+        node = self._nodes.get(name)
+        if node is None:
+            return 0, None
+        stretch: Stretch = node.book.table.places_from(Slot(first), most, _space(query))
+        self._add(page, node, list(stretch.places), query, now)
+        return stretch.length, stretch.following
+
+    def _add_from_disk(
+        self, page: ChunkPage, name: NodeId, first: int, most: int, query: ChunkQuery, now: float
+    ) -> tuple[int, int | None]:
+        """The same for a stretch of places of the node's disk."""
+        stretch = self._stretch_of_disk(name, first, most, query)
+        chunks = [each for each in stretch.chunks if _is_wanted(each[0][1], query)]
+        if query.order and len(chunks) > query.limit:
+            chosen = _first_ones(_uses_on_disk(chunks), query.order, query.limit)
+            chunks = [chunks[at] for at in chosen]
+        _number(page.nodes, page.node_index, [str(name)] * len(chunks))
+        _number(page.namespaces, page.namespace_index, [space for (space, _), _ in chunks])
+        page.keys += [key for (_, key), _ in chunks]
+        page.slots += [found.place for _, found in chunks]
+        page.generations += [found.generation for _, found in chunks]
+        page.slot_bytes += [found.num_bytes for _, found in chunks]
+        ages = [max(0.0, now - found.since) for _, found in chunks]
+        page.ages += ages
+        page.idles += ages
+        page.hits += [0] * len(chunks)
+        page.is_replicated += self._are_elsewhere(chunks)
+        page.is_on_disk += [True] * len(chunks)
+        return stretch.length, stretch.following
+
+    def _stretch_of_disk(
+        self, name: NodeId, first: int, most: int, query: ChunkQuery
+    ) -> DiskStretch:
+        """The next chunks of a disk, or the one that is asked for: keys of a namespace are equally
+        long, so that no other key begins so.
+        """
+        space = _space(query)
+        if space is not None and query.key:
+            wanted = (space, Key(query.key))
+            found = [each for each in self._disks.find(*wanted) if each.node_id == name]
+            if found:
+                chunks = [(wanted, each) for each in found if each.place >= first]
+                return DiskStretch(chunks, len(found), None)
+        return self._disks.stretch(name, first, most, space)
+
+    def _are_elsewhere(self, chunks: Sequence[tuple[Name, OnDisk]]) -> list[bool]:
+        """Whether some pool has them, or another disk."""
+        found = [len(self._disks.find(*name)) > 1 for name, _ in chunks]
+        rows: dict[Namespace, list[int]] = {}
+        for row, ((space, _), _) in enumerate(chunks):
+            rows.setdefault(space, []).append(row)
+        for space, own in rows.items():
+            keys = [chunks[row][0][1] for row in own]
+            for index in self._table.ask(space, keys, tuple(self._nodes), (), 1, None).key_index:
+                found[own[index]] = True
+        return found
 
     def _add(
         self, page: ChunkPage, node: Node, places: list[object], query: ChunkQuery, now: float
@@ -175,6 +249,7 @@ class Catalog:
             page.idles += [max(0.0, now - at) for at in uses.used_at]
             page.hits += uses.hits
             page.is_replicated += uses.is_spare
+            page.is_on_disk += [False] * len(held)
 
     def _model(self, namespace: Namespace) -> str:
         known = self._introductions.get(namespace)
@@ -183,20 +258,22 @@ class Catalog:
     # Prompts
 
     def where(self, query: WhereQuery) -> WherePage:
-        """Which nodes have chunks; of as many keys as there is room for in an answer."""
+        """Which nodes and disks have chunks; of as many keys as an answer has room for."""
         nodes = tuple(self._nodes)
         if not nodes:
             return WherePage(PROTOCOL_VERSION, len(query.keys))
-        keys = query.keys[: max(1, MAX_REPLICAS // len(nodes))]
+        keys = query.keys[: max(1, MAX_REPLICAS // (len(nodes) + self._disks.num_disks))]
         namespace = Namespace(query.namespace)
         found = self._table.ask(namespace, keys, nodes, (), len(nodes), None)
-        return WherePage(
-            PROTOCOL_VERSION,
-            len(keys),
-            [str(node_id) for node_id in found.nodes],
-            found.key_index,
-            found.node_index,
-        )
+        names = [str(node_id) for node_id in found.nodes]
+        key_index, sources = list(found.key_index), [names[at] for at in found.node_index]
+        for index, key in enumerate(keys):
+            disks = {disk_of(each.node_id) for each in self._disks.find(namespace, Key(key))}
+            key_index += [index] * len(disks)
+            sources += sorted(disks)
+        node_index: list[int] = []
+        _number(names, node_index, sources)
+        return WherePage(PROTOCOL_VERSION, len(keys), names, key_index, node_index)
 
     def prefixes(self, query: PrefixQuery) -> PrefixPage:
         """How much of prompts each node has."""
@@ -231,6 +308,12 @@ def _number(names: list[str], index: list[int], column: Sequence[str]) -> None:
     numbers = {name: number for number, name in enumerate(names)}
     index += [numbers.setdefault(name, len(numbers)) for name in column]
     names += list(numbers)[len(names) :]
+
+
+def _uses_on_disk(chunks: Sequence[tuple[Name, OnDisk]]) -> Uses:
+    since = [found.since for _, found in chunks]
+    sizes = [found.num_bytes for _, found in chunks]
+    return Uses(sizes, since, since, [0] * len(chunks), [False] * len(chunks))
 
 
 def _first_ones(uses: Uses, order: str, limit: int) -> list[int]:

@@ -12,18 +12,20 @@ Invariants:
 2. A disk is known at the numbers of one listing, in order and without a gap.
 3. To lose a disk, or to clear a namespace, takes the same time however many chunks are there: what
    is left of them is not found any more, and goes away some at a time.
+4. `places` of a disk are in order, each once, and has those of all its `names`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raykv.core.namespace_column import namespace_column
 from raykv.core.table import Changes, Name
 from raykv.disk_types import Demotions, DiskNews, DiskOrder, DiskStats, disk_of, is_disk, node_of
-from raykv.messages import LostReplicas, NodeReport
+from raykv.messages import LostReplicas, NodeReport, Replicas
 from raykv.types import NO_GENERATION, Epoch, Generation, Key, Namespace, NodeId
 
 MAX_DEMOTED = 4096
@@ -35,30 +37,64 @@ MAX_ORDERED = 512
 MAX_SWEPT = 4096
 """Entries of what is gone that one report takes away: 2 to 4 ms."""
 
+MAX_STALE = 1024
+"""Places that are listed and gone, beside as many as are there."""
+
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """A chunk on a node's disk; `life` is that of the disk, of all that were ever known."""
+    """A chunk on a node's disk; `life` is that of the disk, of all that were ever known.
+
+    `since`: when the directory was told of it.
+    """
 
     node_id: NodeId
     place: int
     generation: Generation
     life: int
+    num_bytes: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStretch:
+    """Chunks among `length` places of a disk, in their order, and the place at which to go on;
+    None: there are no more.
+    """
+
+    chunks: list[tuple[Name, OnDisk]]
+    length: int
+    following: int | None
 
 
 @dataclass(slots=True)
 class _Disk:
-    """Of one life of a NodeActor. `names` by place."""
+    """Of one life of a NodeActor. `names` by place; `places` has some that are gone, too."""
 
     epoch: Epoch
     listing: int
     life: int
     heard: int = 0
     names: dict[int, Name] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list)
     demoted: deque[tuple[Namespace, Key, int, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_DEMOTED)
     )
     stats: DiskStats = field(default_factory=DiskStats)
+
+    def add(self, place: int, name: Name) -> None:
+        """A chunk came to a place, which is above all earlier ones if the node is honest."""
+        self.names[place] = name
+        at = len(self.places)
+        if self.places and place <= self.places[-1]:
+            at = bisect_left(self.places, place)
+        if self.places[at : at + 1] != [place]:
+            self.places.insert(at, place)
+
+    def forget_stale(self) -> None:
+        """Keep `places` short; takes as long as there are chunks, when so many are gone."""
+        if len(self.places) > 2 * len(self.names) + MAX_STALE:
+            self.places = [place for place in self.places if place in self.names]
 
 
 class Disks:
@@ -74,7 +110,9 @@ class Disks:
 
     # Nodes
 
-    def take(self, report: NodeReport, cleared: Mapping[Namespace, Generation]) -> DiskOrder:
+    def take(
+        self, report: NodeReport, cleared: Mapping[Namespace, Generation], now: float = 0.0
+    ) -> DiskOrder:
         """Take in what changed on a node's disk; says how far that is known, and what to write.
 
         News that do not follow what is known are not taken in: they will be told again.
@@ -90,21 +128,44 @@ class Disks:
             disk = self._disks[node_id] = _Disk(epoch, news.listing, self._lives)
         disk.stats = report.stats.disk
         if news.after == disk.heard:
-            self._apply(node_id, disk, news, cleared)
+            self._apply(node_id, disk, news, cleared, now)
+        disk.forget_stale()
         return DiskOrder(disk.listing, disk.heard, self._demotions(disk))
 
+    def take_demoted(self, node_id: NodeId) -> Demotions:
+        """What waits to be offered to a node's disk, before the next report if somebody carries it
+        there; as much as one answer has room for.
+        """
+        disk = self._disks.get(node_id)
+        return Demotions() if disk is None else self._demotions(disk)
+
     def _apply(
-        self, node_id: NodeId, disk: _Disk, news: DiskNews, cleared: Mapping[Namespace, Generation]
+        self,
+        node_id: NodeId,
+        disk: _Disk,
+        news: DiskNews,
+        cleared: Mapping[Namespace, Generation],
+        now: float,
     ) -> None:
         came = news.came
-        columns = zip(came.namespace_index, came.keys, came.places, came.generations, strict=True)
-        for index, key, place, generation in columns:
+        # Most chunks are of one size: one number for all of them.
+        sizes = {size: size for size in came.slot_bytes}
+        columns = zip(
+            came.namespace_index,
+            came.keys,
+            came.places,
+            came.generations,
+            came.slot_bytes,
+            strict=True,
+        )
+        for index, key, place, generation, size in columns:
             namespace = Namespace(came.namespaces[index])
             if place in disk.names or generation <= cleared.get(namespace, NO_GENERATION):
                 continue
-            disk.names[place] = (namespace, Key(key))
+            disk.add(place, (namespace, Key(key)))
             keys = self._chunks.setdefault(namespace, {})
-            found = OnDisk(node_id, place, Generation(generation), disk.life)
+            at = Generation(generation)
+            found = OnDisk(node_id, place, at, disk.life, sizes[size], now)
             keys[Key(key)] = (*keys.get(Key(key), ()), found)
         for place in news.gone:
             self._drop(disk, place)
@@ -197,17 +258,56 @@ class Disks:
         known = self._chunks.get(namespace, {}).get(key, ())
         return tuple(each for each in known if self._is_there(each)) if known else ()
 
-    def best(
-        self, namespace: Namespace, key: Key, own: NodeId, most: int
-    ) -> Iterator[tuple[str, Epoch, OnDisk]]:
-        """Sources of a chunk that is in no pool, the node's own disk first."""
-        found = sorted(self.find(namespace, key), key=lambda each: each.node_id != own)
+    def add_sources(
+        self, replicas: Replicas, position: int, name: Name, own: NodeId, most: int
+    ) -> None:
+        """Rows for the disks that have a chunk, the node's own first, behind those of pools."""
+        found = sorted(self.find(*name), key=lambda each: each.node_id != own)
         for each in found[:most]:
-            yield disk_of(each.node_id), self._disks[each.node_id].epoch, each
+            source = disk_of(each.node_id)
+            if source not in replicas.nodes:
+                replicas.nodes.append(source)
+                replicas.node_epochs.append(int(self._disks[each.node_id].epoch))
+            replicas.key_index.append(position)
+            replicas.node_index.append(replicas.nodes.index(source))
+            replicas.slots.append(each.place)
+            replicas.generations.append(each.generation)
+
+    def stretch(
+        self, node_id: NodeId, first: int, most: int, namespace: Namespace | None
+    ) -> DiskStretch:
+        """The chunks at the next places of a node's disk, from `first` on; `most` places, which
+        may be gone, or of another namespace.
+        """
+        disk = self._disks.get(node_id)
+        if disk is None:
+            return DiskStretch([], 0, None)
+        at = bisect_left(disk.places, first)
+        part = disk.places[at : at + most]
+        named = [(place, disk.names[place]) for place in part if place in disk.names]
+        chunks = [
+            (name, each)
+            for place, name in named
+            if namespace in (None, name[0])
+            for each in self.find(*name)
+            if (each.life, each.place) == (disk.life, place)
+        ]
+        end = at + len(part)
+        following = disk.places[end] if end < len(disk.places) else None
+        return DiskStretch(chunks, len(part), following)
+
+    @property
+    def num_disks(self) -> int:
+        """That are known: no chunk is on more."""
+        return len(self._disks)
 
     def holds_any(self, namespace: Namespace) -> bool:
         """Whether a chunk of the namespace is on any disk, or was a moment ago."""
         return namespace in self._chunks
+
+    def counts(self) -> dict[str, int]:
+        """Different chunks by namespace; those of a disk that has just gone may count a while."""
+        return {str(name): len(keys) for name, keys in self._chunks.items()}
 
     def namespaces(self) -> set[Namespace]:
         """Those that have chunks on any disk, or had some a moment ago."""
@@ -261,3 +361,6 @@ class Disks:
             if (node_id, place) not in cleared
         }
         assert by_name == by_place, by_name ^ by_place
+        for disk in self._disks.values():
+            assert disk.places == sorted(set(disk.places)), disk.places
+            assert disk.names.keys() <= set(disk.places), disk.names.keys() - set(disk.places)

@@ -367,6 +367,39 @@ def _shared_memory(facts: ClusterFacts) -> Iterator[Finding]:
         )
 
 
+# Disks
+
+LONG_UNOWNED_S = 3600.0
+"""What nobody has held for less may be of a cluster that starts anew."""
+
+
+def _disks(facts: ClusterFacts) -> Iterator[Finding]:
+    for status in facts.status.nodes if facts.status else ():
+        if status.disk.path and status.disk.problem:
+            yield _warn(
+                "disks",
+                f"node {_short(status.node_id)} writes nothing to {status.disk.path}: "
+                f"{status.disk.problem}",
+                "it is tried again every 15 s; what its pool evicts meanwhile is forgotten",
+            )
+    # Nodes that share a disk see the same.
+    seen: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for node in facts.nodes:
+        unowned = [] if node.host is None else node.host.unowned
+        old = [(each.path, each.num_bytes) for each in unowned if each.age_s > LONG_UNOWNED_S]
+        if old:
+            seen.setdefault(tuple(old), []).append(_node(node))
+    for folders, nodes in seen.items():
+        num_bytes = sum(size for _, size in folders)
+        yield _warn(
+            "disks",
+            f"{_some(nodes)} sees {human_bytes(num_bytes)} that no node holds, in "
+            f"{_some([path for path, _ in folders])}",
+            "a node that starts takes over the first one; delete them, if they are of no cluster "
+            "that is to find its chunks again",
+        )
+
+
 # Between the nodes
 
 
@@ -417,6 +450,7 @@ CHECKS = {
     "hashes": _hashes,
     "memory": _memory,
     "shm": _shared_memory,
+    "disks": _disks,
     "ports": _ports,
     "clocks": _clocks,
     "breakers": _breakers,
@@ -430,6 +464,7 @@ _FINE = {
     "hashes": "engines of the same model share their chunks",
     "memory": "every pool fits into what limits its node",
     "shm": "/dev/shm is large enough for vLLM, and no fetch goes through a disk for want of it",
+    "disks": "every disk tier that there is can be written, and all of its folders are held",
     "ports": "every node reaches the others",
     "clocks": "all clocks agree",
     "breakers": "no breaker is open",

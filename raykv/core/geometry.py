@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raykv.types import SLOT_ALIGNMENT, Slot
@@ -57,6 +58,20 @@ class PoolGeometry:
     def capacity(self, slot_bytes: int) -> int:
         """Slots of `slot_bytes` in the whole pool, if it held nothing else."""
         return self.num_slabs * self.slots_per_slab(slot_bytes)
+
+    def num_that_fit(self, sizes: Iterable[int]) -> int:
+        """How many of the first slots of these sizes the whole pool has room for together."""
+        left: dict[int, int] = {}
+        num_slabs = num_slots = 0
+        for size in map(aligned, sizes):
+            if not left.get(size):
+                num_slabs += 1
+                left[size] = self.slots_per_slab(size)
+            if not left[size] or num_slabs > self.num_slabs:
+                break
+            left[size] -= 1
+            num_slots += 1
+        return num_slots
 
     def slab_of(self, slot: Slot) -> int:
         """Index of the slab in which `slot` starts."""

@@ -117,11 +117,11 @@ class BlockManager:
         self.misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
-        self.catalog = Catalog(self._nodes, self._engines, self._table)
+        self.catalog = Catalog(self._nodes, self._engines, self._table, self._disks)
         of_pins = (self.settings.pin_share, self.settings.pin_s)
         self.pins = Pins(self._nodes, self._table, *of_pins)
-        of_transfers = (lambda: self._generations, self.settings.transfer_s)
-        self.transfers = Transfers(self._nodes, self._table, self.pins, *of_transfers)
+        lending = (lambda: self._generations, self.settings.transfer_s)
+        self.transfers = Transfers(self._nodes, self._table, self._disks, self.pins, *lending)
         self.meter = ClusterMeter(self._nodes, self._engines, self._log)
 
     @property
@@ -152,7 +152,7 @@ class BlockManager:
             inventory=not node.inventory_complete and not report.page,
             cleared={str(name): int(gen) for name, gen in self._cleared.items()},
             paused=self.paused,
-            disk=self._disks.take(report, self._cleared),
+            disk=self._disks.take(report, self._cleared, now),
         )
 
     def _join(self, report: NodeReport, now: float) -> Node:

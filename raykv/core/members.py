@@ -106,6 +106,7 @@ def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
         pinned_bytes=pinned.kept_bytes,
         metrics=node.stats.metrics_address or node.stats.metrics_problem,
         disk=node.stats.disk,
+        slab_bytes=node.book.geometry.slab_bytes,
     )
 
 

@@ -17,6 +17,7 @@ from raykv.block_hashes import (
 )
 from raykv.catalog_types import NodePrefix, PromptChunk, PromptLookup
 from raykv.core.prefixes import ChunkGroup, loadable_tokens, parse_groups
+from raykv.disk_types import disk_of, is_disk, node_of
 from raykv.errors import ClusterError, SettingError
 from raykv.status_types import NamespaceStatus
 from raykv.types import Key
@@ -122,38 +123,63 @@ def look_up(
         scheme: see there.
         tokens: of the prompt.
         traits: what separates it from others with the same tokens.
-        nodes_with: told keys, returns which nodes have each.
+        nodes_with: told keys, returns which nodes and disks have each, disks under names of their
+            own, as in `raykv.disk_types`.
     """
     keys = scheme.chunks(tokens, traits)
     flat = [key for group in scheme.groups for key in keys[group]]
-    nodes = dict(zip(flat, nodes_with(flat), strict=True))
-    everywhere = sorted({node for some in nodes.values() for node in some})
-    prefixes = [
-        NodePrefix(
-            node_id=node,
-            tokens=_loadable(keys, lambda key, node=node: node in nodes[key]),  # type: ignore[misc]
-            chunks=sum(node in nodes[key] for key in flat),
+    sources = dict(zip(flat, nodes_with(flat), strict=True))
+    everywhere = sorted({node_of(each) for some in sources.values() for each in some})
+    prefixes = [_prefix(node, keys, sources) for node in everywhere]
+    chunks = [
+        PromptChunk(
+            key=key,
+            group=group.group,
+            first_token=number * group.tokens,
+            end_token=(number + 1) * group.tokens,
+            nodes=sorted(each for each in sources[key] if not is_disk(each)),
+            disks=sorted(node_of(each) for each in sources[key] if is_disk(each)),
         )
-        for node in everywhere
+        for group in scheme.groups
+        for number, key in enumerate(keys[group])
     ]
+    cached_tokens = _loadable(keys, lambda key: bool(sources[key]))
     return PromptLookup(
         namespace=space.namespace,
         model=space.model,
         prompt_tokens=len(tokens),
-        cached_tokens=_loadable(keys, lambda key: bool(nodes[key])),
-        nodes=sorted(prefixes, key=lambda each: (-each.tokens, -each.chunks, each.node_id)),
-        chunks=[
-            PromptChunk(
-                key=key,
-                group=group.group,
-                first_token=number * group.tokens,
-                end_token=(number + 1) * group.tokens,
-                nodes=sorted(nodes[key]),
-            )
-            for group in scheme.groups
-            for number, key in enumerate(keys[group])
-        ],
+        cached_tokens=cached_tokens,
+        nodes=sorted(
+            prefixes,
+            key=lambda each: (-each.tokens, -each.tokens_with_disk, -each.chunks, each.node_id),
+        ),
+        chunks=chunks,
+        disk_tokens=_tokens_on_disk(chunks, cached_tokens),
     )
+
+
+def _prefix(
+    node: str,
+    keys: Mapping[ChunkGroup, Sequence[Key]],
+    sources: Mapping[Key, Collection[str]],
+) -> NodePrefix:
+    disk = disk_of(node)
+    return NodePrefix(
+        node_id=node,
+        tokens=_loadable(keys, lambda key: node in sources[key]),
+        chunks=sum(node in some for some in sources.values()),
+        disk_chunks=sum(disk in some for some in sources.values()),
+        tokens_with_disk=_loadable(keys, lambda key: node in sources[key] or disk in sources[key]),
+    )
+
+
+def _tokens_on_disk(chunks: Sequence[PromptChunk], cached_tokens: int) -> int:
+    """Of the first tokens, those of which a chunk is in no pool, of whatever group."""
+    tokens: set[int] = set()
+    for chunk in chunks:
+        if chunk.disks and not chunk.nodes:
+            tokens.update(range(chunk.first_token, min(chunk.end_token, cached_tokens)))
+    return len(tokens)
 
 
 def _loadable(keys: Mapping[ChunkGroup, Sequence[Key]], is_there: Callable[[Key], bool]) -> int:

@@ -115,19 +115,8 @@ class Questions:
             if self._is_announced(name):
                 replicas.pending.append(position)
             else:
-                self._add_disks(replicas, position, name, engine.node_id)
+                self._disks.add_sources(replicas, position, name, engine.node_id, MAX_TOLD)
         return replicas
-
-    def _add_disks(self, replicas: Replicas, position: int, name: Name, own: NodeId) -> None:
-        """Rows for the disks that have a chunk, behind those of pools."""
-        for source, epoch, found in self._disks.best(*name, own, MAX_TOLD):
-            if source not in replicas.nodes:
-                replicas.nodes.append(source)
-                replicas.node_epochs.append(int(epoch))
-            replicas.key_index.append(position)
-            replicas.node_index.append(replicas.nodes.index(source))
-            replicas.slots.append(found.place)
-            replicas.generations.append(found.generation)
 
     def gone(self, node_id: NodeId, changes: Changes) -> None:
         """Chunks left a pool: those that were evicted from the last one are offered to its disk."""

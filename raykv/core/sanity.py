@@ -10,14 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 
-from raykv.catalog_types import (
-    MAX_PAGE,
-    ORDERS,
-    ChunkPage,
-    ChunkQuery,
-    WherePage,
-    WhereQuery,
-)
+from raykv.catalog_types import MAX_PAGE, ChunkPage, ChunkQuery, WherePage, WhereQuery
 from raykv.core.accounts import MAX_NAMES_BYTES
 from raykv.core.geometry import PoolGeometry
 from raykv.description_types import Descriptions, is_whole, rows_of
@@ -317,7 +310,7 @@ def check_chunk_query(query: ChunkQuery) -> None:
     """
     _names("a name", (query.namespace, query.node_id, query.from_node))
     require(len(query.key) <= MAX_KEY_BYTES, f"a key of {len(query.key)} bytes")
-    require(query.order in ("", *ORDERS), f"the order {query.order!r}")
+    require(query.is_known, f"the order {query.order!r}, the tier {query.tier!r}")
     _numbers("a KV group", () if query.group is None else (query.group,), 0, MAX_GROUPS - 1)
     _numbers("a number of chunks", (query.limit,), 1, MAX_PAGE)
     _numbers("a slot", (query.from_slot,), 0, MAX_SLOTS - 1)
@@ -343,13 +336,14 @@ def check_chunk_page(page: ChunkPage, query: ChunkQuery) -> None:
     """
     _keys("keys of chunks", page.keys)
     _rows("chunks", page.keys, page.slots, page.node_index, page.namespace_index, page.hits)
-    _rows("chunks", page.keys, page.slot_bytes, page.ages, page.idles, page.is_replicated)
+    _rows("chunks", page.keys, page.slot_bytes, page.ages, page.idles)
+    _rows("chunks", page.keys, page.is_replicated, page.is_on_disk)
     _places("chunks", page.slots, page.generations)
     _rows("namespaces", page.namespaces, page.models)
     _numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
     _numbers("numbers of namespaces", page.namespace_index, 0, len(page.namespaces) - 1)
-    place, before = (page.from_node, page.from_slot), (query.from_node, query.from_slot)
-    require(page.is_last or place > before, f"a listing that goes from {before} to {place}")
+    goes_on = page.is_last or page.place > query.place
+    require(goes_on, f"a listing that goes from {query.place} to {page.place}")
 
 
 def check_where_page(page: WherePage, query: WhereQuery) -> None:

@@ -4,7 +4,9 @@
    (none) ────────► lent, being fetched ───────────────────────────► (none), unused slots are free
 
 An engine fetches into its own leases; here there is no engine. Who ordered the transfer has the
-NodeActor fetch into what was lent; what has come is reported like any other store, and held.
+NodeActor fetch into what was lent, from a disk what is in no pool; what has come is reported like
+any other store, and held. What was evicted for it goes to the node's disk first, if it has one: the
+slots are stored into at once, and not some time later as with an engine's.
 
 Invariants:
 1. A lease that a transfer has is its own until the transfer is over or the chunk has come.
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raykv.core.disks import Disks
 from raykv.core.inventory import drop_lost
 from raykv.core.leases import Generations
 from raykv.core.members import Node
@@ -49,11 +52,16 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Missing:
-    """A chunk that the node lacks, its slot size, and its rows among the replicas found."""
+    """A chunk that the node lacks, its slot size, and its rows among the replicas found in pools.
 
+    `index` is that of its key.
+    """
+
+    index: int
     key: Key
     slot_bytes: int
-    rows: list[int]
+    rows: list[int] = field(default_factory=list)
+    is_on_disk: bool = False
 
 
 class Transfers:
@@ -62,6 +70,7 @@ class Transfers:
     Args:
         nodes: all nodes, kept up to date by the block manager.
         table: of all their chunks.
+        disks: who has what is in no pool.
         pins: whose replicas stay.
         generations: those of the present epoch.
         lease_s: after so long a transfer is over.
@@ -71,12 +80,14 @@ class Transfers:
         self,
         nodes: Mapping[NodeId, Node],
         table: ChunkTable,
+        disks: Disks,
         pins: Pins,
         generations: Callable[[], Generations],
         lease_s: float,
     ) -> None:
         self._nodes = nodes
         self._table = table
+        self._disks = disks
         self._pins = pins
         self._generations = generations
         self._lease_s = lease_s
@@ -104,10 +115,12 @@ class Transfers:
         found = self._table.ask(
             namespace, keys, tuple(self._nodes), [node.node_id], MAX_SOURCES, until
         )
-        if order.slot_bytes:
-            missing = list(self._brought(order, namespace, node))
-        else:
-            missing = list(self._missing(namespace, keys, found, node))
+        missing, nowhere = list(self._brought(order, namespace, node)), 0
+        if not order.slot_bytes:
+            on_disks = list(self._on_disks(namespace, keys, found))
+            elsewhere = [*self._missing(namespace, keys, found, node), *on_disks]
+            missing = sorted(elsewhere, key=lambda each: each.index)
+            nowhere = len(found.missing) - len(on_disks)
         transfer = _Transfer(node.node_id, node.epoch, until, TransferGrant(PROTOCOL_VERSION))
         lent = self._lend_slots(node, missing, transfer, now)
         transfer.grant = TransferGrant(
@@ -119,10 +132,11 @@ class Transfers:
                 [generation for _, generation in transfer.leases],
             ),
             slot_bytes=[each.slot_bytes for each in lent],
-            sources=self._sources(found, lent),
-            there=len(keys) - len(missing) - (0 if order.slot_bytes else len(found.missing)),
-            nowhere=0 if order.slot_bytes else len(found.missing),
+            sources=self._sources(namespace, found, lent, node.node_id),
+            there=len(keys) - len(missing) - nowhere,
+            nowhere=nowhere,
             no_room=len(missing) - len(lent),
+            demoted=self._disks.take_demoted(node.node_id),
         )
         self._transfers[order.transfer_id] = transfer
         return transfer.grant
@@ -152,15 +166,24 @@ class Transfers:
             source = found.nodes[found.node_index[own[0]]]
             chunk = self._nodes[source].book.find(namespace, keys[index])
             if source != node.node_id and chunk is not None:
-                yield _Missing(keys[index], chunk.slot_bytes, own)
+                yield _Missing(index, keys[index], chunk.slot_bytes, own)
+
+    def _on_disks(
+        self, namespace: Namespace, keys: Sequence[Key], found: Found
+    ) -> Iterator[_Missing]:
+        """The chunks that are in no pool and on some disk, in order."""
+        for index in found.missing:
+            for each in self._disks.find(namespace, keys[index])[:1]:
+                yield _Missing(index, keys[index], each.num_bytes, is_on_disk=True)
 
     def _brought(
         self, order: TransferOrder, namespace: Namespace, node: Node
     ) -> Iterator[_Missing]:
         """The chunks that the node lacks of those that come from outside, in order."""
-        for key, size in zip(dict.fromkeys(order.keys), order.slot_bytes, strict=True):
+        keys = dict.fromkeys(order.keys) if order.slot_bytes else {}
+        for index, (key, size) in enumerate(zip(keys, order.slot_bytes, strict=True)):
             if node.book.find(namespace, Key(key)) is None:
-                yield _Missing(Key(key), size, [])
+                yield _Missing(index, Key(key), size)
 
     def _lend_slots(
         self, node: Node, missing: Sequence[_Missing], transfer: _Transfer, now: float
@@ -190,9 +213,11 @@ class Transfers:
         generations.skip(len(slots))
         return [(slot, Generation(first + number)) for number, slot in enumerate(slots)]
 
-    def _sources(self, found: Found, lent: Sequence[_Missing]) -> Replicas:
+    def _sources(
+        self, namespace: Namespace, found: Found, lent: Sequence[_Missing], own: NodeId
+    ) -> Replicas:
         rows = [(number, row) for number, each in enumerate(lent) for row in each.rows]
-        return Replicas(
+        sources = Replicas(
             nodes=[str(node_id) for node_id in found.nodes],
             node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
             key_index=[number for number, _ in rows],
@@ -200,10 +225,16 @@ class Transfers:
             slots=[found.slots[row] for _, row in rows],
             generations=[found.generations[row] for _, row in rows],
         )
+        for number, each in enumerate(lent):
+            if each.is_on_disk:
+                self._disks.add_sources(sources, number, (namespace, each.key), own, MAX_SOURCES)
+        return sources
 
     def end(self, message: TransferEnd) -> None:
         """A transfer is over; nothing happens if it is unknown, or over already."""
-        drop_lost(self._nodes, Namespace(message.namespace), message.lost)
+        namespace = Namespace(message.namespace)
+        drop_lost(self._nodes, namespace, message.lost)
+        self._disks.drop_lost(namespace, message.lost)
         transfer = self._transfers.get(message.transfer_id)
         if transfer is not None:
             self._free(transfer, but=set(message.came))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from raykv.actors.inspection import ChunkPlace
+from raykv.catalog_types import RAM
 from raykv.miss_types import CHUNK_NAME_BYTES, Explanation
 from raykv.types import Generation, Key, Namespace, NodeId, Slot, group_of
 
@@ -22,13 +23,13 @@ Row = dict[str, Any]
 
 
 def chunk_rows(cluster: Cluster, namespace: str | None, node: str | None) -> Iterator[Row]:
-    """Chunks, those of one namespace or node only if their beginnings are given.
+    """Chunks in pools, those of one namespace or node only if their beginnings are given.
 
     Where the cluster lists its chunks their ages, hits and sizes too; else what a snapshot has.
     """
     listed = getattr(cluster, "chunks", None)
     if listed is not None:
-        yield from map(_listed_row, listed(namespace=namespace, node=node))
+        yield from map(_listed_row, listed(namespace=namespace, node=node, tier=RAM))
         return
     for row in _snapshot_rows(cluster):
         in_space = row["namespace"].startswith(namespace or "")

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from raykv.errors import ChunkFileError, DiskError
+from raykv.findings import UnownedFolder
 from raykv.tiers.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
 
 logger = logging.getLogger("raykv.disk")
@@ -155,6 +156,42 @@ class TierFolder:
     def close(self) -> None:
         """Another process may have the folder now."""
         os.close(self._lock)
+
+
+def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
+    """Folders with something in them that nobody holds: a node that starts takes over the first.
+
+    Nothing is changed. Each is held for an instant, and a node that starts in it takes another.
+
+    Args:
+        root: where tiers have their folders.
+        now: seconds since 1970.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    found = []
+    for lock in sorted(root.glob("raykv-*/lock")):
+        with suppress(FileNotFoundError):
+            if _is_held(lock):
+                continue
+            files = [each.stat() for each in lock.parent.iterdir() if each != lock]
+            if num_bytes := sum(each.st_size for each in files):
+                age_s = max(0.0, now - max(each.st_mtime for each in files))
+                found.append(UnownedFolder(str(lock.parent), num_bytes, age_s))
+    return found
+
+
+def _is_held(lock: Path) -> bool:
+    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        # Held, or locks do not work here: then nothing can be said.
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _number_of(path: Path) -> int | None:

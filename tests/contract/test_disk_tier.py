@@ -318,6 +318,42 @@ def test_slow_disk_holds_up_no_store(
     assert list(replicas(tier, here.epoch)) == [key(1)]
 
 
+def test_chunks_are_copied_before_others_take_their_place(here: Node, make: Made) -> None:
+    tier = make()
+    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
+    names = [here.store(key(number)) for number in range(9)]
+    assert tier.demote_now(demotions(*names), 10.0)
+    for name in names:
+        overwritten(here, name)
+    wait_until(lambda: tier.stats().chunks_written == len(names), 10.0, "they are written")
+    assert sorted(replicas(tier, here.epoch)) == [key(number) for number in range(9)]
+    assert tier.demote_now(Demotions(), 10.0)
+
+
+def test_nobody_waits_for_a_disk_that_can_not_be_written(here: Node, make: Made) -> None:
+    full = make(floor_bytes=1 << 60)
+    wait_until(lambda: "must stay free" in full.stats().problem, 10.0, "it says why")
+    began = time.monotonic()
+    assert full.demote_now(demotions(here.store(key(1))), 30.0)
+    assert time.monotonic() - began < 15.0
+    assert full.stats().chunks_written == 0
+
+
+def test_copy_that_takes_too_long_is_said(
+    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make()
+    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
+    goes_on = threading.Event()
+    real = DiskTier._copy
+    monkeypatch.setattr(
+        DiskTier, "_copy", lambda self, name: (goes_on.wait(20.0), real(self, name))
+    )
+    assert not tier.demote_now(demotions(here.store(key(1))), 0.1)
+    goes_on.set()
+    assert tier.demote_now(Demotions(), 10.0)
+
+
 def test_clearing_is_noted_while_nothing_can_be_written(here: Node, make: Made) -> None:
     tier = make()
     name = here.store(key(1))

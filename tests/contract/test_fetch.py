@@ -557,3 +557,19 @@ def test_repeated_request_gets_the_same_answer(here: Node, source: Node) -> None
     again = here.fetch(orders)
     assert refusals(first) == refusals(again) == [NONE]
     assert (again.slots, again.generations) == (first.slots, first.generations)
+
+
+@pytest.mark.parametrize(("source", "shown"), [("gone", ["node:gone"]), ("import:7f", [])])
+def test_import_that_was_interrupted_is_not_shown_as_left_alone(
+    network: Network, source: str, shown: list[str]
+) -> None:
+    """Nobody asks it again: it would be shown for ever."""
+    away, here = network.node(source), network.node("here")
+    order = here.order_of((away, away.store(key(1))))
+    away.faults.is_unreachable = True
+    assert refusals(here.fetch([order])) == [Refusal.NODE_LOST]
+    assert here.fetcher.breaker_report().peers == shown
+    # It is left alone all the same while it might be asked.
+    away.faults.is_unreachable = False
+    again = here.order(key(1), here.network.nodes[source].replica(away.store(key(1))))
+    assert refusals(here.fetch([again])) == [Refusal.BREAKER_OPEN]

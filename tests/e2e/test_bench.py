@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     "names",
     [
-        ["fetch", "step"],
+        ["fetch", "step", "disk"],
         pytest.param(
             ["ttft", "throughput", "restart", "hidden_states"], marks=pytest.mark.extended
         ),

@@ -116,6 +116,30 @@ def test_what_the_pool_gave_up_comes_back_with_equal_tokens(
     assert kept.chunks_damaged == kept.writes_failed == 0
 
 
+def test_what_is_on_the_disk_is_listed_and_is_brought_to_ram_when_it_is_wanted(
+    cluster: Cluster, references: list[list[int]]
+) -> None:
+    node_id = node(cluster).node_id
+    found = cluster.lookup(tokens=the_prompt(3))
+    assert found.cached_tokens == PROMPT_CHUNKS * BLOCK
+    # It is old: nothing of it has been loaded since it was evicted.
+    assert found.disk_tokens == found.cached_tokens
+    assert [chunk.disks for chunk in found.chunks] == [[node_id]] * PROMPT_CHUNKS
+    (only,) = found.nodes
+    assert (only.tokens, only.tokens_with_disk) == (0, found.cached_tokens)
+    listed = {chunk.key for chunk in cluster.chunks(tier="disk")}
+    assert len(listed) == node(cluster).disk.num_chunks
+    assert listed.issuperset(found.keys)
+    (shown,) = cluster.chunk(found.keys[0])
+    assert (shown.tier, shown.num_bytes) == ("disk", CHUNK_BYTES)
+    brought = cluster.prefetch(found.keys, node_id)
+    assert (brought.came, brought.failed) == (PROMPT_CHUNKS, 0)
+    wait_until(lambda: not cluster.lookup(tokens=the_prompt(3)).disk_tokens, 10.0, "it is in RAM")
+    assert {chunk.tier for chunk in cluster.chunk(found.keys[0])} == {"ram", "disk"}
+    again = cluster.prefetch(found.keys, node_id)
+    assert (again.came, again.there) == (0, PROMPT_CHUNKS)
+
+
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where an export is, of the last prompt."""
@@ -139,6 +163,9 @@ def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
         wait_until(lambda: node(cluster).disk.num_chunks >= num_chunks, 20.0, "the disk is read")
         # What only the pool had when it ended is there too.
         check_comes_from_disk(engine, cluster, references, (0, 5, NUM_PROMPTS - 1))
+        found = cluster.lookup(tokens=the_prompt(6))
+        assert found.disk_tokens == found.cached_tokens == PROMPT_CHUNKS * BLOCK
+        assert cluster.export_chunks(shipped.parent / "6", keys=found.keys).chunks == PROMPT_CHUNKS
         keys = cluster.lookup(tokens=the_prompt(NUM_PROMPTS - 1)).keys
         assert cluster.export_chunks(shipped, keys=keys).chunks == PROMPT_CHUNKS
         cluster.clear()

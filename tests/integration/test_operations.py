@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
+import xxhash
 from typer.testing import CliRunner
 
 from raykv.actors import bequest
@@ -35,7 +37,8 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import Direction, EngineId, Key, Namespace
+from raykv.tiers.chunk_file import ChunkBytes, write_chunks
+from raykv.types import Direction, EngineId, Generation, Key, Namespace
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -319,6 +322,23 @@ def test_exported_chunks_are_imported_with_the_same_bytes(nodes: Nodes, tmp_path
     for number in wanted:
         assert bytes_on(nodes.second, cluster, number) == engine.block(number)
     assert "6 were there" in run("import", str(folder), "--to", nodes.second)
+
+
+def test_import_of_more_than_a_pool_holds_brings_the_first_chunks_and_says_so(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    nodes.cluster.clear()
+    data = np.arange(CHUNK_BYTES, dtype=np.uint8)
+    checksum = xxhash.xxh3_64_intdigest(data.data)
+    numbers = range(400, 440)
+    chunks = [ChunkBytes(key(number), Generation(1), checksum, data) for number in numbers]
+    path = tmp_path / "large.safetensors"
+    write_chunks(path, NAMESPACE, chunks)
+    text = run("import", str(path), "--to", nodes.second, code=1)
+    assert "32 of 40 chunks came" in text
+    assert "for 8 there was no room" in text
+    first = set(numbers[:32])
+    wait_until(lambda: held_on(nodes.cluster, nodes.second) == first, 10, "the first are there")
 
 
 def test_damaged_export_brings_no_wrong_byte(nodes: Nodes, tmp_path: Path) -> None:

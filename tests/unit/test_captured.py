@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -158,6 +159,53 @@ def test_what_nobody_has_promised_is_an_error_and_a_file_without_lock_is_read(
         load_hidden_states(path, 5.0)
     write_states(path, some_states())
     assert load_hidden_states(path, 5.0)["token_ids"].tolist() == [0, 1, 2, 3]
+
+
+NO_FOLDER = "/proc/raykv-test/r.safetensors"
+"""Nobody can make a folder there, not even root."""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_reader_hears_why_there_can_be_no_file(temporary: Path) -> None:
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            promise(NO_FOLDER)
+    told = "r.safetensors: their folder could not be written to: No such file or directory"
+    with pytest.raises(HiddenStatesError, match=told):
+        load_hidden_states(NO_FOLDER, 5.0)
+    # One note for the folder, however many files there were to be.
+    (notes,) = temporary.iterdir()
+    assert len(list(notes.iterdir())) == 1
+    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+        load_hidden_states(str(temporary / "elsewhere" / "r.safetensors"), 5.0)
+
+
+def test_note_goes_when_the_folder_can_be_written_to(temporary: Path) -> None:
+    path = temporary / "states" / "r.safetensors"
+    path.parent.write_bytes(b"")
+    with pytest.raises(FileExistsError):
+        promise(str(path))
+    path.parent.unlink()
+    with pytest.raises(HiddenStatesError, match="could not be written to: File exists"):
+        load_hidden_states(str(path), 5.0)
+    os.close(promise(str(path)))
+    cleanup_hidden_states(str(path))
+    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+        load_hidden_states(str(path), 5.0)
+
+
+def test_note_that_others_could_have_written_is_not_believed(temporary: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        promise(NO_FOLDER)
+    (notes,) = temporary.iterdir()
+    notes.chmod(0o777)
+    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+        load_hidden_states(NO_FOLDER, 5.0)
 
 
 def test_path_that_is_being_written_or_read_is_promised_to_nobody_else(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from raykv.catalog_types import (
 )
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.sanity import check_chunk_page, check_where_page
+from raykv.disk_types import DiskChunks, DiskNews, disk_of
 from raykv.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.listing import Reader
 from raykv.messages import (
@@ -66,10 +67,14 @@ class Directory:
         self.now = 1000.0
         self.seqs = itertools.count(1)
         self.pages = 0
+        # Of each node's disk.
+        self.heard: dict[str, int] = {}
         for node in NODES:
             self.report(node)
 
-    def report(self, node: str, stored: Inventory | None = None) -> None:
+    def report(
+        self, node: str, stored: Inventory | None = None, disk: DiskNews | None = None
+    ) -> None:
         self.manager.expire(self.now)
         report = NodeReport(
             PROTOCOL_VERSION,
@@ -81,8 +86,26 @@ class Directory:
             0,
             0,
             stored=stored or Inventory(),
+            disk=disk or DiskNews(),
         )
         self.manager.node_report(report, self.now)
+
+    def put_on_disk(
+        self, node: str, numbers: list[int], space: str = MODEL, size: int = PAGE
+    ) -> None:
+        """Have chunks written to a node's disk."""
+        heard = self.heard.get(node, 0)
+        places = list(range(heard + 1, heard + 1 + len(numbers)))
+        self.heard[node] = heard + len(numbers)
+        came = DiskChunks(
+            [space],
+            [0] * len(numbers),
+            [key(number) for number in numbers],
+            places,
+            [5] * len(numbers),
+            [size] * len(numbers),
+        )
+        self.report(node, disk=DiskNews(1, heard, self.heard[node], came))
 
     def hold(self, node: str, numbers: list[int], space: str = MODEL, size: int = PAGE) -> None:
         """Have an engine of the node store chunks."""
@@ -237,6 +260,7 @@ def test_filters_leave_out_all_else(directory: Directory) -> None:
         ({"key": "ab" * 200}, "has 400 digits, too many"),
         ({"order": "beauty"}, "order='beauty': chunks can be listed by age, idle, hits, size"),
         ({"limit": 0}, "limit=0: a listing has at least one chunk"),
+        ({"tier": "tape"}, "tier='tape': chunks are in ram or disk"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(
@@ -284,6 +308,110 @@ def test_where_answers_for_as_many_keys_as_there_is_room_for(
     assert raykv.actors.catalog.nodes_with(lambda: directory, OTHER, keys) == [[]] * 5
     directory.manager = BlockManager(Epoch(1))
     assert raykv.actors.catalog.nodes_with(lambda: directory, MODEL, keys) == [[]] * 5
+
+
+# Chunks on disks
+
+
+def on_disk(chunks: Any) -> list[tuple[str, int]]:
+    return [(c.node_id, int.from_bytes(c.key[:4], "big")) for c in chunks if c.tier == "disk"]
+
+
+def test_listing_has_each_disk_behind_the_pool_of_its_node(directory: Directory) -> None:
+    directory.hold("aa01", [1, 2])
+    directory.hold("ab02", [3])
+    directory.put_on_disk("aa01", [7, 2], size=2 * PAGE)
+    directory.put_on_disk("cc03", [2], OTHER)
+    directory.now += 10
+    found = list(directory.reader.chunks())
+    assert numbers(found) == [1, 2, 7, 2, 3, 2]
+    assert on_disk(found) == [("aa01", 7), ("aa01", 2), ("cc03", 2)]
+    seven, two, other = (chunk for chunk in found if chunk.tier == "disk")
+    assert (seven.num_bytes, seven.slot, seven.generation) == (2 * PAGE, 1, 5)
+    assert seven.age_s == seven.idle_s == pytest.approx(10.0)
+    # Its own node's pool counts; another namespace's chunk of that key does not.
+    assert [each.is_replicated for each in (seven, two, other)] == [False, True, False]
+    directory.put_on_disk("cc03", [7])
+    assert [each.is_replicated for each in directory.reader.chunks(key=key(7))] == [True, True]
+
+
+def test_listing_of_disks_goes_on_over_pages_of_any_size(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, first in zip(NODES, (0, 50, 100), strict=True):
+        directory.hold(node, list(range(first, first + 10)))
+        directory.put_on_disk(node, list(range(first + 5, first + 25)))
+    everything = list(directory.reader.chunks())
+    assert len(everything) == 90
+    assert len(on_disk(everything)) == 60
+    for looked_at, stretches in ((1, 16), (7, 16), (2048, 1), (64, 3)):
+        monkeypatch.setattr(raykv.core.catalog, "MAX_LOOKED_AT", looked_at)
+        monkeypatch.setattr(raykv.core.catalog, "MAX_STRETCHES", stretches)
+        directory.pages = 0
+        assert list(directory.reader.chunks()) == everything
+        assert directory.pages > 2
+        for order in ORDERS:
+            ordered = list(directory.reader.chunks(order=order, limit=200))
+            assert len(on_disk(ordered)) == 60
+            assert len(ordered) == 90
+
+
+def test_filters_and_orders_hold_on_disks_too(directory: Directory) -> None:
+    directory.hold("aa01", [1, 2])
+    directory.put_on_disk("aa01", [3, 4])
+    directory.now += 5
+    directory.put_on_disk("ab02", [5], OTHER, 3 * PAGE)
+    reader = directory.reader
+    assert numbers(reader.chunks(tier="ram")) == [1, 2]
+    assert numbers(reader.chunks(tier="disk")) == [3, 4, 5]
+    assert numbers(reader.chunks(tier="disk", node="ab")) == [5]
+    assert numbers(reader.chunks(tier="disk", node="aa", limit=1)) == [3]
+    assert numbers(reader.chunks(namespace="77")) == [5]
+    assert numbers(reader.chunks(key=key(4))) == [4]
+    assert numbers(reader.chunks(key="0000000", tier="disk")) == [3, 4, 5]
+    assert list(reader.chunks(group=1)) == []
+    assert numbers(reader.chunks(order="size", limit=1)) == [5]
+    assert numbers(reader.chunks(order="age", limit=4, tier="disk")) == [3, 4, 5]
+
+
+def test_chunk_is_shown_in_all_places(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.hold("ab02", [0x1234])
+    directory.put_on_disk("ab02", [*range(50), 0x1234])
+    directory.put_on_disk("aa01", [0x1234])
+    for wanted in (key(0x1234), "0000123"):
+        found = directory.reader.chunk(wanted)
+        assert [(chunk.node_id, chunk.tier) for chunk in found] == [
+            ("aa01", "disk"),
+            ("ab02", "ram"),
+            ("ab02", "disk"),
+        ]
+    # A whole key is not looked for at each place of a disk.
+    monkeypatch.setattr(raykv.core.catalog, "MAX_LOOKED_AT", 4)
+    directory.pages = 0
+    assert len(directory.reader.chunk(key(49))) == 1
+    assert directory.pages < 5
+
+
+def test_where_names_disks_too_and_its_answers_stay_bounded(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in NODES:
+        directory.hold(node, [1])
+        directory.put_on_disk(node, [1, 2])
+    keys = [key(number) for number in (1, 2, 3)]
+    everywhere = [sorted([*NODES, *map(disk_of, NODES)]), sorted(map(disk_of, NODES)), []]
+    for most in (6, 12, 100):
+        monkeypatch.setattr(raykv.core.catalog, "MAX_REPLICAS", most)
+        page = directory.manager.catalog.where(WhereQuery(PROTOCOL_VERSION, MODEL, keys))
+        check_where_page(page, WhereQuery(PROTOCOL_VERSION, MODEL, keys))
+        assert len(page.key_index) <= most
+        found = raykv.actors.catalog.nodes_with(lambda: directory, MODEL, keys)
+        assert [sorted(some) for some in found] == everywhere
+    directory.manager.clear()
+    assert raykv.actors.catalog.nodes_with(lambda: directory, MODEL, keys) == [[]] * 3
+    assert list(directory.reader.chunks()) == []
 
 
 def test_looking_changes_nothing_that_engines_see(directory: Directory) -> None:
@@ -449,6 +577,7 @@ def a_page(**changes: Any) -> ChunkPage:
         "idles": [1.0],
         "hits": [1],
         "is_replicated": [False],
+        "is_on_disk": [False],
     }
     return ChunkPage(PROTOCOL_VERSION, **{**row, **changes})
 
@@ -474,6 +603,7 @@ def test_page_that_can_be_meant_passes() -> None:
         generation=1,
     )
     assert chunk.block_hash == key(1)[:-4]
+    check_chunk_page(a_page(is_last=False, from_node="n", from_disk=True), QUERY)
 
 
 @pytest.mark.parametrize(
@@ -487,9 +617,11 @@ def test_page_that_can_be_meant_passes() -> None:
         {"models": []},
         {"ages": []},
         {"is_replicated": []},
+        {"is_on_disk": []},
         {"slots": [-1]},
         {"is_last": False, "from_node": "n", "from_slot": 5},
         {"is_last": False, "from_node": "m", "from_slot": 9},
+        {"is_last": False, "from_node": "m", "from_slot": 9, "from_disk": True},
     ],
 )
 def test_page_that_can_not_be_meant_is_refused(wrong: dict[str, Any]) -> None:

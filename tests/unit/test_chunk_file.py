@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import resource
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import raykv.tiers.chunk_file as chunk_file
 from raykv.core.disk_index import DiskChunk
 from raykv.errors import ChunkFileError, DiskError
 from raykv.tiers.chunk_file import Bytes, ChunkBytes, read_chunk, read_header, write_chunks
-from raykv.tiers.folder import MAX_DAMAGED, TierFolder
+from raykv.tiers.folder import MAX_DAMAGED, TierFolder, unowned_folders
 from raykv.types import Generation, Key, Namespace
 
 SPACE = Namespace("a" * 32)
@@ -243,3 +244,21 @@ def test_clearings_survive_and_unreadable_ones_are_not_taken_for_none(tmp_path: 
     (folder.path / "cleared.json").write_bytes(b"{")
     with pytest.raises(DiskError, match=r"cleared\.json"):
         folder.read_cleared()
+
+
+def test_folders_that_nobody_holds_are_named_with_what_is_in_them(tmp_path: Path) -> None:
+    held, left, empty = TierFolder(tmp_path), TierFolder(tmp_path), TierFolder(tmp_path)
+    for folder in (held, left):
+        write_chunks(folder.new_path(), SPACE, chunks(1))
+    left.close()
+    empty.close()
+    size = sum(each.stat().st_size for each in left.path.glob("*.safetensors"))
+    now = time.time() + 100.0
+    (found,) = unowned_folders(tmp_path, now)
+    assert (found.path, found.num_bytes) == (str(left.path), size)
+    assert 100.0 <= found.age_s < 130.0
+    # To look holds nothing: the next node takes it over with what is in it.
+    again = TierFolder(tmp_path)
+    assert again.path == left.path
+    assert unowned_folders(tmp_path, now) == []
+    assert unowned_folders(tmp_path / "nothing", now) == []

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -65,6 +66,7 @@ class PlayedCluster:
         self.failure = failure
         self.asked: list[dict[str, Any]] = []
         self.found: list[Chunk] = []
+        self.on_disk = 0
         self.told: list[Event] = []
 
     def __enter__(self) -> PlayedCluster:
@@ -108,6 +110,7 @@ class PlayedCluster:
                     key=b"k" * 36, group=0, first_token=0, end_token=32, nodes=["n"] * found
                 )
             ],
+            disk_tokens=self.on_disk,
         )
 
     def prefetch(self, keys: Any, node_id: str, **asked: Any) -> TransferResult:
@@ -153,6 +156,7 @@ def test_ls_prints_a_line_for_each_chunk_however_long(cluster: PlayedCluster) ->
         "group",
         "namespace",
         "node",
+        "tier",
         "size",
         "age",
         "unused",
@@ -166,8 +170,31 @@ def test_ls_prints_a_line_for_each_chunk_however_long(cluster: PlayedCluster) ->
     assert "2.0 h" in row
     assert "1,234" in row
     assert cluster.asked == [
-        {"namespace": None, "node": None, "group": None, "order": "hits", "limit": 5}
+        {"namespace": None, "node": None, "group": None, "order": "hits", "limit": 5, "tier": ""}
     ]
+
+
+def test_chunk_on_a_disk_is_shown_as_such(cluster: PlayedCluster) -> None:
+    cluster.found = [CHUNK, msgspec.structs.replace(CHUNK, tier="disk", hits=0)]
+    _, in_ram, on_disk = run("ls", "--tier", "disk").splitlines()
+    assert ("ram" in in_ram.split(), "disk" in on_disk.split()) == (True, True)
+    assert cluster.asked[-1]["tier"] == "disk"
+    assert [row["tier"] for row in json.loads(run("ls", "--json"))] == ["ram", "disk"]
+    shown = run("show", "01")
+    assert "1.0 MiB in slot 3 at generation 7, came 2.0 h ago, unused for" in shown
+    assert "1.0 MiB on disk, place 3 at generation 7, came 2.0 h ago, namespace" in shown
+
+
+def test_lookup_tells_tokens_in_ram_and_on_disk(cluster: PlayedCluster) -> None:
+    cluster.found = [CHUNK]
+    assert "32 of 40 tokens can be loaded\n" in run("lookup", "1,2", "--form", "tokens")
+    cluster.on_disk = 16
+    shown = run("lookup", "1,2", "--form", "tokens")
+    assert "32 of 40 tokens can be loaded: 16 from RAM, 16 from disk" in shown
+    found = json.loads(run("lookup", "1,2", "--form", "tokens", "--json"))
+    assert (found["cached_tokens"], found["disk_tokens"]) == (32, 16)
+    assert found["nodes"][0]["disk_chunks"] == 0
+    assert found["chunks"][0]["disks"] == []
 
 
 def test_nothing_found_is_an_answer_with_code_1(cluster: PlayedCluster) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raykv.core.disks import MAX_DEMOTED, MAX_SWEPT, Disks
+from raykv.core.disks import MAX_DEMOTED, MAX_STALE, MAX_SWEPT, Disks
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.table import Changes
 from raykv.disk_types import DiskChunks, DiskNews, DiskOrder, DiskStats, disk_of
@@ -22,6 +22,7 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
+from raykv.operation_types import TransferOrder
 from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId
 from tests.tables import TABLES, use_table
 
@@ -188,6 +189,51 @@ def test_lost_chunks_are_forgotten_at_that_generation_only() -> None:
 # What is given up
 
 
+def places_on(disks: Disks, most: int) -> list[int]:
+    """Of a whole listing, stretch by stretch."""
+    found: list[int] = []
+    first: int | None = 0
+    while first is not None:
+        stretch = disks.stretch(NodeId("node"), first, most, None)
+        assert stretch.length <= most
+        found += [each.place for _, each in stretch.chunks]
+        first = stretch.following
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_stretches_list_what_is_there_in_order(most: int) -> None:
+    disks = Disks()
+    disks.take(report(came=[(number, f"k{number}") for number in range(1, 9)]), {}, 50.0)
+    disks.take(report(node="other", came=[(1, "k1")]), {})
+    disks.take(report(after=8, came=[(12, "k1")], gone=[9, 2, 3, 8]), {})
+    disks.check()
+    assert places_on(disks, most) == [1, 4, 5, 6, 7, 12]
+    (first,) = disks.stretch(NodeId("node"), 0, 1, MODEL).chunks
+    assert (first[0], first[1].since, first[1].num_bytes) == ((MODEL, b"k1"), 50.0, PAGE)
+    assert disks.stretch(NodeId("node"), 0, 9, Namespace("other")).chunks == []
+    assert disks.stretch(NodeId("nobody"), 0, 9, None).following is None
+    disks.clear(MODEL)
+    assert places_on(disks, most) == []
+
+
+def test_places_that_are_gone_are_forgotten() -> None:
+    disks = Disks()
+    count = 3 * MAX_STALE
+    disks.take(report(came=[(number, f"k{number}") for number in range(1, count + 1)]), {})
+    disks.take(report(after=count, gone=list(range(1, count))), {})
+    disks.check()
+    assert disks._disks[NodeId("node")].places == [count]
+
+
+def test_places_out_of_order_are_listed_in_order() -> None:
+    """No honest node tells them so."""
+    disks = Disks()
+    disks.take(report(came=[(5, "a"), (2, "b"), (9, "c")]), {})
+    disks.check()
+    assert places_on(disks, 2) == [2, 5, 9]
+
+
 def test_evicted_chunks_are_offered_once() -> None:
     disks = Disks()
     disks.take(report(came=[(1, "a")]), {})
@@ -298,6 +344,26 @@ def test_what_the_pool_evicts_is_offered_to_the_disk_of_its_node(desk: Desk) -> 
     demoted = desk.report().disk.demoted
     assert demoted.keys == [b"a", b"b"]
     assert desk.manager.holds(NodeId("node"), MODEL, Key(b"a")) is None
+
+
+def test_slab_that_gets_another_slot_size_is_offered_before_it_is_used(desk: Desk) -> None:
+    desk.store("abcdefgh")
+    for each in ("a", "x"):
+        order = TransferOrder(
+            PROTOCOL_VERSION, f"t{each}", MODEL, "node", [each.encode() + b"2"], [2 * PAGE]
+        )
+        grant = desk.manager.transfers.lend(order, desk.now, paused=False)
+        desk.manager.check()
+        assert (len(grant.handles), grant.no_room) == (1, 0)
+        if each == "a":
+            assert sorted(grant.demoted.keys) == [b"a", b"b", b"c", b"d"]
+            assert sorted(grant.demoted.slots) == [0, 1, 2, 3]
+        else:
+            assert len(grant.demoted) == 0
+    assert desk.manager.holds(NodeId("node"), MODEL, Key(b"a")) is None
+    assert desk.manager.holds(NodeId("node"), MODEL, Key(b"h")) is not None
+    # The engine's mirror has heard of it in any case.
+    assert sorted(desk.sync().removed.keys) == [b"a", b"b", b"c", b"d"]
 
 
 def test_what_another_pool_has_is_not_offered(desk: Desk) -> None:

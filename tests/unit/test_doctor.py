@@ -13,8 +13,9 @@ from rich.console import Console
 from raykv.core.doctor import CHECKS, diagnose
 from raykv.core.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.core.room import RESERVE_BYTES
+from raykv.disk_types import DiskStats
 from raykv.doctor import exit_code, print_findings
-from raykv.findings import Finding, HostFacts, LimitFacts, Place, Severity
+from raykv.findings import Finding, HostFacts, LimitFacts, Place, Severity, UnownedFolder
 from raykv.messages import NodeDescription
 from raykv.status_types import ClusterStatus, EngineStatus, NodeStatus
 
@@ -68,7 +69,7 @@ def node(node_id: str, **changes: Any) -> NodeFacts:
 def node_status(node_id: str, age_s: float = 0.5) -> NodeStatus:
     values: dict[str, Any] = dict.fromkeys(NodeStatus.__struct_fields__, 0)
     texts = {"node_id": node_id, "hostname": "box", "raykv_version": "1.0"}
-    return NodeStatus(**{**values, **texts, "age_s": age_s})
+    return NodeStatus(**{**values, **texts, "age_s": age_s, "disk": DiskStats()})
 
 
 def engine(engine_id: str, node_id: str, **changes: Any) -> EngineStatus:
@@ -148,6 +149,42 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
         "placement",
         Severity.FAIL,
         ["node two", "does not answer"],
+    ),
+    (
+        "disk that can't be written",
+        with_status(
+            nodes=[
+                node_status("one"),
+                msgspec.structs.replace(
+                    node_status("two"), disk=DiskStats(path="/d", problem="it is full")
+                ),
+            ]
+        ),
+        "disks",
+        Severity.WARN,
+        ["node two", "/d: it is full"],
+    ),
+    (
+        "folders of earlier nodes",
+        replace(
+            HEALTHY,
+            nodes=[
+                node(
+                    name,
+                    host=host(
+                        unowned=[
+                            UnownedFolder("/d/raykv-3", 3 * GIB, 7200.0 + age_s),
+                            UnownedFolder("/d/raykv-5", GIB, 7200.0),
+                            UnownedFolder("/d/raykv-6", GIB, 60.0),
+                        ]
+                    ),
+                )
+                for name, age_s in (("one", 0.0), ("two", 1.0))
+            ],
+        ),
+        "disks",
+        Severity.WARN,
+        ["node one (box), node two (box) sees 4.0 GiB", "/d/raykv-3, /d/raykv-5"],
     ),
     (
         "engine without node actor",

@@ -124,8 +124,8 @@ class Described:
 class ListingCluster(PlayedCluster):
     """Knows sizes, ages, hits and tokens."""
 
-    def chunks(self, *, namespace: str | None, node: str | None) -> Iterator[Listed]:
-        assert (namespace, node) == ("sp", None)
+    def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Listed]:
+        assert (namespace, node, tier) == ("sp", None, "ram")
         yield Listed(KEY, "node", "space", 4096, 1.5, 7, 8, 9)
 
     def tokens_of(self, keys: list[bytes], namespace: str) -> dict[bytes, Described]:

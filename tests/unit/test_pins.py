@@ -9,12 +9,14 @@ import pytest
 import raykv.core.pins
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.pins import FAVOUR_S, LOOK_S
+from raykv.disk_types import DiskNews, DiskStats
 from raykv.hint_types import Hints
 from raykv.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Inventory,
     NodeReport,
+    NodeStats,
     SyncReply,
     SyncRequest,
 )
@@ -24,6 +26,7 @@ from tests.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
 SPACE = Namespace("model")
+OPEN_DISK = DiskStats(path="/disk", room=100)
 LINGER_S = 3.0
 SETTINGS = ManagerSettings(
     engine_expiry_s=1e9, node_expiry_s=1e9, settle_s=0, pin_s=LINGER_S, pin_share=0.5
@@ -46,6 +49,7 @@ class Cluster:
     slots: int = 8
     now: float = 100.0
     seqs: dict[str, int] = field(default_factory=dict)
+    disks: dict[str, DiskNews] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.manager = BlockManager(Epoch(1), SETTINGS)
@@ -54,11 +58,27 @@ class Cluster:
         self.seqs[name] = self.seqs.get(name, 0) + 1
         return self.seqs[name]
 
-    def report(self, node: str, stored: Inventory | None = None) -> None:
+    def report(
+        self, node: str, stored: Inventory | None = None, disk: DiskNews | None = None
+    ) -> None:
         pool = self.slots * PAGE
+        has_disk = disk is not None or node in self.disks
         message = NodeReport(
-            PROTOCOL_VERSION, node, 1, self._seq(node), pool, pool, 0, 0, stored or Inventory()
+            PROTOCOL_VERSION,
+            node,
+            1,
+            self._seq(node),
+            pool,
+            pool,
+            0,
+            0,
+            stored or Inventory(),
+            stats=NodeStats(pool_bytes=pool, disk=OPEN_DISK if has_disk else DiskStats()),
+            disk=disk or self.disks.get(node, DiskNews()),
         )
+        if disk is not None:
+            # It has been heard: nothing is new there.
+            self.disks[node] = DiskNews(disk.listing, disk.upto, disk.upto)
         self.manager.node_report(message, self.now)
         self.manager.check()
 

@@ -178,6 +178,37 @@ def test_lookup_says_where_each_chunk_is_and_how_much_each_node_could_load() -> 
     assert found.model == "/models/tiny"
 
 
+def test_lookup_tells_what_is_on_which_disk() -> None:
+    tokens = list(range(5 * 32))
+    there = [{"a"}, {"a", "a/disk"}, {"b/disk", "a/disk"}, {"b"}, set[str]()]
+    found = look_up(SPACE, scheme_of(SPACE), tokens, PromptTraits(), lambda _: there)
+    # What is on a disk can be loaded, and is told apart.
+    assert (found.cached_tokens, found.disk_tokens) == (128, 32)
+    assert [
+        (each.node_id, each.tokens, each.chunks, each.tokens_with_disk, each.disk_chunks)
+        for each in found.nodes
+    ] == [("a", 64, 2, 96, 2), ("b", 0, 1, 0, 1)]
+    assert [(chunk.nodes, chunk.disks) for chunk in found.chunks] == [
+        (["a"], []),
+        (["a"], ["a"]),
+        ([], ["a", "b"]),
+        (["b"], []),
+        ([], []),
+    ]
+
+
+def test_tokens_behind_a_gap_do_not_count_as_on_disk() -> None:
+    tokens = list(range(3 * 32))
+    scheme = scheme_of(SPACE)
+    keys = scheme.chunks(tokens)[FULL]
+    holders: dict[bytes, set[str]] = dict(zip(keys, [{"a/disk"}, set(), {"a/disk"}], strict=True))
+    found = look_up(
+        SPACE, scheme, tokens, PromptTraits(), lambda asked: [holders[k] for k in asked]
+    )
+    assert (found.cached_tokens, found.disk_tokens) == (32, 32)
+    assert (found.nodes[0].tokens, found.nodes[0].tokens_with_disk) == (0, 32)
+
+
 def test_lookup_of_a_prompt_without_a_whole_chunk_finds_nothing() -> None:
     found = look_up(SPACE, scheme_of(SPACE), [1] * 31, PromptTraits(), lambda _: [])
     assert (found.cached_tokens, found.nodes, found.chunks) == (0, [], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import msgspec
 import pytest
 
 from raykv.cli.switch import refuse_without_place
+from raykv.core.disk_index import DiskChunk
+from raykv.core.geometry import PoolGeometry
 from raykv.disk_types import Kept
 from raykv.errors import ChunkFileError, SettingError
-from raykv.shipping import _chosen, refuse_foreign
+from raykv.shipping import _chosen, first_that_fit, refuse_foreign
 from raykv.status_types import NamespaceStatus
 from raykv.tiers.chunk_file import ChunkFile
-from raykv.types import Namespace
+from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace
 
 TRAITS = {"model": "x", "dtype": "float32", "weights_version": "", "kv_layout": "a"}
 
@@ -51,6 +54,32 @@ def test_refusal_names_the_nearest_engine() -> None:
     far = space("far", dtype="float16", kv_layout="b", model="y")
     with pytest.raises(SettingError, match=r"differs in weights_version \(1, here \)$"):
         refuse_foreign([file("theirs", weights_version="1")], [far, space()])
+
+
+def test_no_more_is_imported_than_a_pool_holds() -> None:
+    page = SLOT_ALIGNMENT
+    sizes = [[page] * 5, [3 * page] * 3, [page] * 9]
+    files = [
+        replace(file(), chunks=[DiskChunk(Key(b"k"), Generation(1), 0, size, 0) for size in each])
+        for each in sizes
+    ]
+
+    def counts(num_slabs: int) -> list[int]:
+        geometry = PoolGeometry(num_slabs * 4 * page + 1, 4 * page)
+        return [len(each.chunks) for each in first_that_fit(files, geometry)]
+
+    # Four small ones or one large one to a slab; the small ones at the end fill up a slab first.
+    assert counts(1) == [4, 0, 0]
+    assert counts(4) == [5, 2, 0]
+    assert counts(5) == [5, 3, 3]
+    assert counts(6) == [5, 3, 7]
+    assert counts(7) == [5, 3, 9]
+    assert first_that_fit(files, None) == files
+
+
+def test_chunk_that_is_larger_than_a_slab_does_not_fit() -> None:
+    geometry = PoolGeometry(8 * SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT)
+    assert geometry.num_that_fit([SLOT_ALIGNMENT, 3 * SLOT_ALIGNMENT, SLOT_ALIGNMENT]) == 1
 
 
 def test_file_without_facts_is_refused_all_the_same() -> None:

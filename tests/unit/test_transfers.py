@@ -6,6 +6,7 @@ import pytest
 
 import raykv.core.transfers
 from raykv.core.transfers import OWNER
+from raykv.disk_types import DiskChunks, DiskNews
 from raykv.messages import PROTOCOL_VERSION, Inventory, LostReplicas
 from raykv.operation_types import (
     Released,
@@ -41,6 +42,16 @@ def lend(
     grant = cluster.manager.transfers.lend(order, cluster.now, paused=paused)
     cluster.manager.check()
     return grant
+
+
+def put_on_disk(cluster: Cluster, node: str, *numbers: int) -> None:
+    """At the first places of a disk that was not known before."""
+    count = len(numbers)
+    places = list(range(1, count + 1))
+    came = DiskChunks(
+        [SPACE], [0] * count, [key(n) for n in numbers], places, [5] * count, [PAGE] * count
+    )
+    cluster.report(node, disk=DiskNews(1, 0, count, came))
 
 
 def end(cluster: Cluster, *came: int, name: str = "t", lost: LostReplicas | None = None) -> None:
@@ -85,6 +96,69 @@ def test_chunks_that_others_have_get_slots_and_sources(two: Cluster) -> None:
     assert grant.sources.nodes == ["a"]
     assert grant.sources.key_index == [0, 1]
     assert num_leased(two) == 2
+
+
+def test_chunks_that_are_only_on_disks_get_slots_and_sources(two: Cluster) -> None:
+    put_on_disk(two, "b", 1, 7, 8)
+    put_on_disk(two, "a", 7)
+    # In the order of the prompt, wherever they are.
+    grant = lend(two, 7, 0, 8, 1, 9)
+    assert grant.handles.keys == [key(7), key(0), key(8), key(1)]
+    assert grant.slot_bytes == [PAGE] * 4
+    assert (grant.there, grant.nowhere, grant.no_room) == (0, 1, 0)
+    sources = grant.sources
+    columns = zip(sources.key_index, sources.node_index, sources.slots, strict=True)
+    assert sorted((at, sources.nodes[node], slot) for at, node, slot in columns if at != 1) == [
+        (0, "a/disk", 1),
+        (0, "b/disk", 2),
+        (2, "b/disk", 3),
+        # It is in a pool: no disk is asked.
+        (3, "a", 1),
+    ]
+    assert dict(zip(sources.nodes, sources.node_epochs, strict=True))["b/disk"] == 1
+    # The own disk goes first.
+    assert (
+        next(
+            sources.nodes[node]
+            for at, node in zip(sources.key_index, sources.node_index, strict=True)
+            if at == 0
+        )
+        == "b/disk"
+    )
+    arrive(two, grant, 0, 2)
+    assert two.held("b", 7, 8) == [7, 8]
+    end(two, *grant.handles.slots[:1], grant.handles.slots[2])
+    again = lend(two, 7, 0, 8, name="next")
+    assert (again.there, again.handles.keys) == (2, [key(0)])
+
+
+def test_what_is_evicted_for_a_transfer_goes_to_the_disk_with_the_grant(two: Cluster) -> None:
+    put_on_disk(two, "b", 20)
+    two.store("b", *range(10, 18))
+    grant = lend(two, 0, 20)
+    assert len(grant.handles) == 2
+    gone = [number for number in range(10, 18) if not two.held("b", number)]
+    assert grant.demoted.keys == [key(number) for number in gone]
+    assert grant.demoted.slots == grant.handles.slots
+    # Nobody is told twice, but by the same answer.
+    assert lend(two, 0, 20).demoted == grant.demoted
+    assert lend(two, 1, name="next").demoted.keys not in ([], grant.demoted.keys)
+
+
+def test_what_a_disk_does_not_have_any_more_is_forgotten(two: Cluster) -> None:
+    put_on_disk(two, "b", 7)
+    lend(two, 7)
+    end(two, lost=LostReplicas(["b/disk"], [key(7)], [5]))
+    again = lend(two, 7, name="next")
+    assert (len(again.handles), again.nowhere) == (0, 1)
+
+
+def test_chunk_on_a_disk_is_not_taken_from_there_when_it_comes_from_outside(two: Cluster) -> None:
+    put_on_disk(two, "b", 7)
+    order = TransferOrder(PROTOCOL_VERSION, "t", SPACE, "b", [key(7), key(8)], [PAGE, PAGE])
+    grant = two.manager.transfers.lend(order, two.now, paused=False)
+    assert (grant.there, grant.nowhere, len(grant.handles)) == (0, 0, 2)
+    assert grant.sources.key_index == []
 
 
 def test_what_has_come_is_held_and_what_has_not_is_free_again(two: Cluster) -> None:

@@ -1,0 +1,80 @@
+"""Who is waited for is said, once, and only where the wait is felt."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import ray
+from typer.testing import CliRunner
+
+import raykv
+from raykv.actors import diagnosis
+from raykv.cli import app
+
+
+class Refs:
+    """Answers of actors, by name, each after so many seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+        began = time.monotonic()
+        self.ready_at = {name: began + took for name, took in seconds.items()}
+        monkeypatch.setattr(diagnosis, "SILENCE_S", 0.2)
+        monkeypatch.setattr(ray, "wait", self.wait)
+        monkeypatch.setattr(ray, "get", lambda ref, timeout: f"{ref} answers")
+
+    def wait(
+        self, refs: Sequence[str], num_returns: int, timeout: float
+    ) -> tuple[list[str], list[str]]:
+        assert num_returns == 1
+        first = min(refs, key=self.ready_at.__getitem__)
+        left = self.ready_at[first] - time.monotonic()
+        threading.Event().wait(max(0.0, min(timeout, left)))
+        if left > timeout:
+            return [], list(refs)
+        return [first], [ref for ref in refs if ref != first]
+
+    def ask(self, deadline_s: float) -> tuple[dict[str, diagnosis.Answer], list[list[str]]]:
+        told: list[list[str]] = []
+        actors = {name: name for name in self.ready_at}
+        questions = dict.fromkeys(actors, lambda actor: actor)
+        return diagnosis.ask_all(actors, questions, deadline_s, told.append), told
+
+
+def test_who_is_silent_for_a_while_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = Refs(monkeypatch, quick=0.0, slow=0.5, frozen=1e6)
+    answers, told = refs.ask(1.0)
+    assert told == [["frozen", "slow"]]
+    assert answers["slow"].value == "slow answers"
+    assert answers["frozen"].error == "no answer within 1 s"
+
+
+def test_nobody_is_told_who_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, told = Refs(monkeypatch, one=0.0, two=0.0).ask(15.0)
+    assert not told
+    assert {name: answer.error for name, answer in answers.items()} == {"one": "", "two": ""}
+
+
+def test_short_deadline_ends_before_anything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, told = Refs(monkeypatch, frozen=1e6).ask(0.05)
+    assert not told
+
+
+def test_clear_says_on_standard_error_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Played:
+        def __enter__(self) -> Played:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def clear(self, namespace: str | None, *, watch: Any) -> None:
+            assert namespace == "5f0c"
+            watch(["a" * 56, "b" * 56])
+
+    monkeypatch.setattr(raykv, "connect", lambda _: Played())
+    shown = CliRunner().invoke(app, ["clear", "5f0c", "--json"], catch_exceptions=False)
+    assert shown.stdout.strip().endswith("}")
+    assert "waiting for the NodeActor of aaaaaaaaaaaa, bbbbbbbbbbbb" in shown.stderr
