@@ -134,6 +134,13 @@ class Settings:
     flush_deadline_s: float = _setting(
         5.0, seconds, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
     )
+    layerwise_loads: bool = _setting(
+        False,
+        flag,
+        "A loaded prompt is computed at once, each layer as soon as its KV is there: for long "
+        "prefixes and few requests at a time, since all of a step wait. Not for all models; needs "
+        "async_scheduling=False",
+    )
     durable_stores: bool = _setting(
         False,
         flag,
