@@ -137,9 +137,9 @@ class Settings:
     layerwise_loads: bool = _setting(
         False,
         flag,
-        "A loaded prompt is computed at once, each layer as soon as its KV is there: for long "
-        "prefixes and few requests at a time, since all of a step wait. Not for all models; needs "
-        "async_scheduling=False",
+        "A loaded prompt is computed at once, each layer as soon as its KV is there: sooner where "
+        "few requests run; where many do, all of the step wait for it. Only for plain full "
+        "attention, with async_scheduling=False",
     )
     durable_stores: bool = _setting(
         False,
