@@ -134,6 +134,13 @@ class Settings:
     flush_deadline_s: float = _setting(
         5.0, seconds, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
     )
+    layerwise_loads: bool = _setting(
+        False,
+        flag,
+        "A loaded prompt is computed at once, each layer as soon as its KV is there: sooner where "
+        "few requests run; where many do, all of the step wait for it. Only for plain full "
+        "attention, with async_scheduling=False",
+    )
     durable_stores: bool = _setting(
         False,
         flag,

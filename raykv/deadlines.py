@@ -22,6 +22,10 @@ LINK_LOOK_S = 1.0
 LINK_WAIT_LOOK_S = 0.5
 """An engine that waits for jobs looks so often whether the line's thread still lives."""
 
+STAGED_LOOK_S = 0.002
+"""While a load that the engine waits for has no room in the staging memory; its own deadline ends
+it."""
+
 LINK_EXIT_LOOK_S = 5.0
 """How often a NodeActor that was killed but has not exited yet is complained about."""
 

@@ -20,7 +20,7 @@ from raykv.miss_types import MissRecord
 from raykv.state_types import Capture, CaptureStats
 from raykv.types import Generation, Slot
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
 
 MAX_KEYS = 2048
@@ -103,9 +103,6 @@ class LostReplicas(msgspec.Struct, frozen=True, array_like=True):
     nodes: list[str] = []
     keys: list[bytes] = []
     generations: list[int] = []
-
-
-# Engine scheduler <-> scheduler actor
 
 
 class AttachEngine(msgspec.Struct, frozen=True):
@@ -445,7 +442,8 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
 
     `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
     block number `first_block[c]` (a load may begin in the middle of a chunk). With `capture` there
-    is one chunk in name only: its blocks go to the NodeActor's own memory.
+    is one chunk in name only: its blocks go to the NodeActor's own memory. `by_layer`: all chunks
+    layer by layer, and the worker hears of each layer that is there.
     """
 
     job_id: int
@@ -457,6 +455,7 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     first_block: list[int]
     block_ids: list[int]
     capture: Capture | None = None
+    by_layer: bool = False
 
 
 class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
@@ -491,9 +490,10 @@ class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
 
 
 class JobResults(msgspec.Struct, frozen=True, tag="results"):
-    """Jobs that ended, in the order in which they ended."""
+    """Jobs that ended, in order; and by job how many `layers` of one that goes on are there."""
 
     results: list[JobResult]
+    layers: dict[int, int] = {}
 
 
 NodeMessage = WorkerAttached | JobResults

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from raykv.actors.attached import QueuedJob
 from raykv.actors.integrity import Integrity
 from raykv.actors.keeper import PoolKeeper
-from raykv.copy.engine import HOST
+from raykv.copy.engine import HOST, CopyBackend
 from raykv.copy.plan import CopyRuns
 from raykv.copy.rows import RowCopier
 from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES, Span, spans
 from raykv.core.slots import SlotState
+from raykv.messages import JobResults
 from raykv.types import Direction, Epoch, Refusal
 
 
@@ -86,6 +87,8 @@ class Copying:
         num_bytes = 0
         try:
             backend = queued.worker.backend(self._keeper.pool.address, self._rows)
+            if queued.job.by_layer:
+                return self._copy_by_layer(queued, backend, runs, left)
             begun = deque[Span]()
             parts = self._parts(queued, spans(runs, list(left), slab_bytes, most_bytes), begun)
             with closing(backend.copy_each(queued.direction, parts, queued.stop)) as answers:
@@ -109,6 +112,25 @@ class Copying:
             self._give_way(queued)
             begun.append(span)
             yield span.runs
+
+    def _copy_by_layer(
+        self, queued: QueuedJob, backend: CopyBackend, runs: CopyRuns, left: deque[int]
+    ) -> int:
+        """Copy the chunks that are `left` layer by layer; the worker hears of each layer."""
+        chunks = list(left)
+        done = True
+        layers = queued.worker.planner.plan_layers(queued.job, chunks) if chunks else []
+        with closing(backend.copy_each(queued.direction, layers, queued.stop)) as answers:
+            for number, done in enumerate(answers, start=1):
+                if done:
+                    queued.worker.send(JobResults([], {queued.job.job_id: number}))
+        num_bytes = 0
+        ends = [0, *runs.chunk_ends.tolist()]
+        for chunk in chunks:
+            left.popleft()
+            if self._end(queued, chunk, done):
+                num_bytes += int(runs.size[ends[chunk] : ends[chunk + 1]].sum())
+        return num_bytes
 
     def _admit(self, queued: QueuedJob) -> deque[int]:
         """Admit the job's chunks to the slot table; the others get their refusal."""

@@ -1,7 +1,8 @@
-"""A copy job as an engine's thread hands it over to the line."""
+"""A copy job as an engine's thread hands it over to the line, and what has become of it there."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from raykv.messages import CopyJob, Handles
@@ -21,6 +22,7 @@ class JobRequest:
     num_blocks: list[int]
     first_block: list[int]
     block_ids: list[int]
+    by_layer: bool = False
     capture: Capture | None = None
     lock_fd: int = -1
     """Of the file that a capture becomes; whoever asks for it closes it when the job has ended."""
@@ -43,4 +45,23 @@ class JobRequest:
             self.first_block,
             self.block_ids,
             self.capture,
+            self.by_layer,
         )
+
+
+class Stage(enum.Enum):
+    """See `raykv.actors.link`."""
+
+    QUEUED = "queued"
+    FLYING = "flying"
+    CANCELLING = "cancelling"
+
+
+@dataclass(slots=True)
+class PendingJob:
+    """A job that has not ended; so many `layers` of it are there."""
+
+    request: JobRequest
+    deadline: float
+    stage: Stage = Stage.QUEUED
+    layers: int = 0

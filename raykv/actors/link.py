@@ -21,7 +21,6 @@ else. They share only what `_lock` guards.
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import os
 import signal
@@ -35,7 +34,7 @@ from dataclasses import dataclass
 import msgspec
 
 from raykv.actors import wire
-from raykv.actors.job_request import JobRequest
+from raykv.actors.job_request import JobRequest, PendingJob, Stage
 from raykv.breaker_types import OWN_NODE, BreakerReport
 from raykv.config import Settings
 from raykv.core.breaker import Breakers, Pauses
@@ -86,19 +85,6 @@ class LinkTarget:
     slot_bytes: dict[int, int]
 
 
-class _Stage(enum.Enum):
-    QUEUED = "queued"
-    FLYING = "flying"
-    CANCELLING = "cancelling"
-
-
-@dataclass(slots=True)
-class _Pending:
-    request: JobRequest
-    deadline: float
-    stage: _Stage = _Stage.QUEUED
-
-
 class WorkerLink:
     """See the module's docstring.
 
@@ -121,7 +107,7 @@ class WorkerLink:
         # Guards everything below that both threads touch.
         self._lock = threading.Condition()
         self._target: LinkTarget | None = None
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, PendingJob] = {}
         self._outbox: deque[int] = deque()
         self._results: deque[JobResult] = deque()
         self._stopping = False
@@ -158,7 +144,7 @@ class WorkerLink:
         allowed_s = settings.load_deadline_s if is_load else settings.store_deadline_s
         with self._lock:
             assert request.job_id not in self._pending, request.job_id
-            self._pending[request.job_id] = _Pending(request, time.monotonic() + allowed_s)
+            self._pending[request.job_id] = PendingJob(request, time.monotonic() + allowed_s)
             self._outbox.append(request.job_id)
         self._nudge()
 
@@ -190,6 +176,22 @@ class WorkerLink:
     def finish(self, job_ids: Collection[int]) -> None:
         """Return when the jobs have ended, as after `wait`; also where that one needs no wait."""
         self.wait(job_ids)
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
+        """Return when so many layers of the jobs are there, or the jobs have ended.
+
+        Their own deadlines end them. Unknown ids are ignored. False: it was given up, since the
+        line is being closed.
+        """
+        with self._lock:
+            while self._lacks(job_ids, count) and not self._stopping:
+                self._lock.wait(LINK_WAIT_LOOK_S)
+                self._revive()
+            return not self._lacks(job_ids, count)
+
+    def _lacks(self, job_ids: Collection[int], count: int) -> bool:
+        known = (self._pending[job_id] for job_id in job_ids if job_id in self._pending)
+        return any(pending.layers < count for pending in known)
 
     def _revive(self) -> None:
         """A thread that died of a bug must not leave the engine waiting for ever."""
@@ -343,7 +345,7 @@ class WorkerLink:
         with self._lock:
             requests = [self._pending[i].request for i in self._outbox if i in self._pending]
             for request in requests:
-                self._pending[request.job_id].stage = _Stage.FLYING
+                self._pending[request.job_id].stage = Stage.FLYING
             self._outbox.clear()
         plain = [request.message() for request in requests if request.capture is None]
         if plain:
@@ -384,6 +386,14 @@ class WorkerLink:
             if isinstance(message, JobResults):
                 for result in message.results:
                     self._finish(result)
+                self._note(message.layers)
+
+    def _note(self, layers: dict[int, int]) -> None:
+        """Layers that have come, of jobs that go on."""
+        with self._lock:
+            for job_id in layers.keys() & self._pending.keys():
+                self._pending[job_id].layers = layers[job_id]
+            self._lock.notify_all()
 
     def _finish(self, result: JobResult) -> None:
         with self._lock:
@@ -396,7 +406,7 @@ class WorkerLink:
             self._results.append(believed)
             self._lock.notify_all()
 
-    def _fail(self, pending: _Pending, refusal: Refusal) -> None:
+    def _fail(self, pending: PendingJob, refusal: Refusal) -> None:
         count = len(pending.request.handles.keys)
         failed = list(range(count))
         self._finish(JobResult(pending.request.job_id, 0, 0.0, failed, [int(refusal)] * count))
@@ -404,7 +414,7 @@ class WorkerLink:
     def _fail_queued(self) -> None:
         """There is no line: jobs that were never sent have failed."""
         with self._lock:
-            queued = [p for p in self._pending.values() if p.stage is _Stage.QUEUED]
+            queued = [p for p in self._pending.values() if p.stage is Stage.QUEUED]
             self._outbox.clear()
         for pending in queued:
             self._fail(pending, Refusal.NODE_LOST)
@@ -415,27 +425,27 @@ class WorkerLink:
             late = [p for p in self._pending.values() if now >= p.deadline]
         if not late:
             return
-        if any(pending.stage is _Stage.CANCELLING for pending in late):
+        if any(pending.stage is Stage.CANCELLING for pending in late):
             self._disconnect("it did not answer in time, and is ended")
             return
         for pending in late:
             self._cancel(pending, now)
         self._send(JobBatch([], [pending.request.job_id for pending in late]))
 
-    def _cancel(self, pending: _Pending, now: float) -> None:
-        if pending.stage is _Stage.QUEUED:
+    def _cancel(self, pending: PendingJob, now: float) -> None:
+        if pending.stage is Stage.QUEUED:
             self._fail(pending, Refusal.NODE_LOST)
             return
         self._words.cancel(pending.request.job_id)
         with self._lock:
-            pending.stage = _Stage.CANCELLING
+            pending.stage = Stage.CANCELLING
             pending.deadline = now + self._settings.cancel_grace_s
 
     def _disconnect(self, reason: str) -> None:
         """Give the NodeActor up: make sure that it is dead, then fail all that was sent to it."""
         with self._lock:
             self._node_epoch = 0
-            flying = [p for p in self._pending.values() if p.stage is not _Stage.QUEUED]
+            flying = [p for p in self._pending.values() if p.stage is not Stage.QUEUED]
             call = self._breakers.begin(OWN_NODE, time.monotonic())
         if call is not None:
             self._failed(call, reason)

@@ -35,6 +35,7 @@ STORE_STEPS = 3
 next step, and hears of their end in a later one. A short request makes each."""
 
 FIRST = "RayKV, first time (stores)"
+BY_LAYER = "RayKV, same node, layerwise_loads"
 
 MOST_OF_IN_PROCESS = 1.1
 LEAST_SPEED_UP = 5.0
@@ -93,9 +94,17 @@ class _Engines:
             "kv_connector_extra_config": {"shared_storage_path": str(bed.folder / "disk")},
         }
         bed.start_cluster()
-        self._plain, self._here, self._there, self._in_process, self._disk = started_together(
+        (
+            self._plain,
+            self._here,
+            self._by_layer,
+            self._there,
+            self._in_process,
+            self._disk,
+        ) = started_together(
             bed.plain,
             bed.raykv,
+            lambda: bed.raykv(settings={"layerwise_loads": True}, async_scheduling=False),
             bed.raykv_elsewhere,
             lambda: bed.other(in_process.connector(bed.pool_bytes)),
             # It can't go on with a prompt that was begun.
@@ -106,7 +115,8 @@ class _Engines:
         for engine in (self._plain, self._here, self._in_process, self._disk):
             engine.tokens([warm], max_tokens=1)
         bed.settle()
-        self._there.tokens([warm], max_tokens=1)
+        for engine in (self._by_layer, self._there):
+            engine.tokens([warm], max_tokens=1)
 
     def measure(self, length: int, repeats: int) -> list[Row]:
         """All rows of one length."""
@@ -126,6 +136,8 @@ class _Engines:
         self._here.reset()
         found[RAYKV] = self._loaded(RAYKV, self._here, tokens)
         self._here.reset()
+        found[BY_LAYER] = self._loaded(BY_LAYER, self._by_layer, tokens)
+        self._by_layer.reset()
         found[REMOTE] = self._loaded(REMOTE, self._there, tokens)
         self._there.reset()
         for name, engine in ((IN_PROCESS, self._in_process), (DISK, self._disk)):

@@ -162,6 +162,34 @@ class Planner:
         ends = np.arange(1, len(slots) + 1) * rows.shape[-1]
         return _merged(rows.reshape(3, -1), ends)
 
+    def plan_layers(self, job: CopyJob, chunks: Sequence[int]) -> list[CopyRuns]:
+        """The runs of some chunks of a job of one KV group, apart for each layer of the group.
+
+        The chunks of a plan are theirs, in any order.
+
+        Raises:
+            PlanError: as `plan`; or the job has chunks of several groups.
+        """
+        self._check(job)
+        if len(set(job.groups)) != 1:
+            raise PlanError(f"job {job.job_id}: layer by layer, of {len(set(job.groups))} groups")
+        group_id = job.groups[0]
+        group = self._groups[Direction(job.direction)][group_id]
+        num_layers = len(self._tensors[group_id])
+        if len(group.size) != num_layers * group.per_layer:
+            # Fragments of canonical pages, of some layers more than of others.
+            num_layers = 1
+        wanted, counts = _column(chunks), _column(job.num_blocks)
+        blocks, starts = _column(job.block_ids), np.cumsum(counts) - counts
+        slots, first = _column(job.handles.slots), _column(job.first_block)
+        kinds = []
+        for count in sorted(set(counts[wanted].tolist())):
+            some = wanted[counts[wanted] == count]
+            theirs = blocks[starts[some, None] + np.arange(count)]
+            rows = _rows(group, slots[some], first[some], theirs)
+            kinds.append(rows.reshape(3, len(some), num_layers, -1))
+        return [_layer_of(kinds, layer) for layer in range(num_layers)]
+
     def _plan_kinds(self, job: CopyJob, kinds: set[tuple[int, int]]) -> CopyRuns:
         """Plan chunks of several groups and numbers of blocks: those of one kind together."""
         known = self._groups[Direction(job.direction)]
@@ -229,6 +257,13 @@ def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column
         by_layer = rows.reshape(3, len(slots), -1, group.per_layer, blocks.shape[1])
         rows = by_layer.swapaxes(3, 4)
     return rows.reshape(3, len(slots), -1)
+
+
+def _layer_of(kinds: Sequence[Column], layer: int) -> CopyRuns:
+    """One layer out of rows of chunks, [column, chunk, layer, row] for each kind of chunk."""
+    rows = np.concatenate([kind[:, :, layer].reshape(3, -1) for kind in kinds], axis=1)
+    lengths = np.concatenate([np.full(kind.shape[1], kind.shape[3]) for kind in kinds])
+    return _merged(rows, np.cumsum(lengths))
 
 
 def _column(numbers: Sequence[int]) -> Column:

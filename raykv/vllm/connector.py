@@ -37,6 +37,7 @@ from raykv.types import MissReason
 from raykv.vllm.canonical import block_bytes_told
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.handover import may_sleep, ordinary_gpu_memory
+from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
@@ -78,6 +79,9 @@ def logged_refusals() -> Iterator[None]:
 class RayKVConnector(OffloadingConnector):
     """One object per vLLM process: in EngineCore for the scheduler, in each worker for its rank."""
 
+    # With `layerwise_loads`, on the scheduler's side.
+    _layered: LayeredScheduling | None = None
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Set up this process's side.
 
@@ -94,6 +98,8 @@ class RayKVConnector(OffloadingConnector):
         self._step = (0, 0.0)
         # Requests that vLLM waits for without there being a load job.
         self._stranded: list[str] = []
+        # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.
+        self._stranded_blocks: list[int] = []
         with logged_refusals():
             self._start(vllm_config, role, kv_cache_config)
 
@@ -129,6 +135,9 @@ class RayKVConnector(OffloadingConnector):
             traits={**traits_of(facts), "chunks": groups_text(self._chunk_groups())},
             versions=f"RayKV {raykv.__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
         )
+        if spec.settings.layerwise_loads:
+            refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
+            self._layered = LayeredScheduling(manager.layered, self.scheduler)
         self._identity = identity
         self._manager = manager
         self._runtime = EngineRuntime(spec.settings, manager.view, identity)
@@ -161,7 +170,7 @@ class RayKVConnector(OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: no.
+        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: only to wait layer by layer.
 
         vLLM asks in the user's own process before it starts any other: the right place to refuse
         a wrong setting.
@@ -169,8 +178,7 @@ class RayKVConnector(OffloadingConnector):
         Raises:
             SettingError: a setting is unknown or malformed.
         """
-        load_settings(extra_config)
-        return False
+        return load_settings(extra_config).layerwise_loads
 
     @classmethod
     def build_prom_metrics(
@@ -226,17 +234,33 @@ class RayKVConnector(OffloadingConnector):
         self._worker.take_metadata(kv_connector_metadata)
         super().handle_preemptions(kv_connector_metadata)
 
-    @guarded(nothing)
+    def _distrust_loads(self, *_arguments: Any, **_more: Any) -> None:
+        """What should be there may not be: what is computed with it must not be seen."""
+        self._worker.distrust_loads()
+
+    @guarded(_distrust_loads)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `KVConnectorBase_V1.start_load_kv`."""
         super().start_load_kv(forward_context, **kwargs)
+
+    @guarded(_distrust_loads)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See `KVConnectorBase_V1.wait_for_layer_load`; returns at once but for `layerwise_loads`.
+
+        The only hook that waits, since the user has asked for it; loads have their deadlines.
+        """
+        self._worker.wait_for_layer(layer_name)
 
     @guarded(nothing)
     def wait_for_save(self) -> None:
         """See `KVConnectorBase_V1.wait_for_save`."""
         super().wait_for_save()
 
-    @guarded(lambda *_: (set(), set()))
+    def _nothing_finished(self, _finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        self._worker.end_loads()
+        return set(), set()
+
+    @guarded(_nothing_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `KVConnectorBase_V1.get_finished`."""
         return super().get_finished(finished_req_ids)
@@ -271,16 +295,28 @@ class RayKVConnector(OffloadingConnector):
         for group in status.group_states:
             self._manager.ask(request.request_id, group.offload_keys)
 
-    @guarded(lambda *_: (0, False))
+    def _nothing_matched(self, *_arguments: Any) -> tuple[int | None, bool]:
+        """What vLLM's own cache has may be used, or is asked about with the next step."""
+        is_busy = self._layered is not None and self._layered.loads.is_busy
+        return (None, False) if is_busy else (0, False)
+
+    @guarded(_nothing_matched)
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See `KVConnectorBase_V1.get_num_new_matched_tokens`."""
+        layered = self._layered
+        if layered is not None and layered.must_wait(request, num_computed_tokens):
+            return None, False
         if self._manager is not None:
             status = self.scheduler._req_status.get(request.request_id)
             most = getattr(status, "max_load_tokens", None)
             self._manager.misses.looks(request, num_computed_tokens, most)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if layered is None or not found:
+            return found, is_async
+        # vLLM goes on at once and waits in `wait_for_layer_load`.
+        return layered.found(request, num_computed_tokens, found), False
 
     @guarded(lambda *_: {})
     def get_external_cache_hit_sources(
@@ -302,13 +338,32 @@ class RayKVConnector(OffloadingConnector):
         if misses is not None:
             misses.admitted(request, num_external_tokens)
         try:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
+            layered = self._layered if num_external_tokens else None
+            seen = blocks if layered is None else layered.begin(request, blocks)
+            super().update_state_after_alloc(request, seen, num_external_tokens)
+            if layered is not None:
+                layered.hold_stores(request)
         except Exception:
             report("RayKVConnector.update_state_after_alloc")
             if num_external_tokens:
-                self._stranded.append(request.request_id)
+                self._strand(request, blocks)
                 if misses is not None:
                     misses.failed(request.request_id, MissReason.OTHER)
+
+    def _strand(self, request: Any, blocks: Any) -> None:
+        """There may be no load job, and vLLM waits for one, or goes on as if it had been done."""
+        if self._layered is None:
+            self._stranded.append(request.request_id)
+            return
+        known = self._layered.loads.blocks_of(request.request_id)
+        self._stranded_blocks += known or [b.block_id for each in blocks.blocks for b in each]
+
+    def _loads_that_must_go_out(self) -> dict[int, Any]:
+        """Of a step whose metadata could not be made up; what they bring does not count."""
+        if self._layered is None:
+            return {}
+        self._stranded_blocks += self._layered.loads.blocks_under_way()
+        return self._layered.take_load_jobs()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `KVConnectorBase_V1.build_connector_meta`."""
@@ -317,8 +372,9 @@ class RayKVConnector(OffloadingConnector):
             assert isinstance(base, OffloadingConnectorMetadata), base
         except Exception:
             report("RayKVConnector.build_connector_meta")
-            base = OffloadingConnectorMetadata({}, {}, None)
+            base = OffloadingConnectorMetadata(self._loads_that_must_go_out(), {}, None)
         stranded, self._stranded = self._stranded, []
+        blocks, self._stranded_blocks = self._stranded_blocks, []
         self._step_began(scheduler_output)
         return RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
@@ -326,6 +382,7 @@ class RayKVConnector(OffloadingConnector):
             jobs_to_flush=base.jobs_to_flush,
             target=self._target(),
             stranded=stranded,
+            stranded_blocks=blocks,
         )
 
     def _step_began(self, scheduler_output: Any) -> None:
@@ -354,6 +411,7 @@ class RayKVConnector(OffloadingConnector):
     @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         """See `KVConnectorBase_V1.update_connector_output`."""
+        self._end_layered_step(connector_output.invalid_block_ids)
         self._step_ended()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, RayKVWorkerMetadata) and self._manager is not None:
@@ -364,6 +422,12 @@ class RayKVConnector(OffloadingConnector):
             if meta.lines and self._runtime is not None:
                 self._runtime.session.take_lines(meta.lines)
         super().update_connector_output(connector_output)
+
+    @guarded(nothing)
+    def _end_layered_step(self, invalid_block_ids: set[int]) -> None:
+        """Where it fails, who would have hit these blocks waits on, until it does not."""
+        if self._layered is not None:
+            self._layered.end_step(invalid_block_ids or set(), self._kv_cache_manager)
 
     @guarded(lambda *_: (False, None))
     def request_finished(

@@ -10,6 +10,9 @@ from raykv.actors.link import LinkTarget
 from raykv.breaker_types import BreakerReport
 from raykv.messages import JobResult
 
+ALL_LAYERS = 1 << 30
+"""More than there are: waits for the end of a job."""
+
 
 class Link(Protocol):
     """`WorkerLink`, and whatever stands in for one; see there. For the worker's main thread."""
@@ -35,6 +38,9 @@ class Link(Protocol):
 
     def finish(self, job_ids: Collection[int]) -> None:
         """See `WorkerLink.finish`."""
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
+        """See `WorkerLink.wait_layers`."""
 
     def close(self, timeout_s: float) -> None:
         """See `WorkerLink.close`."""
@@ -77,6 +83,10 @@ class FrontLink(Generic[L]):
     def finish(self, job_ids: Collection[int]) -> None:
         """See `WorkerLink.finish`."""
         self._link.finish(job_ids)
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
+        """See `WorkerLink.wait_layers`."""
+        return self._link.wait_layers(job_ids, count)
 
     def close(self, timeout_s: float) -> None:
         """See `WorkerLink.close`."""

@@ -29,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from raykv.actors.session import Session
 from raykv.core.announcements import Announcements
 from raykv.core.hints import HintBox
+from raykv.core.layered import LayeredLoads
 from raykv.core.requests import FailedLoad
 from raykv.core.view import EngineView
 from raykv.messages import Handle
@@ -73,6 +74,8 @@ class RayOffloadingManager(OffloadingManager):
         self.session: Session | None = None
         self.hints = HintBox()
         self.misses = MissReporter(view)
+        # Empty without `layerwise_loads`.
+        self.layered = LayeredLoads()
         # For vLLM's own KV events; None: nobody wants them.
         self.announcements: Announcements | None = None
         self._no_lease_logged_at = float("-inf")
@@ -119,7 +122,15 @@ class RayOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """See `OffloadingManager.prepare_store`."""
+        """See `OffloadingManager.prepare_store`.
+
+        None while a layered load of the request is under way: vLLM offers the chunks again with the
+        next step.
+        """
+        if self.layered.is_under_way(req_context.req_id):
+            return None
+        if self.layered.is_spoiled(req_context.req_id):
+            return PrepareStoreOutput([], self._pool_spec([], []), [])
         plan = self.view.prepare_store(req_context.req_id, cast("list[Key]", list(keys)))
         if plan is None:
             self._log_no_lease()
@@ -188,6 +199,7 @@ class RayOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See `OffloadingManager.on_request_finished`."""
         self.view.finish_request(req_context.req_id)
+        self.layered.forget(req_context.req_id)
         self.hints.end(req_context.req_id)
 
     @guarded(nothing)

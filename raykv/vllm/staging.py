@@ -23,13 +23,14 @@ import torch
 
 from raykv.actors.job_request import JobRequest
 from raykv.actors.link import LinkSettings, WorkerLink
+from raykv.deadlines import STAGED_LOOK_S
 from raykv.errors import SettingError
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
 from raykv.types import Direction, Refusal
 from raykv.vllm.guard import report
-from raykv.vllm.links import FrontLink
+from raykv.vllm.links import ALL_LAYERS, FrontLink
 
 
 class StagingMemory:
@@ -199,6 +200,17 @@ class StagedLink(FrontLink[WorkerLink]):
         """See `WorkerLink.finish`."""
         self._link.finish([n for n, part in self._parts.items() if part.job_id in job_ids])
         self._pump()
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
+        """See `WorkerLink.wait_layers`. Here all layers come together."""
+        while any(job_id in self._jobs for job_id in job_ids):
+            parts = [n for n, part in self._parts.items() if part.job_id in job_ids]
+            if not self._link.wait_layers(parts, ALL_LAYERS):
+                return False
+            if not parts:
+                time.sleep(STAGED_LOOK_S)
+            self._pump()
+        return True
 
     def _pump(self) -> None:
         """Take in parts that have ended, and submit what has room now."""

@@ -6,7 +6,8 @@ All methods run on the worker's main thread; the link's thread does the talking.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -33,9 +34,10 @@ from raykv.core.requests import FailedLoad
 from raykv.deadlines import LINK_CLOSE_S
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
-from raykv.vllm.guard import guarded, nothing, report
+from raykv.vllm.guard import guarded, report
 from raykv.vllm.kv_form import kv_form_of
-from raykv.vllm.links import Link
+from raykv.vllm.layered import refuse_layerwise
+from raykv.vllm.links import ALL_LAYERS, Link
 from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
 
 logger = logging.getLogger("raykv")
@@ -93,11 +95,12 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     """vLLM's metadata, with where the NodeActor is.
 
     `stranded` are requests that vLLM has put to wait for a load that was never made up; the
-    workers report them as failed.
+    workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
     """
 
     target: LinkTarget | None = None
     stranded: list[str] = field(default_factory=list)
+    stranded_blocks: list[int] = field(default_factory=list)
 
 
 class RayOffloadingWorker(OffloadingWorker):
@@ -108,6 +111,8 @@ class RayOffloadingWorker(OffloadingWorker):
         self._layout = layout
         self._link = link
         self._flying: dict[int, JobRequest] = {}
+        # Loads come layer by layer, and a step waits for them.
+        self.by_layer = False
         # Captures under way, and those that have ended.
         self._captures: set[int] = set()
         self._captured: list[JobResult] = []
@@ -154,12 +159,14 @@ class RayOffloadingWorker(OffloadingWorker):
         try:
             assert isinstance(pool, PoolSpec), pool
             request = job_request(job_id, direction, blocks, pool, self._layout)
+            if self.by_layer and direction is Direction.LOAD:
+                request = replace(request, by_layer=True)
         except Exception:
             report("RayOffloadingWorker.submit")
             self._stillborn.append(_all_failed(job_id, direction, blocks, pool))
             return True
-        self._flying[job_id] = request
         self._link.submit(request)
+        self._flying[job_id] = request
         return True
 
     def submit_capture(self, request: JobRequest) -> None:
@@ -193,6 +200,14 @@ class RayOffloadingWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """See `OffloadingWorker.wait`; ends within the flush deadline and its grace."""
         self._link.wait(job_ids)
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
+        """Wait for so many layers of loads, or their ends; they have their own deadlines."""
+        self._link.wait_layers(job_ids, count)
+
+    def is_flying(self, job_id: int) -> bool:
+        """Whether the job has no result yet."""
+        return job_id in self._flying
 
     def shutdown(self) -> None:
         """See `OffloadingWorker.shutdown`."""
@@ -286,6 +301,12 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             spec.tell_form = partial(kv_form_of, vllm_config, kv_cache_config, spec)
         self._meta = RayKVWorkerMetadata()
         self._is_durable = isinstance(spec, RayKVOffloadingSpec) and spec.settings.durable_stores
+        self._is_layerwise = isinstance(spec, RayKVOffloadingSpec) and spec.settings.layerwise_loads
+        if self._is_layerwise:
+            refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
+        # With `layerwise_loads`: blocks of loads of this step whose end has not been seen.
+        self._unseen: dict[int, list[int]] = {}
+        self._numbers: dict[str, int] | None = None
         self._reported_epoch = 0
         self._reported_line = BreakerReport()
         # With several KV groups block ids are ambiguous: then whole requests are reported.
@@ -300,12 +321,22 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         return worker if isinstance(worker, RayOffloadingWorker) else None
 
     def take_metadata(self, metadata: Any) -> None:
-        """Learn from this step's metadata where the NodeActor is, and which requests are lost."""
+        """Learn from this step's metadata where the NodeActor is, and which requests are lost.
+
+        It comes before anything else of the step.
+        """
         if isinstance(metadata, RayKVConnectorMetadata):
             if self._raykv is not None:
                 self._raykv.set_target(metadata.target)
             self._stranded.update(metadata.stranded)
             metadata.stranded.clear()
+            self._invalid_block_ids.update(metadata.stranded_blocks)
+            metadata.stranded_blocks.clear()
+            if self._is_layerwise:
+                for job_id, load in metadata.load_jobs.items():
+                    self._unseen[job_id] = load.dst_spec.block_ids.tolist()
+                if self._raykv is not None:
+                    self._raykv.by_layer = True
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """See `OffloadingConnectorWorker.prepare_store_kv`.
@@ -324,6 +355,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `OffloadingConnectorWorker.get_finished`; every job ends, failed or not."""
+        if self._unseen and self._raykv is not None:
+            # What is not there is to be known before anybody sees what was computed with it.
+            self._raykv.wait_layers(self._unseen, ALL_LAYERS)
         received = set(self._stranded)
         self._failed_recving |= self._stranded
         self._stranded.clear()
@@ -331,11 +365,51 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             request_id = self._load_jobs.pop(result.job_id, None)
             self._meta.mark_completed(result.job_id)
             self._take_result(result, request_id)
-            if request_id is not None:
+            self._unseen.pop(result.job_id, None)
+            if request_id is not None and not self._is_layerwise:
                 received.add(request_id)
+        self.end_loads()
         return set(), received
 
-    @guarded(nothing)
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Wait until the KV of a layer is there, of all prompts that are being loaded."""
+        if not self._unseen:
+            return
+        if not self._unseen.keys() <= self._load_jobs.keys():
+            # A load begins behind a layer that wants it: vLLM is not the one that we know.
+            self.distrust_loads()
+        if self._raykv is not None:
+            self._raykv.wait_layers(self._unseen, self._layer_numbers().get(layer_name, ALL_LAYERS))
+
+    def _layer_numbers(self) -> dict[str, int]:
+        """How many layers of a load are to be there before a layer is computed.
+
+        Empty where the NodeActor's layers are not vLLM's: then all have to be there.
+        """
+        if self._numbers is None:
+            assert self._raykv is not None
+            names = self.kv_cache_config.kv_cache_groups[0].layer_names
+            is_known = len(self._raykv.layout.groups[0]) == len(names)
+            self._numbers = {name: at for at, name in enumerate(names, 1)} if is_known else {}
+        return self._numbers
+
+    def distrust_loads(self) -> None:
+        """Report as not loaded what is to be loaded in this step, whatever becomes of it."""
+        self._invalid_block_ids.update(*self._unseen.values())
+
+    def end_loads(self) -> None:
+        """At the end of a step: loads that were never submitted, or whose end got lost, failed."""
+        self.distrust_loads()
+        for job_id in self._unseen:
+            if self._raykv is None or not self._raykv.is_flying(job_id):
+                self._load_jobs.pop(job_id, None)
+                self._meta.mark_completed(job_id)
+        self._unseen.clear()
+
+    def _distrust_result(self, result: TransferResult, _request_id: str | None) -> None:
+        self._invalid_block_ids.update(self._unseen.get(result.job_id, ()))
+
+    @guarded(_distrust_result)
     def _take_result(self, result: TransferResult, request_id: str | None) -> None:
         assert isinstance(result, RayKVTransferResult), result
         stats = self._meta.transfer_stats

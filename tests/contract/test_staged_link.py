@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +137,38 @@ def test_load_larger_than_staging_memory_is_made_in_parts(
     for number, expected in enumerate(untouched):
         for found, wanted in zip(device.block(30 + number), expected, strict=True):
             assert torch.equal(found, wanted)
+
+
+def test_load_by_layer_is_there_when_its_first_layer_is(
+    service: NodeService, link: Any, device: Device
+) -> None:
+    """Also one that is larger than the staging memory, which a store still has a part of."""
+    for chunk in range(8):
+        link.submit(
+            request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
+        )
+        assert finish(link, 10 + chunk).failed_chunks == []
+    expected = [device.block(number) for number in range(16)]
+    link.submit(request(service, Direction.STORE, [20, 21, 22], list(range(6)), 20))
+    load = request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30)
+    link.submit(replace(load, by_layer=True))
+    assert link.wait_layers([30, 77], 1)
+    for number, pages in enumerate(expected):
+        for found, wanted in zip(device.block(30 + number), pages, strict=True):
+            assert torch.equal(found, wanted)
+    assert link.wait_layers([30], 2)
+    assert finish(link, 30).failed_chunks == []
+
+
+def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
+    service: NodeService, link: Any
+) -> None:
+    taken = link._memory.take(STAGING_BLOCKS)
+    link._settings = LinkSettings(load_deadline_s=0.05)
+    link.submit(request(service, Direction.LOAD, [0], [4, 5], 1))
+    assert link.wait_layers([1], 1)
+    link._memory.give_back(taken)
+    assert finish(link, 1).refusals == [Refusal.CANCELLED]
 
 
 def test_chunk_that_is_refused_leaves_its_blocks_alone(

@@ -205,6 +205,61 @@ def test_bytes_of_one_engine_come_back_in_other_engine(
         node.end()
 
 
+def test_layers_of_a_load_are_told_one_by_one_and_bytes_are_those_of_any_load(
+    workers: list[Worker],
+) -> None:
+    pages = [256, 128, 64]
+    node = Node(aligned(2 * sum(pages)))
+    try:
+        worker = Worker(node, pages, 2)
+        workers.append(worker)
+        assert failures(worker.run(worker.job(Direction.STORE, [0, 1, 2], list(range(6))))) == []
+        expected = [worker.block(number) for number in range(6)]
+        job = replace(worker.job(Direction.LOAD, [0, 1, 2], list(range(6, 12))), by_layer=True)
+        worker.link.submit(job)
+        for count in (1, 2, 3):
+            worker.link.wait_layers([job.job_id], count)
+            for position, block in enumerate(range(6, 12)):
+                assert worker.block(block)[:count] == expected[position][:count]
+        result = worker.finish(job.job_id)
+        assert failures(result) == []
+        assert result.num_bytes == 6 * sum(pages)
+        worker.link.wait_layers([job.job_id], 1 << 30)
+    finally:
+        node.end()
+
+
+def test_load_by_layer_leaves_out_what_is_not_there(node: Node, workers: list[Worker]) -> None:
+    worker = Worker(node, [256, 128], 1)
+    workers.append(worker)
+    assert failures(worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))) == []
+    untouched = worker.block(6)
+    load = worker.job(Direction.LOAD, [0, 7, 1], [5, 6, 7])
+    worker.link.submit(replace(load, by_layer=True))
+    worker.link.wait_layers([load.job_id], 1 << 30)
+    result = worker.finish(load.job_id)
+    assert (result.failed_chunks, failures(result)) == ([1], [Refusal.STALE])
+    assert [worker.block(5), worker.block(7)] == [worker.block(0), worker.block(1)]
+    assert worker.block(6) == untouched
+    none = replace(worker.job(Direction.LOAD, [7], [6]), by_layer=True)
+    assert failures(worker.run(none)) == [Refusal.STALE]
+
+
+def test_wait_for_layers_ends_with_the_deadline_of_the_load(workers: list[Worker]) -> None:
+    node = Node(4096, "endless")
+    try:
+        worker = Worker(node, [256, 128], 1)
+        workers.append(worker)
+        worker.link.submit(worker.job(Direction.STORE, [0], [0]))
+        load = replace(worker.job(Direction.LOAD, [0], [5]), by_layer=True)
+        freeze(node.process.pid)
+        worker.link.submit(load)
+        worker.link.wait_layers([load.job_id], 1)
+        assert failures(worker.finish(load.job_id)) == [Refusal.NODE_LOST]
+    finally:
+        node.end()
+
+
 def test_load_is_refused_unless_every_part_of_its_name_fits(
     node: Node, workers: list[Worker]
 ) -> None:

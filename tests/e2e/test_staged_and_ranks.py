@@ -53,7 +53,7 @@ def test_engines_of_one_and_two_ranks_load_what_either_stored(
 ) -> None:
     """By canonical pages; the first one staged, through memory for 16 blocks.
 
-    Loads of 31 blocks are made in parts there.
+    Loads of 31 blocks are made in parts there. The second one loads layer by layer.
     """
     cluster.down()
     settings = {
@@ -70,10 +70,11 @@ def test_engines_of_one_and_two_ranks_load_what_either_stored(
         two = EngineProcess(
             tiny_model,
             tmp_path / "two",
-            settings,
+            {**settings, "layerwise_loads": True},
             multiprocess=True,
             cores="0|1",
             tensor_parallel_size=2,
+            async_scheduling=False,
         )
         engines.append(two)
         check_comes_from(cluster, one, two, prompts)

@@ -143,6 +143,7 @@ BAD = [
     ("fetch_bytes_per_s", "nan"),
     ("prefill_tokens_per_s", float("inf")),
     ("prefill_tokens_per_s", True),
+    ("layerwise_loads", "some"),
     ("durable_stores", 2),
     ("hidden_states_path", 7),
     ("hidden_states_bytes", "some"),

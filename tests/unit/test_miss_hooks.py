@@ -98,6 +98,7 @@ class Engine:
         connector.connector_worker = None
         connector._manager = manager
         connector._stranded = []
+        connector._stranded_blocks = []
         connector.__dict__["_bounding_group_ids"] = ()
         self.connector = connector
         self.view.accounts.tokens_per_chunk = max(connector._tokens_per_chunk())

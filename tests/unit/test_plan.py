@@ -249,3 +249,36 @@ def test_slot_beyond_all_pools_is_refused(slot: int) -> None:
     job = CopyJob(1, 0, 1, Handles([b"k"], [slot], [1]), [0], [1], [0], [0])
     with pytest.raises(PlanError, match="slots from"):
         Planner(layout, rank=0).plan(job)
+
+
+def test_layers_of_a_plan_together_are_the_plan() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), (2000, 10, 100, 48), blocks_per_chunk=3)
+    wanted = job((0, [1, 2, 3]), (4, [7, 5]), (6, [9, 0, 4]))
+    planner = Planner(of, 0)
+
+    def of_bytes(runs: list[Run]) -> set[tuple[int, int]]:
+        return {(kv + i, pool + i) for kv, pool, size in runs for i in range(size)}
+
+    layers = [rows(each) for each in planner.plan_layers(wanted, [0, 1, 2])]
+    assert len(layers) == 3
+    assert of_bytes([run for layer in layers for run in layer]) == of_bytes(
+        rows(planner.plan(wanted))
+    )
+    for layer, (first, last) in zip(layers, [(0, 640), (640, 960), (2000, 3000)], strict=True):
+        assert all(first <= kv < last for kv, _, _ in layer)
+
+
+def test_layers_of_some_chunks_leave_the_others_out() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32))
+    wanted = job((0, [1]), (2, [5]), (4, [7]))
+    layers = [rows(each) for each in Planner(of, 0).plan_layers(wanted, [0, 2])]
+    assert layers == [
+        [(PAGE, 0, PAGE), (7 * PAGE, 4 * SLOT_ALIGNMENT, PAGE)],
+        [(640 + 32, PAGE, 32), (640 + 7 * 32, 4 * SLOT_ALIGNMENT + PAGE, 32)],
+    ]
+
+
+def test_layers_of_several_groups_are_refused() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), groups={0: [0], 1: [1]})
+    with pytest.raises(PlanError, match="2 groups"):
+        Planner(of, 0).plan_layers(job((0, [1]), (2, [5]), groups=[0, 1]), [0, 1])

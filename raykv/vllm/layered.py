@@ -1,0 +1,193 @@
+"""`layerwise_loads`: what can't have it, and the scheduler's side of a load that nobody waits for.
+
+A prompt that is found is scheduled at once; the worker waits for each layer before it is computed.
+vLLM recovers from a load that failed by computing the request anew. What its recovery leaves open
+is done here; see `raykv.core.layered`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any, NamedTuple
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from raykv.config import Settings
+from raykv.core.layered import LayeredLoad, LayeredLoads
+from raykv.errors import SettingError
+
+
+def refuse_layerwise(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> None:
+    """Only what is known to give the right tokens, whatever fails.
+
+    Raises:
+        SettingError: this engine is not known to.
+    """
+    reason = _reason_against(settings, vllm_config, kv_cache_config)
+    if reason:
+        raise SettingError(f"layerwise_loads can't be had: {reason}")
+
+
+def _reason_against(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> str:
+    return (
+        _against_steps(vllm_config)
+        or _against_model(vllm_config, kv_cache_config)
+        or _against_rest(settings, vllm_config)
+    )
+
+
+def _against_steps(vllm_config: Any) -> str:
+    """A step is to begin when the one before it has ended, and vLLM knows what did not come."""
+    parallel = vllm_config.parallel_config
+    connector = vllm_config.kv_transfer_config.kv_connector
+    if connector == "RayKVHiddenStatesConnector":
+        return "hidden states are not computed layer by layer: leave it out, or use RayKVConnector"
+    if vllm_config.scheduler_config.async_scheduling:
+        return (
+            "vLLM schedules a step before it knows what the one before it has loaded: pass "
+            "async_scheduling=False, or --no-async-scheduling"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        return (
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} has several steps under "
+            "way at a time: only 1 does not"
+        )
+    if vllm_config.use_v2_model_runner:
+        return (
+            "vLLM's V2 model runner is not known to take back what was computed from KV that did "
+            "not come: set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if vllm_config.speculative_config is not None:
+        return "speculative_config adds layers that don't wait for their KV: leave it out"
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is not None and mode.has_full_cudagraphs():
+        return (
+            f"cudagraph_mode={mode.name} captures attention, which then can't wait for its KV: "
+            "pass cudagraph_mode=PIECEWISE"
+        )
+    return ""
+
+
+def _against_model(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Each layer is to wait, and blocks that did not come are to have names."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return (
+            f"this model has {len(groups)} KV groups, and vLLM can't compute single blocks of "
+            "them anew: leave it out"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec:
+        return (
+            f"this model's KV is of the kind {type(spec).__name__}, and only layers of plain full "
+            "attention are known to wait for theirs: leave it out"
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name}={getattr(parallel, name)} spreads a block over ranks: only 1 does not"
+    return ""
+
+
+def _against_rest(settings: Settings, vllm_config: Any) -> str:
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        return f"kv_load_failure_policy={policy} ends requests: only recompute computes them"
+    if settings.durable_stores:
+        return (
+            "with durable_stores a step is to end with its chunks in the pool, and what is "
+            "computed beside a load is stored one step later: leave one of them out"
+        )
+    return ""
+
+
+class FreshBlock(NamedTuple):
+    """One of vLLM's blocks that holds nothing yet; what vLLM's offloading scheduler reads of it."""
+
+    block_id: int
+    is_null: bool
+    block_hash: None = None
+
+
+class FreshBlocks(NamedTuple):
+    """A request's blocks by KV group, as in vLLM's `KVCacheBlocks`."""
+
+    blocks: tuple[list[Any], ...]
+
+
+class LayeredScheduling:
+    """Between vLLM's scheduler and the loads under way. On EngineCore's scheduler thread.
+
+    Args:
+        loads: shared with the manager, which stores nothing of a request that is loading.
+        scheduler: vLLM's `OffloadingConnectorScheduler`.
+    """
+
+    def __init__(self, loads: LayeredLoads, scheduler: Any) -> None:
+        self.loads = loads
+        self._scheduler = scheduler
+        self._tokens_per_hash = scheduler.config.tokens_per_hash
+        self._tokens_per_block = scheduler.config.kv_group_configs[0].tokens_per_block
+        # How many tokens vLLM's own cache has of requests that were asked about last.
+        self._num_local: dict[str, int] = {}
+        # What users allowed requests to store, while they must not.
+        self._allowed: list[tuple[Any, int | None]] = []
+
+    def must_wait(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether vLLM's own prefix hit has blocks that are not to be trusted yet."""
+        if not self.loads.is_busy:
+            return False
+        num_hashes = -(-num_computed_tokens // self._tokens_per_hash)
+        return self.loads.must_wait(request.block_hashes[:num_hashes])
+
+    def found(self, request: Any, num_computed_tokens: int, num_found: int) -> int:
+        """Tokens to load: something is left to compute, or the step would have no result."""
+        self._num_local[request.request_id] = num_computed_tokens
+        return max(0, min(num_found, request.num_tokens - 1 - num_computed_tokens))
+
+    def begin(self, request: Any, blocks: Any) -> FreshBlocks:
+        """A request that loads has its blocks. They are returned as they look where vLLM waits.
+
+        A request that goes on at once has its blocks in vLLM's prefix cache already, and vLLM's
+        offloading scheduler would take them for loaded.
+        """
+        num_local = self._num_local.pop(request.request_id, 0)
+        first_hash = num_local // self._tokens_per_hash
+        first = num_local // self._tokens_per_block
+        (group,) = blocks.blocks
+        self.loads.begin(
+            LayeredLoad(
+                request.request_id,
+                frozenset(request.block_hashes[first_hash:]),
+                tuple(block.block_id for block in group[first:]),
+            )
+        )
+        fresh = [FreshBlock(block.block_id, block.is_null) for block in group[first:]]
+        return FreshBlocks(([*group[:first], *fresh],))
+
+    def hold_stores(self, request: Any) -> None:
+        """Have vLLM offer nothing of the request in this step: the manager would refuse it, which
+        vLLM warns of.
+        """
+        status = self._scheduler._req_status[request.request_id]
+        self._allowed.append((status, status.max_offload_tokens))
+        status.max_offload_tokens = 0
+
+    def end_step(self, invalid: Set[int], kv_cache_manager: Any) -> None:
+        """The step has ended. Blocks of requests that have ended as well are free, but not given
+        away yet; to evict one that is in use only takes its name.
+        """
+        while self._allowed:
+            status, num_tokens = self._allowed.pop()
+            status.max_offload_tokens = num_tokens
+        self._num_local.clear()
+        blocks = self.loads.end_step(invalid)
+        if blocks:
+            kv_cache_manager.evict_blocks(blocks)
+        self.loads.evicted()
+
+    def take_load_jobs(self) -> dict[int, Any]:
+        """Loads that vLLM's scheduler has made up in this step and could not hand over."""
+        jobs: dict[int, Any] = self._scheduler._current_batch_load_jobs
+        self._scheduler._current_batch_load_jobs = {}
+        return jobs

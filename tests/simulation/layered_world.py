@@ -1,0 +1,261 @@
+"""vLLM's own scheduler with RayKV's connector, and a model of the KV cache below them.
+
+Each place of a block holds what was written there last: the name of the whole prefix up to its
+token, or rubbish. A token that is computed from rubbish is rubbish, in the KV and as the answer, so
+that whatever of it is stored, shared or said comes to light. Loads fail at random.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from raykv.core.requests import FailedLoad
+from raykv.core.view import EngineView
+from raykv.messages import EngineAttached, Leases, SyncReply
+from raykv.types import EngineId, Epoch, Generation, Key
+from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.layered import LayeredScheduling
+from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.worker import RayKVWorkerMetadata
+from tests.unit.test_miss_hooks import CHUNK, NODE_EPOCH, vllm_scheduler
+
+RUBBISH = 0
+"""In place of a prefix's name."""
+
+WRONG = 1
+"""The token of a request whose KV is rubbish; no prompt has it, and no right answer is."""
+
+MAX_LENGTH = 512
+NUM_SLOTS = 4000
+
+
+class WrongAnswerError(AssertionError):
+    """A request was answered from rubbish."""
+
+
+def prefix_name(tokens: list[int]) -> int:
+    return hash(tuple(tokens)) or 1
+
+
+def next_token(tokens: list[int]) -> int:
+    return 2 + abs(prefix_name(tokens)) % 50
+
+
+@dataclass
+class Asked:
+    """What a request should answer, and what it has."""
+
+    request: Request
+    answer: list[int] = field(default_factory=list)
+    is_aborted: bool = False
+
+
+class World:
+    """An engine whose scheduler is real.
+
+    Args:
+        model: a folder.
+        seed: of all that is left to chance.
+        failing: how often a chunk does not come.
+        num_blocks: of the KV cache.
+    """
+
+    def __init__(self, model: Path, seed: int, failing: float, num_blocks: int = 60) -> None:
+        self.rng = random.Random(seed)
+        self.failing = failing
+        self.scheduler = make_scheduler(model, num_blocks)
+        self.view = EngineView(EngineId("engine"), [0], 1.0, NUM_SLOTS)
+        self.view.attached(EngineAttached(1, NODE_EPOCH, {0: NUM_SLOTS}))
+        slots = list(range(1, NUM_SLOTS))
+        granted = Leases([0] * len(slots), slots, slots)
+        self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
+        self.manager = RayOffloadingManager(self.view)
+        self.connector = make_connector(self.manager, self.scheduler)
+        self.asked: dict[str, Asked] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self.pool: dict[bytes, list[int]] = {}
+        self.num_loaded = self.num_failed = self.num_stored = 0
+        # Stores go with the next step, as with vLLM's worker.
+        self._stores: dict[int, Any] = {}
+        # How often a request of a step is taken back while the model runs.
+        self.aborting = 0.0
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(CHUNK, sha256)
+
+    def add(self, prompt: list[int], max_tokens: int = 3) -> str:
+        request_id = f"r{len(self.asked)}"
+        request = Request(
+            request_id,
+            list(prompt),
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            None,
+            block_hasher=self._hasher,
+        )
+        request.sampling_params.update_from_generation_config({}, None)
+        self.asked[request_id] = Asked(request)
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.asked[request_id].is_aborted = True
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self, *aborted: str) -> None:
+        """One step of the engine; requests are `aborted` while the model runs, as vLLM does it."""
+        output = self.scheduler.schedule()
+        result = self._execute(output)
+        for request_id in output.num_scheduled_tokens:
+            if request_id in aborted or self.rng.random() < self.aborting:
+                self.abort(request_id)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for each in outputs.outputs:
+                self.asked[each.request_id].answer += each.new_token_ids
+
+    def run(self, most: int = 400) -> None:
+        """Until all is answered and stored."""
+        for _ in range(most):
+            if not (self.scheduler.has_requests() or self._stores):
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def check(self) -> None:
+        """Every answer is the right one."""
+        for asked in self.asked.values():
+            tokens = list(asked.request.prompt_token_ids)
+            for token in asked.answer:
+                if token != next_token(tokens):
+                    raise WrongAnswerError(asked.request.request_id)
+                tokens.append(token)
+            if not asked.is_aborted:
+                assert len(asked.answer) == asked.request.max_tokens
+
+    def _execute(self, output: Any) -> ModelRunnerOutput:
+        metadata = output.kv_connector_metadata
+        meta = RayKVWorkerMetadata()
+        # Blocks that are given away in this step are copied before.
+        flushed = metadata.store_jobs.keys() & (metadata.jobs_to_flush or set())
+        urgent = {job_id: metadata.store_jobs.pop(job_id) for job_id in flushed}
+        for job_id, job in {**self._stores, **urgent}.items():
+            self._store(job)
+            meta.mark_completed(job_id)
+        invalid = set(metadata.stranded_blocks)
+        for job_id, job in metadata.load_jobs.items():
+            invalid |= self._load(job, meta)
+            meta.mark_completed(job_id)
+        sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
+        self._stores = metadata.store_jobs
+        names = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            names,
+            {name: at for at, name in enumerate(names)},
+            sampled,
+            kv_connector_output=KVConnectorOutput(
+                kv_connector_worker_meta=meta, invalid_block_ids=invalid
+            ),
+        )
+
+    def _store(self, job: Any) -> None:
+        for key, block in zip(job.dst_spec.keys, job.src_spec.block_ids.tolist(), strict=True):
+            self.pool[key] = list(self.blocks[block])
+            self.num_stored += 1
+
+    def _load(self, job: Any, meta: RayKVWorkerMetadata) -> set[int]:
+        invalid = set()
+        spec = job.src_spec
+        columns = zip(spec.keys, spec.generations, job.dst_spec.block_ids.tolist(), strict=True)
+        for key, generation, block in columns:
+            self.num_loaded += 1
+            if self.rng.random() >= self.failing:
+                self.blocks[block] = list(self.pool[key])
+                continue
+            self.num_failed += 1
+            self.blocks[block] = [RUBBISH] * CHUNK
+            invalid.add(block)
+            is_gone = self.rng.random() < 0.5
+            meta.failed_loads.append(
+                FailedLoad(job.req_id, Key(key), Generation(generation), Epoch(NODE_EPOCH), is_gone)
+            )
+        return invalid
+
+    def _compute(self, request_id: str, count: int) -> list[int]:
+        request = self.asked[request_id].request
+        tokens = list(request.all_token_ids)
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        end = request.num_computed_tokens
+        begin = end - count
+        is_right = all(
+            self.blocks[table[at // CHUNK]][at % CHUNK] == prefix_name(tokens[: at + 1])
+            for at in range(begin)
+        )
+        for at in range(begin, end):
+            block = self.blocks.setdefault(table[at // CHUNK], [RUBBISH] * CHUNK)
+            block[at % CHUNK] = prefix_name(tokens[: at + 1]) if is_right else RUBBISH
+        if end < len(tokens):
+            return []
+        return [next_token(tokens) if is_right else WRONG]
+
+
+_CONFIGS: dict[Path, Any] = {}
+
+
+def make_scheduler(model: Path, num_blocks: int) -> Scheduler:
+    """Of one KV group; no more than 64 tokens a step."""
+    if model not in _CONFIGS:
+        _CONFIGS[model] = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            async_scheduling=False,
+            max_model_len=MAX_LENGTH,
+            block_size=CHUNK,
+            max_num_batched_tokens=4 * CHUNK,
+            max_num_seqs=4,
+            enforce_eager=True,
+            dtype="float32",
+        ).create_engine_config()
+    config = _CONFIGS[model]
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["l"], spec)]
+    return Scheduler(
+        config,
+        KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        StructuredOutputManager(config),
+        block_size=CHUNK,
+    )
+
+
+def make_connector(manager: RayOffloadingManager, scheduler: Scheduler) -> RayKVConnector:
+    """The scheduler's side, without Ray, in the place where vLLM puts it."""
+    connector: Any = RayKVConnector.__new__(RayKVConnector)
+    connector.connector_scheduler = vllm_scheduler(manager)
+    connector.connector_worker = None
+    connector._manager = manager
+    connector._runtime = None
+    connector._node_epochs = {}
+    connector._step = (0, 0.0)
+    connector._stranded = []
+    connector._stranded_blocks = []
+    connector._connector_metadata = None
+    connector.__dict__["_bounding_group_ids"] = ()
+    connector._layered = LayeredScheduling(manager.layered, connector.scheduler)
+    manager.view.accounts.tokens_per_chunk = CHUNK
+    connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
+    scheduler.connector = connector
+    scheduler.recompute_kv_load_failures = True
+    made: RayKVConnector = connector
+    return made

@@ -1,0 +1,206 @@
+"""Prompts that vLLM goes on with while they are loaded: whatever does not come, answers are right.
+
+vLLM's scheduler, its prefix cache and RayKV's connector are real. What each precaution is for is
+shown without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from raykv.core.layered import LayeredLoads
+from raykv.models import tiny_llama
+from raykv.vllm import guard
+from raykv.vllm.layered import LayeredScheduling
+from tests.simulation.layered_world import World, WrongAnswerError
+from tests.unit.test_miss_hooks import CHUNK
+
+SEEDS = range(60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return tiny_llama(folder, layers=1, hidden_size=32, vocab_size=64)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_swallowed() -> Iterator[None]:
+    before = guard.failures.total()
+    yield
+    assert guard.failures.total() == before, guard.failures
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [3 + (number * 7919 + at * at) % 59 for at in range(length)]
+
+
+def stored(world: World, *prompts: list[int]) -> World:
+    """These prompts are in the pool, and nothing is in vLLM's own cache."""
+    for tokens in prompts:
+        world.add(tokens)
+    world.run()
+    assert world.scheduler.reset_prefix_cache()
+    return world
+
+
+def play(world: World) -> None:
+    """Requests of few documents come, are taken back, and lose what they load."""
+    rng = world.rng
+    world.aborting = 0.05
+    documents = [prompt(number, 150) for number in range(3)]
+    for _ in range(60):
+        if rng.random() < 0.4:
+            tokens = documents[rng.randrange(3)][: rng.randrange(20, 150)]
+            tail = prompt(rng.randrange(10, 13), rng.choice([0, 0, 5, 40, 100]))
+            world.add(tokens + tail, rng.choice([1, 1, 3, 30]))
+        if rng.random() < 0.05:
+            world.scheduler.reset_prefix_cache()
+        if world.scheduler.has_requests():
+            world.step()
+    world.aborting = 0.0
+    world.run()
+    world.check()
+
+
+def play_all(model: Path) -> None:
+    for seed in SEEDS:
+        test_answers_are_right_whatever_does_not_come(model, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_answers_are_right_whatever_does_not_come(model: Path, seed: int) -> None:
+    world = World(model, seed, failing=(0.0, 0.2, 0.5, 1.0)[seed % 4], num_blocks=40 + seed % 40)
+    play(world)
+    world.failing = 0.0
+    assert world.scheduler.reset_prefix_cache()
+    for asked in list(world.asked.values()):
+        world.add(asked.request.prompt_token_ids)
+    world.run()
+    world.check()
+    assert world.num_loaded
+
+
+def test_whole_prompt_is_loaded_at_once_but_for_its_last_token(model: Path) -> None:
+    tokens = prompt(1, 8 * CHUNK)
+    world = stored(World(model, 1, 0.0), tokens)
+    world.add(tokens, 1)
+    world.step()
+    assert [len(asked.answer) for asked in world.asked.values()] == [3, 1]
+    world.run()
+    world.check()
+    assert world.num_loaded == 8
+
+
+def test_tail_that_is_computed_beside_a_load_is_stored_one_step_later(model: Path) -> None:
+    prefix = prompt(1, 6 * CHUNK)
+    longer = prefix + prompt(2, 10 * CHUNK)
+    world = stored(World(model, 1, 0.0), prefix)
+    before = world.num_stored
+    world.add(longer, 1)
+    world.step()
+    assert not world._stores
+    world.run()
+    assert world.num_loaded == 6
+    assert world.num_stored == before + 10
+    assert world.scheduler.reset_prefix_cache()
+    world.add(longer, 1)
+    world.run()
+    assert world.num_loaded == 6 + 16
+    world.check()
+
+
+def test_tail_of_a_request_that_ends_with_the_step_of_its_load_is_stored(model: Path) -> None:
+    prefix = prompt(1, 6 * CHUNK)
+    world = stored(World(model, 1, 0.0), prefix)
+    before = world.num_stored
+    world.add(prefix + prompt(2, 2 * CHUNK), 1)
+    world.run()
+    assert world.num_stored == before + 2
+    world.check()
+
+
+def test_request_that_would_share_what_is_being_loaded_waits_for_one_step(model: Path) -> None:
+    tokens = prompt(1, 8 * CHUNK)
+    world = stored(World(model, 1, 0.0), tokens)
+    first, second = world.add(tokens, 1), world.add(tokens + [5] * 9, 1)
+    other = world.add(prompt(2, CHUNK), 1)
+    world.step()
+    answers = {name: len(world.asked[name].answer) for name in (first, second, other)}
+    assert answers == {first: 1, second: 0, other: 1}
+    world.step()
+    assert len(world.asked[second].answer) == 1
+    world.run()
+    assert world.num_loaded == 8
+    world.check()
+
+
+def test_request_taken_back_while_its_load_fails_leaves_nothing_behind(model: Path) -> None:
+    tokens = prompt(1, 4 * CHUNK)
+    longer = tokens + prompt(2, 3 * CHUNK)
+    world = stored(World(model, 1, 0.0), tokens)
+    world.failing = 1.0
+    gone = world.add(longer)
+    world.step(gone)
+    for _ in range(2):
+        world.add(longer)
+        world.run()
+    world.failing = 0.0
+    world.scheduler.reset_prefix_cache()
+    world.add(longer)
+    world.run()
+    world.check()
+
+
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayeredLoads, "must_wait", lambda *_: False)
+
+
+def without_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayeredLoads, "end_step", lambda *_: set())
+
+
+def with_eviction_of_the_invalid_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayeredLoads, "end_step", lambda _self, invalid: set(invalid))
+
+
+def with_stores_after_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayeredLoads, "is_spoiled", lambda *_: False)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        without_waiting,
+        without_eviction,
+        with_eviction_of_the_invalid_only,
+        with_stores_after_failures,
+    ],
+)
+def test_answers_are_wrong_without_one_of_the_precautions(
+    model: Path, monkeypatch: pytest.MonkeyPatch, harm: Any
+) -> None:
+    harm(monkeypatch)
+    with pytest.raises(WrongAnswerError):
+        play_all(model)
+
+
+def test_nothing_is_loaded_beside_a_store_without_the_refusal(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LayeredLoads, "is_under_way", lambda *_: False)
+    monkeypatch.setattr(LayeredScheduling, "hold_stores", lambda *_: None)
+    monkeypatch.setattr(guard, "failures", Counter())
+    world = stored(World(model, 1, 0.0), prompt(1, 6 * CHUNK))
+    world.add(prompt(1, 6 * CHUNK) + prompt(2, 4 * CHUNK), 1)
+    world.run()
+    world.check()
+    assert guard.failures == {"RayKVConnector.build_connector_meta": 1}
+    monkeypatch.undo()

@@ -1,0 +1,76 @@
+"""Loads that nobody waits for: who must not have what before it is there, and what is forgotten."""
+
+from __future__ import annotations
+
+from raykv.core.layered import LayeredLoad, LayeredLoads
+
+HASHES = [b"%d" % at for at in range(6)]
+
+
+def loads(*blocks: int, first: int = 2) -> LayeredLoads:
+    """Request "a" has two blocks of vLLM's own, and loads and computes the others in this step."""
+    made = LayeredLoads()
+    made.begin(LayeredLoad("a", frozenset(HASHES[first:]), blocks))
+    return made
+
+
+def test_request_waits_that_found_a_block_which_is_loaded_or_computed() -> None:
+    known = loads(12, 13, 14, 15)
+    assert known.is_busy
+    assert not known.must_wait([])
+    assert not known.must_wait(HASHES[:2])
+    assert known.must_wait(HASHES[:3])
+    assert known.must_wait(HASHES)
+    assert not known.must_wait([*HASHES[:2], b"other"])
+
+
+def test_request_waits_for_each_of_several_loads() -> None:
+    known = loads(12, 13)
+    known.begin(LayeredLoad("b", frozenset([b"x", b"y"]), (21, 22)))
+    assert known.must_wait([b"x"])
+    assert known.must_wait(HASHES[:3])
+    assert known.blocks_under_way() == {12, 13, 21, 22}
+    assert (known.blocks_of("b"), known.blocks_of("c")) == ((21, 22), ())
+    assert [known.is_under_way(name) for name in "abc"] == [True, True, False]
+
+
+def test_load_that_has_come_holds_up_nobody() -> None:
+    known = loads(12, 13)
+    assert known.end_step(set()) == set()
+    known.evicted()
+    assert not known.is_busy
+    assert not known.must_wait(HASHES)
+    assert not known.is_under_way("a")
+    assert not known.is_spoiled("a")
+
+
+def test_block_that_did_not_come_is_evicted_with_all_behind_it_of_its_request_only() -> None:
+    known = loads(12, 13, 14, 15)
+    known.begin(LayeredLoad("b", frozenset([b"x"]), (21, 22)))
+    assert known.end_step({13}) == {13, 14, 15}
+    assert [known.is_spoiled(name) for name in "ab"] == [True, False]
+
+
+def test_invalid_block_of_nobody_is_evicted() -> None:
+    assert LayeredLoads().end_step({7}) == {7}
+
+
+def test_who_waits_goes_on_waiting_until_it_was_evicted() -> None:
+    known = loads(12, 13, 14)
+    known.end_step({13})
+    assert known.must_wait(HASHES)
+    # That failed. The next step has lost nothing.
+    assert known.end_step(set()) == {13, 14}
+    known.evicted()
+    assert not known.must_wait(HASHES)
+    assert known.end_step(set()) == set()
+
+
+def test_request_that_lost_something_stores_nothing_until_it_is_forgotten() -> None:
+    known = loads(12)
+    known.end_step({12})
+    known.evicted()
+    assert known.is_spoiled("a")
+    known.forget("a")
+    known.forget("unknown")
+    assert not known.is_spoiled("a")

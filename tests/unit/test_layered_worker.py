@@ -1,0 +1,240 @@
+"""The worker's side of loads that a step waits for: what was not seen to come does not count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from raykv.actors.job_request import JobRequest
+from raykv.breaker_types import BreakerReport
+from raykv.messages import JobResult, KVLayout, TensorLayout
+from raykv.types import Refusal
+from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.links import ALL_LAYERS
+from raykv.vllm.spec import PoolSpec
+from raykv.vllm.worker import (
+    RayKVConnectorMetadata,
+    RayKVConnectorWorker,
+    RayKVWorkerMetadata,
+    RayOffloadingWorker,
+)
+
+LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
+
+
+class Link:
+    """A line whose jobs end when everything of them is waited for."""
+
+    node_epoch = 1
+
+    def __init__(self) -> None:
+        self.submitted: list[JobRequest] = []
+        self.waits: list[tuple[set[int], int]] = []
+        self.refused: dict[int, list[int]] = {}
+        self.failing = ""
+        self._results: list[JobResult] = []
+
+    def submit(self, request: JobRequest) -> None:
+        self._fail_at("submit")
+        self.submitted.append(request)
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
+        self._fail_at("wait")
+        self.waits.append((set(job_ids), count))
+        if count == ALL_LAYERS:
+            for request in self.submitted:
+                failed = self.refused.get(request.job_id, [])
+                refusals = [int(Refusal.STALE)] * len(failed)
+                self._results.append(JobResult(request.job_id, 10, 0.1, failed, refusals))
+            self.submitted.clear()
+        return True
+
+    def drain(self) -> list[JobResult]:
+        self._fail_at("drain")
+        results, self._results = self._results, []
+        return results
+
+    def breaker_report(self) -> BreakerReport:
+        return BreakerReport()
+
+    def set_target(self, target: Any) -> None:
+        pass
+
+    def _fail_at(self, place: str) -> None:
+        if self.failing == place:
+            raise RuntimeError("planted")
+
+
+class Side:
+    """A connector's worker side without vLLM's configuration, and the calls that vLLM makes."""
+
+    def __init__(self, tensors: int = 3, *, is_layerwise: bool = True) -> None:
+        self.link = Link()
+        page = [TensorLayout(0, 10, 64, 64)] * tensors
+        layout = KVLayout("memfd", 1, 1, page, [0], [list(range(tensors))])
+        worker: Any = RayKVConnectorWorker.__new__(RayKVConnectorWorker)
+        link: Any = self.link
+        worker.worker = RayOffloadingWorker(link, layout)
+        worker.spec = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(rank=0)))
+        group = SimpleNamespace(layer_names=LAYERS)
+        worker.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
+        worker._load_jobs = {}
+        worker._unsubmitted_store_jobs = []
+        worker._connector_worker_meta = RayKVWorkerMetadata()
+        worker._meta = RayKVWorkerMetadata()
+        worker._is_durable = worker._by_request = False
+        worker._is_layerwise = is_layerwise
+        worker._unseen = {}
+        worker._numbers = None
+        worker._reported_epoch = 1
+        worker._reported_line = BreakerReport()
+        worker._invalid_block_ids = set()
+        worker._failed_recving = set()
+        worker._stranded = set()
+        connector: Any = RayKVConnector.__new__(RayKVConnector)
+        connector.connector_worker = worker
+        self.connector = connector
+
+    def begin(self, **loads: list[int]) -> None:
+        """A step in which requests load into blocks; their jobs are numbered from 1 on."""
+        jobs = {
+            number: TransferJob(
+                req_id=request_id,
+                src_spec=PoolSpec(1, [b"k"] * len(blocks), [0] * len(blocks), [1] * len(blocks)),
+                dst_spec=GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0]),
+            )
+            for number, (request_id, blocks) in enumerate(loads.items(), start=1)
+        }
+        metadata = RayKVConnectorMetadata(load_jobs=jobs, store_jobs={}, jobs_to_flush=None)
+        self.connector._connector_metadata = metadata
+        self.connector.handle_preemptions(metadata)
+
+    def start(self) -> None:
+        self.connector.start_load_kv(None)
+
+    def layer(self, name: str) -> tuple[set[int], int] | None:
+        """What is waited for before the layer is computed."""
+        before = len(self.link.waits)
+        self.connector.wait_for_layer_load(name)
+        new = self.link.waits[before:]
+        return new[0] if new else None
+
+    def end(self) -> tuple[set[str], set[int], Counter[int]]:
+        """Requests that have received theirs, invalid blocks, and jobs that are completed."""
+        _, received = self.connector.get_finished(set())
+        invalid = self.connector.get_block_ids_with_load_errors()
+        meta = self.connector.build_connector_worker_meta()
+        return received, invalid, Counter(meta.completed_jobs if meta else {})
+
+
+def test_each_layer_waits_for_itself_and_the_step_for_all() -> None:
+    side = Side()
+    side.begin(a=[1, 2], b=[3])
+    side.start()
+    assert all(request.by_layer for request in side.link.submitted)
+    assert [side.layer(name) for name in LAYERS] == [({1, 2}, 1), ({1, 2}, 2), ({1, 2}, 3)]
+    assert side.end() == (set(), set(), Counter({1: 1, 2: 1}))
+    assert side.link.waits[-1] == ({1, 2}, ALL_LAYERS)
+    side.begin()
+    side.start()
+    assert side.layer(LAYERS[0]) is None
+    assert side.end() == (set(), set(), Counter())
+
+
+@pytest.mark.parametrize("tensors", [1, 2, 4])
+def test_all_layers_are_waited_for_where_the_layers_are_not_those_of_vllm(tensors: int) -> None:
+    side = Side(tensors)
+    side.begin(a=[1])
+    side.start()
+    assert side.layer(LAYERS[0]) == ({1}, ALL_LAYERS)
+
+
+def test_unknown_layer_waits_for_all() -> None:
+    side = Side()
+    side.begin(a=[1])
+    side.start()
+    assert side.layer("draft.layers.0") == ({1}, ALL_LAYERS)
+
+
+def test_blocks_of_chunks_that_did_not_come_are_invalid_and_the_job_has_ended() -> None:
+    side = Side()
+    side.link.refused = {1: [1]}
+    side.begin(a=[1, 2, 3], b=[4])
+    side.start()
+    assert side.end() == (set(), {2}, Counter({1: 1, 2: 1}))
+
+
+def test_load_that_never_began_is_invalid_and_has_ended() -> None:
+    side = Side()
+    side.begin(a=[1, 2])
+    assert side.end() == (set(), {1, 2}, Counter({1: 1}))
+    side.begin()
+    assert side.end() == (set(), set(), Counter())
+
+
+def test_load_that_begins_behind_a_layer_is_invalid() -> None:
+    side = Side()
+    side.begin(a=[1, 2])
+    side.layer(LAYERS[0])
+    side.start()
+    assert side.end() == (set(), {1, 2}, Counter({1: 1}))
+
+
+@pytest.mark.parametrize("place", ["submit", "wait", "drain"])
+def test_hook_that_fails_leaves_what_it_was_about_invalid(place: str) -> None:
+    side = Side()
+    side.begin(a=[1, 2], b=[3])
+    side.link.failing = place
+    side.start()
+    side.layer(LAYERS[0])
+    side.link.failing = "drain" if place == "drain" else ""
+    _, invalid, completed = side.end()
+    assert invalid == {1, 2, 3}
+    side.link.failing = ""
+    side.begin()
+    received, invalid, later = side.end()
+    assert (received, invalid) == (set(), set())
+    assert completed + later == Counter({1: 1, 2: 1})
+
+
+def test_result_that_is_not_understood_leaves_its_blocks_invalid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = Side()
+    side.begin(a=[1, 2], b=[3])
+    side.start()
+
+    def strange(request: JobRequest, result: JobResult) -> Any:
+        return SimpleNamespace(job_id=result.job_id)
+
+    monkeypatch.setattr("raykv.vllm.worker._transfer_result", strange)
+    assert side.end() == (set(), {1, 2, 3}, Counter({1: 1, 2: 1}))
+
+
+def test_stranded_blocks_are_invalid() -> None:
+    side = Side()
+    side.begin()
+    metadata = RayKVConnectorMetadata({}, {}, None, stranded_blocks=[5, 6])
+    side.connector.handle_preemptions(metadata)
+    assert side.end()[1] == {5, 6}
+    assert side.end()[1] == set()
+
+
+def test_ordinary_loads_are_waited_for_by_nobody() -> None:
+    side = Side(is_layerwise=False)
+    side.begin(a=[1])
+    side.start()
+    assert not side.link.submitted[0].by_layer
+    assert side.layer(LAYERS[0]) is None
+    assert side.end() == (set(), set(), Counter())
+    side.link.wait_layers([], ALL_LAYERS)
+    assert side.end() == ({"a"}, set(), Counter({1: 1}))

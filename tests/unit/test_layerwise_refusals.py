@@ -1,0 +1,120 @@
+"""`layerwise_loads` stops the start, with a sentence, where it is not known to be right."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from raykv.config import load_settings
+from raykv.errors import SettingError
+from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.layered import refuse_layerwise
+
+FORM: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+PLAIN = FullAttentionSpec(**FORM)
+
+
+def engine(**changed: Any) -> Any:
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    fields: dict[str, Any] = {
+        "speculative_config": None,
+        "use_v2_model_runner": False,
+        "scheduler_config": SimpleNamespace(
+            async_scheduling=changed.pop("async_scheduling", False)
+        ),
+        "compilation_config": SimpleNamespace(
+            cudagraph_mode=changed.pop("cudagraph_mode", CUDAGraphMode.PIECEWISE)
+        ),
+        "kv_transfer_config": SimpleNamespace(
+            kv_load_failure_policy=changed.pop("policy", "recompute"),
+            kv_connector=changed.pop("connector", "RayKVConnector"),
+        ),
+        "parallel_config": SimpleNamespace(**{**parallel, **changed.pop("parallel", {})}),
+    }
+    return SimpleNamespace(**{**fields, **changed})
+
+
+def groups(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in specs])
+
+
+def check(vllm_config: Any, kv: Any = None, **settings: Any) -> None:
+    refuse_layerwise(load_settings(settings), vllm_config, kv or groups(PLAIN))
+
+
+@pytest.mark.parametrize("mode", [None, CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
+def test_plain_engine_may_load_by_layer(mode: Any) -> None:
+    check(engine(cudagraph_mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"async_scheduling": True}, "async_scheduling=False, or --no-async-scheduling"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size=2"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=2"),
+        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "speculative_config"),
+        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode=FULL .*=PIECEWISE"),
+        ({"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}, "cudagraph_mode=FULL_AND"),
+        ({"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY}, "cudagraph_mode=FULL_DECODE"),
+        ({"policy": "fail"}, "kv_load_failure_policy=fail"),
+        (
+            {
+                "connector": "RayKVHiddenStatesConnector",
+                "speculative_config": SimpleNamespace(method="extract_hidden_states"),
+            },
+            "hidden states .* use RayKVConnector",
+        ),
+    ],
+)
+def test_engine_that_could_give_wrong_tokens_is_refused(changed: Any, said: str) -> None:
+    with pytest.raises(SettingError, match=f"layerwise_loads can't be had: .*{said}"):
+        check(engine(**changed))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MLAAttentionSpec(**FORM),
+        SlidingWindowSpec(**FORM, sliding_window=32),
+        MambaSpec(block_size=16, shapes=((1, 2),), dtypes=(torch.float32,)),
+        UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": PLAIN}),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_model_whose_layers_may_not_wait_is_refused(spec: Any) -> None:
+    with pytest.raises(SettingError, match=f"can't be had: .* {type(spec).__name__}, .*leave it"):
+        check(engine(), groups(spec))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_model_with_several_groups_is_refused(count: int) -> None:
+    with pytest.raises(SettingError, match=f"can't be had: .* {count} KV groups"):
+        check(engine(), groups(*[PLAIN] * count))
+
+
+def test_durable_stores_beside_it_are_refused() -> None:
+    with pytest.raises(SettingError, match="can't be had: with durable_stores"):
+        check(engine(), durable_stores=True)
+
+
+def test_vllm_is_asked_for_piecewise_graphs_only_then() -> None:
+    asks = RayKVConnector.requires_piecewise_for_cudagraph
+    assert asks({"layerwise_loads": True})
+    assert not asks({})
