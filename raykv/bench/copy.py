@@ -34,7 +34,6 @@ from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.rows import RowCopier, Side, by_memmove
 from raykv.copy.spans import HOST_SPAN_BYTES, spans
 from raykv.core.geometry import MAX_SLAB_BYTES
-from raykv.errors import SettingError
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
@@ -60,8 +59,6 @@ BLOCKS_PER_CHUNK = 8
 CHUNK_BYTES = 2 << 20
 """With fewer than `BLOCKS_PER_CHUNK` pages in it a chunk is larger."""
 
-CPU = "cpu"
-DEVICES = (CPU, "cuda")
 
 JOB_ID = 1
 OURS, TORCH = "RayKV", "torch"
@@ -263,9 +260,7 @@ def run(options: Options) -> Result:
     Raises:
         SettingError: there is no such device here.
     """
-    if options.device not in DEVICES:
-        raise SettingError(f"--device {options.device}: there are {', '.join(DEVICES)}")
-    if options.device != CPU:
+    if options.is_on_gpu:
         from raykv.bench.copy_cuda import run as run_on_gpu
 
         return run_on_gpu(options)

@@ -67,12 +67,11 @@ class Engine:
             hooks.watch()
         self._llm = LLM(
             skip_tokenizer_init=True,
-            dtype="float32",
             enforce_eager=True,
             disable_log_stats=False,
             seed=0,
             kv_transfer_config=transfer,
-            **config,
+            **{"dtype": "float32", **config},
         )
 
     def generate(

@@ -15,19 +15,36 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raykv.errors import SettingError
+
+CPU = "cpu"
+DEVICES = (CPU, "cuda")
+
 
 @dataclass(frozen=True)
 class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
-    `trace`: a file of requests for `policy`. `device`: what `copy` copies from and to.
+    `trace`: a file of requests for `policy`. `device`: what `copy` copies from and to, what
+    `ttft` computes on.
     """
 
     repeats: int | None = None
     quick: bool = False
     trace: str | None = None
-    device: str = "cpu"
+    device: str = CPU
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the device is a GPU.
+
+        Raises:
+            SettingError: there is no such device.
+        """
+        if self.device not in DEVICES:
+            raise SettingError(f"--device {self.device}: there are {', '.join(DEVICES)}")
+        return self.device != CPU
 
     def repeats_or(self, usual: int) -> int:
         """Repeats of each measurement."""

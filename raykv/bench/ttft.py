@@ -42,7 +42,15 @@ LEAST_SPEED_UP = 5.0
 
 
 def run(options: Options) -> Result:
-    """See the module's docstring."""
+    """See the module's docstring, and that of `raykv.bench.ttft_cuda`.
+
+    Raises:
+        SettingError: there is no such device here.
+    """
+    if options.is_on_gpu:
+        from raykv.bench.ttft_cuda import run as run_on_gpu
+
+        return run_on_gpu(options)
     lengths = (2 * BLOCK,) if options.quick else LENGTHS
     repeats = options.repeats_or(3)
     result = Result("ttft", BENCHMARKS["ttft"].summary)

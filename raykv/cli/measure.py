@@ -76,7 +76,7 @@ def bench(
         str | None, typer.Option(help="For `policy`: requests as JSON lines with hash_ids.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="For `copy`: cpu, or cuda for the first GPU.")
+        str, typer.Option(help="For `copy` and `ttft`: cpu, or cuda for the first GPU.")
     ] = "cpu",
 ) -> None:
     """Measure RayKV beside what you would use instead, and beside what the machine can do.

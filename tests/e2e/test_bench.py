@@ -48,3 +48,15 @@ def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
         assert result["rows"], result
         assert result["budgets"], result
         assert all(value >= 0 for row in result["rows"] for value in row["values"])
+
+
+@pytest.mark.extended
+def test_benchmark_for_gpus_runs_on_a_cpu_too() -> None:
+    pytest.importorskip("vllm")
+    from raykv.bench import ttft_cuda
+    from raykv.bench.report import Options
+
+    result = ttft_cuda.measure(Options(quick=True, repeats=1), {})
+    subjects = [row.subject for row in result.rows]
+    assert len(subjects) == len(set(subjects)) == 4
+    assert all(row.median > 0 for row in result.rows)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
-from raykv.bench import copy, copy_cuda
+from raykv.bench import copy, copy_cuda, ttft
 from raykv.bench.copy_cuda import (
     ALONE,
     BIG,
@@ -183,12 +184,16 @@ def test_device_without_room_is_refused_and_nothing_is_kept(failing: str) -> Non
     assert driver.num_allocations == 0
 
 
-def test_machine_without_a_gpu_refuses_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("benchmark", [copy, ttft])
+def test_machine_without_a_gpu_refuses_in_one_sentence(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    name = benchmark.__name__.rpartition(".")[2]
     for device, words in (("cuda", "--device cuda can't be measured here: "), ("tpu", "cpu, cuda")):
         with pytest.raises(SettingError, match=words):
-            copy.run(Options(quick=True, device=device))
-        done = CliRunner().invoke(app, ["bench", "copy", "--quick", "--device", device])
+            benchmark.run(Options(quick=True, device=device))
+        done = CliRunner().invoke(app, ["bench", name, "--quick", "--device", device])
         assert isinstance(done.exception, SettingError)
 
 
