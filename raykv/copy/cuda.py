@@ -134,7 +134,9 @@ class Lane:
                 yield False
                 return
             with self._drained():
-                yield from self._copy_each(parts, place, table, stop)
+                is_whole = yield from self._copy_each(parts, place, table, stop)
+            if not is_whole:
+                yield False
         finally:
             self._lock.release()
 
@@ -148,7 +150,8 @@ class Lane:
 
     def _copy_each(
         self, parts: Iterable[Rows], place: Place, table: Table, stop: StopSign
-    ) -> Generator[bool]:
+    ) -> Generator[bool, None, bool]:
+        """True for each part that has arrived; returns False if it was stopped."""
         number, flying = 0, deque[int]()
         for part, rows in enumerate(parts):
             for route, batch in self._batches(rows, place, table):
@@ -156,8 +159,7 @@ class Lane:
                 if number >= len(self._events):
                     self._await(self._events[turn])
                 if stop():
-                    yield False
-                    return
+                    return False
                 if route is Route.GATHER and self._driver.mover is not None:
                     self._submit_gather(batch, place)
                 else:
@@ -173,6 +175,7 @@ class Lane:
         while flying:
             self._await(flying.popleft())
             yield True
+        return True
 
     def _wait_for_compute(self, event: int | None, stop: StopSign) -> bool:
         """Whether the device has done what was asked for; False: stopped meanwhile.

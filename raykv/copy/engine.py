@@ -70,8 +70,8 @@ class CopyBackend(Protocol):
         """Carry out whole parts in order, with an answer for each as `copy` gives it.
 
         After a False there is none. A device may begin the next part before it answers for one: a
-        part without an answer may or may not have been copied, but nothing is on its way when the
-        generator ends or is closed.
+        part without a True may or may not have been copied, but nothing is on its way any more when
+        the answer is False, and when the generator ends or is closed.
         """
         for runs in parts:
             done = self.copy(direction, runs, 0, len(runs.size), stop)

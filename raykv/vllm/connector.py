@@ -42,7 +42,12 @@ from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
 from raykv.vllm.params import only_documented
-from raykv.vllm.spec import RayKVOffloadingSpec, refuse_several_nodes, use_our_spec
+from raykv.vllm.spec import (
+    RayKVOffloadingSpec,
+    refuse_non_causal,
+    refuse_several_nodes,
+    use_our_spec,
+)
 from raykv.vllm.tracker import track_chunks
 from raykv.vllm.versions import check_vllm_version, vllm_version
 from raykv.vllm.worker import (
@@ -106,6 +111,7 @@ class RayKVConnector(OffloadingConnector):
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
         refuse_several_nodes(vllm_config.parallel_config.nnodes_within_dp)
+        refuse_non_causal(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         extra_config = transfer_config.kv_connector_extra_config
         use_our_spec(extra_config)
@@ -355,8 +361,7 @@ class RayKVConnector(OffloadingConnector):
         if self._layered is None:
             self._stranded.append(request.request_id)
             return
-        known = self._layered.loads.blocks_of(request.request_id)
-        self._stranded_blocks += known or [b.block_id for each in blocks.blocks for b in each]
+        self._stranded_blocks += self._layered.strand(request, blocks)
 
     def _loads_that_must_go_out(self) -> dict[int, Any]:
         """Of a step whose metadata could not be made up; what they bring does not count."""
@@ -372,7 +377,10 @@ class RayKVConnector(OffloadingConnector):
             assert isinstance(base, OffloadingConnectorMetadata), base
         except Exception:
             report("RayKVConnector.build_connector_meta")
-            base = OffloadingConnectorMetadata(self._loads_that_must_go_out(), {}, None)
+            # Blocks that stores still read may be loaded into, or computed, in this step.
+            base = OffloadingConnectorMetadata(
+                self._loads_that_must_go_out(), {}, set(self.scheduler._jobs)
+            )
         stranded, self._stranded = self._stranded, []
         blocks, self._stranded_blocks = self._stranded_blocks, []
         self._step_began(scheduler_output)

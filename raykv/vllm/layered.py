@@ -16,6 +16,9 @@ from raykv.config import Settings
 from raykv.core.layered import LayeredLoad, LayeredLoads
 from raykv.errors import SettingError
 
+PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""KV caches of numbers alone: a page that is loaded and computed at once has either one's."""
+
 
 def refuse_layerwise(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> None:
     """Only what is known to give the right tokens, whatever fails.
@@ -81,6 +84,12 @@ def _against_model(vllm_config: Any, kv_cache_config: Any) -> str:
         return (
             f"this model's KV is of the kind {type(spec).__name__}, and only layers of plain full "
             "attention are known to wait for theirs: leave it out"
+        )
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    if dtype not in PLAIN_DTYPES:
+        return (
+            f"kv_cache_dtype={dtype} keeps scales beside its numbers, and the last token of a "
+            f"prompt is both loaded and computed: only {', '.join(PLAIN_DTYPES)}"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -164,6 +173,14 @@ class LayeredScheduling:
         )
         fresh = [FreshBlock(block.block_id, block.is_null) for block in group[first:]]
         return FreshBlocks(([*group[:first], *fresh],))
+
+    def strand(self, request: Any, blocks: Any) -> tuple[int, ...]:
+        """The blocks of a load that may never have been made up; nobody else is given them."""
+        name = request.request_id
+        if not self.loads.is_under_way(name):
+            whole = tuple(block.block_id for each in blocks.blocks for block in each)
+            self.loads.begin(LayeredLoad(name, frozenset(request.block_hashes), whole))
+        return self.loads.blocks_of(name)
 
     def hold_stores(self, request: Any) -> None:
         """Have vLLM offer nothing of the request in this step: the manager would refuse it, which

@@ -232,6 +232,21 @@ def refuse_several_nodes(num_nodes: int) -> None:
         )
 
 
+def refuse_non_causal(kv_cache_config: Any) -> None:
+    """vLLM turns its own prefix cache off for such models.
+
+    Raises:
+        SettingError: a token's KV depends on what comes behind it.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs += [each for spec in specs for each in getattr(spec, "kv_cache_specs", {}).values()]
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        raise SettingError(
+            "in this model the KV of a token depends on tokens behind it, so that prompts with the "
+            "same beginning share none: RayKV can't be used with it"
+        )
+
+
 def refuse_unsupported(config: Any) -> None:
     """What is not built yet stops the start instead of giving wrong or no hits.
 

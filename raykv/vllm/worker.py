@@ -306,6 +306,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
         # With `layerwise_loads`: blocks of loads of this step whose end has not been seen.
         self._unseen: dict[int, list[int]] = {}
+        # The layers that have waited for these loads.
+        self._waited: set[str] = set()
         self._numbers: dict[str, int] | None = None
         self._reported_epoch = 0
         self._reported_line = BreakerReport()
@@ -358,6 +360,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         if self._unseen and self._raykv is not None:
             # What is not there is to be known before anybody sees what was computed with it.
             self._raykv.wait_layers(self._unseen, ALL_LAYERS)
+            self._check_that_all_waited()
         received = set(self._stranded)
         self._failed_recving |= self._stranded
         self._stranded.clear()
@@ -375,11 +378,24 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """Wait until the KV of a layer is there, of all prompts that are being loaded."""
         if not self._unseen:
             return
+        self._waited.add(layer_name)
         if not self._unseen.keys() <= self._load_jobs.keys():
             # A load begins behind a layer that wants it: vLLM is not the one that we know.
             self.distrust_loads()
         if self._raykv is not None:
             self._raykv.wait_layers(self._unseen, self._layer_numbers().get(layer_name, ALL_LAYERS))
+
+    def _check_that_all_waited(self) -> None:
+        """A layer that does not call the hook was computed with what was not there yet."""
+        missing = {*self.kv_cache_config.kv_cache_groups[0].layer_names} - self._waited
+        if missing:
+            logger.warning(
+                "layerwise_loads: %d layers (%s) did not wait for their KV, so that the prompt is "
+                "computed anew: leave layerwise_loads out with this model",
+                len(missing),
+                min(missing),
+            )
+            self.distrust_loads()
 
     def _layer_numbers(self) -> dict[str, int]:
         """How many layers of a load are to be there before a layer is computed.
@@ -405,6 +421,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
                 self._load_jobs.pop(job_id, None)
                 self._meta.mark_completed(job_id)
         self._unseen.clear()
+        self._waited.clear()
 
     def _distrust_result(self, result: TransferResult, _request_id: str | None) -> None:
         self._invalid_block_ids.update(self._unseen.get(result.job_id, ()))

@@ -94,6 +94,7 @@ class Side:
         worker._is_durable = worker._by_request = False
         worker._is_layerwise = is_layerwise
         worker._unseen = {}
+        worker._waited = set()
         worker._numbers = None
         worker._reported_epoch = 1
         worker._reported_line = BreakerReport()
@@ -170,7 +171,26 @@ def test_blocks_of_chunks_that_did_not_come_are_invalid_and_the_job_has_ended() 
     side.link.refused = {1: [1]}
     side.begin(a=[1, 2, 3], b=[4])
     side.start()
+    for name in LAYERS:
+        side.layer(name)
     assert side.end() == (set(), {2}, Counter({1: 1, 2: 1}))
+
+
+def test_loads_that_a_layer_has_not_waited_for_are_invalid(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    side = Side()
+    side.begin(a=[1, 2])
+    side.start()
+    for name in LAYERS[:-1]:
+        side.layer(name)
+    assert side.end() == (set(), {1, 2}, Counter({1: 1}))
+    assert f"1 layers ({LAYERS[-1]}) did not wait" in caplog.text
+    # The next step begins anew.
+    side.begin(a=[3])
+    side.start()
+    side.layer(LAYERS[-1])
+    assert side.end()[1] == {3}
 
 
 def test_load_that_never_began_is_invalid_and_has_ended() -> None:

@@ -23,6 +23,7 @@ from raykv.config import load_settings
 from raykv.errors import SettingError
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import refuse_layerwise
+from raykv.vllm.spec import refuse_non_causal
 
 FORM: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 PLAIN = FullAttentionSpec(**FORM)
@@ -43,6 +44,7 @@ def engine(**changed: Any) -> Any:
             kv_load_failure_policy=changed.pop("policy", "recompute"),
             kv_connector=changed.pop("connector", "RayKVConnector"),
         ),
+        "cache_config": SimpleNamespace(cache_dtype=changed.pop("cache_dtype", "auto")),
         "parallel_config": SimpleNamespace(**{**parallel, **changed.pop("parallel", {})}),
     }
     return SimpleNamespace(**{**fields, **changed})
@@ -74,6 +76,7 @@ def test_plain_engine_may_load_by_layer(mode: Any) -> None:
         ({"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}, "cudagraph_mode=FULL_AND"),
         ({"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY}, "cudagraph_mode=FULL_DECODE"),
         ({"policy": "fail"}, "kv_load_failure_policy=fail"),
+        ({"cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype=fp8_per_token_head keeps scales"),
         (
             {
                 "connector": "RayKVHiddenStatesConnector",
@@ -101,6 +104,15 @@ def test_engine_that_could_give_wrong_tokens_is_refused(changed: Any, said: str)
 def test_model_whose_layers_may_not_wait_is_refused(spec: Any) -> None:
     with pytest.raises(SettingError, match=f"can't be had: .* {type(spec).__name__}, .*leave it"):
         check(engine(), groups(spec))
+
+
+def test_model_whose_tokens_depend_on_later_ones_is_refused_with_and_without_it() -> None:
+    refuse_non_causal(groups(PLAIN, SlidingWindowSpec(**FORM, sliding_window=32)))
+    spec = FullAttentionSpec(**FORM, non_causal=True)
+    together = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": PLAIN, "b": spec})
+    for some in (groups(spec), groups(PLAIN, spec), groups(together)):
+        with pytest.raises(SettingError, match="depends on tokens behind it"):
+            refuse_non_causal(some)
 
 
 @pytest.mark.parametrize("count", [0, 2])
