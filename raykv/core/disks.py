@@ -184,7 +184,8 @@ class Disks:
             if not disk.names:
                 self._leaving.popleft()
                 continue
-            self._drop(disk, next(iter(disk.names)))
+            # The last one: to look for the first passes by all that have gone.
+            self._forget(disk, *disk.names.popitem())
             most -= 1
         while self._cleared and most > 0:
             keys = self._cleared[0]
@@ -203,8 +204,11 @@ class Disks:
 
     def _drop(self, disk: _Disk, place: int) -> None:
         name = disk.names.pop(place, None)
-        if name is None:
-            return
+        if name is not None:
+            self._forget(disk, place, name)
+
+    def _forget(self, disk: _Disk, place: int, name: Name) -> None:
+        """A chunk is at no place of a disk any more: nor is it under its name."""
         keys = self._chunks.get(name[0], {})
         known = keys.get(name[1])
         if known is None:

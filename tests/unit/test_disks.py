@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,6 +165,20 @@ def test_disk_that_is_gone_leaves_no_trace_and_is_taken_away_bit_by_bit() -> Non
     disks.lost(NodeId("other"))
     disks.take(report(node="third", stats=DiskStats(), listing=0), {})
     assert not disks.holds_any(MODEL)
+
+
+def test_large_disk_that_is_gone_is_taken_away_in_linear_time() -> None:
+    disks = Disks()
+    count = 250_000
+    disks.take(report(came=[(place, f"{place}") for place in range(1, count + 1)]), {})
+    disks.lost(NodeId("node"))
+    third = report(node="third", stats=DiskStats(), listing=0)
+    began = time.process_time()
+    for _ in range(count // MAX_SWEPT + 1):
+        disks.take(third, {})
+    assert not disks.holds_any(MODEL)
+    # It takes 0.3 s; to pass by all that have gone took more than 20 s.
+    assert time.process_time() - began < 5
 
 
 def test_cleared_namespace_is_found_no_more_and_its_new_chunks_stay() -> None:
