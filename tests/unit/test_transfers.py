@@ -292,3 +292,38 @@ def test_chunks_from_outside_get_slots_where_nobody_has_them(two: Cluster) -> No
     assert (grant.there, grant.nowhere) == (1, 0)
     assert grant.handles.keys == keys[1:]
     assert grant.slot_bytes == [PAGE] * 2
+
+
+def bring(cluster: Cluster, *numbers: int) -> TransferGrant:
+    """One page of an import to node "b"; all of it comes."""
+    count = len(numbers)
+    order = TransferOrder(
+        PROTOCOL_VERSION,
+        f"import-{numbers[0]}",
+        SPACE,
+        "b",
+        [key(number) for number in numbers],
+        [PAGE] * count,
+        import_id="import",
+    )
+    grant = cluster.manager.transfers.lend(order, cluster.now, paused=False)
+    arrive(cluster, grant, *range(len(grant.handles)))
+    end(cluster, *grant.handles.slots, name=order.transfer_id)
+    return grant
+
+
+def test_import_does_not_evict_what_it_has_brought(two: Cluster) -> None:
+    two.store("b", *range(10, 16))
+    two.pin(10, 11, ttl_s=500.0)
+    # There is room for six beside what is pinned.
+    assert bring(two, 20, 21, 22).no_room == 0
+    two.now += 40
+    assert bring(two, 23, 24, 25, 26).no_room == 1
+    two.now += 40
+    assert bring(two, 27, 28, 29).no_room == 3
+    assert two.held("b", *range(10, 30)) == [10, 11, *range(20, 26)]
+    # It is over, or was given up.
+    two.now += 61
+    two.manager.transfers.expire(two.now)
+    assert len(lend(two, 0, 1).handles) == 2
+    assert not two.manager.transfers._imports
