@@ -151,8 +151,8 @@ class Transfers:
         self._transfers[order.transfer_id] = transfer
         if order.import_id in self._imports:
             no_room = {each.key for each in missing} - set(transfer.grant.handles.keys)
-            kept = dict.fromkeys(key for key in keys if key not in no_room)
-            self._imports[order.import_id].keys.update(kept)
+            kept: list[bytes] = [key for key in keys if key not in no_room]
+            self._imports[order.import_id].keys.update(dict.fromkeys(kept))
         return transfer.grant
 
     def _keep_imported(self, order: TransferOrder, node: Node, until: float) -> None:
