@@ -132,6 +132,7 @@ class Transfers:
             missing = sorted(elsewhere, key=lambda each: each.index)
             nowhere = len(found.missing) - len(on_disks)
         transfer = _Transfer(node.node_id, node.epoch, until, TransferGrant(PROTOCOL_VERSION))
+        num_demoted = self._disks.num_demoted(node.node_id)
         lent = self._lend_slots(node, missing, transfer, now)
         transfer.grant = TransferGrant(
             version=PROTOCOL_VERSION,
@@ -146,7 +147,7 @@ class Transfers:
             there=len(keys) - len(missing) - nowhere,
             nowhere=nowhere,
             no_room=len(missing) - len(lent),
-            demoted=self._disks.take_demoted(node.node_id),
+            demoted=self._disks.take_demoted(node.node_id, num_demoted),
         )
         self._transfers[order.transfer_id] = transfer
         if order.import_id in self._imports:

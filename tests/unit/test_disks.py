@@ -287,6 +287,28 @@ def test_offers_are_bounded() -> None:
     assert offered == MAX_DEMOTED
 
 
+def test_what_was_just_evicted_is_taken_whole_and_in_order() -> None:
+    """However little room was told: all of it is overwritten otherwise."""
+    disks = Disks()
+    disks.take(report(stats=DiskStats(path="/disk", room=1)), {})
+    count = MAX_DEMOTED - 1
+    disks.demote(NodeId("node"), evicted("ab"), [0, 1])
+    mark = disks.num_demoted(NodeId("node"))
+    changes = Changes(
+        False,
+        MODEL,
+        [f"{number}".encode() for number in range(count)],
+        list(range(count)),
+        [3] * count,
+        hits=[0] * count,
+    )
+    disks.demote(NodeId("node"), changes, range(count))
+    # Of the oldest one is lost, the other waits.
+    assert disks.take_demoted(NodeId("node"), mark).keys == changes.keys
+    assert disks.take_demoted(NodeId("node"), 0).keys == [b"b"]
+    assert len(disks.take_demoted(NodeId("nobody"), 0)) == 0
+
+
 def test_disk_that_can_not_be_written_is_not_open() -> None:
     disks = Disks()
     disks.take(report(stats=DiskStats(path="/disk", problem="it is full")), {})

@@ -145,6 +145,19 @@ def test_what_is_evicted_for_a_transfer_goes_to_the_disk_with_the_grant(two: Clu
     assert lend(two, 1, name="next").demoted.keys not in ([], grant.demoted.keys)
 
 
+def test_grant_carries_what_was_evicted_for_it_and_nothing_older(two: Cluster) -> None:
+    put_on_disk(two, "b", 20)
+    # Two more than there is room for: the first two wait for the disk's next report.
+    two.store("b", *range(10, 18))
+    two.sync("b", {0: 2})
+    grant = lend(two, 0, 1)
+    assert grant.demoted.slots == grant.handles.slots
+    assert len(grant.demoted) == 2
+    waiting = two.manager._disks.take_demoted(NodeId("b"), 0)
+    assert len(waiting) == 2
+    assert not {*waiting.keys} & {*grant.demoted.keys}
+
+
 def test_what_a_disk_does_not_have_any_more_is_forgotten(two: Cluster) -> None:
     put_on_disk(two, "b", 7)
     lend(two, 7)
