@@ -339,7 +339,7 @@ class NodeActor:
     @ray.method(concurrency_group="demote")
     def demote(self, raw: bytes, deadline_s: float) -> bool:
         """`Demotions`: have chunks written that others are about to take the place of; False if the
-        disk has not copied all of them out of their slots in time.
+        disk has not copied all of them out of their slots in time, or can't be written.
         """
         if self._refusal or self._disk is None:
             return False
