@@ -209,6 +209,20 @@ def test_tokens_behind_a_gap_do_not_count_as_on_disk() -> None:
     assert (found.nodes[0].tokens, found.nodes[0].tokens_with_disk) == (0, 32)
 
 
+def test_chunks_before_a_window_are_not_read_from_a_disk() -> None:
+    scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), (FULL, WINDOW))
+    tokens = list(range(128))
+    keys = scheme.chunks(tokens)
+    on_disk = {*keys[WINDOW][:3]}
+
+    def nodes_with(asked: Sequence[bytes]) -> list[Collection[str]]:
+        return [{"a/disk"} if key in on_disk else {"a"} for key in asked]
+
+    found = look_up(SPACE, scheme, tokens, PromptTraits(), nodes_with)
+    # The window is the last two chunks of four.
+    assert (found.cached_tokens, found.disk_tokens) == (128, 32)
+
+
 def test_lookup_of_a_prompt_without_a_whole_chunk_finds_nothing() -> None:
     found = look_up(SPACE, scheme_of(SPACE), [1] * 31, PromptTraits(), lambda _: [])
     assert (found.cached_tokens, found.nodes, found.chunks) == (0, [], [])
