@@ -83,6 +83,7 @@ def choose_namespace(
     spaces: Sequence[NamespaceStatus], model: str | None, beginning: str | None
 ) -> NamespaceStatus:
     """The one namespace of a model, or whose name begins so; the only one if neither is named.
+    What only lies on disks is meant where there is no other.
 
     Raises:
         ClusterError: there is none, or there are several.
@@ -93,6 +94,8 @@ def choose_namespace(
         if space.namespace.startswith(beginning or "")
         and (model is None or _is_called(space.model, model))
     ]
+    if len(found) > 1:
+        found = [space for space in found if space.chunks or space.engines] or found
     if len(found) == 1:
         return found[0]
     wanted = f"of model {model!r}" if model else f"that begins with {beginning!r}"

@@ -149,6 +149,14 @@ def test_namespace_that_is_not_the_only_one_is_refused(
 # Lookups
 
 
+def test_namespace_that_only_disks_have_is_chosen_where_there_is_no_other() -> None:
+    old, new = NamespaceStatus("5f0c", "tiny"), NamespaceStatus("77ab", "tiny", engines=1)
+    assert choose_namespace([old, new], None, None) is new
+    assert choose_namespace([old, new], "tiny", None) is new
+    assert choose_namespace([old, new], None, "5f") is old
+    assert choose_namespace([old], None, None) is old
+
+
 def test_lookup_says_where_each_chunk_is_and_how_much_each_node_could_load() -> None:
     tokens = list(range(4 * 32 + 5))
     scheme = scheme_of(SPACE)
