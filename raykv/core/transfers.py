@@ -26,7 +26,17 @@ from raykv.core.pins import Pins
 from raykv.core.table import ChunkTable, Found, Lease, Name
 from raykv.messages import PROTOCOL_VERSION, Handles, Replicas
 from raykv.operation_types import Released, ReleaseOrder, TransferEnd, TransferGrant, TransferOrder
-from raykv.types import EngineId, Epoch, Generation, Key, Namespace, NodeId, Slot, group_of
+from raykv.types import (
+    SLOT_ALIGNMENT,
+    EngineId,
+    Epoch,
+    Generation,
+    Key,
+    Namespace,
+    NodeId,
+    Slot,
+    group_of,
+)
 
 OWNER = EngineId("transfers")
 """Who has the leases of all transfers."""
@@ -196,10 +206,13 @@ class Transfers:
     def _on_disks(
         self, namespace: Namespace, keys: Sequence[Key], found: Found
     ) -> Iterator[_Missing]:
-        """The chunks that are in no pool and on some disk, in order."""
+        """The chunks that are in no pool and on some disk, in order; none of which no slot can
+        have the size that is told.
+        """
         for index in found.missing:
-            for each in self._disks.find(namespace, keys[index])[:1]:
-                yield _Missing(index, keys[index], each.num_bytes, is_on_disk=True)
+            told = [each.num_bytes for each in self._disks.find(namespace, keys[index])]
+            for size in [each for each in told if each > 0 and each % SLOT_ALIGNMENT == 0][:1]:
+                yield _Missing(index, keys[index], size, is_on_disk=True)
 
     def _brought(
         self, order: TransferOrder, namespace: Namespace, node: Node

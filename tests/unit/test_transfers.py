@@ -44,12 +44,12 @@ def lend(
     return grant
 
 
-def put_on_disk(cluster: Cluster, node: str, *numbers: int) -> None:
+def put_on_disk(cluster: Cluster, node: str, *numbers: int, size: int = PAGE) -> None:
     """At the first places of a disk that was not known before."""
     count = len(numbers)
     places = list(range(1, count + 1))
     came = DiskChunks(
-        [SPACE], [0] * count, [key(n) for n in numbers], places, [5] * count, [PAGE] * count
+        [SPACE], [0] * count, [key(n) for n in numbers], places, [5] * count, [size] * count
     )
     cluster.report(node, disk=DiskNews(1, 0, count, came))
 
@@ -130,6 +130,18 @@ def test_chunks_that_are_only_on_disks_get_slots_and_sources(two: Cluster) -> No
     end(two, *grant.handles.slots[:1], grant.handles.slots[2])
     again = lend(two, 7, 0, 8, name="next")
     assert (again.there, again.handles.keys) == (2, [key(0)])
+
+
+@pytest.mark.parametrize("size", [0, -PAGE, 1, PAGE + 1, 1 << 62])
+def test_chunk_on_a_disk_that_fits_no_slot_is_not_lent_for(two: Cluster, size: int) -> None:
+    put_on_disk(two, "a", 7, size=size)
+    grant = lend(two, 7, 0)
+    assert grant.handles.keys == [key(0)]
+    assert grant.nowhere + grant.no_room == 1
+    # Another disk may say something that can be.
+    put_on_disk(two, "b", 7)
+    if size % PAGE or size <= 0:
+        assert lend(two, 7, name="next").handles.keys == [key(7)]
 
 
 def test_what_is_evicted_for_a_transfer_goes_to_the_disk_with_the_grant(two: Cluster) -> None:
