@@ -403,6 +403,31 @@ def test_slab_that_gets_another_slot_size_is_offered_before_it_is_used(desk: Des
     assert sorted(desk.sync().removed.keys) == [b"a", b"b", b"c", b"d"]
 
 
+def test_import_beside_another_slot_size_stops_at_its_share(desk: Desk) -> None:
+    desk.store("abcdefgh")
+    lent = []
+    for number in range(3):
+        order = TransferOrder(
+            PROTOCOL_VERSION,
+            f"t{number}",
+            MODEL,
+            "node",
+            [b"%d" % number],
+            [2 * PAGE],
+            import_id="import",
+        )
+        grant = desk.manager.transfers.lend(order, desk.now, paused=False)
+        lent.append(len(grant.handles))
+        columns = (grant.handles.keys, grant.handles.slots, grant.handles.generations)
+        count = len(grant.handles)
+        rows = Inventory([str(MODEL)], [0] * count, *columns, grant.slot_bytes)
+        desk.report(stored=rows)
+    # One of two slabs, with two of them; what it has brought stays.
+    assert lent == [1, 1, 0]
+    for number in range(2):
+        assert desk.manager.holds(NodeId("node"), MODEL, Key(b"%d" % number)) is not None
+
+
 def test_what_another_pool_has_is_not_offered(desk: Desk) -> None:
     desk.store("abcdefgh")
     copy = Inventory([str(MODEL)], [0], [b"a"], [0], [1 << 40], [PAGE])
