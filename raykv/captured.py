@@ -38,6 +38,8 @@ PART_SUFFIX = ".part"
 _HEAD = b"RayKV hidden states\n"
 _WHOLE = b"whole\n"
 _MOST_TEXT = 4096
+_MOST_NOTES = 64
+"""One per folder; what is there stays, since somebody may look for it."""
 
 Raw = npt.NDArray[Any]
 
@@ -105,13 +107,19 @@ def promise(path: str) -> int:
 
     Raises:
         OSError: the folder can't be made or written to, which readers will hear; or the file is
-            being written, or read, now.
+            being written, or read, now; or there is something else about this file only.
     """
+    parent = Path(path).parent
     try:
-        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        _note(path, error)
+        raise
+    try:
         fd = os.open(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        _note(path, error.strerror or str(error))
+        if not os.access(parent, os.W_OK | os.X_OK):
+            _note(path, error)
         raise
     try:
         with contextlib.suppress(OSError):
@@ -133,25 +141,28 @@ def _note_of(path: str) -> Path:
     return folder / hashlib.sha256(os.fsencode(Path(path).absolute().parent)).hexdigest()[:32]
 
 
-def _note(path: str, reason: str) -> None:
-    """Note it; if that can't be, the server's log has it."""
+def _note(path: str, error: OSError) -> None:
+    """Note it; if that can't be, or there are too many notes, the server's log has it."""
+    reason = " ".join((error.strerror or str(error)).split())[: _MOST_TEXT // 8]
     with contextlib.suppress(OSError):
         note = _note_of(path)
         note.parent.mkdir(mode=0o700, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         if not _is_own(note.parent):
             return
+        if not note.exists() and sum(1 for _ in note.parent.iterdir()) >= _MOST_NOTES:
+            return
         fd = os.open(note, flags, 0o600)
         try:
-            os.write(fd, " ".join(reason.split())[: _MOST_TEXT // 8].encode())
+            os.write(fd, reason.encode())
         finally:
             os.close(fd)
 
 
 def _noted(path: str) -> str:
     """What is noted; empty if that is nothing."""
-    note = _note_of(path)
     with contextlib.suppress(OSError):
+        note = _note_of(path)
         if _is_own(note.parent):
             return note.read_text(errors="replace")[:_MOST_TEXT]
     return ""

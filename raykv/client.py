@@ -88,9 +88,9 @@ class Cluster(Operations):
         it after a second, if there are any: they are waited for, 15 s at most.
 
         Raises:
-            ClusterError: RayKV does not run here, or there is no such namespace; or a node's disk
-                could not note it: should all of RayKV end now, what is there may come back. So it
-                may for a node that does not answer at all, which is no error.
+            ClusterError: RayKV does not run here, or there is no such namespace; or a node has not
+                said that its disk has noted it: should all of RayKV end now, what is there may come
+                back. So it may for a NodeActor that is dead, which is no error.
         """
         scheduler = self._scheduler()
         if namespace is not None:

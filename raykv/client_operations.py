@@ -243,7 +243,8 @@ class Operations(Shipping):
         Raises:
             ClusterError: nothing is lent now.
         """
-        give_up_at = time.monotonic() + min(deadline_s, TRANSFER_EARLY_S)
+        began = time.monotonic()
+        give_up_at = began + min(deadline_s, TRANSFER_EARLY_S)
         grant = receive(self._ask("lend", encode(order)), TransferGrant, SCHEDULER, HERE)
         while grant.is_early and time.monotonic() < give_up_at:
             time.sleep(TRANSFER_LOOK_S)
@@ -255,9 +256,12 @@ class Operations(Shipping):
         refusals = Counter(so_far.refusals)
         try:
             if len(grant.demoted):
-                _demote(grant.demoted, order.node_id)
-            if len(grant.handles):
-                fetched = _fetch(grant, order.node_id, order.namespace, deadline_s)
+                _demote(grant.demoted, order.node_id, deadline_s - (time.monotonic() - began))
+            left_s = deadline_s - (time.monotonic() - began)
+            if len(grant.handles) and left_s <= 0:
+                refusals[Refusal.TOO_LATE.name] += len(grant.handles)
+            elif len(grant.handles):
+                fetched = _fetch(grant, order.node_id, order.namespace, left_s)
                 refusals.update(Refusal(each).name for each in fetched.refusals if each)
         except (RayKVError, ray.exceptions.RayError) as error:
             refusals[first_line(cause_of(error))] += len(grant.handles)
@@ -370,17 +374,25 @@ class Operations(Shipping):
         return found[0]
 
 
-def _demote(demoted: Demotions, node_id: str) -> None:
+def _demote(demoted: Demotions, node_id: str, deadline_s: float) -> None:
     """Have chunks copied for a node's disk; that it does not work is logged only."""
     actor = cluster.find_node_actor(node_id)
-    if actor is None:
+    deadline_s = min(deadline_s, TRANSFER_DEMOTE_S)
+    if actor is None or deadline_s <= 0:
         return
+    what = "it has a problem, or no room for them, or was too slow"
     try:
-        waiting = actor.demote.remote(encode(demoted), TRANSFER_DEMOTE_S)
-        ray.get(waiting, timeout=TRANSFER_DEMOTE_S + CLIENT_S)
+        waiting = actor.demote.remote(encode(demoted), deadline_s)
+        if ray.get(waiting, timeout=deadline_s + FETCH_GRACE_S):
+            return
     except ray.exceptions.RayError as error:
         what = first_line(cause_of(error))
-        logger.warning("%d evicted chunks did not get to the disk: %s", len(demoted), what)
+    logger.warning(
+        "not all of %d evicted chunks got to the disk of node %s: %s",
+        len(demoted),
+        node_id[:12],
+        what,
+    )
 
 
 def _fetch(grant: TransferGrant, node_id: str, namespace: str, deadline_s: float) -> FetchResult:

@@ -144,6 +144,9 @@ DISK_GIVE_WAY_S = 1.0
 DISK_GIVE_WAY_LOOK_S = 0.02
 """Between two looks at whether they have."""
 
+DISK_CLAIM_LOOK_S = 0.01
+"""A folder of the disk tier that is held is tried once more: who only looks holds it for less."""
+
 DISK_RETRY_S = 15.0
 """After a write that failed, and while there is no room: then it is tried again."""
 

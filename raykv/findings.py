@@ -52,7 +52,7 @@ class LimitFacts(msgspec.Struct, frozen=True):
 
 
 class UnownedFolder(msgspec.Struct, frozen=True):
-    """A folder under `disk_path` that no process holds, last written to `age_s` ago."""
+    """A folder under `disk_path` that no process holds, last written to or taken `age_s` ago."""
 
     path: str
     num_bytes: int

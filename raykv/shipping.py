@@ -219,9 +219,10 @@ class Shipping:
         deadline_s: float = IMPORT_S,
         watch: Watch = lambda _: None,
     ) -> TransferResult:
-        """Bring the chunks of files into a node's pool, the first ones of as many as it can hold
-        together. What does not come is no error: the result counts it, as `no_room` what is beyond
-        that.
+        """Bring the chunks of files into a node's pool, the first ones of as many as it has room
+        for beside what is pinned or in use there. Others are evicted for them; what the import has
+        brought is not, until it is over. What does not come is no error: the result counts it, as
+        `no_room` what is beyond that.
 
         Args:
             path: what `export_chunks` has written, where this process can read it.
@@ -239,7 +240,7 @@ class Shipping:
         refuse_foreign(files, self.status().spaces)
         target = self._node(node_id) if node_id else self._roomiest()
         asked = sum(len(file.chunks) for file in files)
-        # More would put the first ones out again.
+        # More can't come, and need not be asked for.
         files = first_that_fit(files, self._geometry(target))
         no_room = asked - sum(len(file.chunks) for file in files)
         result = TransferResult(asked=asked, no_room=no_room)
@@ -262,6 +263,7 @@ class Shipping:
                         target,
                         [chunk.key for chunk in page],
                         [chunk.num_bytes for chunk in page],
+                        import_id=name,
                     )
                     left_s = min(left_s, TRANSFER_S)
                     result = self._fetch_lent(order, _only(source), left_s, result)
@@ -395,7 +397,7 @@ def _paths(path: Path) -> list[Path]:
 
 
 def first_that_fit(files: Sequence[ChunkFile], geometry: PoolGeometry | None) -> list[ChunkFile]:
-    """The first chunks of files, as many as a pool holds together."""
+    """The first chunks of files, as many as a pool holds together if nothing else is in it."""
     if geometry is None:
         return list(files)
     sizes = (chunk.num_bytes for file in files for chunk in file.chunks)

@@ -210,7 +210,7 @@ def note_clearing(
     `watch` is told the nodes that have not answered after a second, if there are any.
 
     Raises:
-        ClusterError: a node says that its disk could not note it in time.
+        ClusterError: a node that is alive has not said in time that its disk has noted it.
     """
     actors = node_actors()
     told = dict(cleared)
@@ -223,14 +223,17 @@ def note_clearing(
         deadline_s + KEEP_GRACE_S,
         lambda waiting: watch([name.removeprefix(names.NODE_PREFIX) for name in waiting]),
     )
-    # One that is dead, or frozen, hears of it when it is back, if anybody is left to tell it.
-    late = [
-        name.removeprefix(names.NODE_PREFIX) for name in answers if answers[name].value is False
-    ]
-    if late:
+    # One that is dead hears of it when it is back, if anybody is left to tell it.
+    late = {
+        name.removeprefix(names.NODE_PREFIX)
+        for name, answer in answers.items()
+        if answer.value is not True and not answer.is_dead
+    }
+    if late and (late := late & {node.node_id for node in live_nodes()}):
         raise ClusterError(
-            f"cleared, but the disks of {', '.join(late)} could not note it yet: `raykv status` "
-            "says why. Should all of RayKV end now, what is there may come back"
+            f"cleared, but the disks of {', '.join(sorted(late))} have not noted it yet: `raykv "
+            "status` or `raykv doctor` say why. Should all of RayKV end now, what is there may "
+            "come back"
         )
 
 

@@ -30,11 +30,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question, or why there is none. `came_at` is in Unix seconds."""
+    """To one question, or why there is none. `came_at` is in Unix seconds.
+
+    `is_dead`: Ray says that nobody is there to answer.
+    """
 
     value: Any = None
     error: str = ""
     came_at: float = 0.0
+    is_dead: bool = False
 
 
 def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
@@ -145,7 +149,8 @@ def ask_all(
             try:
                 answers[refs[ref]] = Answer(ray.get(ref, timeout=DOCTOR_TAKE_S), came_at=came_at)
             except Exception as error:
-                answers[refs[ref]] = Answer(error=first_line(error))
+                is_dead = isinstance(error, ray.exceptions.RayActorError)
+                answers[refs[ref]] = Answer(error=first_line(error), is_dead=is_dead)
     for ref in waiting:
         answers[refs[ref]] = Answer(error=f"no answer within {deadline_s:g} s")
     return answers

@@ -145,8 +145,11 @@ class DiskTier:
         if len(order.demoted):
             self.demote(order.demoted)
 
-    def demote(self, demoted: Demotions) -> None:
-        """Have chunks written that the pool gives up, as long as their bytes are there."""
+    def demote(self, demoted: Demotions) -> bool:
+        """Have chunks written that the pool gives up, as long as their bytes are there; False if
+        too many wait already, so that some of these are lost.
+        """
+        num_lost = 0
         columns = zip(
             demoted.namespace_index,
             demoted.keys,
@@ -162,17 +165,22 @@ class DiskTier:
                     if len(self._queue) < MAX_QUEUED:
                         self._queue.append(name)
                         self._num_queued += 1
+                    else:
+                        num_lost += 1
         self._wake.set()
+        return not num_lost
 
     def demote_now(self, demoted: Demotions, deadline_s: float) -> bool:
-        """`demote`, and wait until the chunks are copied; False if the time has passed."""
-        self.demote(demoted)
+        """`demote`, and wait until the chunks are copied; False if the time has passed, if some
+        were lost, or if nothing can be written now.
+        """
+        has_room = self.demote(demoted)
         give_up_at = time.monotonic() + deadline_s
         with self._lock:
             wanted = self._num_queued
         while self._num_left < wanted and time.monotonic() < give_up_at:
             self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
-        return self._num_left >= wanted
+        return has_room and self._num_left >= wanted and not self._state.problem
 
     def clear(self, cleared: Mapping[str, int]) -> None:
         """Chunks of namespaces up to some generations are worth nothing."""

@@ -91,7 +91,7 @@ MAX_PAGE = MAX_KEYS // 2
 """Chunks per report: with namespace and size columns they stay under 100 KiB."""
 
 
-CONCURRENCY = {"fetch": 4, "read": 4, "host": 1, "keep": 1, "states": 8}
+CONCURRENCY = {"fetch": 4, "read": 4, "host": 1, "demote": 1, "keep": 1, "states": 8}
 """Threads of the actor for each; further calls wait their turn."""
 
 
@@ -336,10 +336,10 @@ class NodeActor:
         self._disk.clear(cleared)
         return self._disk.wait_for_clearings(deadline_s)
 
-    @ray.method(concurrency_group="host")
+    @ray.method(concurrency_group="demote")
     def demote(self, raw: bytes, deadline_s: float) -> bool:
         """`Demotions`: have chunks written that others are about to take the place of; False if the
-        disk has not copied all of them out of their slots in time.
+        disk has not copied all of them out of their slots in time, or can't be written.
         """
         if self._refusal or self._disk is None:
             return False

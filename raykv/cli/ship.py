@@ -68,7 +68,7 @@ def import_chunks(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Bring exported chunks into a node's pool: the first ones, if it can't hold all of them.
+    """Bring exported chunks into a node's pool: the first ones, if it has no room for all.
 
     Refused if no engine here can use them. Exit code 1 if some of them did not come.
 
@@ -87,8 +87,8 @@ def import_chunks(
             say(f"{count:,}: {reason}", "red")
         if found.no_room:
             say(
-                f"for {found.no_room:,} there was no room: the pool can't hold more of them at a "
-                "time, and those come that are first in the files",
+                f"for {found.no_room:,} there was no room: the pool can give up no more for them, "
+                "and those come that are first in the files",
                 "red",
             )
     raise typer.Exit(ExitCode.NOT_WELL if found.failed else ExitCode.OK)

@@ -115,14 +115,14 @@ class Catalog:
         return found
 
     def namespaces(self) -> list[NamespaceStatus]:
-        """All that have chunks or engines."""
+        """All that have chunks, be it only on disks, or engines."""
         counts = self.counts()
         engines: dict[str, int] = {}
         for engine in self._engines.values():
             engines[engine.namespace] = engines.get(engine.namespace, 0) + 1
         return [
             self._status(Namespace(name), counts.get(name, 0), engines.get(name, 0))
-            for name in sorted({*counts, *engines})
+            for name in sorted({*counts, *engines, *self._disks.namespaces()})
         ]
 
     def _status(self, name: Namespace, chunks: int, engines: int) -> NamespaceStatus:

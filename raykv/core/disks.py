@@ -69,7 +69,10 @@ class DiskStretch:
 
 @dataclass(slots=True)
 class _Disk:
-    """Of one life of a NodeActor. `names` by place; `places` has some that are gone, too."""
+    """Of one life of a NodeActor. `names` by place; `places` has some that are gone, too.
+
+    `num_demoted` counts all that ever waited in `demoted`.
+    """
 
     epoch: Epoch
     listing: int
@@ -80,6 +83,7 @@ class _Disk:
     demoted: deque[tuple[Namespace, Key, int, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_DEMOTED)
     )
+    num_demoted: int = 0
     stats: DiskStats = field(default_factory=DiskStats)
 
     def add(self, place: int, name: Name) -> None:
@@ -132,12 +136,21 @@ class Disks:
         disk.forget_stale()
         return DiskOrder(disk.listing, disk.heard, self._demotions(disk))
 
-    def take_demoted(self, node_id: NodeId) -> Demotions:
-        """What waits to be offered to a node's disk, before the next report if somebody carries it
-        there; as much as one answer has room for.
+    def num_demoted(self, node_id: NodeId) -> int:
+        """How many chunks were ever to be offered to a node's disk, as it is known now."""
+        disk = self._disks.get(node_id)
+        return 0 if disk is None else disk.num_demoted
+
+    def take_demoted(self, node_id: NodeId, since: int) -> Demotions:
+        """What waits to be offered to a node's disk since `num_demoted` was that, for somebody who
+        carries it there before the next report. All of it, be it as much as a slab of small chunks:
+        what is left behind is overwritten.
         """
         disk = self._disks.get(node_id)
-        return Demotions() if disk is None else self._demotions(disk)
+        if disk is None:
+            return Demotions()
+        count = min(len(disk.demoted), disk.num_demoted - since)
+        return _columns([disk.demoted.pop() for _ in range(count)][::-1])
 
     def _apply(
         self,
@@ -184,7 +197,8 @@ class Disks:
             if not disk.names:
                 self._leaving.popleft()
                 continue
-            self._drop(disk, next(iter(disk.names)))
+            # The last one: to look for the first passes by all that have gone.
+            self._forget(disk, *disk.names.popitem())
             most -= 1
         while self._cleared and most > 0:
             keys = self._cleared[0]
@@ -203,8 +217,11 @@ class Disks:
 
     def _drop(self, disk: _Disk, place: int) -> None:
         name = disk.names.pop(place, None)
-        if name is None:
-            return
+        if name is not None:
+            self._forget(disk, place, name)
+
+    def _forget(self, disk: _Disk, place: int, name: Name) -> None:
+        """A chunk is at no place of a disk any more: nor is it under its name."""
         keys = self._chunks.get(name[0], {})
         known = keys.get(name[1])
         if known is None:
@@ -238,18 +255,11 @@ class Disks:
             if not is_there and (evicted.hits[at] or not disk.stats.is_full):
                 handle = evicted.slots[at], evicted.generations[at]
                 disk.demoted.append((evicted.namespace, key, *handle))
+                disk.num_demoted += 1
 
     def _demotions(self, disk: _Disk) -> Demotions:
         count = min(len(disk.demoted), disk.stats.room, MAX_ORDERED)
-        rows = [disk.demoted.popleft() for _ in range(count)]
-        namespaces, namespace_index = namespace_column([row[0] for row in rows])
-        return Demotions(
-            namespaces=namespaces,
-            namespace_index=namespace_index,
-            keys=[row[1] for row in rows],
-            slots=[row[2] for row in rows],
-            generations=[row[3] for row in rows],
-        )
+        return _columns([disk.demoted.popleft() for _ in range(count)])
 
     # Questions
 
@@ -364,3 +374,14 @@ class Disks:
         for disk in self._disks.values():
             assert disk.places == sorted(set(disk.places)), disk.places
             assert disk.names.keys() <= set(disk.places), disk.names.keys() - set(disk.places)
+
+
+def _columns(rows: Sequence[tuple[Namespace, Key, int, int]]) -> Demotions:
+    namespaces, namespace_index = namespace_column([row[0] for row in rows])
+    return Demotions(
+        namespaces=namespaces,
+        namespace_index=namespace_index,
+        keys=[row[1] for row in rows],
+        slots=[row[2] for row in rows],
+        generations=[row[3] for row in rows],
+    )

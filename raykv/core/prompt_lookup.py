@@ -83,6 +83,7 @@ def choose_namespace(
     spaces: Sequence[NamespaceStatus], model: str | None, beginning: str | None
 ) -> NamespaceStatus:
     """The one namespace of a model, or whose name begins so; the only one if neither is named.
+    What only lies on disks is meant where there is no other.
 
     Raises:
         ClusterError: there is none, or there are several.
@@ -93,6 +94,8 @@ def choose_namespace(
         if space.namespace.startswith(beginning or "")
         and (model is None or _is_called(space.model, model))
     ]
+    if len(found) > 1:
+        found = [space for space in found if space.chunks or space.engines] or found
     if len(found) == 1:
         return found[0]
     wanted = f"of model {model!r}" if model else f"that begins with {beginning!r}"
@@ -154,7 +157,7 @@ def look_up(
             key=lambda each: (-each.tokens, -each.tokens_with_disk, -each.chunks, each.node_id),
         ),
         chunks=chunks,
-        disk_tokens=_tokens_on_disk(chunks, cached_tokens),
+        disk_tokens=_tokens_on_disk(chunks, scheme.groups, cached_tokens),
     )
 
 
@@ -173,11 +176,18 @@ def _prefix(
     )
 
 
-def _tokens_on_disk(chunks: Sequence[PromptChunk], cached_tokens: int) -> int:
-    """Of the first tokens, those of which a chunk is in no pool, of whatever group."""
+def _tokens_on_disk(
+    chunks: Sequence[PromptChunk], groups: Sequence[ChunkGroup], cached_tokens: int
+) -> int:
+    """Of the first tokens, those of which a chunk is in no pool, of whatever group that needs it:
+    one with a window looks back from the last of them.
+    """
+    windows = {each.group: each.window for each in groups}
     tokens: set[int] = set()
     for chunk in chunks:
-        if chunk.disks and not chunk.nodes:
+        window, size = windows[chunk.group], chunk.end_token - chunk.first_token
+        needed_from = 0 if window is None else cached_tokens - window * size
+        if chunk.disks and not chunk.nodes and chunk.first_token >= needed_from:
             tokens.update(range(chunk.first_token, min(chunk.end_token, cached_tokens)))
     return len(tokens)
 

@@ -26,7 +26,17 @@ from raykv.core.pins import Pins
 from raykv.core.table import ChunkTable, Found, Lease, Name
 from raykv.messages import PROTOCOL_VERSION, Handles, Replicas
 from raykv.operation_types import Released, ReleaseOrder, TransferEnd, TransferGrant, TransferOrder
-from raykv.types import EngineId, Epoch, Generation, Key, Namespace, NodeId, Slot, group_of
+from raykv.types import (
+    SLOT_ALIGNMENT,
+    EngineId,
+    Epoch,
+    Generation,
+    Key,
+    Namespace,
+    NodeId,
+    Slot,
+    group_of,
+)
 
 OWNER = EngineId("transfers")
 """Who has the leases of all transfers."""
@@ -48,6 +58,14 @@ class _Transfer:
     until: float
     grant: TransferGrant
     leases: list[tuple[Slot, Generation]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Import:
+    """What the pages of one import have brought, or were lent slots for, or found there."""
+
+    until: float
+    keys: dict[bytes, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -92,6 +110,7 @@ class Transfers:
         self._generations = generations
         self._lease_s = lease_s
         self._transfers: dict[str, _Transfer] = {}
+        self._imports: dict[str, _Import] = {}
 
     def lend(self, order: TransferOrder, now: float, *, paused: bool) -> TransferGrant:
         """Lease slots of a node for chunks that it lacks and others have.
@@ -115,6 +134,7 @@ class Transfers:
         found = self._table.ask(
             namespace, keys, tuple(self._nodes), [node.node_id], MAX_SOURCES, until
         )
+        self._keep_imported(order, node, until)
         missing, nowhere = list(self._brought(order, namespace, node)), 0
         if not order.slot_bytes:
             on_disks = list(self._on_disks(namespace, keys, found))
@@ -122,6 +142,7 @@ class Transfers:
             missing = sorted(elsewhere, key=lambda each: each.index)
             nowhere = len(found.missing) - len(on_disks)
         transfer = _Transfer(node.node_id, node.epoch, until, TransferGrant(PROTOCOL_VERSION))
+        num_demoted = self._disks.num_demoted(node.node_id)
         lent = self._lend_slots(node, missing, transfer, now)
         transfer.grant = TransferGrant(
             version=PROTOCOL_VERSION,
@@ -136,10 +157,24 @@ class Transfers:
             there=len(keys) - len(missing) - nowhere,
             nowhere=nowhere,
             no_room=len(missing) - len(lent),
-            demoted=self._disks.take_demoted(node.node_id),
+            demoted=self._disks.take_demoted(node.node_id, num_demoted),
         )
         self._transfers[order.transfer_id] = transfer
+        if order.import_id in self._imports:
+            no_room = {each.key for each in missing} - set(transfer.grant.handles.keys)
+            kept: list[bytes] = [key for key in keys if key not in no_room]
+            self._imports[order.import_id].keys.update(dict.fromkeys(kept))
         return transfer.grant
+
+    def _keep_imported(self, order: TransferOrder, node: Node, until: float) -> None:
+        """What an import has brought so far must not be evicted for what is still to come."""
+        if not order.import_id:
+            return
+        if order.import_id not in self._imports and len(self._imports) >= MAX_TRANSFERS:
+            del self._imports[next(iter(self._imports))]
+        known = self._imports.setdefault(order.import_id, _Import(until))
+        known.until = until
+        node.book.table.pin(Namespace(order.namespace), list(known.keys), until)
 
     def _objection(self, node: Node, now: float, *, paused: bool) -> str:
         if paused:
@@ -171,10 +206,13 @@ class Transfers:
     def _on_disks(
         self, namespace: Namespace, keys: Sequence[Key], found: Found
     ) -> Iterator[_Missing]:
-        """The chunks that are in no pool and on some disk, in order."""
+        """The chunks that are in no pool and on some disk, in order; none of which no slot can
+        have the size that is told.
+        """
         for index in found.missing:
-            for each in self._disks.find(namespace, keys[index])[:1]:
-                yield _Missing(index, keys[index], each.num_bytes, is_on_disk=True)
+            told = [each.num_bytes for each in self._disks.find(namespace, keys[index])]
+            for size in [each for each in told if each > 0 and each % SLOT_ALIGNMENT == 0][:1]:
+                yield _Missing(index, keys[index], size, is_on_disk=True)
 
     def _brought(
         self, order: TransferOrder, namespace: Namespace, node: Node
@@ -266,6 +304,9 @@ class Transfers:
             if transfer.until <= now:
                 self._free(transfer)
                 del self._transfers[transfer_id]
+        for import_id, known in list(self._imports.items()):
+            if known.until <= now:
+                del self._imports[import_id]
 
     def release(self, order: ReleaseOrder) -> Released:
         """Give up replicas elsewhere; those stay that are pinned where they are, while the one on

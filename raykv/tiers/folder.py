@@ -17,6 +17,7 @@ import itertools
 import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from raykv.deadlines import DISK_CLAIM_LOOK_S
 from raykv.errors import ChunkFileError, DiskError
 from raykv.findings import UnownedFolder
 from raykv.tiers.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
@@ -155,13 +157,14 @@ class TierFolder:
 
     def close(self) -> None:
         """Another process may have the folder now."""
+        _note_held(self._lock)
         os.close(self._lock)
 
 
 def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
     """Folders with something in them that nobody holds: a node that starts takes over the first.
 
-    Nothing is changed. Each is held for an instant, and a node that starts in it takes another.
+    Nothing is changed. Each is held for an instant; a node that starts in it waits for that.
 
     Args:
         root: where tiers have their folders.
@@ -177,7 +180,9 @@ def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
                 continue
             files = [each.stat() for each in lock.parent.iterdir() if each != lock]
             if num_bytes := sum(each.st_size for each in files):
-                age_s = max(0.0, now - max(each.st_mtime for each in files))
+                # Who holds it notes that in the lock, and may have nothing to write for days.
+                since = max(each.st_mtime for each in [lock.stat(), *files])
+                age_s = max(0.0, now - since)
                 found.append(UnownedFolder(str(lock.parent), num_bytes, age_s))
     return found
 
@@ -206,12 +211,30 @@ def _claim(root: Path) -> tuple[Path, int]:
         path.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            continue
+            is_ours = _try_lock(fd)
+            if not is_ours:
+                # Perhaps somebody only looks; its chunks are worth the wait.
+                time.sleep(DISK_CLAIM_LOOK_S)
+                is_ours = _try_lock(fd)
         except OSError:
             os.close(fd)
             raise
-        return path, fd
+        if is_ours:
+            _note_held(fd)
+            return path, fd
+        os.close(fd)
     raise DiskError(f"disk_path={str(root)!r} has {MAX_FOLDERS} folders, all of them in use")
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _note_held(lock: int) -> None:
+    """The folder is held now: it counts as left from then on only."""
+    with suppress(OSError):
+        os.utime(lock)

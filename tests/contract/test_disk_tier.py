@@ -334,9 +334,21 @@ def test_nobody_waits_for_a_disk_that_can_not_be_written(here: Node, make: Made)
     full = make(floor_bytes=1 << 60)
     wait_until(lambda: "must stay free" in full.stats().problem, 10.0, "it says why")
     began = time.monotonic()
-    assert full.demote_now(demotions(here.store(key(1))), 30.0)
+    assert not full.demote_now(demotions(here.store(key(1))), 30.0)
     assert time.monotonic() - began < 15.0
     assert full.stats().chunks_written == 0
+
+
+def test_chunks_that_find_no_room_are_said(
+    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make()
+    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
+    names = [here.store(key(number)) for number in range(2)]
+    monkeypatch.setattr(raykv.actors.disk, "MAX_QUEUED", 0)
+    assert not tier.demote_now(demotions(*names), 10.0)
+    monkeypatch.setattr(raykv.actors.disk, "MAX_QUEUED", 2)
+    assert tier.demote_now(demotions(*names), 10.0)
 
 
 def test_copy_that_takes_too_long_is_said(

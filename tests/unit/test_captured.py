@@ -16,6 +16,7 @@ import pytest
 
 import raykv
 from raykv.captured import (
+    LOCK_SUFFIX,
     HiddenStates,
     cleanup_hidden_states,
     is_expired,
@@ -197,6 +198,57 @@ def test_note_goes_when_the_folder_can_be_written_to(temporary: Path) -> None:
     cleanup_hidden_states(str(path))
     with pytest.raises(HiddenStatesError, match="nobody has promised any"):
         load_hidden_states(str(path), 5.0)
+
+
+def test_only_a_folder_that_is_the_problem_is_noted(temporary: Path) -> None:
+    folder = temporary / "states"
+    folder.mkdir()
+    # The name is too long, or taken, for this file only.
+    with pytest.raises(OSError, match="too long"):
+        promise(str(folder / f"{'r' * 300}.safetensors"))
+    (folder / f"r.safetensors{LOCK_SUFFIX}").mkdir()
+    with pytest.raises(IsADirectoryError):
+        promise(str(folder / "r.safetensors"))
+    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+        load_hidden_states(str(folder / "other.safetensors"), 5.0)
+    assert list(temporary.iterdir()) == [folder]
+
+
+def test_folder_that_can_not_be_written_to_is_noted(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = temporary / "states"
+    folder.mkdir()
+    # Root may write to any folder, whatever its mode says.
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(OSError, match="too long"):
+        promise(str(folder / f"{'r' * 300}.safetensors"))
+    with pytest.raises(HiddenStatesError, match="could not be written to: File name too long"):
+        load_hidden_states(str(folder / "other.safetensors"), 5.0)
+
+
+def test_notes_are_bounded_and_what_is_there_stays(temporary: Path) -> None:
+    folders = [f"/proc/raykv-test-{number}/r.safetensors" for number in range(70)]
+    for path in [*folders, folders[0]]:
+        with pytest.raises(FileNotFoundError):
+            promise(path)
+    (notes,) = temporary.iterdir()
+    assert len(list(notes.iterdir())) == 64
+    with pytest.raises(HiddenStatesError, match="could not be written to"):
+        load_hidden_states(folders[0], 5.0)
+
+
+def test_reader_without_a_temporary_folder_hears_what_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+        load_hidden_states(NO_FOLDER, 5.0)
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        promise(NO_FOLDER)
 
 
 def test_note_that_others_could_have_written_is_not_believed(temporary: Path) -> None:

@@ -449,6 +449,17 @@ def test_namespace_without_any_introduction_has_no_bytes(directory: Directory) -
     assert [chunk.model for chunk in directory.reader.chunks()] == [""]
 
 
+def test_namespace_that_only_a_disk_has_is_told(directory: Directory) -> None:
+    directory.hold("aa01", [1])
+    directory.put_on_disk("ab02", [1, 2], OTHER)
+    assert [(each.namespace, each.chunks) for each in directory.manager.catalog.namespaces()] == [
+        (MODEL, 1),
+        (OTHER, 0),
+    ]
+    told = [each.namespace for each in directory.manager.catalog.space_page().spaces]
+    assert told == [MODEL, OTHER]
+
+
 def test_introductions_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raykv.core.catalog, "MAX_NAMESPACES", 2)
     for number in range(5):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import xxhash
 from safetensors import safe_open
 
 import raykv.tiers.chunk_file as chunk_file
+import raykv.tiers.folder
 from raykv.core.disk_index import DiskChunk
 from raykv.errors import ChunkFileError, DiskError
 from raykv.tiers.chunk_file import Bytes, ChunkBytes, read_chunk, read_header, write_chunks
@@ -257,8 +260,36 @@ def test_folders_that_nobody_holds_are_named_with_what_is_in_them(tmp_path: Path
     (found,) = unowned_folders(tmp_path, now)
     assert (found.path, found.num_bytes) == (str(left.path), size)
     assert 100.0 <= found.age_s < 130.0
+    # It was held until now, however long ago its files were written.
+    for each in left.path.iterdir():
+        if each.name != "lock":
+            os.utime(each, (now - 90_000, now - 90_000))
+    (found,) = unowned_folders(tmp_path, now)
+    assert 100.0 <= found.age_s < 130.0
+    os.utime(left.path / "lock", (now - 80_000, now - 80_000))
+    (found,) = unowned_folders(tmp_path, now)
+    assert found.age_s == pytest.approx(80_000, abs=1)
     # To look holds nothing: the next node takes it over with what is in it.
     again = TierFolder(tmp_path)
     assert again.path == left.path
+    assert (left.path / "lock").stat().st_mtime > now - 1000
     assert unowned_folders(tmp_path, now) == []
     assert unowned_folders(tmp_path / "nothing", now) == []
+
+
+def test_folder_that_somebody_looks_at_is_taken_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = TierFolder(tmp_path)
+    left.close()
+    with (left.path / "lock").open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        waits: list[float] = []
+
+        def wait(seconds: float) -> None:
+            waits.append(seconds)
+            fcntl.flock(looking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(raykv.tiers.folder, "time", SimpleNamespace(sleep=wait))
+        assert TierFolder(tmp_path).path == left.path
+    assert len(waits) == 1

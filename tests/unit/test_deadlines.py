@@ -81,7 +81,7 @@ BOUNDED = {
     ("raykv.actors.cluster", "join", "init"): "Ray gives up by itself; the cluster was reachable",
     ("raykv.actors.cluster", "_start_lock", "flock"): "LOCK_NB, in a loop with a deadline",
     ("raykv.actors.cluster", "resolve_node_id", "nodes"): "at the start; Ray's own RPC deadline",
-    ("raykv.tiers.folder", "_claim", "flock"): "LOCK_NB",
+    ("raykv.tiers.folder", "_try_lock", "flock"): "LOCK_NB",
     ("raykv.tiers.folder", "_is_held", "flock"): "LOCK_NB",
     ("raykv.actors.import_source", "import_source", "kill"): "for a person; Ray's own RPC deadline",
     ("raykv.actors.local_nodes", "_alive", "nodes"): "for a person; Ray's own RPC deadline",

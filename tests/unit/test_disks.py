@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -166,6 +167,20 @@ def test_disk_that_is_gone_leaves_no_trace_and_is_taken_away_bit_by_bit() -> Non
     assert not disks.holds_any(MODEL)
 
 
+def test_large_disk_that_is_gone_is_taken_away_in_linear_time() -> None:
+    disks = Disks()
+    count = 250_000
+    disks.take(report(came=[(place, f"{place}") for place in range(1, count + 1)]), {})
+    disks.lost(NodeId("node"))
+    third = report(node="third", stats=DiskStats(), listing=0)
+    began = time.process_time()
+    for _ in range(count // MAX_SWEPT + 1):
+        disks.take(third, {})
+    assert not disks.holds_any(MODEL)
+    # It takes 0.3 s; to pass by all that have gone took more than 20 s.
+    assert time.process_time() - began < 5
+
+
 def test_cleared_namespace_is_found_no_more_and_its_new_chunks_stay() -> None:
     disks = Disks()
     disks.take(report(came=[(1, "a"), (2, "b")]), {})
@@ -272,6 +287,28 @@ def test_offers_are_bounded() -> None:
     assert offered == MAX_DEMOTED
 
 
+def test_what_was_just_evicted_is_taken_whole_and_in_order() -> None:
+    """However little room was told: all of it is overwritten otherwise."""
+    disks = Disks()
+    disks.take(report(stats=DiskStats(path="/disk", room=1)), {})
+    count = MAX_DEMOTED - 1
+    disks.demote(NodeId("node"), evicted("ab"), [0, 1])
+    mark = disks.num_demoted(NodeId("node"))
+    changes = Changes(
+        False,
+        MODEL,
+        [f"{number}".encode() for number in range(count)],
+        list(range(count)),
+        [3] * count,
+        hits=[0] * count,
+    )
+    disks.demote(NodeId("node"), changes, range(count))
+    # Of the oldest one is lost, the other waits.
+    assert disks.take_demoted(NodeId("node"), mark).keys == changes.keys
+    assert disks.take_demoted(NodeId("node"), 0).keys == [b"b"]
+    assert len(disks.take_demoted(NodeId("nobody"), 0)) == 0
+
+
 def test_disk_that_can_not_be_written_is_not_open() -> None:
     disks = Disks()
     disks.take(report(stats=DiskStats(path="/disk", problem="it is full")), {})
@@ -364,6 +401,31 @@ def test_slab_that_gets_another_slot_size_is_offered_before_it_is_used(desk: Des
     assert desk.manager.holds(NodeId("node"), MODEL, Key(b"h")) is not None
     # The engine's mirror has heard of it in any case.
     assert sorted(desk.sync().removed.keys) == [b"a", b"b", b"c", b"d"]
+
+
+def test_import_beside_another_slot_size_stops_at_its_share(desk: Desk) -> None:
+    desk.store("abcdefgh")
+    lent = []
+    for number in range(3):
+        order = TransferOrder(
+            PROTOCOL_VERSION,
+            f"t{number}",
+            MODEL,
+            "node",
+            [b"%d" % number],
+            [2 * PAGE],
+            import_id="import",
+        )
+        grant = desk.manager.transfers.lend(order, desk.now, paused=False)
+        lent.append(len(grant.handles))
+        columns = (grant.handles.keys, grant.handles.slots, grant.handles.generations)
+        count = len(grant.handles)
+        rows = Inventory([str(MODEL)], [0] * count, *columns, grant.slot_bytes)
+        desk.report(stored=rows)
+    # One of two slabs, with two of them; what it has brought stays.
+    assert lent == [1, 1, 0]
+    for number in range(2):
+        assert desk.manager.holds(NodeId("node"), MODEL, Key(b"%d" % number)) is not None
 
 
 def test_what_another_pool_has_is_not_offered(desk: Desk) -> None:

@@ -149,6 +149,14 @@ def test_namespace_that_is_not_the_only_one_is_refused(
 # Lookups
 
 
+def test_namespace_that_only_disks_have_is_chosen_where_there_is_no_other() -> None:
+    old, new = NamespaceStatus("5f0c", "tiny"), NamespaceStatus("77ab", "tiny", engines=1)
+    assert choose_namespace([old, new], None, None) is new
+    assert choose_namespace([old, new], "tiny", None) is new
+    assert choose_namespace([old, new], None, "5f") is old
+    assert choose_namespace([old], None, None) is old
+
+
 def test_lookup_says_where_each_chunk_is_and_how_much_each_node_could_load() -> None:
     tokens = list(range(4 * 32 + 5))
     scheme = scheme_of(SPACE)
@@ -207,6 +215,20 @@ def test_tokens_behind_a_gap_do_not_count_as_on_disk() -> None:
     )
     assert (found.cached_tokens, found.disk_tokens) == (32, 32)
     assert (found.nodes[0].tokens, found.nodes[0].tokens_with_disk) == (0, 32)
+
+
+def test_chunks_before_a_window_are_not_read_from_a_disk() -> None:
+    scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), (FULL, WINDOW))
+    tokens = list(range(128))
+    keys = scheme.chunks(tokens)
+    on_disk = {*keys[WINDOW][:3]}
+
+    def nodes_with(asked: Sequence[bytes]) -> list[Collection[str]]:
+        return [{"a/disk"} if key in on_disk else {"a"} for key in asked]
+
+    found = look_up(SPACE, scheme, tokens, PromptTraits(), nodes_with)
+    # The window is the last two chunks of four.
+    assert (found.cached_tokens, found.disk_tokens) == (128, 32)
 
 
 def test_lookup_of_a_prompt_without_a_whole_chunk_finds_nothing() -> None:

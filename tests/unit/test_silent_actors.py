@@ -12,8 +12,11 @@ import ray
 from typer.testing import CliRunner
 
 import raykv
-from raykv.actors import diagnosis
+from raykv.actors import deployment, diagnosis, names
+from raykv.actors.node import CONCURRENCY, NodeActor
 from raykv.cli import app
+from raykv.core.wishes import NodeFacts
+from raykv.errors import ClusterError
 
 
 class Refs:
@@ -56,6 +59,50 @@ def test_nobody_is_told_who_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     answers, told = Refs(monkeypatch, one=0.0, two=0.0).ask(15.0)
     assert not told
     assert {name: answer.error for name, answer in answers.items()} == {"one": "", "two": ""}
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_late"),
+    [
+        (diagnosis.Answer(value=True), False),
+        (diagnosis.Answer(value=False), True),
+        (diagnosis.Answer(error="no answer within 1 s"), True),
+        (diagnosis.Answer(error="MessageError: no"), True),
+        (diagnosis.Answer(error="ActorDiedError: killed", is_dead=True), False),
+    ],
+)
+def test_live_node_that_has_not_noted_a_clearing_is_late(
+    monkeypatch: pytest.MonkeyPatch, answer: diagnosis.Answer, *, is_late: bool
+) -> None:
+    answers = {names.node_actor("alive"): answer, names.node_actor("gone"): diagnosis.Answer()}
+    monkeypatch.setattr(deployment, "node_actors", lambda: dict.fromkeys(answers))
+    monkeypatch.setattr(deployment, "ask_all", lambda *_: answers)
+    monkeypatch.setattr(deployment, "live_nodes", lambda: [NodeFacts("alive", "host", {}, {})])
+    if is_late:
+        with pytest.raises(ClusterError, match="disks of alive have not noted it yet"):
+            deployment.note_clearing({}, 1.0)
+    else:
+        deployment.note_clearing({}, 1.0)
+
+
+def test_actor_that_is_dead_is_told_from_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(ref: str, timeout: float) -> None:
+        raise {"dead": ray.exceptions.ActorDiedError(), "bad": ValueError(ref)}[ref]
+
+    refs = Refs(monkeypatch, dead=0.0, bad=0.0)
+    monkeypatch.setattr(ray, "get", fail)
+    answers, _ = refs.ask(1.0)
+    assert {name: answer.is_dead for name, answer in answers.items()} == {
+        "dead": True,
+        "bad": False,
+    }
+
+
+def test_slow_disk_keeps_no_other_call_waiting() -> None:
+    group = NodeActor.demote.__ray_concurrency_group__
+    assert group in CONCURRENCY
+    for other in (NodeActor.note_clearing, NodeActor.host):
+        assert other.__ray_concurrency_group__ != group
 
 
 def test_short_deadline_ends_before_anything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,12 @@ def lend(
     return grant
 
 
-def put_on_disk(cluster: Cluster, node: str, *numbers: int) -> None:
+def put_on_disk(cluster: Cluster, node: str, *numbers: int, size: int = PAGE) -> None:
     """At the first places of a disk that was not known before."""
     count = len(numbers)
     places = list(range(1, count + 1))
     came = DiskChunks(
-        [SPACE], [0] * count, [key(n) for n in numbers], places, [5] * count, [PAGE] * count
+        [SPACE], [0] * count, [key(n) for n in numbers], places, [5] * count, [size] * count
     )
     cluster.report(node, disk=DiskNews(1, 0, count, came))
 
@@ -132,6 +132,18 @@ def test_chunks_that_are_only_on_disks_get_slots_and_sources(two: Cluster) -> No
     assert (again.there, again.handles.keys) == (2, [key(0)])
 
 
+@pytest.mark.parametrize("size", [0, -PAGE, 1, PAGE + 1, 1 << 62])
+def test_chunk_on_a_disk_that_fits_no_slot_is_not_lent_for(two: Cluster, size: int) -> None:
+    put_on_disk(two, "a", 7, size=size)
+    grant = lend(two, 7, 0)
+    assert grant.handles.keys == [key(0)]
+    assert grant.nowhere + grant.no_room == 1
+    # Another disk may say something that can be.
+    put_on_disk(two, "b", 7)
+    if size % PAGE or size <= 0:
+        assert lend(two, 7, name="next").handles.keys == [key(7)]
+
+
 def test_what_is_evicted_for_a_transfer_goes_to_the_disk_with_the_grant(two: Cluster) -> None:
     put_on_disk(two, "b", 20)
     two.store("b", *range(10, 18))
@@ -143,6 +155,19 @@ def test_what_is_evicted_for_a_transfer_goes_to_the_disk_with_the_grant(two: Clu
     # Nobody is told twice, but by the same answer.
     assert lend(two, 0, 20).demoted == grant.demoted
     assert lend(two, 1, name="next").demoted.keys not in ([], grant.demoted.keys)
+
+
+def test_grant_carries_what_was_evicted_for_it_and_nothing_older(two: Cluster) -> None:
+    put_on_disk(two, "b", 20)
+    # Two more than there is room for: the first two wait for the disk's next report.
+    two.store("b", *range(10, 18))
+    two.sync("b", {0: 2})
+    grant = lend(two, 0, 1)
+    assert grant.demoted.slots == grant.handles.slots
+    assert len(grant.demoted) == 2
+    waiting = two.manager._disks.take_demoted(NodeId("b"), 0)
+    assert len(waiting) == 2
+    assert not {*waiting.keys} & {*grant.demoted.keys}
 
 
 def test_what_a_disk_does_not_have_any_more_is_forgotten(two: Cluster) -> None:
@@ -292,3 +317,38 @@ def test_chunks_from_outside_get_slots_where_nobody_has_them(two: Cluster) -> No
     assert (grant.there, grant.nowhere) == (1, 0)
     assert grant.handles.keys == keys[1:]
     assert grant.slot_bytes == [PAGE] * 2
+
+
+def bring(cluster: Cluster, *numbers: int) -> TransferGrant:
+    """One page of an import to node "b"; all of it comes."""
+    count = len(numbers)
+    order = TransferOrder(
+        PROTOCOL_VERSION,
+        f"import-{numbers[0]}",
+        SPACE,
+        "b",
+        [key(number) for number in numbers],
+        [PAGE] * count,
+        import_id="import",
+    )
+    grant = cluster.manager.transfers.lend(order, cluster.now, paused=False)
+    arrive(cluster, grant, *range(len(grant.handles)))
+    end(cluster, *grant.handles.slots, name=order.transfer_id)
+    return grant
+
+
+def test_import_does_not_evict_what_it_has_brought(two: Cluster) -> None:
+    two.store("b", *range(10, 16))
+    two.pin(10, 11, ttl_s=500.0)
+    # There is room for six beside what is pinned.
+    assert bring(two, 20, 21, 22).no_room == 0
+    two.now += 40
+    assert bring(two, 23, 24, 25, 26).no_room == 1
+    two.now += 40
+    assert bring(two, 27, 28, 29).no_room == 3
+    assert two.held("b", *range(10, 30)) == [10, 11, *range(20, 26)]
+    # It is over, or was given up.
+    two.now += 61
+    two.manager.transfers.expire(two.now)
+    assert len(lend(two, 0, 1).handles) == 2
+    assert not two.manager.transfers._imports
