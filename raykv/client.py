@@ -96,7 +96,9 @@ class Cluster(Operations):
         if namespace is not None:
             namespace = self._full_namespace(namespace)
         cleared = ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
-        deployment.note_clearing(cleared, CLIENT_S, watch)
+        nodes = cluster.status(scheduler, CLIENT_S).nodes
+        diskless = {node.node_id for node in nodes if not node.disk.path}
+        deployment.note_clearing(cleared, CLIENT_S, watch, diskless)
 
     # Chunks
 

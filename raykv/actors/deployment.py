@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -204,10 +204,12 @@ def note_clearing(
     cleared: Mapping[str, int],
     deadline_s: float,
     watch: Callable[[list[str]], None] = lambda _: None,
+    diskless: Collection[str] = (),
 ) -> None:
     """Have all nodes discard namespaces up to generations, and note it on their disks.
 
-    `watch` is told the nodes that have not answered after a second, if there are any.
+    `watch` is told the nodes that have not answered after a second, if there are any. Those of
+    `diskless` have no disk, and hear of it from the scheduler actor too.
 
     Raises:
         ClusterError: a node that is alive has not said in time that its disk has noted it.
@@ -228,7 +230,7 @@ def note_clearing(
         name.removeprefix(names.NODE_PREFIX)
         for name, answer in answers.items()
         if answer.value is not True and not answer.is_dead
-    }
+    }.difference(diskless)
     if late and (late := late & {node.node_id for node in live_nodes()}):
         raise ClusterError(
             f"cleared, but the disks of {', '.join(sorted(late))} have not noted it yet: `raykv "

@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     "names",
     [
-        ["fetch", "step", "disk"],
+        ["step", "disk"],
         pytest.param(
-            ["ttft", "throughput", "restart", "hidden_states"], marks=pytest.mark.extended
+            ["fetch", "ttft", "throughput", "restart", "hidden_states"], marks=pytest.mark.extended
         ),
     ],
 )

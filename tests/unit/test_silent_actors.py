@@ -83,6 +83,8 @@ def test_live_node_that_has_not_noted_a_clearing_is_late(
             deployment.note_clearing({}, 1.0)
     else:
         deployment.note_clearing({}, 1.0)
+    # Without a disk there is nothing to come back from.
+    deployment.note_clearing({}, 1.0, diskless={"alive"})
 
 
 def test_actor_that_is_dead_is_told_from_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
