@@ -29,6 +29,7 @@ from raykv.memory.words import CancelWords
 from raykv.messages import PROTOCOL_VERSION, AttachWorker, Handles, JobResult, WorkerAttached
 from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
 from tests.fake_cuda import EVENT_NAME, GPU, KV_NAME, OTHER_GPU, PAGE, FakeCuda, make_backend
+from tests.links import refusals
 from tests.waiting import wait_until
 
 pytest.importorskip("vllm")
@@ -196,15 +197,7 @@ class Worker:
         return job_id
 
     def finish(self, job_id: int) -> list[Refusal]:
-        found: list[JobResult] = []
-
-        def is_there() -> bool:
-            found.extend(self.link.drain())
-            return any(result.job_id == job_id for result in found)
-
-        wait_until(is_there, LONG_S, f"job {job_id} ends")
-        result = next(result for result in found if result.job_id == job_id)
-        return [Refusal(number) for number in result.refusals]
+        return refusals(self.link, job_id, LONG_S)
 
     def run(self, direction: Direction, chunks: list[int], blocks: list[int]) -> list[Refusal]:
         return self.finish(self.submit(direction, chunks, blocks))

@@ -15,8 +15,9 @@ from raykv.actors.link import LinkSettings, LinkTarget
 from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
 from raykv.core.geometry import PoolGeometry
 from raykv.errors import SettingError
-from raykv.messages import Handles, JobResult
+from raykv.messages import Handles
 from raykv.types import Direction, Refusal
+from tests.links import result_of
 from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")
@@ -94,17 +95,6 @@ def request(
     )
 
 
-def finish(link: Any, job_id: int) -> JobResult:
-    found: list[JobResult] = []
-
-    def is_there() -> bool:
-        found.extend(link.drain())
-        return any(result.job_id == job_id for result in found)
-
-    wait_until(is_there, 10.0, f"job {job_id} ends")
-    return next(result for result in found if result.job_id == job_id)
-
-
 def test_stored_blocks_come_back_in_other_blocks(
     service: NodeService, link: Any, device: Device
 ) -> None:
@@ -113,9 +103,9 @@ def test_stored_blocks_come_back_in_other_blocks(
     # The blocks may be reused at once: their bytes have left.
     for tensor in device.tensors:
         tensor[torch.tensor([4, 9, 2, 3])] = 0
-    assert finish(link, 1).failed_chunks == []
+    assert result_of(link, 1).failed_chunks == []
     link.submit(request(service, Direction.LOAD, [0, 1], [20, 21, 22, 23], 2))
-    result = finish(link, 2)
+    result = result_of(link, 2)
     assert result.failed_chunks == []
     assert result.num_bytes == 4 * sum(PAGES)
     for number, expected in zip((20, 21, 22, 23), before, strict=True):
@@ -130,10 +120,10 @@ def test_load_larger_than_staging_memory_is_made_in_parts(
         link.submit(
             request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
         )
-        assert finish(link, 10 + chunk).failed_chunks == []
+        assert result_of(link, 10 + chunk).failed_chunks == []
     untouched = [device.block(number) for number in range(16)]
     link.submit(request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30))
-    assert finish(link, 30).failed_chunks == []
+    assert result_of(link, 30).failed_chunks == []
     for number, expected in enumerate(untouched):
         for found, wanted in zip(device.block(30 + number), expected, strict=True):
             assert torch.equal(found, wanted)
@@ -147,7 +137,7 @@ def test_load_by_layer_is_there_when_its_first_layer_is(
         link.submit(
             request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
         )
-        assert finish(link, 10 + chunk).failed_chunks == []
+        assert result_of(link, 10 + chunk).failed_chunks == []
     expected = [device.block(number) for number in range(16)]
     link.submit(request(service, Direction.STORE, [20, 21, 22], list(range(6)), 20))
     load = request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30)
@@ -157,7 +147,7 @@ def test_load_by_layer_is_there_when_its_first_layer_is(
         for found, wanted in zip(device.block(30 + number), pages, strict=True):
             assert torch.equal(found, wanted)
     assert link.wait_layers([30], 2)
-    assert finish(link, 30).failed_chunks == []
+    assert result_of(link, 30).failed_chunks == []
 
 
 def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
@@ -168,17 +158,17 @@ def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
     link.submit(request(service, Direction.LOAD, [0], [4, 5], 1))
     assert link.wait_layers([1], 1)
     link._memory.give_back(taken)
-    assert finish(link, 1).refusals == [Refusal.CANCELLED]
+    assert result_of(link, 1).refusals == [Refusal.CANCELLED]
 
 
 def test_chunk_that_is_refused_leaves_its_blocks_alone(
     service: NodeService, link: Any, device: Device
 ) -> None:
     link.submit(request(service, Direction.STORE, [0], [0, 1], 1))
-    finish(link, 1)
+    result_of(link, 1)
     before = device.block(40)
     link.submit(request(service, Direction.LOAD, [5, 0], [40, 41, 42, 43], 2))
-    result = finish(link, 2)
+    result = result_of(link, 2)
     assert result.failed_chunks == [0]
     assert result.refusals == [Refusal.STALE]
     for found, wanted in zip(device.block(40), before, strict=True):
@@ -189,7 +179,7 @@ def test_chunk_that_is_refused_leaves_its_blocks_alone(
 
 def test_store_without_room_fails_beyond_what_fits(service: NodeService, link: Any) -> None:
     link.submit(request(service, Direction.STORE, list(range(5)), list(range(10)), 1))
-    result = finish(link, 1)
+    result = result_of(link, 1)
     assert result.failed_chunks == [3, 4]
     assert result.refusals == [Refusal.QUEUE_FULL] * 2
 
@@ -198,10 +188,10 @@ def test_staging_memory_is_free_again_after_every_job(service: NodeService, link
     for job_id in range(1, 6):
         link.submit(request(service, Direction.STORE, [job_id], [0, 1], job_id))
         link.wait([job_id])
-        finish(link, job_id)
+        result_of(link, job_id)
         link.submit(request(service, Direction.LOAD, [job_id, 60], [2, 3, 4, 5], 100 + job_id))
         link.wait([100 + job_id])
-        finish(link, 100 + job_id)
+        result_of(link, 100 + job_id)
     assert link._memory.num_free == STAGING_BLOCKS
 
 

@@ -27,6 +27,7 @@ from raykv.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.memory.region import Region
 from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
 from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
+from tests.links import result_of
 from tests.processes import freeze
 from tests.waiting import wait_until
 
@@ -144,14 +145,7 @@ class Worker:
         return self.finish(job.job_id)
 
     def finish(self, job_id: int) -> JobResult:
-        found: list[JobResult] = []
-
-        def is_there() -> bool:
-            found.extend(self.link.drain())
-            return any(result.job_id == job_id for result in found)
-
-        wait_until(is_there, 10.0, f"job {job_id} ends")
-        return next(result for result in found if result.job_id == job_id)
+        return result_of(self.link, job_id)
 
     def end(self) -> None:
         self.link.close(5.0)

@@ -20,10 +20,11 @@ from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
 from raykv.captured import load_hidden_states, promise
 from raykv.memory import cuda_bindings
 from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
-from raykv.messages import Handles, JobResult
+from raykv.messages import Handles
 from raykv.state_types import Capture
 from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
 from tests.gpu.test_cuda_copy import has_gpu
+from tests.links import refusals
 from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")
@@ -112,15 +113,7 @@ class Worker:
         return job_id
 
     def finish(self, job_id: int) -> list[Refusal]:
-        found: list[JobResult] = []
-
-        def is_there() -> bool:
-            found.extend(self.link.drain())
-            return any(result.job_id == job_id for result in found)
-
-        wait_until(is_there, LONG_S, f"job {job_id} ends")
-        result = next(result for result in found if result.job_id == job_id)
-        return [Refusal(number) for number in result.refusals]
+        return refusals(self.link, job_id, LONG_S)
 
     def run(self, direction: Direction, chunks: list[int], blocks: list[int]) -> list[Refusal]:
         return self.finish(self.submit(direction, chunks, blocks))
