@@ -212,6 +212,7 @@ class Operations(Shipping):
     ) -> TransferResult:
         began = time.monotonic()
         result = TransferResult(asked=len(keys))
+        series_id = uuid.uuid4().hex
         for page in _pages(keys):
             left_s = give_up_at - time.monotonic()
             if left_s <= 0:
@@ -219,21 +220,18 @@ class Operations(Shipping):
                 refusals[Refusal.TOO_LATE.name] += len(page)
                 result = msgspec.structs.replace(result, refusals=dict(refusals))
                 continue
-            result = self._fetch_page(page, node_id, namespace, min(left_s, TRANSFER_S), result)
+            order = TransferOrder(
+                version=PROTOCOL_VERSION,
+                transfer_id=uuid.uuid4().hex,
+                namespace=namespace,
+                node_id=node_id,
+                keys=page,
+                series_id=series_id,
+            )
+            result = self._fetch_lent(order, Replicas(), min(left_s, TRANSFER_S), result)
             result = msgspec.structs.replace(result, seconds=time.monotonic() - began)
             watch(result)
         return result
-
-    def _fetch_page(
-        self,
-        keys: list[bytes],
-        node_id: str,
-        namespace: str,
-        deadline_s: float,
-        so_far: TransferResult,
-    ) -> TransferResult:
-        order = TransferOrder(PROTOCOL_VERSION, uuid.uuid4().hex, namespace, node_id, keys)
-        return self._fetch_lent(order, Replicas(), deadline_s, so_far)
 
     def _fetch_lent(
         self, order: TransferOrder, sources: Replicas, deadline_s: float, so_far: TransferResult

@@ -100,7 +100,7 @@ class TransferOrder(msgspec.Struct, frozen=True):
     """Lend slots of a node for chunks that others have.
 
     With `slot_bytes`, a size for each key, they come from outside of the cluster. Orders with the
-    same `import_id` are pages of one import: none makes room by giving up what another has brought.
+    same `series_id` are pages of one whole: none makes room by giving up what another has brought.
     """
 
     version: int
@@ -109,7 +109,7 @@ class TransferOrder(msgspec.Struct, frozen=True):
     node_id: str
     keys: list[bytes]
     slot_bytes: list[int] = []
-    import_id: str = ""
+    series_id: str = ""
 
 
 class TransferGrant(msgspec.Struct, frozen=True):

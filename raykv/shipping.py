@@ -263,7 +263,7 @@ class Shipping:
                         target,
                         [chunk.key for chunk in page],
                         [chunk.num_bytes for chunk in page],
-                        import_id=name,
+                        series_id=name,
                     )
                     left_s = min(left_s, TRANSFER_S)
                     result = self._fetch_lent(order, _only(source), left_s, result)

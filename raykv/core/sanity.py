@@ -375,7 +375,7 @@ def check_transfer(order: TransferOrder) -> None:
     MessageError: it can't be meant.
     """
     _ordered("a transfer", order.transfer_id, order.namespace, order.keys)
-    _names("a node", [order.node_id, order.import_id])
+    _names("a node", [order.node_id, order.series_id])
     _sizes(set(order.slot_bytes))
     require(len(order.slot_bytes) in (0, len(set(order.keys))), "sizes that don't fit the chunks")
 

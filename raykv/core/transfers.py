@@ -61,8 +61,8 @@ class _Transfer:
 
 
 @dataclass(slots=True)
-class _Import:
-    """What the pages of one import have brought, or were lent slots for, or found there."""
+class _Series:
+    """What the pages of one whole have brought, or were lent slots for, or found there."""
 
     until: float
     keys: dict[bytes, None] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Transfers:
         self._generations = generations
         self._lease_s = lease_s
         self._transfers: dict[str, _Transfer] = {}
-        self._imports: dict[str, _Import] = {}
+        self._series: dict[str, _Series] = {}
 
     def lend(self, order: TransferOrder, now: float, *, paused: bool) -> TransferGrant:
         """Lease slots of a node for chunks that it lacks and others have.
@@ -134,7 +134,7 @@ class Transfers:
         found = self._table.ask(
             namespace, keys, tuple(self._nodes), [node.node_id], MAX_SOURCES, until
         )
-        self._keep_imported(order, node, until)
+        self._keep_series(order, node, until)
         missing, nowhere = list(self._brought(order, namespace, node)), 0
         if not order.slot_bytes:
             on_disks = list(self._on_disks(namespace, keys, found))
@@ -160,19 +160,19 @@ class Transfers:
             demoted=self._disks.take_demoted(node.node_id, num_demoted),
         )
         self._transfers[order.transfer_id] = transfer
-        if order.import_id in self._imports:
+        if order.series_id in self._series:
             no_room = {each.key for each in missing} - set(transfer.grant.handles.keys)
             kept: list[bytes] = [key for key in keys if key not in no_room]
-            self._imports[order.import_id].keys.update(dict.fromkeys(kept))
+            self._series[order.series_id].keys.update(dict.fromkeys(kept))
         return transfer.grant
 
-    def _keep_imported(self, order: TransferOrder, node: Node, until: float) -> None:
-        """What an import has brought so far must not be evicted for what is still to come."""
-        if not order.import_id:
+    def _keep_series(self, order: TransferOrder, node: Node, until: float) -> None:
+        """What earlier pages have brought must not be evicted for what is still to come."""
+        if not order.series_id:
             return
-        if order.import_id not in self._imports and len(self._imports) >= MAX_TRANSFERS:
-            del self._imports[next(iter(self._imports))]
-        known = self._imports.setdefault(order.import_id, _Import(until))
+        if order.series_id not in self._series and len(self._series) >= MAX_TRANSFERS:
+            del self._series[next(iter(self._series))]
+        known = self._series.setdefault(order.series_id, _Series(until))
         known.until = until
         node.book.table.pin(Namespace(order.namespace), list(known.keys), until)
 
@@ -304,9 +304,9 @@ class Transfers:
             if transfer.until <= now:
                 self._free(transfer)
                 del self._transfers[transfer_id]
-        for import_id, known in list(self._imports.items()):
+        for series_id, known in list(self._series.items()):
             if known.until <= now:
-                del self._imports[import_id]
+                del self._series[series_id]
 
     def release(self, order: ReleaseOrder) -> Released:
         """Give up replicas elsewhere; those stay that are pinned where they are, while the one on

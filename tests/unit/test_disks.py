@@ -414,7 +414,7 @@ def test_import_beside_another_slot_size_stops_at_its_share(desk: Desk) -> None:
             "node",
             [b"%d" % number],
             [2 * PAGE],
-            import_id="import",
+            series_id="import",
         )
         grant = desk.manager.transfers.lend(order, desk.now, paused=False)
         lent.append(len(grant.handles))

@@ -329,12 +329,31 @@ def bring(cluster: Cluster, *numbers: int) -> TransferGrant:
         "b",
         [key(number) for number in numbers],
         [PAGE] * count,
-        import_id="import",
+        series_id="import",
     )
     grant = cluster.manager.transfers.lend(order, cluster.now, paused=False)
     arrive(cluster, grant, *range(len(grant.handles)))
     end(cluster, *grant.handles.slots, name=order.transfer_id)
     return grant
+
+
+def test_prefetch_of_several_pages_does_not_evict_what_it_has_brought(two: Cluster) -> None:
+    two.store("a", *range(20, 28))
+    two.store("b", *range(10, 16))
+    two.pin(10, 11, ttl_s=500.0)
+    rooms = []
+    for first in (20, 24):
+        wanted: list[bytes] = [key(number) for number in range(first, first + 4)]
+        order = TransferOrder(
+            PROTOCOL_VERSION, f"page-{first}", SPACE, "b", wanted, series_id="prefetch"
+        )
+        grant = two.manager.transfers.lend(order, two.now, paused=False)
+        rooms.append(grant.no_room)
+        arrive(two, grant, *range(len(grant.handles)))
+        end(two, *grant.handles.slots, name=order.transfer_id)
+        two.now += 40
+    assert rooms == [0, 2]
+    assert two.held("b", *range(10, 30)) == [10, 11, *range(20, 26)]
 
 
 def test_import_does_not_evict_what_it_has_brought(two: Cluster) -> None:
@@ -351,4 +370,4 @@ def test_import_does_not_evict_what_it_has_brought(two: Cluster) -> None:
     two.now += 61
     two.manager.transfers.expire(two.now)
     assert len(lend(two, 0, 1).handles) == 2
-    assert not two.manager.transfers._imports
+    assert not two.manager.transfers._series
