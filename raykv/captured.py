@@ -16,6 +16,7 @@ temporary folder, one note for each such folder, for readers of the same user on
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -31,6 +32,9 @@ import numpy.typing as npt
 
 from raykv.deadlines import STATES_LOAD_S
 from raykv.errors import HiddenStatesError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a folder where nothing can be made now."""
 
 LOCK_SUFFIX = ".lock"
 PART_SUFFIX = ".part"
@@ -118,7 +122,7 @@ def promise(path: str) -> int:
     try:
         fd = os.open(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if not os.access(parent, os.W_OK | os.X_OK):
+        if error.errno in FULL or not os.access(parent, os.W_OK | os.X_OK):
             _note(path, error)
         raise
     try:

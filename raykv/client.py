@@ -95,9 +95,10 @@ class Cluster(Operations):
         scheduler = self._scheduler()
         if namespace is not None:
             namespace = self._full_namespace(namespace)
-        cleared = ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
+        # Before, so that nothing stands between the clearing and the nodes' hearing of it.
         nodes = cluster.status(scheduler, CLIENT_S).nodes
         diskless = {node.node_id for node in nodes if not node.disk.path}
+        cleared = ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
         deployment.note_clearing(cleared, CLIENT_S, watch, diskless)
 
     # Chunks

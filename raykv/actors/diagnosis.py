@@ -149,7 +149,7 @@ def ask_all(
             try:
                 answers[refs[ref]] = Answer(ray.get(ref, timeout=DOCTOR_TAKE_S), came_at=came_at)
             except Exception as error:
-                is_dead = isinstance(error, ray.exceptions.RayActorError)
+                is_dead = isinstance(error, ray.exceptions.ActorDiedError)
                 answers[refs[ref]] = Answer(error=first_line(error), is_dead=is_dead)
     for ref in waiting:
         answers[refs[ref]] = Answer(error=f"no answer within {deadline_s:g} s")

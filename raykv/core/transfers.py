@@ -47,6 +47,9 @@ MAX_TRANSFERS = 64
 MAX_SOURCES = 2
 """Replicas told per chunk: one to fetch from, and one for when that fails."""
 
+_MAX_SERIES = 1 << 20
+"""Chunks of one whole that are kept from each other."""
+
 _MAX_FOUND = 65_536
 """Replicas that are looked for in one go."""
 
@@ -65,7 +68,15 @@ class _Series:
     """What the pages of one whole have brought, or were lent slots for, or found there."""
 
     until: float
-    keys: dict[bytes, None] = field(default_factory=dict)
+    pinned_at: float
+    keys: dict[Key, None] = field(default_factory=dict)
+    latest: list[Key] = field(default_factory=list)
+
+    def add(self, keys: list[Key]) -> None:
+        """Of a page; a series that is longer than any pool should be is not kept whole."""
+        self.latest = keys
+        if len(self.keys) < _MAX_SERIES:
+            self.keys.update(dict.fromkeys(keys))
 
 
 @dataclass(slots=True)
@@ -134,7 +145,7 @@ class Transfers:
         found = self._table.ask(
             namespace, keys, tuple(self._nodes), [node.node_id], MAX_SOURCES, until
         )
-        self._keep_series(order, node, until)
+        self._keep_series(order, node, now)
         missing, nowhere = list(self._brought(order, namespace, node)), 0
         if not order.slot_bytes:
             on_disks = list(self._on_disks(namespace, keys, found))
@@ -160,21 +171,30 @@ class Transfers:
             demoted=self._disks.take_demoted(node.node_id, num_demoted),
         )
         self._transfers[order.transfer_id] = transfer
-        if order.series_id in self._series:
-            no_room = {each.key for each in missing} - set(transfer.grant.handles.keys)
-            kept: list[bytes] = [key for key in keys if key not in no_room]
-            self._series[order.series_id].keys.update(dict.fromkeys(kept))
+        if order.series_id:
+            absent = {keys[index] for index in found.missing} | {each.key for each in missing}
+            absent -= {each.key for each in lent}
+            self._series[order.series_id].add([key for key in keys if key not in absent])
         return transfer.grant
 
-    def _keep_series(self, order: TransferOrder, node: Node, until: float) -> None:
-        """What earlier pages have brought must not be evicted for what is still to come."""
+    def _keep_series(self, order: TransferOrder, node: Node, now: float) -> None:
+        """What earlier pages have brought must not be evicted for what is still to come.
+
+        Of a long series all is pinned now and then, and with each page what the one before brought.
+        """
         if not order.series_id:
             return
-        if order.series_id not in self._series and len(self._series) >= MAX_TRANSFERS:
+        known = self._series.pop(order.series_id, None) or _Series(now, now)
+        if len(self._series) >= MAX_TRANSFERS:
+            # The one that was not used for longest.
             del self._series[next(iter(self._series))]
-        known = self._series.setdefault(order.series_id, _Series(until))
-        known.until = until
-        node.book.table.pin(Namespace(order.namespace), list(known.keys), until)
+        self._series[order.series_id] = known
+        is_due = now - known.pinned_at > self._lease_s / 4
+        wanted = list(known.keys) if is_due else known.latest
+        if is_due:
+            known.pinned_at = now
+        known.until = now + self._lease_s
+        node.book.table.pin(Namespace(order.namespace), wanted, known.until)
 
     def _objection(self, node: Node, now: float, *, paused: bool) -> str:
         if paused:

@@ -378,9 +378,9 @@ class RayKVConnector(OffloadingConnector):
         except Exception:
             report("RayKVConnector.build_connector_meta")
             # Blocks that stores still read may be loaded into, or computed, in this step.
-            base = OffloadingConnectorMetadata(
-                self._loads_that_must_go_out(), {}, set(self.scheduler._jobs)
-            )
+            stores = {job_id for job_id, job in self.scheduler._jobs.items() if job.is_store}
+            stores |= self.scheduler._current_batch_jobs_to_flush
+            base = OffloadingConnectorMetadata(self._loads_that_must_go_out(), {}, stores)
         stranded, self._stranded = self._stranded, []
         blocks, self._stranded_blocks = self._stranded_blocks, []
         self._step_began(scheduler_output)

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.v1.kv_offload.base import ReqContext
 
 from raykv.core.layered import LayeredLoads
@@ -192,8 +193,14 @@ def test_loads_go_out_though_the_step_failed_and_do_not_count(
     def fail(*_arguments: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(engine.connector.connector_scheduler, "build_connector_meta", fail)
+    scheduler = engine.connector.connector_scheduler
+    monkeypatch.setattr(scheduler, "build_connector_meta", fail)
+    # A store of another step, and one of a cache that was reset meanwhile.
+    store = TransferJobStatus(req_id="other", pending_count=1, keys=set(), is_store=True)
+    scheduler._jobs[700] = store
+    scheduler._current_batch_jobs_to_flush.add(701)
     metadata = engine.metadata()
+    assert metadata.jobs_to_flush == {700, 701}
     (job,) = metadata.load_jobs.values()
     assert job.dst_spec.block_ids.tolist() == [2, 3, 4, 5]
     assert set(metadata.stranded_blocks) == {2, 3, 4, 5}
