@@ -221,8 +221,8 @@ class Shipping:
     ) -> TransferResult:
         """Bring the chunks of files into a node's pool, the first ones of as many as it has room
         for beside what is pinned or in use there. Others are evicted for them; what the import has
-        brought is not, also for a minute after it, in which others may find no room. What does not come is no error: the result counts it, as
-        `no_room` what is beyond that.
+        brought is not, also for a minute after it, in which others may find no room. What does not
+        come is no error: the result counts it, as `no_room` what is beyond that.
 
         Args:
             path: what `export_chunks` has written, where this process can read it.
