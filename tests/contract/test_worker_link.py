@@ -79,6 +79,7 @@ class Worker:
         num_ranks: int = 1,
         namespace: str = "ns",
         canonical: CanonicalPages = NOT_CANONICAL,
+        settings: LinkSettings = SETTINGS,
     ) -> None:
         self.slot_units = node.slot_bytes // SLOT_ALIGNMENT
         self.pages = pages
@@ -99,7 +100,7 @@ class Worker:
             canonical=canonical,
         )
         ctypes.memmove(self.kv.address, random.Random(rank).randbytes(self.kv.num_bytes), len(self))
-        self.link = WorkerLink(rank, self.layout, [self.kv.fd], SETTINGS)
+        self.link = WorkerLink(rank, self.layout, [self.kv.fd], settings)
         self.link.set_target(
             LinkTarget(node.name, f"engine-{namespace}", namespace, num_ranks, {0: node.slot_bytes})
         )
