@@ -200,10 +200,12 @@ class Publication:
         self, asked: Sequence[ChunkId], rows: Mapping[ChunkId, Description], now: float
     ) -> None:
         """What is known of chunks that were asked for; those that can be told are told."""
+        for name, known in rows.items():
+            # Before any of them is told: a stream keeps the name that it was first told under.
+            if known.model:
+                self.models.setdefault(name[0], known.model)
         for name in asked:
             row = rows.get(name)
-            if row is not None and row.model:
-                self.models.setdefault(name[0], row.model)
             wait = self._waiting.get(name)
             if wait is None:
                 self._describe_late(name, row, now)

@@ -483,12 +483,26 @@ def test_subscribers_know_the_directory_whatever_happens_and_whatever_they_miss(
     assert not world.index.gaps
     expected: dict[str, set[bytes]] = {}
     for node, namespace, number in held:
-        model = world.publication.models.get(Namespace(namespace), namespace)
-        stream = topic.format(node=node, model=model, namespace=namespace)
+        # A model whose name came too late has been told under its namespace's.
+        names = [world.publication.models.get(Namespace(namespace), namespace), namespace]
+        streams = [topic.format(node=node, model=name, namespace=namespace) for name in names]
+        stream = world.publication._topics[NodeId(node), Namespace(namespace)]
+        assert stream in streams
         expected.setdefault(stream, set()).add(block_hash(number))
     for index in (world.index, late, deaf):
         seen = {name: {each for _, each in blocks} for name, blocks in index.blocks.items()}
         assert {name: blocks for name, blocks in seen.items() if blocks} == expected
+
+
+def test_model_is_named_before_any_chunk_of_the_same_answer_is_told() -> None:
+    world = World()
+    world.stored(0, namespace="other")
+    world.settle(0.1)
+    world.stored(1, namespace="other")
+    world.say(described(0, Namespace("other"), root=True))
+    world.settle(2 * UNDESCRIBED_S)
+    assert world.seen() == {block_hash(0), block_hash(1)}
+    assert not world.seen("kv@a@other")
 
 
 def play(world: World, held: set[tuple[str, str, int]], step: Any) -> None:
