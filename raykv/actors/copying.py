@@ -2,7 +2,8 @@
 
     admit every chunk ──► copy a span ──► each of its chunks: READY, or a refusal ──► next span
           │ refused                  ▲
-          └──► left out of its span  └── before it: loads go first
+          └──► left out of its span  └── before it: loads go first; a device has it before the end
+                                         of the one in front of it is awaited
 
 What holds whatever goes wrong:
 

@@ -4,7 +4,8 @@ Each device of a process has two lanes, one per direction, each with its stream;
 has the higher priority, which CUDA heeds among kernels but not among copies. A lane carries out one
 copy at a time: it waits until the device has finished what the worker gave it before (loads too:
 zeroing of a block may still be on its way), then submits batches, a few of them on their way at
-once, and ends when all of them have arrived.
+once, and ends when all of them have arrived. The parts of a copy follow each other without a gap:
+one is submitted before the one in front of it is waited for.
 
 What a copy promises, and how:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +95,22 @@ def request(
     )
 
 
+def store_eight(service: NodeService, link: Any) -> None:
+    """Chunks 0 to 7, of blocks 0 to 15."""
+    for chunk in range(8):
+        link.submit(
+            request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
+        )
+        assert result_of(link, 10 + chunk).failed_chunks == []
+
+
+def assert_blocks(device: Device, numbers: Sequence[int], expected: Sequence[Any]) -> None:
+    """Each block has the pages that are expected, layer by layer."""
+    for number, pages in zip(numbers, expected, strict=True):
+        for found, wanted in zip(device.block(number), pages, strict=True):
+            assert torch.equal(found, wanted)
+
+
 def test_stored_blocks_come_back_in_other_blocks(
     service: NodeService, link: Any, device: Device
 ) -> None:
@@ -108,44 +124,30 @@ def test_stored_blocks_come_back_in_other_blocks(
     result = result_of(link, 2)
     assert result.failed_chunks == []
     assert result.num_bytes == 4 * sum(PAGES)
-    for number, expected in zip((20, 21, 22, 23), before, strict=True):
-        for found, wanted in zip(device.block(number), expected, strict=True):
-            assert torch.equal(found, wanted)
+    assert_blocks(device, range(20, 24), before)
 
 
 def test_load_larger_than_staging_memory_is_made_in_parts(
     service: NodeService, link: Any, device: Device
 ) -> None:
-    for chunk in range(8):
-        link.submit(
-            request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
-        )
-        assert result_of(link, 10 + chunk).failed_chunks == []
+    store_eight(service, link)
     untouched = [device.block(number) for number in range(16)]
     link.submit(request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30))
     assert result_of(link, 30).failed_chunks == []
-    for number, expected in enumerate(untouched):
-        for found, wanted in zip(device.block(30 + number), expected, strict=True):
-            assert torch.equal(found, wanted)
+    assert_blocks(device, range(30, 46), untouched)
 
 
 def test_load_by_layer_is_there_when_its_first_layer_is(
     service: NodeService, link: Any, device: Device
 ) -> None:
     """Also one that is larger than the staging memory, which a store still has a part of."""
-    for chunk in range(8):
-        link.submit(
-            request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
-        )
-        assert result_of(link, 10 + chunk).failed_chunks == []
+    store_eight(service, link)
     expected = [device.block(number) for number in range(16)]
     link.submit(request(service, Direction.STORE, [20, 21, 22], list(range(6)), 20))
     load = request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30)
     link.submit(replace(load, by_layer=True))
     assert link.wait_layers([30, 77], 1)
-    for number, pages in enumerate(expected):
-        for found, wanted in zip(device.block(30 + number), pages, strict=True):
-            assert torch.equal(found, wanted)
+    assert_blocks(device, range(30, 46), expected)
     assert link.wait_layers([30], 2)
     assert result_of(link, 30).failed_chunks == []
 
@@ -171,10 +173,7 @@ def test_chunk_that_is_refused_leaves_its_blocks_alone(
     result = result_of(link, 2)
     assert result.failed_chunks == [0]
     assert result.refusals == [Refusal.STALE]
-    for found, wanted in zip(device.block(40), before, strict=True):
-        assert torch.equal(found, wanted)
-    for found, wanted in zip(device.block(42), device.block(0), strict=True):
-        assert torch.equal(found, wanted)
+    assert_blocks(device, [40, 42], [before, device.block(0)])
 
 
 def test_store_without_room_fails_beyond_what_fits(service: NodeService, link: Any) -> None:
