@@ -81,7 +81,12 @@ def up(
     Example: raykv up --on GPU --pool-bytes 64GiB
     """
     from raykv.actors.cluster import ensure_cluster
+    from raykv.config import load_settings
 
+    # A wrong one is found before Ray is started for it.
+    load_settings({})
+    pool = None if pool_bytes is None else parse_size("--pool-bytes", pool_bytes)
+    slab = None if slab_bytes is None else parse_size("--slab-bytes", slab_bytes)
     joined = ensure_cluster(ray_address)
     if joined.started:
         Console(stderr=True).print(f"started a local Ray cluster at {joined.address}")
@@ -91,8 +96,8 @@ def up(
         found = cluster.up(
             on=on,
             node_ids=nodes or (),
-            pool_bytes=None if pool_bytes is None else parse_size("--pool-bytes", pool_bytes),
-            slab_bytes=None if slab_bytes is None else parse_size("--slab-bytes", slab_bytes),
+            pool_bytes=pool,
+            slab_bytes=slab,
             deadline_s=timeout,
             watch=lambda nodes: _show_nodes(bars, nodes),
         )

@@ -387,3 +387,22 @@ def test_help_imports_neither_ray_nor_vllm() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        ([], {"RAYKV_LAYERWISE_LOADS": "ja"}, "must be true or false"),
+        (["--pool-bytes", "much"], {}, "--pool-bytes"),
+        (["--slab-bytes", "much"], {}, "--slab-bytes"),
+    ],
+)
+def test_up_starts_no_ray_for_a_wrong_setting(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], environment: dict[str, str], said: str
+) -> None:
+    started: list[str | None] = []
+    monkeypatch.setattr("raykv.actors.cluster.ensure_cluster", started.append)
+    done = CliRunner().invoke(app, ["up", *options], env=environment)
+    assert isinstance(done.exception, SettingError)
+    assert said in str(done.exception)
+    assert not started
