@@ -20,7 +20,7 @@ from raykv.miss_types import MissRecord
 from raykv.state_types import Capture, CaptureStats
 from raykv.types import Generation, Slot
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
 
 MAX_KEYS = 2048
