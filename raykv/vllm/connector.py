@@ -39,7 +39,7 @@ from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.handover import may_sleep, ordinary_gpu_memory
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.misses import unregister_metrics
+from raykv.vllm.misses import count_by_transfer_type, unregister_metrics
 from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
 from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
@@ -197,8 +197,10 @@ class RayKVConnector(OffloadingConnector):
         """See `OffloadingConnector.build_prom_metrics`; runs in the API server's process."""
         use_our_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
         unregister_metrics()
-        return super().build_prom_metrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        return count_by_transfer_type(
+            super().build_prom_metrics(
+                vllm_config, metric_types, labelnames, per_engine_labelvalues
+            )
         )
 
     # Worker side

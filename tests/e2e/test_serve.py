@@ -197,11 +197,26 @@ def test_metrics_of_vllm_and_of_the_actors_tell_the_same(server: Server, cluster
     for direction in ("load", "store"):
         copied = by_label(node, "raykv_copied_bytes_total", "direction")[direction]
         assert copied == server.counter(f"vllm:kv_offload_{direction}_bytes_total") > 0
+        assert_vllm_older_metrics_tell_the_same(served, direction)
         for histogram in ("raykv_copy_seconds_count", "raykv_queue_seconds_count"):
             assert by_label(node, histogram, "direction")[direction] > 0
     (ratio,) = by_label(directory, "raykv_reachable_hit_ratio", "namespace").values()
     assert 0 < ratio < 1
     assert metrics_of_all_panels() <= names_in(served) | names_in(node) | names_in(directory)
+
+
+def assert_vllm_older_metrics_tell_the_same(served: str, direction: str) -> None:
+    """What dashboards made for vLLM's own offloading show, against what takes its place."""
+    transfer_type = {"load": "CPU_to_GPU", "store": "GPU_to_CPU"}[direction]
+    for older, newer in (
+        ("total_bytes_total", "bytes_total"),
+        ("total_time_total", "time_total"),
+        ("size_count", "size_count"),
+        ("size_sum", "size_sum"),
+    ):
+        told = by_label(served, f"vllm:kv_offload_{older}", "transfer_type")[transfer_type]
+        (expected,) = by_label(served, f"vllm:kv_offload_{direction}_{newer}", "engine").values()
+        assert told == expected > 0, (direction, older)
 
 
 def asked(server: Server, cluster: Cluster, text: str) -> Any:
