@@ -23,13 +23,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.raykv-$(EXTRA)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-extended lint format clean distclean
+.PHONY: help setup demo test test-extended wheel lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       set up, then run `raykv demo`   (DEMO_ARGS=...)'
 	@echo 'make test       set up, then lint and pytest    (PYTEST_ARGS=...)'
 	@echo 'make test-extended  applications of Ray Serve, long benchmarks: 15 minutes of engine starts'
+	@echo 'make wheel      build the wheel into dist/'
 	@echo 'make lint       ruff and mypy only'
 	@echo 'make format     let ruff rewrite the sources'
 	@echo 'make setup      make $(VENV) with RayKV and vLLM in it; done again when pyproject.toml changes'
@@ -61,6 +62,9 @@ endif
 
 test-extended: lint
 	$(BIN)/pytest -m extended tests/e2e
+
+wheel: $(STAMP)
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 lint: $(STAMP)
 	$(BIN)/ruff check

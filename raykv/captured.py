@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import TensorSpec, deserialize, serialize_file
 
 from raykv.deadlines import STATES_LOAD_S
 from raykv.errors import HiddenStatesError
@@ -44,6 +45,9 @@ _WHOLE = b"whole\n"
 _MOST_TEXT = 4096
 _MOST_NOTES = 64
 """One per folder; what is there stays, since somebody may look for it."""
+
+_NUMBERS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I64": "int64"}
+"""Kinds of numbers in the files, as the format calls them and as we do."""
 
 Raw = npt.NDArray[Any]
 
@@ -81,24 +85,51 @@ class HiddenStates:
     def __getitem__(self, name: str) -> Any:
         """The torch tensor `hidden_states` or `token_ids`, as in a file's dictionary.
 
+        Without torch it is a numpy array, as `load_hidden_states` gives it.
+
         Raises:
             KeyError: there is no other.
         """
-        import torch
-
+        raw, dtype = self.columns[name]
+        torch = _torch()
+        if torch is None:
+            return _values(raw, dtype)
         if name == "token_ids":
-            return torch.from_numpy(self._token_ids.copy())
-        if name != "hidden_states":
-            raise KeyError(name)
-        numbers = self._raw.reshape(-1).view(np.uint8)
+            return torch.from_numpy(raw.copy())
+        numbers = raw.reshape(-1).view(np.uint8)
         with warnings.catch_warnings():
             # Torch knows no memory that can't be written to, and says so each time.
             warnings.filterwarnings("ignore", ".*not writable.*", UserWarning)
             flat = torch.from_numpy(numbers)
-        return flat.view(getattr(torch, self.dtype)).reshape(self.shape)
+        return flat.view(getattr(torch, dtype)).reshape(self.shape)
+
+    @property
+    def columns(self) -> dict[str, tuple[Raw, str]]:
+        """What a file of them has, by name: bytes, and numbers of which kind they are."""
+        return {
+            "hidden_states": (self._raw, self.dtype),
+            "token_ids": (self._token_ids, "int64"),
+        }
 
     def __repr__(self) -> str:
         return f"HiddenStates({self.request_id!r}, {self.dtype}, {list(self.shape)})"
+
+
+def _torch() -> Any | None:
+    """The module; None where it is not installed, as on a node that computes nothing."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
+    return torch
+
+
+def _values(raw: Raw, dtype: str) -> Raw:
+    """Numbers as numpy has them; it has no bfloat16, all of whose values float32 has too."""
+    if dtype != "bfloat16":
+        return raw.view(dtype)
+    wide: Raw = raw.astype(np.uint32)
+    return (wide << 16).view(np.float32)
 
 
 # Files
@@ -197,12 +228,15 @@ def write_states(path: str, states: HiddenStates) -> None:
     Raises:
         OSError: it can't be written; then nothing of it is left.
     """
-    from safetensors.torch import save_file
-
     part = Path(f"{path}{PART_SUFFIX}")
-    tensors = {name: states[name] for name in ("hidden_states", "token_ids")}
+    specs = {
+        name: TensorSpec(
+            dtype=dtype, shape=raw.shape, data_ptr=raw.ctypes.data, data_len=raw.nbytes
+        )
+        for name, (raw, dtype) in states.columns.items()
+    }
     try:
-        save_file(tensors, part, {"request_id": states.request_id})
+        serialize_file(specs, part, {"request_id": states.request_id})
         part.rename(path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -222,23 +256,38 @@ def load_hidden_states(path: str, timeout_s: float = STATES_LOAD_S) -> dict[str,
 
     Returns:
         `hidden_states`, [num_tokens, num_hidden_states, hidden_size], and `token_ids`,
-        [num_tokens], in memory of the CPU.
+        [num_tokens], as torch tensors in memory of the CPU. Where torch is not installed they are
+        numpy arrays, and bfloat16 is float32, of the same values.
 
     Raises:
         HiddenStatesError: there will be no such file, and why; or it took too long.
     """
-    from safetensors.torch import load_file
-
     outcome = _await_writer(path, timeout_s)
     if outcome.is_failed:
         raise HiddenStatesError(f"no hidden states at {path}: {outcome.reason}")
     try:
-        tensors: dict[str, Any] = load_file(path, device="cpu")
+        tensors = _read_tensors(path)
     except FileNotFoundError:
         raise HiddenStatesError(f"no hidden states at {path}: {outcome.reason}") from None
     except Exception as error:
         # Such as a file that was cut short by somebody else.
         raise HiddenStatesError(f"the hidden states at {path} can't be read: {error}") from error
+    return tensors
+
+
+def _read_tensors(path: str) -> dict[str, Any]:
+    if _torch() is not None:
+        from safetensors.torch import load_file
+
+        return dict(load_file(path, device="cpu"))
+    tensors = {}
+    views: list[tuple[str, dict[str, Any]]] = deserialize(Path(path).read_bytes())  # type: ignore[no-untyped-call]
+    for name, found in views:
+        dtype = _NUMBERS[found["dtype"]]
+        stored = np.uint16 if dtype == "bfloat16" else dtype
+        # Into memory of its own that can be written to, as torch's tensors have.
+        raw = np.frombuffer(found["data"], stored).reshape(found["shape"]).copy()
+        tensors[name] = _values(raw, dtype)
     return tensors
 
 

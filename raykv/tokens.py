@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raykv.errors import SettingError, first_line
+from raykv.extras import load
 
 
 def tokens_of_text(tokenizer: str, text: str) -> list[int]:
@@ -16,7 +17,7 @@ def tokens_of_text(tokenizer: str, text: str) -> list[int]:
         text: the prompt.
 
     Raises:
-        SettingError: there is no such tokenizer here.
+        SettingError: there is no such tokenizer here, or transformers is not installed.
     """
     return _plain(_load(tokenizer).encode(text))
 
@@ -44,10 +45,9 @@ def _plain(tokens: Any) -> list[int]:
 
 
 def _load(tokenizer: str) -> Any:
+    transformers = load("transformers", "a prompt that is given as text")
     try:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(tokenizer)
+        return transformers.AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:
         raise SettingError(
             f"there is no tokenizer {tokenizer!r} here ({first_line(error)}): name the model's "

@@ -36,7 +36,7 @@ def row(*modules: str, packages: str | None, except_for: tuple[str, ...] = ()) -
 
 
 TABLE = (
-    row("types", "errors", "config", "deadlines", "parent", "parsing", packages=""),
+    row("types", "errors", "config", "deadlines", "extras", "parent", "parsing", packages=""),
     row(
         "messages",
         "breaker_types",

@@ -33,6 +33,7 @@ from raykv.chaos.watch import Watch
 from raykv.client import Cluster, connect
 from raykv.core.geometry import aligned
 from raykv.errors import ClusterError, SettingError
+from raykv.extras import require
 from raykv.models import tiny_llama
 
 CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
@@ -79,6 +80,7 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
     Raises:
         RayKVError: the cluster or the engines could not be started, or an option is impossible.
     """
+    require("raykv chaos", "vllm")
     if options.num_nodes not in NODES:
         raise SettingError(f"nodes={options.num_nodes}: a chaos run has {NODES[0]} or {NODES[1]}")
     if not options.kinds:

@@ -24,7 +24,8 @@ from raykv.cli import (
     trouble,
 )
 from raykv.cli.base import ExitCode, app
-from raykv.errors import RayKVError
+from raykv.errors import RayKVError, SettingError
+from raykv.extras import complaint
 
 TOPICS = (
     status,
@@ -47,9 +48,19 @@ __all__ = ["TOPICS", "app", "main"]
 def main() -> None:
     """Run the command line; errors that RayKV expects are one sentence and exit code 2."""
     try:
-        app()
+        _run()
     except RayKVError as error:
         sentence = f"raykv: {error}"
         console = Console(stderr=True)
         console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(ExitCode.FAILED)
+
+
+def _run() -> None:
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        sentence = complaint(error, "this command")
+        if not sentence:
+            raise
+        raise SettingError(sentence) from error

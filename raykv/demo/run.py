@@ -23,6 +23,7 @@ from raykv.demo.prompts import document_prompts, random_prompts
 from raykv.demo.report import show
 from raykv.demo.session import Session
 from raykv.errors import SettingError
+from raykv.extras import require
 from raykv.models import SMOLLM2_NAME, smollm2, tiny_llama
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def run_demo(
     Raises:
         RayKVError: The settings, the model, the cluster or the engine are not fit for the demo.
     """
+    require("raykv demo", "vllm")
     if rounds < 2:
         raise SettingError(f"rounds={rounds}: RayKV loads from the second round on, so at least 2")
     if not 1 <= nodes <= MAX_NODES:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from raykv.errors import SettingError
+from raykv.extras import load
 
 
 def pandas() -> Any:
@@ -14,7 +13,7 @@ def pandas() -> Any:
     Raises:
         SettingError: it is not installed.
     """
-    return _module("pandas")
+    return load("pandas", "raykv.inspect")
 
 
 def pyplot() -> Any:
@@ -23,14 +22,4 @@ def pyplot() -> Any:
     Raises:
         SettingError: it is not installed.
     """
-    return _module("matplotlib.pyplot")
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise SettingError(
-            f"raykv.inspect needs {name.partition('.')[0]}, which is not installed: "
-            "pip install 'raykv[inspect]'"
-        ) from error
+    return load("matplotlib.pyplot", "raykv.inspect")

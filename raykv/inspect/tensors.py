@@ -12,6 +12,7 @@ import numpy as np
 from raykv.actors.inspection import ChunkPlace, kv_form, read_chunks
 from raykv.core.kv_form import LayerElements, layers_of, tokens_per_chunk
 from raykv.errors import ClusterError
+from raykv.extras import load
 from raykv.inspect.sources import chunk_places, known_tokens
 from raykv.kv_types import GroupForm, KVForm
 from raykv.types import Namespace, group_of
@@ -199,11 +200,10 @@ def _bytes(places: Sequence[ChunkPlace], form: KVForm) -> Iterator[Any]:
 
 def _tensors(parts: list[list[LayerElements]], dtype: str) -> Iterator[tuple[str, LayerKV]]:
     """Layers by name, the chunks' tokens one after the other."""
-    import torch
-
+    torch = load("torch", "raykv.inspect.kv")
     kind = getattr(torch, dtype)
 
-    def joined(columns: list[Any]) -> torch.Tensor:
+    def joined(columns: list[Any]) -> Any:
         return torch.from_numpy(np.concatenate(columns)).view(kind)
 
     for layer in zip(*parts, strict=True):
