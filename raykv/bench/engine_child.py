@@ -206,6 +206,11 @@ class Engine:
             time.sleep(0.02)
         return False
 
+    def rest(self, level: int = 1) -> bool:
+        """Sleep, and wake up again."""
+        self._llm.sleep(level)
+        return bool(self._llm.wake_up())
+
     def counters(self) -> dict[str, float]:
         """vLLM's counters, by name and labels."""
         found: dict[str, float] = {}

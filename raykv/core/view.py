@@ -304,6 +304,18 @@ class EngineView:
         self._orphans.clear()
         self._resets += 1
 
+    def drop_stores(self) -> None:
+        """vLLM does not complete the jobs that it has begun: what was being stored is given back.
+
+        Chunks that are READY stay. A store that ends all the same is known by the next exchange.
+        """
+        flying = {k: at for k, at in self._pending.items() if k not in self._failed_stores}
+        self._departures.note(flying, MissReason.STORE_FAILED)
+        self._outbox.released.extend((group_of(key), handle) for key, handle in flying.items())
+        self._pending.clear()
+        self._failed_stores.clear()
+        self._orphans.clear()
+
     @property
     def _is_clearing(self) -> bool:
         return self._resets != self._resets_confirmed

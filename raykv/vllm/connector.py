@@ -35,6 +35,7 @@ from raykv.core.prefixes import ChunkGroup, groups_text
 from raykv.errors import RayKVError
 from raykv.types import MissReason
 from raykv.vllm.canonical import block_bytes_told
+from raykv.vllm.engine_core import watch_rests
 from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.handover import may_sleep, ordinary_gpu_memory
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
@@ -151,6 +152,7 @@ class RayKVConnector(OffloadingConnector):
         manager.session.hints = manager.hints
         manager.session.described = track_chunks(self.scheduler, spec, manager, identity)
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
+        watch_rests()
         self._runtime.start()
 
     def _chunk_groups(self) -> list[ChunkGroup]:

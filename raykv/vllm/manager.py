@@ -34,6 +34,7 @@ from raykv.core.requests import FailedLoad
 from raykv.core.view import EngineView
 from raykv.messages import Handle
 from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup, MissReason, TokenSource
+from raykv.vllm.engine_core import is_resting
 from raykv.vllm.guard import guarded, nothing
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import hint_of, request_options
@@ -230,9 +231,13 @@ class RayOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Empty this view at once, and the namespace in the whole cluster with the next exchange.
 
-        vLLM never completes jobs from before a reset, so what is in flight is released here.
+        vLLM never completes jobs from before a reset, so what is in flight is released here. An
+        engine that only rests gives back no more than that: its chunks are as right as before.
         """
-        self.view.reset()
+        if is_resting():
+            self.view.drop_stores()
+        else:
+            self.view.reset()
         if self.announcements is not None:
             self.announcements.clear()
         if self.session is not None:

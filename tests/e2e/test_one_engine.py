@@ -207,6 +207,20 @@ def test_reset_of_connector_empties_cache(engine: EngineProcess, cluster: Cluste
     wait_until(lambda: loads_again(engine, tokens[0], reference[0]), 20.0, "the cache fills again")
 
 
+def test_engine_that_slept_loads_what_it_stored_before(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    tokens = [prompt(510, 320)]
+    reference = store(engine, cluster, tokens)
+    chunks = node(cluster).chunks
+    assert engine.call("rest", level=1)
+    outputs = engine.call("generate", prompts=tokens)
+    assert [output["tokens"] for output in outputs] == reference
+    assert outputs[0]["cached"] == 320
+    assert node(cluster).chunks == chunks
+    engine.reset()
+
+
 def test_request_aborted_during_load_leaves_engine_in_order(
     engine: EngineProcess, cluster: Cluster
 ) -> None:

@@ -845,3 +845,34 @@ def test_store_into_a_slot_that_is_granted_again_is_not_ready(view: EngineView) 
     assert sorted(free_slots(view)) == [0, 1, 2, 3]
     view.complete_store(plan.keys)
     assert look(view, "ab") == [MISS, HIT]
+
+
+def test_dropped_stores_are_given_back_and_ready_chunks_stay(view: EngineView) -> None:
+    store(view, "a")
+    view.prepare_store("r", keys("bc"))
+    view.fail_store(key("c"), view.pending_handle(key("c")).generation)  # type: ignore[union-attr]
+    pending = view.pending_handle(key("b"))
+    assert pending is not None
+    take(view)
+    view.drop_stores()
+    view.check()
+    assert look(view, "abc") == [HIT, MISS, MISS]
+    request = take(view)
+    assert request.clear == 0
+    assert request.released == Leases([0], [pending.slot], [pending.generation])
+
+
+def test_dropped_store_that_ended_all_the_same_is_found(view: EngineView) -> None:
+    view.prepare_store("r", keys("a"))
+    at = view.pending_handle(key("a"))
+    assert at is not None
+    view.drop_stores()
+    view.apply(reply(handles((key("a"), at.slot, at.generation))))
+    assert look(view, "a") == [HIT]
+
+
+def test_store_after_dropped_one_of_the_same_chunk_ends_with_its_own_end(view: EngineView) -> None:
+    view.prepare_store("r", keys("a"))
+    view.drop_stores()
+    store(view, "a")
+    assert look(view, "a") == [HIT]

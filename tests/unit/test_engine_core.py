@@ -1,0 +1,93 @@
+"""What RayKV makes of the calls that vLLM's EngineCore does to its caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from vllm.v1.engine.core import EngineCore
+
+from raykv.core.view import EngineView
+from raykv.messages import EngineAttached, Leases, SyncReply
+from raykv.types import EngineId, Key
+from raykv.vllm.engine_core import RESETS, is_resting, watch_rests
+from raykv.vllm.manager import RayOffloadingManager
+
+CHUNK = Key(b"a" * 32 + b"\0\0\0\0")
+
+
+class Executor:
+    """Takes what EngineCore sends to the workers."""
+
+    is_sleeping = False
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_arguments, **_more: None
+
+
+class Scheduler:
+    """Resets its connector's manager, as vLLM's scheduler does."""
+
+    def __init__(self, manager: RayOffloadingManager) -> None:
+        self._manager = manager
+
+    def reset_prefix_cache(self, _running: bool = False, reset_connector: bool = False) -> bool:
+        if reset_connector:
+            self._manager.reset_cache()
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_arguments, **_more: False
+
+
+@pytest.fixture
+def view() -> EngineView:
+    view = EngineView(EngineId("engine"), [0], 1.0, 4)
+    view.attached(EngineAttached(1, 7, {0: 40}))
+    view.apply(SyncReply(1, 1, node_epoch=7, granted=Leases([0], [3], [9])))
+    view.prepare_store("r", [CHUNK])
+    view.complete_store([CHUNK])
+    return view
+
+
+@pytest.fixture
+def core(view: EngineView, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
+    """EngineCore without an engine."""
+    monkeypatch.setattr(EngineCore, RESETS, getattr(EngineCore, RESETS))
+    watch_rests()
+    core = EngineCore.__new__(EngineCore)
+    core.scheduler = Scheduler(RayOffloadingManager(view))
+    core.model_executor = Executor()
+    core.mm_receiver_cache = None
+    return core
+
+
+@pytest.mark.parametrize("rest", ["sleep", "pause_scheduler"])
+def test_rest_leaves_the_chunks_of_the_namespace(
+    core: EngineCore, view: EngineView, rest: str
+) -> None:
+    getattr(core, rest)()
+    assert CHUNK in view.loadable
+    assert not is_resting()
+
+
+def test_reset_that_the_user_asks_for_clears_the_namespace(
+    core: EngineCore, view: EngineView
+) -> None:
+    core.sleep()
+    core.reset_prefix_cache(reset_connector=True)
+    assert CHUNK not in view.loadable
+    assert view.has_news
+
+
+def test_rest_that_fails_is_over(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: Any, **_more: Any) -> bool:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(core.scheduler, "reset_prefix_cache", fail)
+    with pytest.raises(RuntimeError):
+        core.sleep()
+    assert not is_resting()
