@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -30,7 +31,7 @@ from vllm.platforms import current_platform
 import raykv
 from raykv.actors.link import LinkTarget
 from raykv.actors.runtime import EngineIdentity, EngineRuntime
-from raykv.config import load_settings
+from raykv.config import Settings, load_settings
 from raykv.core.prefixes import ChunkGroup, groups_text
 from raykv.errors import RayKVError
 from raykv.types import MissReason
@@ -43,10 +44,16 @@ from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import count_by_transfer_type, unregister_metrics
 from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
 from raykv.vllm.params import only_documented
+from raykv.vllm.placement import (
+    RankPlace,
+    node_of_ranks,
+    place_of_rank,
+    refuse_ranks_elsewhere,
+    refuse_several_hosts,
+)
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
     refuse_non_causal,
-    refuse_several_nodes,
     use_our_spec,
 )
 from raykv.vllm.tracker import track_chunks
@@ -111,7 +118,7 @@ class RayKVConnector(OffloadingConnector):
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
-        refuse_several_nodes(vllm_config.parallel_config.nnodes_within_dp)
+        refuse_several_hosts(vllm_config.parallel_config)
         refuse_non_causal(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         extra_config = transfer_config.kv_connector_extra_config
@@ -147,13 +154,21 @@ class RayKVConnector(OffloadingConnector):
             self._layered = LayeredScheduling(manager.layered, self.scheduler)
         self._identity = identity
         self._manager = manager
-        self._runtime = EngineRuntime(spec.settings, manager.view, identity)
+        self._runtime = EngineRuntime(
+            self._placed(spec.settings, vllm_config.parallel_config), manager.view, identity
+        )
         manager.session = self._runtime.session
         manager.session.hints = manager.hints
         manager.session.described = track_chunks(self.scheduler, spec, manager, identity)
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
         self._runtime.start()
+
+    @staticmethod
+    def _placed(settings: Settings, parallel_config: Any) -> Settings:
+        """With the node that the ranks are on, where Ray has placed them and none is named."""
+        node_id = node_of_ranks(parallel_config, current_platform.ray_device_key)
+        return replace(settings, node_id=settings.node_id or node_id)
 
     def _chunk_groups(self) -> list[ChunkGroup]:
         """The KV groups, for whoever wants to know what of a prompt can be loaded."""
@@ -235,6 +250,10 @@ class RayKVConnector(OffloadingConnector):
         with logged_refusals():
             super().register_kv_caches(kv_caches)
 
+    def get_handshake_metadata(self) -> RankPlace | None:
+        """See `KVConnectorBase_V1.get_handshake_metadata`: where this rank runs."""
+        return place_of_rank()
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See `KVConnectorBase_V1.handle_preemptions`.
 
@@ -290,6 +309,22 @@ class RayKVConnector(OffloadingConnector):
         return super().build_connector_worker_meta()
 
     # Scheduler side
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """See `KVConnectorBase_V1.set_xfer_handshake_metadata`; part of the engine's start.
+
+        Raises:
+            SettingError: not all ranks are on the node whose pool the engine uses.
+        """
+        if self._runtime is None:
+            return
+        places = [place for place in metadata.values() if isinstance(place, RankPlace)]
+        try:
+            with logged_refusals():
+                refuse_ranks_elsewhere(places, self._runtime.node_id)
+        except RayKVError:
+            self._runtime.stop()
+            raise
 
     @guarded(nothing)
     def on_new_request(self, request: Any) -> None:

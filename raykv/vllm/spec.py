@@ -219,19 +219,6 @@ class RayKVOffloadingSpec(OffloadingSpec):
         )
 
 
-def refuse_several_nodes(num_nodes: int) -> None:
-    """A chunk would exist only where every node of the engine has its part.
-
-    Raises:
-        SettingError: the ranks of the engine are on several nodes.
-    """
-    if num_nodes > 1:
-        raise SettingError(
-            f"the ranks of this engine span {num_nodes} nodes, which RayKV does not support yet: "
-            "only engines on one node are"
-        )
-
-
 def refuse_non_causal(kv_cache_config: Any) -> None:
     """vLLM turns its own prefix cache off for such models.
 

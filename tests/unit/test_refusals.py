@@ -23,12 +23,21 @@ def config(**fields: Any) -> Any:
 
 
 def test_plain_engine_is_accepted() -> None:
-    from raykv.vllm.spec import refuse_several_nodes, refuse_unsupported
+    from raykv.vllm.placement import RankPlace, refuse_ranks_elsewhere, refuse_several_hosts
+    from raykv.vllm.spec import refuse_unsupported
 
     refuse_unsupported(config())
     shared = SimpleNamespace(pp_size=1, tp_size=2, is_parallelism_agnostic=True)
     refuse_unsupported(config(canonical_layout=True, parallel=shared))
-    refuse_several_nodes(1)
+    refuse_several_hosts(parallel())
+    refuse_several_hosts(parallel(distributed_executor_backend="external_launcher"))
+    refuse_ranks_elsewhere([], "here")
+    refuse_ranks_elsewhere([RankPlace("here"), RankPlace("here")], "here")
+
+
+def parallel(**fields: Any) -> Any:
+    values = {"nnodes_within_dp": 1, "distributed_executor_backend": "mp", "world_size": 1}
+    return SimpleNamespace(**{**values, **fields})
 
 
 @pytest.mark.parametrize(
@@ -51,11 +60,45 @@ def test_unsupported_setting_is_refused_by_name(fields: dict[str, Any], named: s
         refuse_unsupported(config(**fields))
 
 
-def test_engine_on_several_nodes_is_refused() -> None:
-    from raykv.vllm.spec import refuse_several_nodes
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"nnodes_within_dp": 2}, "span 2 nodes"),
+        (
+            {"distributed_executor_backend": "external_launcher", "world_size": 2},
+            "distributed_executor_backend='external_launcher' makes 2 engines",
+        ),
+    ],
+)
+def test_engine_that_is_told_to_start_ranks_elsewhere_is_refused(
+    fields: dict[str, Any], named: str
+) -> None:
+    from raykv.vllm.placement import refuse_several_hosts
 
-    with pytest.raises(SettingError, match="span 2 nodes"):
-        refuse_several_nodes(2)
+    with pytest.raises(SettingError, match=named):
+        refuse_several_hosts(parallel(**fields))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "named"),
+    [
+        (["here", "there"], r"span 2 Ray nodes \(here, there\)"),
+        (["there", "there"], "run on Ray node there and RayKV was to use the pool of node here"),
+    ],
+)
+def test_engine_whose_ranks_say_that_they_are_elsewhere_does_not_start(
+    nodes: list[str], named: str
+) -> None:
+    from raykv.vllm.connector import RayKVConnector
+    from raykv.vllm.placement import RankPlace
+
+    stopped: list[str] = []
+    runtime = SimpleNamespace(node_id="here", stop=lambda: stopped.append("here"))
+    engine: Any = SimpleNamespace(_runtime=runtime)
+    told: dict[int, Any] = {rank: RankPlace(node) for rank, node in enumerate(nodes)}
+    with pytest.raises(SettingError, match=named):
+        RayKVConnector.set_xfer_handshake_metadata(engine, told)
+    assert stopped == ["here"]
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0", "0.33.0rc1"])
