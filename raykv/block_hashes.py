@@ -1,9 +1,10 @@
 """vLLM's block hashes out of a prompt's tokens, and RayKV's keys: those that an engine would find.
 
 A block's hash is one of its parent's hash, its tokens, and what else separates requests: the LoRA
-adapter in every block, the cache salt in the first. The parent of the first block is a root that
-follows from a seed. Source: vLLM 0.32, `vllm/v1/core/kv_cache_utils.py`; the tests compare both.
-Images, sound and prompts given as embeddings are not hashed here.
+adapter in every block, by content too, the cache salt in the first. The parent of the first block
+is a root that follows from a seed. Source: vLLM 0.32, `vllm/v1/core/kv_cache_utils.py`, and of the
+adapter's content `raykv/vllm/adapters.py`; the tests compare both. Images, sound and prompts given
+as embeddings are not hashed here.
 
 A hash costs some 2 microseconds for blocks of 16 tokens; no vLLM is needed.
 """
@@ -43,12 +44,14 @@ class HashScheme:
 class PromptTraits:
     """What separates a prompt from others with the same tokens.
 
-    An adapter has the name and the path that its engine was given.
+    An adapter has the name and the path that its engine was given, and the digest of its files; see
+    `raykv.adapters`. Nothing is stored with an adapter that has no digest.
     """
 
     cache_salt: str = ""
     lora_name: str = ""
     lora_path: str = ""
+    lora_digest: str = ""
 
 
 PLAIN = PromptTraits()
@@ -71,7 +74,7 @@ def block_hashes(
         SettingError: the algorithm is unknown, or its package is not installed.
     """
     digest = _digest_of(scheme.algorithm)
-    lora = ("lora", traits.lora_name, traits.lora_path)
+    lora = ("lora", traits.lora_name, path_with_digest(traits.lora_path, traits.lora_digest))
     every = (lora,) if traits.lora_name else ()
     first = (*every, ("cache_salt", traits.cache_salt)) if traits.cache_salt else every
     size = scheme.tokens_per_hash
@@ -85,6 +88,11 @@ def block_hashes(
         found.append(parent)
         extras = every or None
     return found
+
+
+def path_with_digest(path: str, digest: str) -> str:
+    """What stands for an adapter's path in hashes: it may have other content at other times."""
+    return f"{path}\n{digest}" if digest else path
 
 
 def chunk_keys(hashes: Sequence[bytes], hashes_per_chunk: int, group: int) -> list[Key]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from raykv.actors.catalog import MOST_FIRST, list_chunks, nodes_with
+from raykv.adapters import named
 from raykv.block_hashes import PLAIN, PromptTraits
 from raykv.catalog_types import (
     DISK,
@@ -120,7 +121,7 @@ class Reader:
             tokens = tokens_of_chat(model or space.model, [dict(each) for each in messages])
         assert tokens is not None
         ask = partial(nodes_with, self.find, space.namespace)
-        return look_up(space, scheme, tokens, traits, ask)
+        return look_up(space, scheme, tokens, named(traits), ask)
 
     def full_namespace(self, beginning: str) -> str:
         """The one namespace that begins so; `status` shows the first digits only."""

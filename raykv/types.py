@@ -144,6 +144,8 @@ class MissReason(StrEnum):
     """Less than a whole chunk was left: mostly the prompt's end."""
     OPTED_OUT = "opted_out"
     """The request did not want to load (all of) it, or wants what only computing gives."""
+    ADAPTER_UNKNOWN = "adapter_unknown"
+    """The files of the request's LoRA adapter can't be read, or are not those that were loaded."""
     PAUSED = "paused"
     """The cache was switched off with `raykv pause`."""
     NOT_ATTACHED = "not_attached"

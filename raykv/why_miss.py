@@ -16,6 +16,8 @@ ADVICE = {
     "computed. A smaller blocks_per_chunk makes it shorter.",
     MissReason.OPTED_OUT: "The request asked for it: raykv_load or max_load_tokens in its "
     "kv_transfer_params, or prompt_logprobs, which only computing gives.",
+    MissReason.ADAPTER_UNKNOWN: "The files of its LoRA adapter can't be read, or have changed "
+    "since the engine loaded them: give a local folder, and load it in place after a change.",
     MissReason.PAUSED: "The cache is switched off: `raykv resume` switches it on.",
     MissReason.NOT_ATTACHED: "The engine had not reached RayKV's actors: its log says why; "
     "`raykv status` shows whether it has by now.",

@@ -58,7 +58,12 @@ TABLE = (
         packages="msgspec",
         except_for=("raykv.config", "raykv.deadlines"),
     ),
-    row("block_hashes", packages="cbor2 xxhash", except_for=("raykv.config", "raykv.deadlines")),
+    row(
+        "block_hashes",
+        "adapters",
+        packages="cbor2 xxhash",
+        except_for=("raykv.config", "raykv.deadlines"),
+    ),
     row("core", packages="numpy", except_for=("raykv.config", "raykv.deadlines")),
     row(
         "directory", packages="llvmlite numba numpy", except_for=("raykv.config", "raykv.deadlines")

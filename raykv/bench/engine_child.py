@@ -80,12 +80,13 @@ class Engine:
         max_tokens: int = 6,
         params: dict[str, Any] | None = None,
         salt: str | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Greedy tokens of each prompt, how many of its tokens were cached, time to the first.
 
         "transfer" is what the connector has added to the answer.
         """
-        outputs = self._generate(prompts, max_tokens, params, salt)
+        outputs = self._generate(prompts, max_tokens, params, salt, adapter)
         return [
             {
                 "id": output.request_id,
@@ -104,9 +105,12 @@ class Engine:
         max_tokens: int,
         params: dict[str, Any] | None = None,
         salt: str | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> list[Any]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
+        lora = None if adapter is None else LoRARequest(**adapter)
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(
             temperature=0,
@@ -118,7 +122,9 @@ class Engine:
         requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         if salt is not None:
             requests = [{**request, "cache_salt": salt} for request in requests]
-        outputs: list[Any] = self._llm.generate(requests, sampling, use_tqdm=False)
+        outputs: list[Any] = self._llm.generate(
+            requests, sampling, use_tqdm=False, lora_request=lora
+        )
         return outputs
 
     def serve(
@@ -205,6 +211,12 @@ class Engine:
                 return True
             time.sleep(0.02)
         return False
+
+    def add_adapter(self, **adapter: Any) -> bool:
+        """Load a LoRA adapter, as vLLM's server does when it is told to."""
+        from vllm.lora.request import LoRARequest
+
+        return bool(self._llm.llm_engine.add_lora(LoRARequest(**adapter)))
 
     def rest(self, level: int = 1) -> bool:
         """Sleep, and wake up again."""

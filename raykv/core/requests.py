@@ -37,12 +37,14 @@ class RequestOptions:
 
     `prefilled`: another engine has just computed the prompt for it. Its chunks are announced or on
     their way to be, so that nobody's having them is not the last word; and they are fetched
-    however fast this engine computes, which has other requests to serve.
+    however fast this engine computes, which has other requests to serve. `no_load`: why it does not
+    load, if it does not.
     """
 
     load: bool = True
     store: bool = True
     prefilled: bool = False
+    no_load: MissReason = MissReason.OPTED_OUT
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class RequestState:
     def barrier(self, key: Key) -> MissReason | None:
         """Why this request must not have a chunk, should it be here."""
         if not self.options.load:
-            return MissReason.OPTED_OUT
+            return self.options.no_load
         return MissReason.LOAD_FAILED if key in self.barred else None
 
     def source_of(self, key: Key) -> TokenSource:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from raykv.adapters import AdapterFiles
 from raykv.block_hashes import PromptTraits
 from raykv.core.prompt_keys import PromptTokens
 from raykv.serve.vllm_app import parse_flags
@@ -38,6 +40,7 @@ class VLLMRenderer:
         )
         for adapter in adapters:
             self._traits[adapter.name] = PromptTraits("", adapter.name, adapter.path)
+        self._files = AdapterFiles()
 
     def __call__(self, path: str, body: bytes) -> list[PromptTokens] | None:
         """The prompts of a request; None if they can't be told from text and tokens alone.
@@ -51,6 +54,11 @@ class VLLMRenderer:
         traits = self._traits.get(given.get("model"))
         if traits is None:
             return None
+        if traits.lora_name:
+            digest = self._files.content(traits.lora_path).digest
+            if not digest:
+                return None
+            traits = replace(traits, lora_digest=digest)
         inputs = self._runner.run(self._inputs(path, given))
         if not isinstance(inputs, list) or not 0 < len(inputs) <= MOST_PROMPTS:
             return None
@@ -58,8 +66,7 @@ class VLLMRenderer:
             return None
         return [
             PromptTokens(
-                each["prompt_token_ids"],
-                PromptTraits(each.get("cache_salt") or "", traits.lora_name, traits.lora_path),
+                each["prompt_token_ids"], replace(traits, cache_salt=each.get("cache_salt") or "")
             )
             for each in inputs
         ]

@@ -35,6 +35,7 @@ from raykv.config import Settings, load_settings
 from raykv.core.prefixes import ChunkGroup, groups_text
 from raykv.errors import RayKVError
 from raykv.types import MissReason
+from raykv.vllm.adapters import AdapterUses
 from raykv.vllm.canonical import block_bytes_told
 from raykv.vllm.engine_core import watch_rests
 from raykv.vllm.guard import guarded, nothing, report
@@ -94,6 +95,8 @@ class RayKVConnector(OffloadingConnector):
 
     # With `layerwise_loads`, on the scheduler's side.
     _layered: LayeredScheduling | None = None
+    # On the scheduler's side, for engines with adapters.
+    _adapters: AdapterUses | None = None
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Set up this process's side.
@@ -162,6 +165,8 @@ class RayKVConnector(OffloadingConnector):
         manager.session.described = track_chunks(self.scheduler, spec, manager, identity)
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
+        if vllm_config.lora_config is not None:
+            self._adapters = AdapterUses()
         self._runtime.start()
 
     @staticmethod
@@ -331,6 +336,8 @@ class RayKVConnector(OffloadingConnector):
         """See `KVConnectorBase_V1.on_new_request`; asks at once who has the prompt's chunks."""
         if self._manager is not None:
             self._manager.misses.began(request)
+            if self._adapters is not None and not self._adapters.begin(request):
+                self._manager.refuse(request.request_id, MissReason.ADAPTER_UNKNOWN)
         with only_documented(request):
             super().on_new_request(request)
         if self._manager is None or request.skip_reading_prefix_cache:
@@ -423,7 +430,7 @@ class RayKVConnector(OffloadingConnector):
         stranded, self._stranded = self._stranded, []
         blocks, self._stranded_blocks = self._stranded_blocks, []
         self._step_began(scheduler_output)
-        return RayKVConnectorMetadata(
+        meta = RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
             store_jobs=base.store_jobs,
             jobs_to_flush=base.jobs_to_flush,
@@ -431,6 +438,16 @@ class RayKVConnector(OffloadingConnector):
             stranded=stranded,
             stranded_blocks=blocks,
         )
+        self._tell_adapters(meta, scheduler_output)
+        return meta
+
+    def _tell_adapters(self, meta: RayKVConnectorMetadata, scheduler_output: Any) -> None:
+        if self._adapters is not None:
+            jobs = [*meta.load_jobs.values(), *meta.store_jobs.values()]
+            meta.adapters = self._adapters.of({job.req_id for job in jobs})
+            beginning = {each.req_id for each in scheduler_output.scheduled_new_reqs}
+            meta.beginning = self._adapters.of(beginning)
+            self._adapters.end(scheduler_output.finished_req_ids)
 
     def _step_began(self, scheduler_output: Any) -> None:
         self._step = (scheduler_output.total_num_scheduled_tokens, time.monotonic())
@@ -463,6 +480,8 @@ class RayKVConnector(OffloadingConnector):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, RayKVWorkerMetadata) and self._manager is not None:
             self._manager.take_failures(meta.failed_loads, meta.failed_stores)
+            if self._adapters is not None:
+                self._adapters.take_loaded(meta.adapters)
             if meta.node_epochs:
                 self._node_epochs.update(meta.node_epochs)
                 self._manager.take_node_epoch(min(self._node_epochs.values()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -79,6 +80,8 @@ class RayOffloadingManager(OffloadingManager):
         self.layered = LayeredLoads()
         # For vLLM's own KV events; None: nobody wants them.
         self.announcements: Announcements | None = None
+        # New requests that may neither load nor store, and why.
+        self._refused: dict[str, MissReason] = {}
         self._no_lease_logged_at = float("-inf")
         self._logged_sampling = False
 
@@ -170,11 +173,19 @@ class RayOffloadingManager(OffloadingManager):
         if handle is not None:
             self.view.fail_store(key, handle.generation)
 
+    def refuse(self, request_id: str, reason: MissReason) -> None:
+        """A request that is about to be new may neither load nor store."""
+        self._refused[request_id] = reason
+
     @guarded(lambda *_: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See `OffloadingManager.on_new_request`; a point between steps."""
         self._drain()
-        self.view.start_request(req_context.req_id, request_options(req_context.kv_transfer_params))
+        options = request_options(req_context.kv_transfer_params)
+        reason = self._refused.pop(req_context.req_id, None)
+        if reason is not None:
+            options = replace(options, load=False, store=False, no_load=reason)
+        self.view.start_request(req_context.req_id, options)
         self.hints.begin(req_context.req_id, hint_of(req_context.kv_transfer_params))
         return RequestOffloadingContext()
 

@@ -34,6 +34,7 @@ from raykv.core.requests import FailedLoad
 from raykv.deadlines import LINK_CLOSE_S
 from raykv.messages import Handles, JobResult, KVLayout
 from raykv.types import Direction, Epoch, Generation, Key, Refusal
+from raykv.vllm.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.guard import guarded, report
 from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.layered import refuse_layerwise
@@ -67,13 +68,15 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     """vLLM's metadata, with what failed; see `RayOffloadingManager.take_failures`.
 
     `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none; `lines` what
-    each says of its breaker, when that has changed.
+    each says of its breaker, when that has changed. `adapters` have been loaded since the last
+    step, by id, with the digests of their contents; empty where the ranks have not loaded the same.
     """
 
     failed_loads: list[FailedLoad] = field(default_factory=list)
     failed_stores: list[tuple[bytes, int]] = field(default_factory=list)
     node_epochs: dict[int, int] = field(default_factory=dict)
     lines: dict[int, BreakerReport] = field(default_factory=dict)
+    adapters: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RayKVWorkerMetadata:
         """See `OffloadingWorkerMetadata.aggregate`."""
@@ -87,6 +90,9 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
                 merged.failed_stores += part.failed_stores
                 merged.node_epochs.update(part.node_epochs)
                 merged.lines.update(part.lines)
+                for name, digest in part.adapters.items():
+                    same = merged.adapters.get(name, digest) == digest
+                    merged.adapters[name] = digest if same else ""
         return merged
 
 
@@ -96,11 +102,15 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
 
     `stranded` are requests that vLLM has put to wait for a load that was never made up; the
     workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
+    `adapters` are those of the requests with jobs; `beginning`: of those computed first in this
+    step.
     """
 
     target: LinkTarget | None = None
     stranded: list[str] = field(default_factory=list)
     stranded_blocks: list[int] = field(default_factory=list)
+    adapters: dict[str, AdapterUse] = field(default_factory=dict)
+    beginning: dict[str, AdapterUse] = field(default_factory=dict)
 
 
 class RayOffloadingWorker(OffloadingWorker):
@@ -168,6 +178,14 @@ class RayOffloadingWorker(OffloadingWorker):
         self._link.submit(request)
         self._flying[job_id] = request
         return True
+
+    def refuse(
+        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: LoadStoreSpec
+    ) -> None:
+        """Let a job fail that must not be; its chunks are not to blame."""
+        failed = _all_failed(job_id, direction, blocks, pool)
+        failed.node_epoch = 0
+        self._stillborn.append(failed)
 
     def submit_capture(self, request: JobRequest) -> None:
         """Have states copied; how that ends comes through `take_captured`."""
@@ -255,6 +273,11 @@ def job_request(
     )
 
 
+def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> AdapterUse | None:
+    is_ours = isinstance(metadata, RayKVConnectorMetadata)
+    return metadata.adapters.get(request_id) if is_ours else None
+
+
 def _transfer_result(request: JobRequest, result: JobResult) -> RayKVTransferResult:
     starts = [0, *accumulate(request.num_blocks)] if result.failed_chunks else []
     failed = [
@@ -316,6 +339,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._invalid_block_ids: set[int] = set()
         self._failed_recving: set[str] = set()
         self._stranded: set[str] = set()
+        self._adapters = watch_loads(getattr(vllm_config, "lora_config", None)) or LoadedAdapters()
+        # Requests that have ended; what was computed for them may still be offered in this step.
+        self._ended: set[str] = set()
 
     @property
     def _raykv(self) -> RayOffloadingWorker | None:
@@ -339,6 +365,34 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
                     self._unseen[job_id] = load.dst_spec.block_ids.tolist()
                 if self._raykv is not None:
                     self._raykv.by_layer = True
+            self._adapters.end(self._ended)
+            self._ended.clear()
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """See `OffloadingConnectorWorker.handle_preemptions`."""
+        if kv_connector_metadata.jobs_to_flush:
+            self._refuse_stores(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """See `OffloadingConnectorWorker.start_kv_transfers`."""
+        for job_id, job in list(metadata.load_jobs.items()):
+            use = _use_of(metadata, job.req_id)
+            if use is not None and self._raykv is not None and not self._adapters.may_load(use):
+                del metadata.load_jobs[job_id]
+                self._load_jobs[job_id] = job.req_id
+                self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
+        super().start_kv_transfers(metadata)
+
+    def _refuse_stores(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Of requests that were not computed with the adapter that their keys name."""
+        if not self._is_store_writer or self._raykv is None:
+            return
+        for job_id, job in list(metadata.store_jobs.items()):
+            use = _use_of(metadata, job.req_id)
+            if use is not None and not self._adapters.may_store(job.req_id, use):
+                del metadata.store_jobs[job_id]
+                self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """See `OffloadingConnectorWorker.prepare_store_kv`.
@@ -346,6 +400,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         With `durable_stores` the stores of this step are not left to the next one, and have ended
         when this returns: in the pool, or failed.
         """
+        if isinstance(metadata, RayKVConnectorMetadata):
+            self._adapters.begin(metadata.beginning)
+            self._refuse_stores(metadata)
         super().prepare_store_kv(metadata)
         if not self._is_durable or self._raykv is None or not self._unsubmitted_store_jobs:
             return
@@ -357,6 +414,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `OffloadingConnectorWorker.get_finished`; every job ends, failed or not."""
+        self._ended |= finished_req_ids
         if self._unseen and self._raykv is not None:
             # What is not there is to be known before anybody sees what was computed with it.
             self._raykv.wait_layers(self._unseen, ALL_LAYERS)
@@ -474,12 +532,14 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._reported_epoch = epoch
             meta.node_epochs[self.spec.config.parallel.rank] = epoch
         self._report_line(meta)
+        meta.adapters = self._adapters.take_news()
         is_empty = not (
             meta.completed_jobs
             or meta.failed_loads
             or meta.failed_stores
             or meta.node_epochs
             or meta.lines
+            or meta.adapters
         )
         return None if is_empty else meta
 
