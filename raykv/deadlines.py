@@ -426,3 +426,20 @@ REPLICA_RETRY_AFTER_S = 5
 
 REPLICA_METRICS_S = 5.0
 """For all replicas to write down their metrics. Prometheus gives up after 10 s."""
+
+# Commands that end what they have started
+
+COMMAND_END_S = 15.0
+"""For a command that was told to end to end its engines and its Ray in order, which takes a few
+seconds; then it is killed, and its warden does the rest. Container managers kill after 30 s."""
+
+WARDEN_LOOK_S = 1.0
+"""How often a warden notes what the command has started: a look costs a millisecond or two, and an
+engine lives for longer before it changes its title."""
+
+WARDEN_SWEEP_S = 10.0
+"""For killing what is left, in rounds: killed processes are gone within milliseconds."""
+
+WARDEN_DOWN_S = 60.0
+"""For `raykv down` in a cluster that stays: joining it takes a second or two, and it has deadlines
+of its own."""

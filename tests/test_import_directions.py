@@ -37,6 +37,7 @@ def row(*modules: str, packages: str | None, except_for: tuple[str, ...] = ()) -
 
 TABLE = (
     row("types", "errors", "config", "deadlines", "extras", "parent", "parsing", packages=""),
+    row("warden", packages="psutil"),
     row(
         "messages",
         "breaker_types",

@@ -12,10 +12,12 @@ import fcntl
 import logging
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,7 +209,7 @@ def join(address: str) -> None:
     check_reachable(address)
     log_errors()
     try:
-        with _fresh_randomness(), _outliving_the_cluster():
+        with _fresh_randomness(), _outliving_the_cluster(), _keeping_handlers():
             ray.init(
                 address=address,
                 namespace=names.RAY_NAMESPACE,
@@ -237,6 +239,17 @@ def _fresh_randomness() -> Iterator[None]:
         yield
     finally:
         random.setstate(before)
+
+
+@contextmanager
+def _keeping_handlers() -> Iterator[None]:
+    """Who handles SIGTERM goes on to do so: Ray's own handler would end the process on the spot."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -40,16 +40,19 @@ def demo(
     Example: raykv demo --tiny --nodes 2
     """
     from raykv.demo import run_demo
+    from raykv.warden import ending_what_it_starts
 
-    code = run_demo(
-        tiny=tiny,
-        json_path=json_path,
-        rounds=rounds or (2 if tiny else 3),
-        nodes=nodes,
-        ray_address=ray_address,
-        pool_bytes=pool_bytes,
-        console=None,
-    )
+    with ending_what_it_starts() as warden:
+        code = run_demo(
+            tiny=tiny,
+            json_path=json_path,
+            rounds=rounds or (2 if tiny else 3),
+            nodes=nodes,
+            ray_address=ray_address,
+            pool_bytes=pool_bytes,
+            console=None,
+            note_actors=warden.note_actors,
+        )
     raise typer.Exit(code)
 
 
@@ -85,12 +88,14 @@ def bench(
     """
     from raykv.bench.command import list_benchmarks, run_benchmarks
     from raykv.bench.report import Options
+    from raykv.warden import ending_what_it_starts
 
     if list_only:
         list_benchmarks()
         return
     options = Options(repeats=repeats, quick=quick, trace=trace, device=device)
-    run_benchmarks(names or [], options, json_path)
+    with ending_what_it_starts():
+        run_benchmarks(names or [], options, json_path)
 
 
 @app.command()
@@ -127,7 +132,10 @@ def chaos(
     from rich.console import Console
 
     from raykv.chaos.run import ChaosOptions, kinds_named, run_chaos
+    from raykv.warden import ending_what_it_starts
 
     loses_head = minutes >= 3 if lose_head is None else lose_head
     options = ChaosOptions(60 * minutes, seed, nodes, kinds_named(kinds or ()), logs, loses_head)
-    raise typer.Exit(run_chaos(options, Console(), json_path))
+    with ending_what_it_starts():
+        code = run_chaos(options, Console(), json_path)
+    raise typer.Exit(code)

@@ -89,7 +89,10 @@ def up(
     slab = None if slab_bytes is None else parse_size("--slab-bytes", slab_bytes)
     joined = ensure_cluster(ray_address)
     if joined.started:
-        Console(stderr=True).print(f"started a local Ray cluster at {joined.address}")
+        Console(stderr=True).print(
+            f"started a local Ray cluster at {joined.address}; it stays until `raykv down --with-ray`",
+            soft_wrap=True,
+        )
     with raykv.connect(joined.address) as cluster, _bars() as bars:
         if not bars.disable:
             bars.console.print("waiting for the actors, which compile at their first start")

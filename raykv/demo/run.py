@@ -33,7 +33,7 @@ MAX_NODES = 2
 _ALWAYS_FETCH = {"fetch_bytes_per_s": 1e12}  # shown is a fetch, even if computing were faster
 
 
-def run_demo(
+def run_demo(  # noqa: PLR0913 - the options of a command
     *,
     tiny: bool,
     json_path: Path | None,
@@ -42,6 +42,7 @@ def run_demo(
     ray_address: str | None,
     pool_bytes: str | None,
     console: Console | None,
+    note_actors: Callable[[str], None] = lambda _address: None,
 ) -> int:
     """Serve a model with RayKV, ask it questions in rounds, and print what that took.
 
@@ -58,6 +59,8 @@ def run_demo(
         ray_address: The cluster to join; None finds or starts one.
         pool_bytes: RayKV's setting of that name; None is its default.
         console: Where to print; standard output when None.
+        note_actors: Told the address of a cluster in which the demo has made RayKV's actors, and
+            "" once they are gone again.
 
     Returns:
         0, or 1 if any answer differed between the rounds or the nodes.
@@ -80,7 +83,8 @@ def run_demo(
         with console.status("starting") as status:
             setup = (_tiny_setup if tiny else _real_setup)(stack, status.update)
             raykv = {} if pool_bytes is None else {"pool_bytes": pool_bytes}
-            session = _start(stack, setup, ray_address, raykv, nodes, status.update)
+            stack.callback(note_actors, "")
+            session = _start(stack, setup, ray_address, raykv, nodes, status.update, note_actors)
         report = session.run(rounds, console)
     console.print(show(report))
     if json_path:
@@ -120,6 +124,7 @@ def _start(
     raykv: Mapping[str, Any],
     nodes: int,
     say: Callable[[str], None],
+    note_actors: Callable[[str], None],
 ) -> Session:
     """Start cluster and engine; `stack` takes down in reverse order what was not there before."""
     from raykv.actors.cluster import ensure_cluster, find_scheduler_actor, stop_started
@@ -132,6 +137,8 @@ def _start(
     cluster = connect(joined.address)  # before the engine: it tells sooner what is wrong
     stack.callback(cluster.close)
     if find_scheduler_actor() is None:  # then the actors that the engine starts are the demo's
+        if not joined.started:
+            note_actors(joined.address)
         stack.callback(cluster.down)
     say(f"starting vLLM with {setup.name}")
     raykv = {"ray_address": joined.address, **raykv}

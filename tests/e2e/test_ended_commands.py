@@ -1,0 +1,98 @@
+"""`raykv demo`, `bench` and `chaos` are ended from outside while Ray and engines run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raykv.actors.names import RAY_NAMESPACE
+from raykv.client import Cluster
+from raykv.warden import MARK
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+STARTS_S = 120.0
+ENDS_S = 40.0
+"""In order: engines, the second node, Ray. By force it takes a second."""
+
+RAYKV = str(Path(sys.executable).with_name("raykv"))
+DEMO = ("demo", "--tiny", "--nodes", "2")
+NODE_ACTOR = "NodeActor"
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that is never waited for in vain."""
+    command = subprocess.Popen(
+        [RAYKV, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield command
+    finally:
+        command.kill()
+        command.wait(ENDS_S)
+
+
+def running_processes() -> dict[psutil.Process, str]:
+    """What runs on this host, with the command lines."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found[process] = " ".join(process.cmdline())
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("arguments", "signum"),
+    [
+        (DEMO, signal.SIGTERM),
+        pytest.param(DEMO, signal.SIGKILL, marks=pytest.mark.extended),
+        pytest.param(("chaos", "--minutes", "5"), signal.SIGKILL, marks=pytest.mark.extended),
+        pytest.param(("bench", "ttft", "--quick"), signal.SIGKILL, marks=pytest.mark.extended),
+        pytest.param(("bench", "ttft", "--quick"), signal.SIGHUP, marks=pytest.mark.extended),
+    ],
+)
+def test_ended_command_leaves_no_process(
+    arguments: tuple[str, ...], signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    assert MARK not in os.environ
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    before = running_processes().keys()
+
+    def new() -> list[str]:
+        return [title for process, title in running_processes().items() if process not in before]
+
+    with running(*arguments) as command:
+        wait_until(lambda: any(NODE_ACTOR in each for each in new()), STARTS_S, "a NodeActor runs")
+        command.send_signal(signum)
+        wait_until(lambda: not new(), ENDS_S, "all that was started has ended")
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_killed_demo_takes_its_actors_out_of_a_cluster_that_stays(cluster: Cluster) -> None:
+    pytest.importorskip("vllm")
+    import ray
+
+    def actors() -> list[str]:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        return [each["name"] for each in named if each["namespace"] == RAY_NAMESPACE]
+
+    cluster.down()
+    with running("demo", "--tiny", "--ray-address", cluster.address) as command:
+        wait_until(lambda: len(actors()) == 2, STARTS_S, "the actors are there")
+        command.kill()
+        wait_until(lambda: not actors(), ENDS_S, "the actors are gone again")
