@@ -90,7 +90,8 @@ def up(
     joined = ensure_cluster(ray_address)
     if joined.started:
         Console(stderr=True).print(
-            f"started a local Ray cluster at {joined.address}; it stays until `raykv down --with-ray`",
+            f"started a local Ray cluster at {joined.address}, which stays: "
+            "`raykv down --with-ray` stops it",
             soft_wrap=True,
         )
     with raykv.connect(joined.address) as cluster, _bars() as bars:
