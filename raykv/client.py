@@ -9,6 +9,8 @@ for event in cluster.events(since=0):
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -25,7 +27,7 @@ from raykv.catalog_types import Chunk, PromptLookup
 from raykv.client_operations import Operations
 from raykv.core.doctor import diagnose
 from raykv.core.replay import Replay
-from raykv.deadlines import CLIENT_S, KEEP_S, STATES_READ_S
+from raykv.deadlines import CLIENT_S, KEEP_S, STATES_READ_S, TRANSFER_LOOK_S
 from raykv.description_types import Description
 from raykv.disk_types import Kept
 from raykv.errors import ClusterError
@@ -37,6 +39,9 @@ from raykv.plan_types import Plan
 from raykv.publisher_types import PublisherSettings, PublisherStatus
 from raykv.sizing import plan
 from raykv.status_types import ClusterStatus, NodeStatus
+
+WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
+"""All digits of a namespace."""
 
 
 class Cluster(Operations):
@@ -68,12 +73,20 @@ class Cluster(Operations):
         return diagnose(diagnosis.gather())
 
     def pause(self) -> None:
-        """Switch the cache off: engines see misses and store nothing within about a second."""
-        ray.get(self._scheduler().set_paused.remote(True), timeout=CLIENT_S)
+        """Switch the cache off: engines see misses and store nothing within about a second.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        self._ask("set_paused", True)
 
     def resume(self) -> None:
-        """Switch the cache on again; what it holds is still there."""
-        ray.get(self._scheduler().set_paused.remote(False), timeout=CLIENT_S)
+        """Switch the cache on again; what it holds is still there.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        self._ask("set_paused", False)
 
     def clear(
         self,
@@ -84,22 +97,35 @@ class Cluster(Operations):
         """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
 
         Engines see misses with their next exchange, and store anew; nothing that was stored or
-        begun before is ever loaded after that. `watch` is told the ids of nodes that have not noted
-        it after a second, if there are any: they are waited for, 15 s at most.
+        begun before is ever loaded after that, nor what a node or a disk has that is away now and
+        comes later. `watch` is told the ids of nodes that have not noted it after a second, if
+        there are any: they are waited for, 15 s at most.
+
+        Args:
+            namespace: as `status` shows it, or the beginning of it; a whole name (32 digits) need
+                not be known now. None: all, known or not.
+            watch: see above.
 
         Raises:
             ClusterError: RayKV does not run here, or there is no such namespace; or a node has not
                 said that its disk has noted it: should all of RayKV end now, what is there may come
                 back. So it may for a NodeActor that is dead, which is no error.
         """
-        scheduler = self._scheduler()
-        if namespace is not None:
+        if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
             namespace = self._full_namespace(namespace)
         # Before, so that nothing stands between the clearing and the nodes' hearing of it.
-        nodes = cluster.status(scheduler, CLIENT_S).nodes
+        nodes = cluster.status(self._scheduler(), CLIENT_S).nodes
         diskless = {node.node_id for node in nodes if not node.disk.path}
-        cleared = ray.get(scheduler.clear.remote(namespace), timeout=CLIENT_S)
+        cleared = self._ask("clear", namespace)
         deployment.note_clearing(cleared, CLIENT_S, watch, diskless)
+        give_up_at = time.monotonic() + CLIENT_S
+        while not self._ask("has_kept_clearings"):
+            if time.monotonic() > give_up_at:
+                raise ClusterError(
+                    "cleared, but Ray's head node has not noted it yet: should the scheduler actor "
+                    "end now, what is on nodes that are away may come back. Is the head node well?"
+                )
+            time.sleep(TRANSFER_LOOK_S)
 
     # Chunks
 

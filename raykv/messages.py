@@ -331,7 +331,8 @@ class NodeReport(msgspec.Struct, frozen=True):
 
     `page` counts the pages of an inventory that the scheduler actor asked for, from 1; 0 is a
     plain report. `last_page` ends the inventory. `cleared` has, by namespace, the generation up
-    to which the node has discarded chunks. `highest_generation` is the highest ever seen here.
+    to which the node has discarded chunks (see `core/clearings.py`). `highest_generation` is the
+    highest ever seen here, `scheduler_epoch` the highest epoch that a reply has named.
     """
 
     version: int
@@ -356,7 +357,9 @@ class NodeReport(msgspec.Struct, frozen=True):
 
 
 class NodeReportReply(msgspec.Struct, frozen=True):
-    """Answer to `NodeReport`. `inventory` asks for all READY chunks; `cleared` as above."""
+    """Answer to `NodeReport`. `inventory` asks for all READY chunks; `cleared` as above. `epoch`
+    is that of the generations that are granted now.
+    """
 
     epoch: int
     inventory: bool = False

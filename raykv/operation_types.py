@@ -216,6 +216,15 @@ class KeptPin(msgspec.Struct, frozen=True):
     ends_at: float
 
 
+class KeptLife(msgspec.Struct, frozen=True):
+    """What a scheduler actor's next life begins with: the last epoch of its generations, and by
+    namespace the generation up to which chunks were cleared.
+    """
+
+    epoch: int = 0
+    cleared: dict[str, int] = {}
+
+
 class NodeUp(msgspec.Struct, frozen=True):
     """What `up` found, or made, on a node; `error` says why it has no pool, `note` what is odd."""
 

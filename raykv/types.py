@@ -14,6 +14,9 @@ EngineId = NewType("EngineId", str)
 Namespace = NewType("Namespace", str)
 """Digest of everything that makes the KV bytes of two engines interchangeable."""
 
+EVERY_NAMESPACE = Namespace("")
+"""Names all of them where floors of namespaces are told, those too that nobody knows now."""
+
 Key = NewType("Key", bytes)
 """vLLM's offload key: block hash followed by the KV group index (4 bytes, big endian)."""
 
@@ -36,6 +39,10 @@ MAX_KEY_BYTES = 128
 """Of an offload key; vLLM's longest has 36."""
 
 _COUNTER_BITS = 32
+
+GENERATIONS_PER_EPOCH = 1 << 31
+"""Of the generations of one epoch so many are granted before the next one begins: half of what
+the counter can count. 85,000 a second, what one scheduler actor can do at most, take 7 hours."""
 
 MAX_EPOCH = (1 << 31) - (1 << 20)
 """Of a scheduler actor that others may claim to have heard of: it leaves room for later ones, so

@@ -208,6 +208,7 @@ def _check_hello(hello: AttachWorker) -> None:
     is_rank = 0 <= hello.rank < hello.num_ranks <= MAX_GROUPS
     require(is_rank, f"rank {hello.rank} of {hello.num_ranks}")
     require(max(len(hello.engine_id), len(hello.namespace)) <= MAX_NAME, "a name that is too long")
+    require(bool(hello.namespace), "a worker without a namespace")
     has_all_sizes = set(hello.layout.group_ids) <= set(hello.slot_bytes)
     require(has_all_sizes, "a KV group without a slot size")
     check_device_memory(hello.layout)

@@ -6,7 +6,7 @@ for people.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from ray.experimental.internal_kv import (
@@ -17,6 +17,9 @@ from ray.experimental.internal_kv import (
 )
 
 from raykv.actors.names import BEQUESTS
+
+LIFE = "life"
+"""The name of what every life leaves: a `KeptLife`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ def entries() -> Iterator[Entry]:
             yield Entry(name.decode(), value)
 
 
-def forget_all() -> None:
-    """Nothing is left to anybody."""
-    _internal_kv_del(b"", del_by_prefix=True, namespace=BEQUESTS)
+def forget_all(but: Collection[str]) -> None:
+    """Nothing else is left to anybody."""
+    for name in _internal_kv_list(b"", namespace=BEQUESTS):
+        if name.decode() not in but:
+            _internal_kv_del(name, namespace=BEQUESTS)

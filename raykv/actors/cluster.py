@@ -450,10 +450,10 @@ def stop_actors(timeout_s: float) -> int:
     """End all of RayKV's actors in the cluster; returns how many there were.
 
     The scheduler actor goes first, and what it has left to its next life, since it would make
-    NodeActors anew.
+    NodeActors anew. What was cleared stays so: disks and pool files outlive the actors.
     """
     ours = sorted(named_actors(), key=lambda name: name != names.SCHEDULER)
-    bequest.forget_all()
+    bequest.forget_all(but=[bequest.LIFE])
     for name in ours:
         try:
             ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
@@ -463,5 +463,5 @@ def stop_actors(timeout_s: float) -> int:
     while time.monotonic() < give_up_at and named_actors():
         time.sleep(RAY_LOOK_S)
     # It may have written meanwhile.
-    bequest.forget_all()
+    bequest.forget_all(but=[bequest.LIFE])
     return len(ours)

@@ -31,6 +31,7 @@ import xxhash
 from raykv.actors.disk_reads import OPENING, DiskReads, DiskState
 from raykv.actors.keeper import PoolKeeper
 from raykv.config import DiskPlace
+from raykv.core.clearings import Clearings
 from raykv.core.slots import ChunkName
 from raykv.deadlines import (
     DISK_BATCH_S,
@@ -45,7 +46,6 @@ from raykv.memory.region import yield_to_others
 from raykv.tiers.chunk_file import ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.tiers.folder import TierFolder
 from raykv.types import (
-    NO_GENERATION,
     SLOT_ALIGNMENT,
     Epoch,
     Generation,
@@ -111,7 +111,7 @@ class DiskTier:
         # it was tried.
         self._flushed = threading.Condition(self._lock)
         self._num_asked = self._num_flushed = 0
-        self._cleared: dict[Namespace, Generation] = {}
+        self._clearings = Clearings()
         # Clearings that the writer has not begun to note on the disk, or that are not there yet.
         self._has_clearings = False
         self._is_noting = False
@@ -185,17 +185,11 @@ class DiskTier:
     def clear(self, cleared: Mapping[str, int]) -> None:
         """Chunks of namespaces up to some generations are worth nothing."""
         with self._lock:
-            later = {
-                Namespace(name): Generation(generation)
-                for name, generation in cleared.items()
-                if generation > self._cleared.get(Namespace(name), NO_GENERATION)
-            }
-            if not later:
+            if not self._clearings.take(cleared):
                 return
-            self._cleared |= later
             self._has_clearings = True
             # At once: nothing of it is found any more. The files go later.
-            self._index.clear(later)
+            self._index.clear(self._clearings)
         self._wake.set()
 
     def wait_for_clearings(self, deadline_s: float) -> bool:
@@ -209,7 +203,7 @@ class DiskTier:
     def cleared(self) -> dict[str, int]:
         """By namespace, the generation up to which chunks were cleared, in earlier lives too."""
         with self._lock:
-            return {str(name): int(generation) for name, generation in self._cleared.items()}
+            return self._clearings.told
 
     @property
     def highest_generation(self) -> Generation:
@@ -325,9 +319,7 @@ class DiskTier:
         cleared = folder.read_cleared()
         with self._lock:
             # Before the files are looked at, which takes a while: others should hear of it.
-            for name, generation in cleared.items():
-                known = self._cleared.get(Namespace(name), NO_GENERATION)
-                self._cleared[Namespace(name)] = Generation(max(known, generation))
+            self._clearings.take(cleared)
         found = folder.scan()
         if self._place.most_bytes is None:
             used = sum(file.num_bytes for file in found)
@@ -438,8 +430,8 @@ class DiskTier:
     def _add(self, file: ChunkFile) -> None:
         """List a file, but for what was cleared."""
         with self._lock:
-            cleared = self._cleared.get(file.namespace, NO_GENERATION)
-            chunks = [chunk for chunk in file.chunks if chunk.generation > cleared]
+            covers = self._clearings.cover
+            chunks = [c for c in file.chunks if not covers(file.namespace, c.generation)]
             self._index.add(file.path.name, file.num_bytes, file.namespace, chunks)
 
     def _check_floor(self, folder: TierFolder, num_bytes: int) -> None:

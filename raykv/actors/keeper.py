@@ -52,7 +52,10 @@ class PoolKeeper:
     def recover(self) -> None:
         """Take back what a pool file holds; nothing of it is read here."""
         with self.lock:
-            for name, checksum in self.pool.recover().items():
+            found = self.pool.recover()
+            for namespace, generation in self.pool.cleared.items():
+                self.table.discard_namespace(Namespace(namespace), Generation(generation))
+            for name, checksum in found.items():
                 if self.table.restore(name, checksum):
                     self._unchecked.append(name)
                 else:
@@ -239,16 +242,17 @@ class PoolKeeper:
     def clear(self, cleared: dict[str, int]) -> None:
         """Discard namespaces up to the given generations."""
         with self.lock:
+            before = self.table.cleared
             for namespace, generation in cleared.items():
-                if generation > MAX_GENERATION:
-                    continue
-                if self.table.discard_namespace(Namespace(namespace), Generation(generation)):
-                    self.pool.forget_namespace(Namespace(namespace), Generation(generation))
+                if generation <= MAX_GENERATION:
+                    self.table.discard_namespace(Namespace(namespace), Generation(generation))
+            if self.table.cleared != before:
+                self.pool.clear(self.table.cleared)
 
     def cleared(self) -> dict[str, int]:
         """By namespace, the generation up to which chunks were discarded."""
         with self.lock:
-            return {str(name): int(gen) for name, gen in self.table.cleared.items()}
+            return self.table.cleared
 
     @property
     def highest_generation(self) -> Generation:

@@ -44,6 +44,7 @@ from raykv.actors.reading import ReadService
 from raykv.captured import HiddenStates
 from raykv.config import DiskPlace, MetricsPlace
 from raykv.core.breaker import Breakers, Pauses, joined
+from raykv.core.clearings import Clearings
 from raykv.core.geometry import PoolGeometry
 from raykv.core.metric_table import number, numbers
 from raykv.core.sanity import check_read, require
@@ -459,10 +460,9 @@ class NodeActor:
 
     def _cleared(self) -> dict[str, int]:
         """Of the pool and of the disk, where that of an earlier life is known."""
-        cleared = {} if self._disk is None else self._disk.cleared()
-        for name, generation in self._service.keeper.cleared().items():
-            cleared[name] = max(generation, cleared.get(name, 0))
-        return cleared
+        cleared = Clearings({} if self._disk is None else self._disk.cleared())
+        cleared.take(self._service.keeper.cleared())
+        return cleared.told
 
     def _call(self, report: NodeReport) -> NodeReportReply:
         if self._scheduler is None:

@@ -4,8 +4,10 @@ Guarantees of its calls: each is idempotent (callers repeat what got no answer),
 calls another actor. Times come from this host's monotonic clock; the state itself knows no clock.
 A message of another version, or one that can't be meant, raises and changes nothing.
 
-Pins and the operator's wish for pools outlive this process: they are kept in Ray's internal store
-by a thread that nobody waits for, so what was ordered within the last moment may be lost.
+Pins, the operator's wish for pools, what was cleared and how far generations have come outlive this
+process: a thread that nobody waits for keeps them in Ray's internal store, so what was ordered
+within the last moment may be lost. Who clears asks whether that is kept (`has_kept_clearings`); the
+NodeActors remember it too, and their disks.
 """
 
 from __future__ import annotations
@@ -60,13 +62,14 @@ from raykv.messages import (
 )
 from raykv.metric_types import ClusterMetrics, MetricFamily
 from raykv.operation_types import (
+    KeptLife,
     PinOrder,
     PoolWish,
     ReleaseOrder,
     TransferEnd,
     TransferOrder,
 )
-from raykv.types import EngineId, Epoch, Namespace
+from raykv.types import EVERY_NAMESPACE, EngineId, Epoch, Namespace
 
 logger = logging.getLogger("raykv.scheduler")
 
@@ -91,14 +94,17 @@ class SchedulerActor:
     ) -> None:
         self._address = address
         settings = ManagerSettings(eviction_policy=eviction_policy, pin_share=pin_share)
-        # Above every earlier life's epoch; should the host's clock have gone back, the NodeActors'
-        # reports raise it.
-        epoch = Epoch(int(time.time()) - _EPOCH_ZERO)
-        self._manager = BlockManager(epoch, settings, open_table(eviction_policy))
+        self._steward = Steward(address)
+        pins, last = self._steward.start(), self._steward.life
+        # Above every earlier life's epoch, also if the host's clock has gone back. Should Ray have
+        # lost what that one has left, the NodeActors' reports raise it.
+        epoch = Epoch(max(int(time.time()) - _EPOCH_ZERO, last.epoch + 1))
+        table = open_table(eviction_policy)
+        self._manager = BlockManager(epoch, settings, table, last.cleared)
+        self._keep_life()
         self._descriptions = DescriptionBook()
         self._expires_at = 0.0
-        self._steward = Steward(address)
-        for order in self._steward.start():
+        for order in pins:
             self._manager.pins.pin(order, time.monotonic())
         self._metrics: MetricsServer | None = None
         if metrics is not None:
@@ -137,6 +143,8 @@ class SchedulerActor:
             check_sync(request)
             self._descriptions.take(request.described)
             reply = self._manager.sync(request, now)
+            if request.clear:
+                self._keep_life()
             self._manager.meter.synced(request, reply)
             return encode(reply)
 
@@ -173,10 +181,16 @@ class SchedulerActor:
 
     def clear(self, namespace: str | None) -> dict[str, int]:
         """Empty a namespace, or all; up to which generation each was ever cleared."""
-        require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
+        is_text = namespace is None or isinstance(namespace, str)
+        require(is_text and namespace != EVERY_NAMESPACE, f"the namespace {namespace!r}")
         cleared = self._manager.clear(None if namespace is None else Namespace(namespace))
+        self._keep_life()
         self._descriptions.forget(namespace)
         return cleared
+
+    def has_kept_clearings(self) -> bool:
+        """Whether this actor's next life will know of all clearings so far."""
+        return self._steward.has_kept_life
 
     def describe_chunks(self, keys: list[bytes], namespace: str | None = None) -> bytes:
         """→ `Descriptions` of the chunks that are described, in order, as many as fit."""
@@ -316,10 +330,14 @@ class SchedulerActor:
             now = time.monotonic()
             self._manager.meter.called(call, now - began, now)
 
+    def _keep_life(self) -> None:
+        self._steward.keep_life(KeptLife(self._manager.granting, self._manager.cleared))
+
     def _tick(self) -> float:
         now = time.monotonic()
         if now >= self._expires_at:
             self._expires_at = now + EXPIRY_PAUSE_S
+            self._keep_life()
             self._manager.expire(now)
             for pin_id in self._manager.pins.expire(now):
                 self._steward.forget_pin(pin_id)

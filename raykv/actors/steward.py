@@ -21,7 +21,7 @@ from raykv.core.wishes import wants
 from raykv.deadlines import GCS_S, RECONCILE_PAUSES_S
 from raykv.errors import ClusterError, first_line
 from raykv.messages import PROTOCOL_VERSION, decode, encode
-from raykv.operation_types import KeptPin, PinOrder, PoolWish
+from raykv.operation_types import KeptLife, KeptPin, PinOrder, PoolWish
 
 logger = logging.getLogger("raykv.scheduler")
 
@@ -41,11 +41,16 @@ class Steward:
         # What is to be written; bounded by the number of pins that there may be.
         self._unwritten: dict[str, bytes | None] = {}
         self._wish: PoolWish | None = None
+        # As the last life has left it, and as it is left now.
+        self.life = KeptLife()
         self._news = threading.Event()
         self._first_pause_s, self._longest_pause_s = RECONCILE_PAUSES_S
 
     def start(self) -> list[PinOrder]:
-        """Begin; returns the pins of the actor's last life, with the time that is left of each."""
+        """Begin; returns the pins of the actor's last life, with the time that is left of each.
+
+        `life` is what else it has left.
+        """
         orders: list[PinOrder] = []
         try:
             left = within(GCS_S, lambda: list(bequest.entries()))
@@ -64,6 +69,8 @@ class Steward:
         if entry.name == WISH:
             wish = decode(entry.value, PoolWish)
             self._wish = wish if wish.version == PROTOCOL_VERSION else None
+        elif entry.name == bequest.LIFE:
+            self.life = decode(entry.value, KeptLife)
         elif entry.name.startswith(PIN):
             kept = decode(entry.value, KeptPin)
             left_s = kept.ends_at - time.time()
@@ -86,6 +93,18 @@ class Steward:
         """Have nodes that match it get a NodeActor from now on; it takes an earlier one's place."""
         self._wish = wish
         self._write(WISH, encode(wish))
+
+    def keep_life(self, life: KeptLife) -> None:
+        """Remember how far generations have come, and what was cleared."""
+        if life != self.life:
+            self.life = life
+            self._write(bequest.LIFE, encode(life))
+
+    @property
+    def has_kept_life(self) -> bool:
+        """Whether the next life will know it."""
+        with self._lock:
+            return bequest.LIFE not in self._unwritten
 
     def _write(self, name: str, value: bytes | None) -> None:
         with self._lock:

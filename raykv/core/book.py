@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from raykv.core.clearings import Clearings
 from raykv.core.table import Changes, Chunk, Lease, Name, NodeTable
 from raykv.messages import Handles, Leases
 from raykv.types import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
@@ -103,6 +104,26 @@ class PoolBook:
             chunk = self.find(namespace, Key(key))
             if chunk is not None and chunk.generation == generation:
                 self.drop(namespace, Key(key))
+
+    def drop_cleared(self, cleared: Clearings) -> None:
+        """Forget every chunk that is void; takes as long as there are chunks."""
+        held = self.table.held_at(list(self.table.places()))
+        rows = [
+            row
+            for row, name in enumerate(held.namespaces)
+            if cleared.cover(name, held.generations[row])
+        ]
+        for namespace, some in _by_namespace(held.namespaces, rows).items():
+            gone = Changes(
+                False,
+                namespace,
+                [held.keys[row] for row in some],
+                [held.slots[row] for row in some],
+                [held.generations[row] for row in some],
+            )
+            for key in gone.keys:
+                self.table.drop(namespace, Key(key))
+            self._on_changes(gone)
 
     def drop_overwritten(self, writes: Iterable[Chunk]) -> None:
         """Forget what can't be there any more, since its place was given to one of `writes`.
@@ -299,7 +320,7 @@ class PoolBook:
         places = list(self.table.places_from(slots[0], len(slots)).places)
         if places:
             held, hits = self.table.held_at(places), self.table.uses_at(places).hits
-            for namespace, rows in _by_namespace(held.namespaces).items():
+            for namespace, rows in _by_namespace(held.namespaces, range(len(held))).items():
                 gone = Changes(
                     False,
                     namespace,
@@ -335,9 +356,11 @@ class PoolBook:
             assert count == total, (size, count, total)
 
 
-def _by_namespace(namespaces: Sequence[Namespace]) -> dict[Namespace, list[int]]:
-    """The rows of each."""
+def _by_namespace(
+    namespaces: Sequence[Namespace], rows: Iterable[int]
+) -> dict[Namespace, list[int]]:
+    """Some rows, by namespace."""
     found: dict[Namespace, list[int]] = {}
-    for row, namespace in enumerate(namespaces):
-        found.setdefault(namespace, []).append(row)
+    for row in rows:
+        found.setdefault(namespaces[row], []).append(row)
     return found

@@ -21,10 +21,11 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from raykv.core.clearings import Clearings
 from raykv.core.namespace_column import namespace_column
 from raykv.disk_types import DiskChunks, DiskNews
 from raykv.types import NO_GENERATION, Generation, Key, Namespace
@@ -185,10 +186,10 @@ class DiskIndex:
         if self._entries.get((namespace, entry.chunk.key)) == entry:
             self._forget((namespace, entry.chunk.key))
 
-    def clear(self, cleared: Mapping[Namespace, Generation]) -> None:
-        """Forget the chunks of namespaces up to some generations."""
+    def clear(self, cleared: Clearings) -> None:
+        """Forget the chunks that are void."""
         for name, entry in list(self._entries.items()):
-            if entry.chunk.generation <= cleared.get(name[0], -1):
+            if cleared.cover(name[0], entry.chunk.generation):
                 self._forget(name)
 
     def take_empty(self) -> list[str]:

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from raykv.core.clearings import Clearings
 from raykv.core.namespace_column import namespace_column
 from raykv.core.table import Changes, Name
 from raykv.disk_types import Demotions, DiskNews, DiskOrder, DiskStats, disk_of, is_disk, node_of
 from raykv.messages import LostReplicas, NodeReport, Replicas
-from raykv.types import NO_GENERATION, Epoch, Generation, Key, Namespace, NodeId
+from raykv.types import Epoch, Generation, Key, Namespace, NodeId
 
 MAX_DEMOTED = 4096
 """Chunks of a node that wait to be offered to its disk; beyond it the oldest are lost."""
@@ -114,9 +115,7 @@ class Disks:
 
     # Nodes
 
-    def take(
-        self, report: NodeReport, cleared: Mapping[Namespace, Generation], now: float = 0.0
-    ) -> DiskOrder:
+    def take(self, report: NodeReport, cleared: Clearings, now: float = 0.0) -> DiskOrder:
         """Take in what changed on a node's disk; says how far that is known, and what to write.
 
         News that do not follow what is known are not taken in: they will be told again.
@@ -157,7 +156,7 @@ class Disks:
         node_id: NodeId,
         disk: _Disk,
         news: DiskNews,
-        cleared: Mapping[Namespace, Generation],
+        cleared: Clearings,
         now: float,
     ) -> None:
         came = news.came
@@ -173,7 +172,7 @@ class Disks:
         )
         for index, key, place, generation, size in columns:
             namespace = Namespace(came.namespaces[index])
-            if place in disk.names or generation <= cleared.get(namespace, NO_GENERATION):
+            if place in disk.names or cleared.cover(namespace, generation):
                 continue
             disk.add(place, (namespace, Key(key)))
             keys = self._chunks.setdefault(namespace, {})
@@ -347,6 +346,18 @@ class Disks:
             ]
             disk.demoted.clear()
             disk.demoted.extend(kept)
+
+    def drop_cleared(self, cleared: Clearings) -> None:
+        """Forget every chunk that is void; takes as long as there are chunks."""
+        for disk in self._disks.values():
+            for place, name in list(disk.names.items()):
+                found = self._chunks.get(name[0], {}).get(name[1], ())
+                if any(
+                    (each.life, each.place) == (disk.life, place)
+                    and cleared.cover(name[0], each.generation)
+                    for each in found
+                ):
+                    self._drop(disk, place)
 
     def check(self) -> None:
         """Assert the invariants; for tests and idle moments."""

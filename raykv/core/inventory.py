@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from raykv.core.book import PoolBook
+from raykv.core.clearings import Clearings
 from raykv.core.members import Node
 from raykv.core.table import Changes, Chunk, Name
 from raykv.messages import FailedStores, Inventory, LostReplicas, NodeReport
-from raykv.types import NO_GENERATION, Generation, Key, Namespace, NodeId, Slot
+from raykv.types import Generation, Key, Namespace, NodeId, Slot
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ def _parts(inventory: Inventory) -> Iterator[_Part]:
         start = part.stop
 
 
-def take_inventory(node: Node, report: NodeReport, cleared: Mapping[Namespace, Generation]) -> None:
+def take_inventory(node: Node, report: NodeReport, cleared: Clearings) -> None:
     """One page of all READY chunks; slots that an engine has declared stay leased to it, unless the
     page has the very chunk that was stored there.
     """
     if node.inventory_complete:
         return
     for part in _parts(report.stored):
-        lowest = cleared.get(part.came.namespace, NO_GENERATION)
+        lowest = cleared.of(part.came.namespace)
         if min(part.came.generations) > lowest:
             node.book.claim_slabs(part.came.slots, part.slot_bytes)
         for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=True):
@@ -65,7 +66,7 @@ def _take_held(book: PoolBook, name: Name, chunk: Chunk) -> None:
         book.hold(name, chunk)
 
 
-def take_stored(node: Node, stored: Inventory, cleared: Mapping[Namespace, Generation]) -> None:
+def take_stored(node: Node, stored: Inventory, cleared: Clearings) -> None:
     """Hold what was stored: at its lease, or in a slot that is free.
 
     The lease may be unknown here: its engine has not declared it since this actor began, or was
@@ -74,7 +75,7 @@ def take_stored(node: Node, stored: Inventory, cleared: Mapping[Namespace, Gener
     """
     strange: list[tuple[Name, Chunk]] = []
     for part in _parts(stored):
-        lowest = cleared.get(part.came.namespace, NO_GENERATION)
+        lowest = cleared.of(part.came.namespace)
         for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=False):
             name, chunk = part.row(number)
             is_void = chunk.generation <= lowest
@@ -88,7 +89,7 @@ def take_stored(node: Node, stored: Inventory, cleared: Mapping[Namespace, Gener
     for name, chunk in strange:
         node.book.end_older_lease(chunk)
         held = node.book.find(*name)
-        is_void = chunk.generation <= cleared.get(name[0], NO_GENERATION)
+        is_void = cleared.cover(name[0], chunk.generation)
         if not is_void and (held is None or held.generation < chunk.generation):
             node.book.adopt(name, chunk)
         else:

@@ -9,14 +9,20 @@ from collections.abc import Iterator
 from raykv.core.members import Engine, Node
 from raykv.core.table import Chunk, Lease
 from raykv.messages import MAX_KEYS, Leases
-from raykv.types import Epoch, Generation, Slot, make_generation
+from raykv.types import GENERATIONS_PER_EPOCH, Epoch, Generation, Slot, make_generation
 
 
 class Generations:
-    """Gives every grant of one epoch a generation above all earlier ones."""
+    """Gives every grant a generation above all earlier ones.
 
-    def __init__(self, epoch: Epoch) -> None:
+    When an epoch has given `per_epoch` generations the next one begins: long before the counter is
+    full, so that those of one grant always are of one epoch. That epoch is only in generations: the
+    scheduler actor goes by the name of the one that it began with.
+    """
+
+    def __init__(self, epoch: Epoch, per_epoch: int = GENERATIONS_PER_EPOCH) -> None:
         self.epoch = epoch
+        self._per_epoch = per_epoch
         self._counter = 0
 
     @property
@@ -32,6 +38,8 @@ class Generations:
     def skip(self, count: int) -> None:
         """So many, from `next` on, are given."""
         self._counter += count
+        if self._counter >= self._per_epoch:
+            self.epoch, self._counter = Epoch(self.epoch + 1), 0
 
 
 def grant(

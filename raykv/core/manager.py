@@ -11,22 +11,27 @@ what is known of one node's pool; here is who asks, who is told, and whom to bel
 of the directory is an event of the log (`core/events.py`).
 
 Invariants:
-1. Every grant has a generation above all earlier ones, over restarts of the scheduler actor too.
+1. Every grant has a generation above all earlier ones, over restarts of the scheduler actor too,
+   however many there are.
 2. A `stored` report counts only if its slot is leased at exactly the reported generation, or is
    free and has had no later one.
 3. Nothing is granted on a node before its inventory is in and its engines had time to declare
    their leases.
 4. An engine's mirror is a snapshot followed by every change since, in order.
 5. The events of the log, replayed, give the directory.
+6. Nothing that was cleared is believed: whoever tells of it, whenever, and whether its namespace or
+   its node was known when it was cleared. Each node is told all floors with every answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raykv.core.admission import size_objection, version_objection
 from raykv.core.book import PoolBook
 from raykv.core.catalog import Catalog
+from raykv.core.clearings import Clearings
 from raykv.core.cluster_meter import ClusterMeter
 from raykv.core.dict_table import DictTable
 from raykv.core.disks import Disks
@@ -56,6 +61,8 @@ from raykv.messages import (
 from raykv.miss_types import Explanations
 from raykv.status_types import ClusterStatus
 from raykv.types import (
+    EVERY_NAMESPACE,
+    GENERATIONS_PER_EPOCH,
     NO_GENERATION,
     EngineId,
     Epoch,
@@ -66,6 +73,7 @@ from raykv.types import (
     NodeId,
     Slot,
     epoch_of,
+    make_generation,
 )
 
 
@@ -81,6 +89,7 @@ class ManagerSettings:
     pin_share: float = SHARE
     transfer_s: float = 60.0
     max_events: int = MAX_EVENTS
+    generations_per_epoch: int = GENERATIONS_PER_EPOCH
 
 
 class BlockManager:
@@ -90,6 +99,7 @@ class BlockManager:
         epoch: this life's; above that of earlier ones, or nodes' reports raise it.
         settings: times and bounds.
         table: an empty one (None: one of dicts, with the eviction policy of the settings).
+        cleared: floors that an earlier life has left, by namespace.
     """
 
     def __init__(
@@ -97,10 +107,15 @@ class BlockManager:
         epoch: Epoch,
         settings: ManagerSettings | None = None,
         table: ChunkTable | None = None,
+        cleared: Mapping[str, int] | None = None,
     ) -> None:
         self.settings = settings or ManagerSettings()
         assert self.settings.eviction_policy in POLICIES, self.settings.eviction_policy
-        self._generations = Generations(epoch)
+        self._clearings = Clearings(cleared)
+        # Grants must be above all that was cleared.
+        epoch = max(epoch, Epoch(epoch_of(self._clearings.highest) + 1)) if cleared else epoch
+        self.epoch = epoch
+        self._generations = Generations(epoch, self.settings.generations_per_epoch)
         self.paused = False
         # Whether an operator has spoken in this life; before, a node's memory of it counts.
         self._pause_decided = False
@@ -108,8 +123,6 @@ class BlockManager:
         self._engines: dict[EngineId, Engine] = {}
         # The same engines by node: every change is told to those of one node.
         self._by_node: dict[NodeId, dict[EngineId, Engine]] = {}
-        # Generation up to which each namespace was cleared; later `stored` reports are void.
-        self._cleared: dict[Namespace, Generation] = {}
         self._table = table or DictTable(self.settings.eviction_policy)
         self._disks = Disks()
         self._questions = Questions(self._nodes, self._table, self._disks)
@@ -125,9 +138,14 @@ class BlockManager:
         self.meter = ClusterMeter(self._nodes, self._engines, self._log)
 
     @property
-    def epoch(self) -> Epoch:
-        """That of this life; it rises when a node has heard of a higher one."""
+    def granting(self) -> Epoch:
+        """That of the generations that are granted now: this life's own epoch, or a later one."""
         return self._generations.epoch
+
+    @property
+    def cleared(self) -> dict[str, int]:
+        """By namespace, the generation up to which its chunks are void; a copy."""
+        return self._clearings.told
 
     # Nodes
 
@@ -137,22 +155,22 @@ class BlockManager:
         if node is None or node.epoch < report.epoch:
             node = self._join(report, now)
         if report.epoch < node.epoch:
-            return NodeReportReply(self.epoch)
+            return NodeReportReply(self.granting)
         self._refresh(node, report, now)
         if report.page:
-            take_inventory(node, report, self._cleared)
+            take_inventory(node, report, self._clearings)
         elif report.seq > node.last_seq:
             node.last_seq = report.seq
             # Before the inventory is in, such news may be older than it; and it has them all.
             if node.inventory_complete:
-                take_stored(node, report.stored, self._cleared)
+                take_stored(node, report.stored, self._clearings)
                 take_failed(node, report.failed)
         return NodeReportReply(
-            epoch=self.epoch,
+            epoch=self.granting,
             inventory=not node.inventory_complete and not report.page,
-            cleared={str(name): int(gen) for name, gen in self._cleared.items()},
+            cleared=self._clearings.told,
             paused=self.paused,
-            disk=self._disks.take(report, self._cleared, now),
+            disk=self._disks.take(report, self._clearings, now),
         )
 
     def _join(self, report: NodeReport, now: float) -> Node:
@@ -164,9 +182,9 @@ class BlockManager:
             self._lose(old)
             for engine in self._engines_on(old.node_id):
                 self._start_snapshot(engine)
-        elif _seen_epoch(report) == self.epoch:
-            # It has heard of an earlier life of this actor that had the same epoch.
-            self._rise_above(self.epoch)
+        elif self.epoch <= _seen_epoch(report) <= self.granting:
+            # It may have heard of an earlier life of this actor that had the same epoch.
+            self._rise_above(self.granting)
         is_first = report.highest_generation == NO_GENERATION and report.scheduler_epoch == 0
         node = Node(
             node_id=NodeId(report.node_id),
@@ -203,17 +221,43 @@ class BlockManager:
         node.pid = report.pid
         node.hostname = report.hostname
         node.raykv_version = report.raykv_version
-        if _seen_epoch(report) > self.epoch:
-            self._rise_above(_seen_epoch(report))
-        for name, generation in report.cleared.items():
-            if generation > self._cleared.get(Namespace(name), NO_GENERATION):
-                self._cleared[Namespace(name)] = Generation(generation)
-                self._disks.clear(Namespace(name))
+        floor_epoch = epoch_of(Generation(max(report.cleared.values(), default=0)))
+        if (seen := max(_seen_epoch(report), floor_epoch)) > self.granting:
+            own = make_generation(self.epoch, 0)
+            self._rise_above(seen)
+            # What this life has cleared was to be all that there was, and some was of later epochs.
+            floors = self._clearings.told.items()
+            above = {name: int(self._generations.last) for name, floor in floors if floor >= own}
+            self._take_clearings(above)
+        self._take_clearings(report.cleared)
 
     def _rise_above(self, epoch: Epoch) -> None:
         """Begin an epoch that no node has seen; all engines attach again."""
-        self._generations = Generations(Epoch(epoch + 1))
+        self.epoch = Epoch(epoch + 1)
+        self._generations = Generations(self.epoch, self.settings.generations_per_epoch)
         self._log.rise_to(self.epoch)
+
+    def _take_clearings(self, told: Mapping[str, int]) -> None:
+        """Somebody knows of floors: nothing at or below them is believed any more."""
+        if self._clearings.take(told):
+            self._drop_cleared()
+
+    def _drop_cleared(self) -> None:
+        """Forget all chunks that are void, and leases; takes as long as there are chunks."""
+        self._disks.drop_cleared(self._clearings)
+        for node in self._nodes.values():
+            node.book.drop_cleared(self._clearings)
+            for engine in self._engines_on(node.node_id):
+                floor = self._clearings.of(engine.namespace)
+                leases = node.book.leases().values()
+                if any(e.engine_id == engine.engine_id and e.generation <= floor for e in leases):
+                    self._void(node, engine)
+
+    def _void(self, node: Node, engine: Engine) -> None:
+        """All that an engine has is worth nothing; it is told so with its next exchange."""
+        node.book.end_leases(engine.engine_id)
+        engine.void = True
+        self._start_snapshot(engine)
 
     # Engines
 
@@ -264,7 +308,7 @@ class BlockManager:
         )
         self._engines[engine_id] = engine
         self._by_node.setdefault(node.node_id, {})[engine_id] = engine
-        cleared = self._cleared.get(engine.namespace, NO_GENERATION)
+        cleared = self._clearings.of(engine.namespace)
         take_declared(engine, node, message.leases, cleared, self._generations.last)
 
     def _start_snapshot(self, engine: Engine) -> None:
@@ -397,30 +441,33 @@ class BlockManager:
     # Operators
 
     def clear(self, namespace: Namespace | None = None) -> dict[str, int]:
-        """Forget all chunks and leases of a namespace (None: of all) in one step.
+        """Forget all chunks and leases of a namespace (None: of all, known or not) in one step.
 
-        Reports of earlier stores are void, mirrors empty. Returns what each was ever cleared up to.
+        Whatever was granted before is void, also where nobody knows of it now. Mirrors are empty.
+        Returns what each namespace was ever cleared up to.
         """
         names = self._known_namespaces() if namespace is None else {namespace}
-        now_generation = self._generations.last
+        last = self._generations.last
+        every = EVERY_NAMESPACE if namespace is None else namespace
+        risen = self._clearings.take({every: last})
         for name in names:
-            self._cleared[name] = now_generation
             self._questions.forget_namespace(name)
-            self._log.cleared(name, now_generation)
+            self._log.cleared(name, last)
             self.misses.cleared(name)
             self.pins.cleared(name)
             self._disks.clear(name)
             for node in self._nodes.values():
                 self._clear_on(node, name)
-        return {str(name): int(generation) for name, generation in self._cleared.items()}
+        if EVERY_NAMESPACE in risen and namespace is not None:
+            # It was one namespace too many to have a floor of its own.
+            self._drop_cleared()
+        return self._clearings.told
 
     def _clear_on(self, node: Node, namespace: Namespace) -> None:
         node.book.table.clear(namespace)
-        engines = {e.engine_id for e in self._engines_on(node.node_id) if e.namespace == namespace}
-        for engine_id in engines:
-            node.book.end_leases(engine_id)
-            self._engines[engine_id].void = True
-            self._start_snapshot(self._engines[engine_id])
+        for engine in self._engines_on(node.node_id):
+            if engine.namespace == namespace:
+                self._void(node, engine)
 
     def _known_namespaces(self) -> set[Namespace]:
         held = {name for node in self._nodes.values() for name in node.book.table.sizes()}
@@ -496,5 +543,5 @@ class BlockManager:
 
 
 def _seen_epoch(report: NodeReport) -> Epoch:
-    """The latest epoch of a scheduler actor that the node has heard of."""
+    """The latest epoch of generations that the node has heard of."""
     return Epoch(max(report.scheduler_epoch, epoch_of(Generation(report.highest_generation))))

@@ -145,6 +145,7 @@ def check_attach(message: AttachEngine) -> None:
     """
     _names("a name", (message.engine_id, message.node_id, message.namespace, message.model))
     require(bool(message.engine_id), "an engine without an id")
+    require(bool(message.namespace), "an engine without a namespace")
     require(0 < message.num_ranks <= MAX_GROUPS, f"{message.num_ranks} ranks")
     require(bool(message.slot_bytes), "an engine without KV groups")
     _numbers("KV groups", message.slot_bytes, 0, MAX_GROUPS - 1)

@@ -12,7 +12,8 @@ Invariants:
 3. A slot with readers is never written; a slot being written has no readers.
 4. All slots in a slab have the slab's slot size, and no generation in a slab is above the slab's.
 5. A key is read only under the namespace, the key and the generation that it was stored with.
-6. A slot's checksum is that of its bytes at its generation; one that is not proven was restored
+6. No chunk is READY that was cleared.
+7. A slot's checksum is that of its bytes at its generation; one that is not proven was restored
    and has not been compared with the bytes yet.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from raykv.core.clearings import Clearings
 from raykv.core.geometry import PoolGeometry
 from raykv.types import (
     MAX_GENERATION,
@@ -138,8 +140,7 @@ class SlotTable:
     def __init__(self, geometry: PoolGeometry) -> None:
         self.geometry = geometry
         self._slabs: dict[int, _Slab] = {}
-        # Highest generation up to which each namespace was cleared; only rises.
-        self._cleared: dict[Namespace, Generation] = {}
+        self._clearings = Clearings()
         # Slots in WRITING, so that `expire` need not look at the others.
         self._writing: set[Slot] = set()
         # READY slots whose checksums are not proven.
@@ -163,7 +164,7 @@ class SlotTable:
         assert 0 <= rank < num_ranks, (rank, num_ranks)
         if not self.geometry.is_place(name.slot, name.slot_bytes) or not name.is_sound:
             return StoreAnswer(Admission.REFUSED, Refusal.BAD_HANDLE)
-        if name.generation <= self._cleared.get(name.namespace, NO_GENERATION):
+        if self._clearings.cover(name.namespace, name.generation):
             return StoreAnswer(Admission.REFUSED, Refusal.CLEARED)
         slab = self._slabs.get(self.geometry.slab_of(name.slot))
         if slab is not None and slab.slot_bytes != name.slot_bytes:
@@ -257,8 +258,7 @@ class SlotTable:
 
     def _make_ready(self, slot: Slot, record: _Record) -> None:
         self._writing.discard(slot)
-        cleared = self._cleared.get(record.namespace, NO_GENERATION)
-        if record.generation <= cleared:
+        if self._clearings.cover(record.namespace, record.generation):
             self._drop_if_idle(slot, record)
             return
         record.state = SlotState.READY
@@ -315,15 +315,15 @@ class SlotTable:
     def discard_namespace(self, namespace: Namespace, up_to: Generation) -> int:
         """Discard the namespace's chunks of generations up to `up_to`; returns how many.
 
-        Later stores and loads of such generations are refused. Readers finish undisturbed.
+        `EVERY_NAMESPACE`: those of all. Later stores and loads of such generations are refused.
+        Readers finish undisturbed.
         """
-        if up_to <= self._cleared.get(namespace, NO_GENERATION):
+        if not self._clearings.take({namespace: up_to}):
             return 0
-        self._cleared[namespace] = up_to
         discarded = 0
         for slab in self._slabs.values():
             for slot, record in slab.records.items():
-                if record.namespace != namespace or record.generation > up_to:
+                if not self._clearings.cover(record.namespace, record.generation):
                     continue
                 if record.state is SlotState.READY:
                     self._empty(slot, slab)
@@ -334,9 +334,9 @@ class SlotTable:
         return discarded
 
     @property
-    def cleared(self) -> dict[Namespace, Generation]:
+    def cleared(self) -> dict[str, int]:
         """By namespace, the generation up to which it was cleared."""
-        return dict(self._cleared)
+        return self._clearings.told
 
     # Looking
 
@@ -480,6 +480,7 @@ class SlotTable:
                 assert record.checksum is None or record.state is SlotState.READY, (slot, record)
                 assert slot not in self._unproven or record.checksum is not None, (slot, record)
                 if record.state is SlotState.READY:
+                    assert not self._clearings.cover(record.namespace, record.generation), slot
                     ready += 1
                     used += slab.slot_bytes
                     assert len(record.stored) == record.num_ranks, (slot, record)

@@ -7,6 +7,8 @@ in between leaves a slot that is not believed. A journal that is damaged anywher
 be written, is not believed at all: what is missing may be that a slot was struck off. It is set
 aside, for whoever wants to find out why.
 
+It also has what was cleared, so that this is told to a scheduler actor that has not heard of it.
+
 An entry has the checksum of the chunk's bytes. Nothing here reads those: that would make the start
 of a large pool slow. Who serves a chunk that was found compares it first.
 """
@@ -17,11 +19,12 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from raykv.core.clearings import Clearings
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import ChunkName
 from raykv.deadlines import NODE_ROOM_LOOK_S
@@ -52,7 +55,9 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
-    """`slot_bytes` 0 strikes the slot off."""
+    """`slot_bytes` 0 strikes the slot off, or with a generation says up to which one the chunks of
+    its namespace were cleared.
+    """
 
     slot: int
     slot_bytes: int = 0
@@ -60,6 +65,10 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     namespace: str = ""
     key: bytes = b""
     checksum: int = 0
+
+    @property
+    def is_clearing(self) -> bool:
+        return not self.slot_bytes and self.generation > 0
 
     @property
     def name(self) -> ChunkName:
@@ -80,6 +89,7 @@ class Journal:
             JOURNAL_VERSION, _BOOT_ID.read_text().strip(), geometry.pool_bytes, geometry.slab_bytes
         )
         self._entries: dict[int, _Record] = {}
+        self._clearings = Clearings()
         self._num_records = 0
         self._file = -1
         self.num_set_aside = 0
@@ -97,6 +107,8 @@ class Journal:
     def _read(self) -> dict[int, _Record]:
         """Entries of the file by slot; none if there is no file, or the host has booted since.
 
+        What was cleared is remembered in any case.
+
         Raises:
             ValueError: it is damaged, or of another pool.
             msgspec.MsgspecError: it has something else than a journal has.
@@ -112,16 +124,23 @@ class Journal:
         expected = self._header
         if msgspec.structs.replace(header, boot_id=expected.boot_id) != expected:
             raise _DamagedError(f"it is of another pool or version, {header}, not {expected}")
-        if header != expected:
-            logger.info("the host has booted since %s was written: starting empty", self._path)
-            return {}
         entries: dict[int, _Record] = {}
         for payload in payloads[1:]:
             record = msgspec.msgpack.decode(payload, type=_Record)
+            if record.is_clearing:
+                self._clearings.take({record.namespace: record.generation})
+                continue
             entries.pop(record.slot, None)
             if record.slot_bytes:
                 entries[record.slot] = record
-        return entries
+        if header != expected:
+            logger.info("the host has booted since %s was written: starting empty", self._path)
+            return {}
+        return {
+            slot: record
+            for slot, record in entries.items()
+            if not self._clearings.cover(Namespace(record.namespace), record.generation)
+        }
 
     def _set_aside(self) -> None:
         """Keep the file under another name; of many the latest ones."""
@@ -137,7 +156,8 @@ class Journal:
         temporary = self._path.with_suffix(".new")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            _write_all(fd, b"".join(map(_framed, [self._header, *self._entries.values()])))
+            records = [self._header, *self._floors(), *self._entries.values()]
+            _write_all(fd, b"".join(map(_framed, records)))
         except OSError:
             os.close(fd)
             raise
@@ -146,6 +166,25 @@ class Journal:
             os.close(self._file)
         self._file = fd
         self._num_records = len(self._entries)
+
+    def _floors(self) -> list[_Record]:
+        floors = self._clearings.told.items()
+        return [_Record(0, generation=floor, namespace=name) for name, floor in floors]
+
+    @property
+    def cleared(self) -> dict[str, int]:
+        """By namespace, the generation up to which chunks were cleared, in earlier lives too."""
+        return self._clearings.told
+
+    def clear(self, cleared: Mapping[str, int]) -> None:
+        """Chunks of namespaces up to some generations are not to be believed."""
+        if not self._clearings.take(cleared):
+            return
+        for record in list(self._entries.values()):
+            if self._clearings.cover(Namespace(record.namespace), record.generation):
+                del self._entries[record.slot]
+        for record in self._floors():
+            self._append(record)
 
     def enter(self, record: _Record) -> None:
         """The slot's bytes have arrived."""
@@ -281,12 +320,15 @@ class Pool:
     def _slab_of(self, record: _Record) -> int:
         return self._geometry.slab_of(Slot(record.slot))
 
-    def forget_namespace(self, namespace: Namespace, up_to: Generation) -> None:
-        """A namespace was cleared up to a generation."""
+    def clear(self, cleared: Mapping[str, int]) -> None:
+        """Namespaces were cleared up to some generations; a later life knows it too."""
         if self._journal is not None:
-            self._journal.strike_where(
-                lambda record: record.namespace == namespace and record.generation <= up_to
-            )
+            self._journal.clear(cleared)
+
+    @property
+    def cleared(self) -> dict[str, int]:
+        """What a pool file says of that; nothing where there is none."""
+        return {} if self._journal is None else self._journal.cleared
 
     def prefault(self, has_room: Callable[[], bool] = lambda: True) -> None:
         """Touch all pages; runs in a thread of its own until done or stopped.

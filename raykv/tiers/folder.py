@@ -2,6 +2,7 @@
 
     <disk_path>/raykv-<n>/lock                  held by who owns the folder, as long as it lives
                          /<number>-<any>.safetensors chunks; see `chunk_file.py`
+                         /cleared.json               up to which generation chunks here are void
                          /….part                    being written, or left by who died meanwhile
                          /….damaged                 not believed; the latest few are kept
 
@@ -29,6 +30,7 @@ from raykv.deadlines import DISK_CLAIM_LOOK_S
 from raykv.errors import ChunkFileError, DiskError
 from raykv.findings import UnownedFolder
 from raykv.tiers.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
+from raykv.types import MAX_GENERATION
 
 logger = logging.getLogger("raykv.disk")
 
@@ -96,12 +98,16 @@ class TierFolder:
         Raises:
             DiskError: that is not known, so that nothing here may be believed.
         """
+        path = self.path / _CLEARED
         try:
-            return msgspec.json.decode((self.path / _CLEARED).read_bytes(), type=dict[str, int])
+            cleared = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
-            raise DiskError(f"{self.path / _CLEARED} can't be read: {error}") from error
+            raise DiskError(f"{path} can't be read: {error}") from error
+        if not all(0 <= floor <= MAX_GENERATION for floor in cleared.values()):
+            raise DiskError(f"{path} can't be read: it has generations that nobody has granted")
+        return cleared
 
     def write_cleared(self, cleared: Mapping[str, int]) -> None:
         """Have that on the disk before any file goes: a crash must not bring chunks back.

@@ -22,7 +22,7 @@ from raykv.disk_types import Demotions, DiskOrder, disk_of
 from raykv.messages import Handle, ReadRequest
 from raykv.tiers.chunk_file import PART_SUFFIX, ChunkBytes, ChunkFile, write_chunks
 from raykv.tiers.folder import TierFolder
-from raykv.types import Epoch, Generation, Namespace, NodeId, Refusal, Slot
+from raykv.types import EVERY_NAMESPACE, Epoch, Generation, Namespace, NodeId, Refusal, Slot
 from tests.contract.peers_in_process import (
     NAMESPACE,
     PAGE,
@@ -193,6 +193,35 @@ def test_cleared_chunks_never_come_back(here: Node, make: Made) -> None:
     again = make()
     wait_until(lambda: not again.stats().problem, 10.0, "the folder is read")
     assert again.cleared() == {NAMESPACE: name.generation}
+
+
+def test_folder_that_is_taken_up_later_brings_nothing_back(here: Node, make: Made) -> None:
+    """All was cleared while nobody owned the folder, nor knew the namespaces in it."""
+    first = make()
+    old, new = here.store(key(1)), here.store(key(2))
+    write(first, old, new)
+    end(first)
+    later = make()
+    later.clear({EVERY_NAMESPACE: old.generation})
+    wait_until(lambda: later.stats().num_chunks == 1, 10.0, "the folder is read")
+    assert later.wait_for_clearings(10.0)
+    assert list(replicas(later, here.epoch)) == [key(2)]
+    end(later)
+    last = make()
+    wait_until(lambda: last.stats().num_chunks == 1, 10.0, "the folder is read")
+    assert last.cleared() == {EVERY_NAMESPACE: old.generation}
+
+
+def test_folder_whose_clearings_can_not_be_meant_is_not_believed(here: Node, make: Made) -> None:
+    tier = make()
+    write(tier, here.store(key(1)))
+    folder = tier._state.folder
+    assert folder is not None
+    end(tier)
+    (folder.path / "cleared.json").write_text(f'{{"": {1 << 70}}}')
+    again = make()
+    wait_until(lambda: "can't be read" in again.stats().problem, 10.0, "it says why")
+    assert again.stats().num_chunks == 0
 
 
 def test_file_that_outlived_its_clearing_is_not_believed(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import random
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from raykv.client import Cluster
 from raykv.core.requests import RequestOptions
 from raykv.core.view import EngineView
 from raykv.errors import ChunkFileError, ClusterError, SettingError
+from raykv.event_types import EpochBegan, NodeJoined
 from raykv.memory.region import Region
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -287,6 +291,51 @@ def test_pinned_chunks_outlive_eviction_and_the_scheduler_actor(nodes: Nodes) ->
         cluster.unpin("kept")
 
 
+def test_cleared_chunks_stay_away_when_the_scheduler_actor_dies_and_a_node_has_not_heard(
+    nodes: Nodes,
+) -> None:
+    """The node is frozen meanwhile, and it is the first to tell the new actor what it has."""
+    cluster, engine = nodes.cluster, nodes.engine
+    engine.store(40, 41)
+    wait_until(lambda: held_on(cluster, nodes.first) >= {40, 41}, 10, "stored")
+    cluster.prefetch(hexes(40, 41), nodes.second)
+    wait_until(lambda: held_on(cluster, nodes.second) >= {40, 41}, 10, "fetched")
+    pids = {node.node_id: node.pid for node in cluster.status().nodes}
+    scheduler = clusters.find_scheduler_actor()
+    assert scheduler is not None
+    with frozen(pids[nodes.second]), frozen(pids[nodes.first]):
+        ray.get(scheduler.clear.remote(None), timeout=10.0)
+        wait_until(lambda: ray.get(scheduler.has_kept_clearings.remote(), timeout=10.0), 10, "kept")
+        epoch = cluster.status().epoch
+        ray.kill(scheduler, no_restart=False)
+
+    def are_empty() -> bool:
+        try:
+            status = cluster.status()
+        except ClusterError:
+            return False
+        there = {node.node_id: node.used_bytes for node in status.nodes}
+        return status.epoch > epoch and there == {nodes.first: 0, nodes.second: 0}
+
+    wait_until(are_empty, 60.0, "both nodes have heard of the clearing")
+    told = list(cluster.events(since=0, follow=False))
+    assert [type(event) for event in told] == [EpochBegan, NodeJoined, NodeJoined]
+
+    # The engine finds the new actor, and gets leases.
+    wait_until(lambda: engine.store(42) == 1, 30.0, "what is new is stored")
+    assert engine.view.num_ready == 1
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """A process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def pressure(engine: Engine, first: int) -> None:
     """Store more than the pool holds."""
     stored = 0
@@ -372,7 +421,7 @@ def test_down_leaves_no_wish_behind(nodes: Nodes) -> None:
     assert list(bequest.entries())
     nodes.engine.end()
     run("down")
-    assert not list(bequest.entries())
+    assert [entry.name for entry in bequest.entries()] == [bequest.LIFE]
     assert not clusters.named_actors()
 
 

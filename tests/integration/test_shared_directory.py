@@ -123,6 +123,12 @@ def key(number: int) -> Key:
     return Key(number.to_bytes(32, "big") + bytes(4))
 
 
+def granted(number: int) -> Generation:
+    """One that the scheduler actor of now could have granted: none that was cleared before it."""
+    status = clusters.status(clusters.find_scheduler_actor(), 10.0)
+    return make_generation(Epoch(status.epoch), number)
+
+
 def chunk(number: int, slot: int, generation: int, namespace: str = NAMESPACE) -> ChunkName:
     place = (Slot(slot), Generation(generation), SLOT_ALIGNMENT)
     return ChunkName(Namespace(namespace), key(number), *place)
@@ -195,7 +201,7 @@ def test_question_about_ten_thousand_chunks_is_answered_in_one_exchange(
     head: str, make_engine: MakeEngine
 ) -> None:
     other = ReportingNode("other", 10_000)
-    other.report(chunks(range(10_000), generation=1))
+    other.report(chunks(range(10_000), generation=granted(1)))
     engine = make_engine("asking", head)
     keys = [key(number) for number in range(10_000)]
     engine.ask("long", keys)
@@ -241,7 +247,7 @@ def test_events_are_told_in_order_and_replayed_from_any_number(head: str) -> Non
     seen = list(raykv.events(since=0, follow=False))
     assert [type(event) for event in seen] == [EpochBegan, NodeJoined]
     node = ReportingNode("other", 4)
-    node.report(chunks(range(2), generation=1))
+    node.report(chunks(range(2), generation=granted(1)))
     raykv.clear(NAMESPACE)
     more = list(raykv.events(since=seen[-1].seq, follow=False))
     assert [type(event) for event in more] == [NodeJoined, BlockStored, BlockStored, CacheCleared]
@@ -254,7 +260,7 @@ def test_node_that_falls_silent_leaves_the_directory_within_seconds(
     head: str, cluster: Cluster
 ) -> None:
     node = ReportingNode("other", 4)
-    node.report(chunks(range(2), generation=1))
+    node.report(chunks(range(2), generation=granted(1)))
     place = cluster.snapshot().place
     began = time.monotonic()
     lost = next(event for event in cluster.events(since=place) if isinstance(event, NodeLost))
@@ -294,7 +300,7 @@ def test_reader_whom_the_log_has_outrun_is_told_and_a_snapshot_puts_it_right(
 
 def test_clearing_one_namespace_leaves_the_others(head: str, cluster: Cluster) -> None:
     node = ReportingNode("other", 4)
-    node.report([*chunks(range(2), generation=1), chunk(9, 3, 1, "foreign")])
+    node.report([*chunks(range(2), generation=granted(1)), chunk(9, 3, granted(1), "foreign")])
     raykv.clear(NAMESPACE)
     assert {name for _, name, _ in cluster.snapshot().chunks} == {"foreign"}
     with pytest.raises(ClusterError, match="foreig"):

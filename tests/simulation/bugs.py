@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from raykv.core import manager, slots
 from raykv.core.book import PoolBook
 from raykv.core.events import EventLog
+from raykv.core.leases import Generations
+from raykv.core.manager import BlockManager
 from raykv.core.remote import RemoteChunks
 from raykv.core.slots import ChunkName, SlotState, SlotTable
 from raykv.core.table import Lease
 from raykv.core.view import EngineView
-from raykv.types import Epoch, Generation, Refusal, Slot
+from raykv.types import Epoch, Generation, Namespace, Refusal, Slot
+from tests.simulation.cluster import GENERATIONS_PER_EPOCH
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -81,6 +85,37 @@ def answer_from_before_a_reset_counts(patches: pytest.MonkeyPatch) -> None:
     patches.setattr(EngineView, "_is_clearing", property(lambda _: False))
 
 
+def clearing_is_of_what_is_known(patches: pytest.MonkeyPatch) -> None:
+    """To clear everything is to clear each namespace that somebody has at that moment."""
+    clear = BlockManager.clear
+
+    def clear_known(self: BlockManager, namespace: Namespace | None = None) -> dict[str, int]:
+        for name in self._known_namespaces() if namespace is None else {namespace}:
+            clear(self, name)
+        return self.cleared
+
+    patches.setattr(BlockManager, "clear", clear_known)
+
+
+def clearing_dies_with_its_scheduler_actor(patches: pytest.MonkeyPatch) -> None:
+    """The next life does not hear of what was cleared."""
+    begin = BlockManager.__init__
+
+    def begin_anew(self: BlockManager, epoch: Epoch, settings: Any, **_: object) -> None:
+        begin(self, epoch, settings)
+
+    patches.setattr(BlockManager, "__init__", begin_anew)
+
+
+def counter_begins_again(patches: pytest.MonkeyPatch) -> None:
+    """The counter of generations comes to its end, and the epoch does not rise."""
+
+    def skip(generations: Generations, count: int) -> None:
+        generations._counter = (generations._counter + count) % GENERATIONS_PER_EPOCH
+
+    patches.setattr(Generations, "skip", skip)
+
+
 BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
@@ -92,5 +127,8 @@ BUGS: dict[str, Plant] = {
         dead_engine_keeps_its_leases,
         fetch_outlives_its_lease,
         answer_from_before_a_reset_counts,
+        clearing_is_of_what_is_known,
+        clearing_dies_with_its_scheduler_actor,
+        counter_begins_again,
     )
 }

@@ -230,7 +230,7 @@ def check_rebuilt(cluster: Cluster) -> None:
 
     It is paused, so that it grants nothing and evicts nothing.
     """
-    cluster.restart_manager(Epoch(cluster.manager.epoch + 1))
+    cluster.restart_manager(Epoch(cluster.manager.granting + 1), cluster.manager.cleared)
     cluster.manager.set_paused(True)
     talk_until_quiet(cluster, 2 * cluster.settings.settle_s)
     check_directory(cluster)

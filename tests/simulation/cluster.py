@@ -30,6 +30,9 @@ from tests.simulation.wire import Wire
 
 SLAB_PAGES = 4
 
+GENERATIONS_PER_EPOCH = 20
+"""So few that every world sees epochs rise."""
+
 Place = tuple[NodeId, Namespace, Key]
 
 
@@ -55,6 +58,8 @@ class Cluster:
         # Reads every event as soon as it is there.
         self.listener = Reader()
         self._old_epochs: set[Epoch] = set()
+        # What was on a node when an operator cleared it: node, its life, and the chunk.
+        self._void: set[tuple[NodeId, Epoch, Namespace, Key, Slot, Generation]] = set()
 
     # Who there is
 
@@ -84,9 +89,9 @@ class Cluster:
         """Whether the scheduler actor has that of an earlier life, until a node has told it."""
         return self.manager.epoch in self._old_epochs
 
-    def restart_manager(self, epoch: Epoch) -> None:
-        self._old_epochs.add(self.manager.epoch)
-        self.manager = BlockManager(epoch, self.settings)
+    def restart_manager(self, epoch: Epoch, cleared: dict[str, int]) -> None:
+        self._old_epochs.update(map(Epoch, range(self.manager.epoch, self.manager.granting + 1)))
+        self.manager = BlockManager(epoch, self.settings, cleared=cleared)
         self._after_manager()
 
     def take_report(self, message: NodeReport, post: Post[NodeReportReply]) -> None:
@@ -109,6 +114,14 @@ class Cluster:
 
     def clear(self, namespace: Namespace | None) -> None:
         self.manager.clear(namespace)
+        # Two lives of one epoch can't be told apart.
+        if not self.has_old_epoch:
+            self._void.update(
+                (node.node_id, node.epoch, name.namespace, name.key, name.slot, name.generation)
+                for node in self.nodes.values()
+                for name in node.table.inventory()
+                if namespace in (None, name.namespace)
+            )
         self._after_manager()
 
     def _after_manager(self) -> None:
@@ -150,6 +163,9 @@ class Cluster:
     def check(self) -> None:
         """Assert the invariants of all parts."""
         self.manager.check()
+        lives = {node.node_id: node.epoch for node in self.manager._nodes.values()}
+        believed = {(at[0], lives[at[0]], *at[1:], *held) for at, held in self.directory().items()}
+        assert not believed & self._void, "what was cleared has come back"
         for node in self.nodes.values():
             node.table.check()
         for engine in self.engines:

@@ -272,7 +272,7 @@ class Node:
             failed=failed,
             page=page,
             last_page=page > 0 and len(self._pages) == 1,
-            cleared={str(name): int(gen) for name, gen in self.table.cleared.items()},
+            cleared=self.table.cleared,
             paused=self._paused,
         )
 

@@ -19,11 +19,12 @@ import raykv.core.events
 import raykv.core.leases
 import raykv.core.mirror
 import raykv.core.snapshots
+from raykv.core.clearings import Clearings
 from raykv.core.manager import ManagerSettings
-from raykv.types import NO_GENERATION, SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
 from tests.simulation.bugs import BUGS
 from tests.simulation.checks import settle
-from tests.simulation.cluster import Cluster
+from tests.simulation.cluster import GENERATIONS_PER_EPOCH, Cluster
 from tests.simulation.engine import Engine
 from tests.simulation.reader import Reader
 from tests.simulation.session import Identity
@@ -130,6 +131,7 @@ class World:
             settle_s=SETTINGS.settle_s,
             pin_s=SETTINGS.pin_s,
             max_events=self.nature.max_events,
+            generations_per_epoch=GENERATIONS_PER_EPOCH,
         )
         wire = Wire(self.rng, self.nature.manners)
         self.cluster = Cluster(self.rng, wire, settings, self.nature.num_slabs)
@@ -281,23 +283,26 @@ class World:
         return engine.identity.engine_id
 
     def scheduler_restarts(self) -> str | None:
-        return self._restart_scheduler(Epoch(self.cluster.manager.epoch + self.rng.randint(1, 2)))
+        """It finds what its last life has left with Ray's head node."""
+        manager = self.cluster.manager
+        epoch = Epoch(manager.granting + self.rng.randint(1, 2))
+        self.cluster.restart_manager(epoch, manager.cleared)
+        return f"with epoch {epoch}"
 
     def scheduler_restarts_with_a_late_clock(self) -> str | None:
-        return self._restart_scheduler(Epoch(self.rng.randint(1, self.cluster.manager.epoch)))
-
-    def _restart_scheduler(self, epoch: Epoch) -> str | None:
+        """The head node has lost everything too: a clearing lives on in nodes that have heard."""
         if not self.is_every_clearing_known():
             return None
-        self.cluster.restart_manager(epoch)
+        epoch = Epoch(self.rng.randint(1, self.cluster.manager.epoch))
+        self.cluster.restart_manager(epoch, {})
         return f"with epoch {epoch}"
 
     def is_every_clearing_known(self) -> bool:
-        """A clearing that no node has heard of dies with the scheduler actor."""
+        """A clearing that not all nodes have heard of is not confirmed yet."""
         return all(
-            node.table.cleared.get(name, NO_GENERATION) >= generation
+            Clearings(node.table.cleared).of(Namespace(name)) >= floor
             for node in self.cluster.nodes.values()
-            for name, generation in self.cluster.manager._cleared.items()
+            for name, floor in self.cluster.manager.cleared.items()
         )
 
     def engine_dies(self) -> str | None:

@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 import raykv.core.leases
 import raykv.core.mirror
 from raykv.actors.keeper import failed_columns
+from raykv.core.clearings import Clearings
 from raykv.core.geometry import PoolGeometry
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.requests import FailedLoad, RequestOptions
@@ -70,7 +71,9 @@ MAX_INBOX = 4
 PAGE_KEYS = 3
 """Keys in a page of a mirror and chunks in one of an inventory, so that a few make several."""
 
-SETTINGS = ManagerSettings(engine_expiry_s=10, node_expiry_s=10, settle_s=2, pin_s=3)
+SETTINGS = ManagerSettings(
+    engine_expiry_s=10, node_expiry_s=10, settle_s=2, pin_s=3, generations_per_epoch=20
+)
 
 
 class Fate(Enum):
@@ -266,7 +269,7 @@ class Node:
             failed=failed,
             page=page,
             last_page=page > 0 and len(self._pages) == 1,
-            cleared={str(name): int(gen) for name, gen in self.table.cleared.items()},
+            cleared=self.table.cleared,
             paused=self._paused,
         )
 
@@ -634,7 +637,7 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self.node_restarts()
             case ["scheduler", "actor", "restarts", *clock]:
                 if self.is_every_clearing_on_the_node():
-                    epoch = 1 if clock else self.manager.epoch + 1
+                    epoch = 1 if clock else self.manager.granting + 1
                     self.manager = BlockManager(Epoch(epoch), SETTINGS)
             case ["operator", "clears", extent, *_]:
                 self.manager.clear(None if extent == "everything" else Namespace("first"))
@@ -643,10 +646,10 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def is_every_clearing_on_the_node(self) -> bool:
         """A clearing that the node has not heard of dies with the scheduler actor."""
-        heard = self.node.table.cleared
+        heard = Clearings(self.node.table.cleared)
         return all(
-            heard.get(name, NO_GENERATION) >= generation
-            for name, generation in self.manager._cleared.items()
+            heard.of(Namespace(name)) >= generation
+            for name, generation in self.manager.cleared.items()
         )
 
     # What always holds

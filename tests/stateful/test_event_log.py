@@ -35,7 +35,7 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import EngineId, Epoch, Key, Namespace, NodeId
+from raykv.types import EVERY_NAMESPACE, EngineId, Epoch, Key, Namespace, NodeId
 from tests.tables import use_table
 
 PAGE = 4096
@@ -127,7 +127,7 @@ class Node:
         reply = manager.node_report(message, now)
         self.heard = max(self.heard, reply.epoch)
         self.rows = [
-            row for row in self.rows if row.generation > reply.cleared.get(row.namespace, 0)
+            row for row in self.rows if row.generation > floor_of(reply.cleared, row.namespace)
         ]
         return reply.inventory
 
@@ -136,6 +136,11 @@ class Node:
         rows = self.rows
         self.report(manager, now, rows[:split_at], page=1)
         self.report(manager, now, rows[split_at:], page=2, last_page=True)
+
+
+def floor_of(cleared: dict[str, int], namespace: str) -> int:
+    """Up to which generation a namespace was cleared, itself or with all others."""
+    return max(cleared.get(namespace, 0), cleared.get(EVERY_NAMESPACE, 0))
 
 
 class Engine:

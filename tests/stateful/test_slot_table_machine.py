@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
-from raykv.types import Generation, Key, Namespace, Refusal, Slot
+from raykv.types import EVERY_NAMESPACE, Generation, Key, Namespace, Refusal, Slot
 
 PAGE = 4096
 SLAB = 4
@@ -106,6 +106,9 @@ class SlotTableMachine(RuleBasedStateMachine):
 
     # What the model knows
 
+    def floor_of(self, namespace: str) -> int:
+        return max(self.cleared.get(namespace, 0), self.cleared.get(EVERY_NAMESPACE, 0))
+
     def of_slab(self, slab: int) -> list[Store]:
         return [store for store in self.stores if store.slot // SLAB == slab]
 
@@ -138,7 +141,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         inside = range(SLAB - new.pages + 1)
         if not 0 <= new.slot < NUM_PAGES or new.slot % SLAB not in inside[:: new.pages]:
             return Admission.REFUSED, Refusal.BAD_HANDLE
-        if new.generation <= self.cleared.get(new.namespace, 0):
+        if new.generation <= self.floor_of(new.namespace):
             return Admission.REFUSED, Refusal.CLEARED
         stores = self.of_slab(slab)
         if self.size_of_slab(slab) not in (None, new.pages):
@@ -399,14 +402,17 @@ class SlotTableMachine(RuleBasedStateMachine):
             store.fail()
         assert self.table.expire(self.now) == len(late)
 
-    @rule(namespace=st.sampled_from(["x", "y"]), older=st.integers(-1, 4))
+    @rule(
+        namespace=st.sampled_from(["x", "x", "y", "y", EVERY_NAMESPACE]), older=st.integers(-1, 4)
+    )
     def discard_namespace(self, namespace: str, older: int) -> None:
         up_to = self.highest - older
         ready = 0
-        if up_to > self.cleared.get(namespace, 0):
+        if up_to > self.floor_of(namespace):
             self.cleared[namespace] = up_to
             for store in self.stores:
-                if store.namespace != namespace or store.generation > up_to or store.is_dead:
+                is_meant = namespace in (EVERY_NAMESPACE, store.namespace)
+                if not is_meant or store.generation > up_to or store.is_dead:
                     continue
                 ready += store.is_ready
                 if store.is_ready:
@@ -439,7 +445,12 @@ class SlotTableMachine(RuleBasedStateMachine):
         assert self.table.num_ready == len(ready)
         assert self.table.used_bytes == sum(store.pages for store in ready) * PAGE
         assert self.table.highest_generation == self.highest
-        assert self.table.cleared == self.cleared
+        every = self.cleared.get(EVERY_NAMESPACE, 0)
+        assert self.table.cleared == {
+            name: floor
+            for name, floor in self.cleared.items()
+            if name == EVERY_NAMESPACE or floor > every
+        }
 
 
 SlotTableMachine.TestCase.settings = settings(

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from raykv.core.clearings import Clearings
 from raykv.core.disk_index import DiskChunk, DiskIndex
 from raykv.types import Generation, Key, Namespace
 
@@ -76,7 +77,7 @@ def test_clearing_forgets_a_namespace_up_to_a_generation() -> None:
     disk = index()
     disk.add("x", 10, A, [chunk("old", 3), chunk("new", 4)])
     disk.add("y", 10, B, [chunk("old", 3)])
-    disk.clear({A: Generation(3)})
+    disk.clear(Clearings({A: 3}))
     assert disk.find(A, Key(b"old")) is None
     assert disk.find(A, Key(b"new")) is not None
     assert disk.find(B, Key(b"old")) is not None
@@ -146,7 +147,7 @@ class Listening(RuleBasedStateMachine):
     @rule(upto=st.integers(1, 4))
     def clear(self, upto: int) -> None:
         self.model = {key: at for key, at in self.model.items() if at[1] > upto}
-        self.disk.clear({A: Generation(upto)})
+        self.disk.clear(Clearings({A: upto}))
         self.disk.take_empty()
 
     @rule(key=st.sampled_from("abcdef"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raykv.core.clearings import Clearings
 from raykv.core.disks import MAX_DEMOTED, MAX_STALE, MAX_SWEPT, Disks
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.table import Changes
@@ -24,7 +25,7 @@ from raykv.messages import (
     SyncRequest,
 )
 from raykv.operation_types import TransferOrder
-from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId
+from raykv.types import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
 from tests.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
@@ -96,18 +97,18 @@ def evicted(names: str, hits: int = 0) -> Changes:
 
 def test_chunks_come_and_go_as_they_are_told() -> None:
     disks = Disks()
-    assert disks.take(report(came=[(1, "a"), (2, "b")]), {}).heard == 2
-    disks.take(report(node="other", came=[(1, "a")]), {})
+    assert disks.take(report(came=[(1, "a"), (2, "b")]), Clearings()).heard == 2
+    disks.take(report(node="other", came=[(1, "a")]), Clearings())
     assert known(disks, "a", "b") == [[("node", 1), ("other", 1)], [("node", 2)]]
     # "a" went, and came again in another file.
-    assert disks.take(report(after=2, came=[(4, "a")], gone=[3, 1]), {}).heard == 4
+    assert disks.take(report(after=2, came=[(4, "a")], gone=[3, 1]), Clearings()).heard == 4
     assert known(disks, "a", "b") == [[("other", 1), ("node", 4)], [("node", 2)]]
 
 
 def test_news_with_a_gap_are_not_taken_in() -> None:
     disks = Disks()
-    disks.take(report(came=[(1, "a")]), {})
-    order = disks.take(report(after=3, came=[(4, "b")]), {})
+    disks.take(report(came=[(1, "a")]), Clearings())
+    order = disks.take(report(after=3, came=[(4, "b")]), Clearings())
     assert (order.listing, order.heard) == (1, 1)
     assert known(disks, "a", "b") == [[("node", 1)], []]
 
@@ -115,35 +116,35 @@ def test_news_with_a_gap_are_not_taken_in() -> None:
 def test_repeated_news_change_nothing() -> None:
     disks = Disks()
     for _ in range(2):
-        assert disks.take(report(came=[(1, "a")]), {}).heard == 1
+        assert disks.take(report(came=[(1, "a")]), Clearings()).heard == 1
     assert known(disks, "a") == [[("node", 1)]]
 
 
 @pytest.mark.parametrize("changed", [{"listing": 2}, {"epoch": 8}])
 def test_new_listing_or_life_begins_with_nothing(changed: dict[str, Any]) -> None:
     disks = Disks()
-    disks.take(report(came=[(1, "a")]), {})
-    order = disks.take(report(after=1, came=[(2, "b")], **changed), {})
+    disks.take(report(came=[(1, "a")]), Clearings())
+    order = disks.take(report(after=1, came=[(2, "b")], **changed), Clearings())
     assert order.heard == 0
     assert known(disks, "a", "b") == [[], []]
 
 
 def test_node_without_a_disk_has_nothing_and_is_offered_nothing() -> None:
     disks = Disks()
-    disks.take(report(came=[(1, "a")]), {})
-    assert disks.take(report(listing=0), {}) == DiskOrder()
+    disks.take(report(came=[(1, "a")]), Clearings())
+    assert disks.take(report(listing=0), Clearings()) == DiskOrder()
     assert known(disks, "a") == [[]]
     assert not disks.is_open(NodeId("node"))
 
 
 def test_cleared_chunks_are_not_believed_again() -> None:
     disks = Disks()
-    disks.take(report(came=[(1, "a")]), {})
+    disks.take(report(came=[(1, "a")]), Clearings())
     disks.demote(NodeId("node"), evicted("b"), [0])
     disks.clear(MODEL)
     assert known(disks, "a") == [[]]
     assert not disks.holds_any(MODEL)
-    order = disks.take(report(after=1, came=[(2, "a")]), {MODEL: Generation(5)})
+    order = disks.take(report(after=1, came=[(2, "a")]), Clearings({MODEL: 5}))
     assert known(disks, "a") == [[]]
     assert len(order.demoted) == 0
 
@@ -151,31 +152,31 @@ def test_cleared_chunks_are_not_believed_again() -> None:
 def test_disk_that_is_gone_leaves_no_trace_and_is_taken_away_bit_by_bit() -> None:
     disks = Disks()
     places = [(place, f"chunk {place}") for place in range(1, 2 * MAX_SWEPT + 2)]
-    disks.take(report(came=places), {})
-    disks.take(report(node="other", came=[(1, "chunk 1")]), {})
+    disks.take(report(came=places), Clearings())
+    disks.take(report(node="other", came=[(1, "chunk 1")]), Clearings())
     disks.lost(NodeId("node"))
     assert known(disks, "chunk 1", "chunk 2") == [[("other", 1)], []]
     # Back with a new listing, in which the same place has another chunk.
-    disks.take(report(listing=2, came=[(2, "chunk 3")]), {})
+    disks.take(report(listing=2, came=[(2, "chunk 3")]), Clearings())
     assert known(disks, "chunk 1", "chunk 2", "chunk 3") == [[("other", 1)], [], [("node", 2)]]
     for _ in range(3):
-        disks.take(report(listing=2, after=2), {})
+        disks.take(report(listing=2, after=2), Clearings())
         disks.check()
     disks.lost(NodeId("node"))
     disks.lost(NodeId("other"))
-    disks.take(report(node="third", stats=DiskStats(), listing=0), {})
+    disks.take(report(node="third", stats=DiskStats(), listing=0), Clearings())
     assert not disks.holds_any(MODEL)
 
 
 def test_large_disk_that_is_gone_is_taken_away_in_linear_time() -> None:
     disks = Disks()
     count = 250_000
-    disks.take(report(came=[(place, f"{place}") for place in range(1, count + 1)]), {})
+    disks.take(report(came=[(place, f"{place}") for place in range(1, count + 1)]), Clearings())
     disks.lost(NodeId("node"))
     third = report(node="third", stats=DiskStats(), listing=0)
     began = time.process_time()
     for _ in range(count // MAX_SWEPT + 1):
-        disks.take(third, {})
+        disks.take(third, Clearings())
     assert not disks.holds_any(MODEL)
     # It takes 0.3 s; to pass by all that have gone took more than 20 s.
     assert time.process_time() - began < 5
@@ -183,19 +184,19 @@ def test_large_disk_that_is_gone_is_taken_away_in_linear_time() -> None:
 
 def test_cleared_namespace_is_found_no_more_and_its_new_chunks_stay() -> None:
     disks = Disks()
-    disks.take(report(came=[(1, "a"), (2, "b")]), {})
+    disks.take(report(came=[(1, "a"), (2, "b")]), Clearings())
     disks.clear(MODEL)
     assert known(disks, "a", "b") == [[], []]
     assert not disks.holds_any(MODEL)
-    disks.take(report(after=2, came=[(3, "a")], gone=[1], generation=9), {MODEL: Generation(5)})
+    disks.take(report(after=2, came=[(3, "a")], gone=[1], generation=9), Clearings({MODEL: 5}))
     assert known(disks, "a", "b") == [[("node", 3)], []]
-    disks.take(report(after=3, gone=[2, 3], generation=9), {})
+    disks.take(report(after=3, gone=[2, 3], generation=9), Clearings())
     assert known(disks, "a", "b") == [[], []]
 
 
 def test_lost_chunks_are_forgotten_at_that_generation_only() -> None:
     disks = Disks()
-    disks.take(report(came=[(1, "a"), (2, "b")]), {})
+    disks.take(report(came=[(1, "a"), (2, "b")]), Clearings())
     lost = LostReplicas([disk_of("node"), disk_of("node"), "node"], [b"a", b"b", b"b"], [5, 4, 5])
     disks.drop_lost(MODEL, lost)
     assert known(disks, "a", "b") == [[], [("node", 2)]]
@@ -219,9 +220,9 @@ def places_on(disks: Disks, most: int) -> list[int]:
 @pytest.mark.parametrize("most", [1, 3, 100])
 def test_stretches_list_what_is_there_in_order(most: int) -> None:
     disks = Disks()
-    disks.take(report(came=[(number, f"k{number}") for number in range(1, 9)]), {}, 50.0)
-    disks.take(report(node="other", came=[(1, "k1")]), {})
-    disks.take(report(after=8, came=[(12, "k1")], gone=[9, 2, 3, 8]), {})
+    disks.take(report(came=[(number, f"k{number}") for number in range(1, 9)]), Clearings(), 50.0)
+    disks.take(report(node="other", came=[(1, "k1")]), Clearings())
+    disks.take(report(after=8, came=[(12, "k1")], gone=[9, 2, 3, 8]), Clearings())
     disks.check()
     assert places_on(disks, most) == [1, 4, 5, 6, 7, 12]
     (first,) = disks.stretch(NodeId("node"), 0, 1, MODEL).chunks
@@ -235,8 +236,8 @@ def test_stretches_list_what_is_there_in_order(most: int) -> None:
 def test_places_that_are_gone_are_forgotten() -> None:
     disks = Disks()
     count = 3 * MAX_STALE
-    disks.take(report(came=[(number, f"k{number}") for number in range(1, count + 1)]), {})
-    disks.take(report(after=count, gone=list(range(1, count))), {})
+    disks.take(report(came=[(number, f"k{number}") for number in range(1, count + 1)]), Clearings())
+    disks.take(report(after=count, gone=list(range(1, count))), Clearings())
     disks.check()
     assert disks._disks[NodeId("node")].places == [count]
 
@@ -244,45 +245,47 @@ def test_places_that_are_gone_are_forgotten() -> None:
 def test_places_out_of_order_are_listed_in_order() -> None:
     """No honest node tells them so."""
     disks = Disks()
-    disks.take(report(came=[(5, "a"), (2, "b"), (9, "c")]), {})
+    disks.take(report(came=[(5, "a"), (2, "b"), (9, "c")]), Clearings())
     disks.check()
     assert places_on(disks, 2) == [2, 5, 9]
 
 
 def test_evicted_chunks_are_offered_once() -> None:
     disks = Disks()
-    disks.take(report(came=[(1, "a")]), {})
+    disks.take(report(came=[(1, "a")]), Clearings())
     disks.demote(NodeId("node"), evicted("abc"), [0, 1])
-    demoted = disks.take(report(after=1), {}).demoted
+    demoted = disks.take(report(after=1), Clearings()).demoted
     assert (demoted.keys, demoted.slots, demoted.generations) == ([b"b"], [1], [3])
     assert demoted.namespaces == [MODEL]
-    assert len(disks.take(report(after=1), {}).demoted) == 0
+    assert len(disks.take(report(after=1), Clearings()).demoted) == 0
 
 
 def test_full_disk_is_offered_what_was_used_only() -> None:
     disks = Disks()
-    disks.take(report(stats=DiskStats(path="/disk", room=100, is_full=True)), {})
+    disks.take(report(stats=DiskStats(path="/disk", room=100, is_full=True)), Clearings())
     disks.demote(NodeId("node"), evicted("ab"), [0, 1])
     disks.demote(NodeId("node"), evicted("c", hits=1), [0])
-    assert disks.take(report(), {}).demoted.keys == [b"c"]
+    assert disks.take(report(), Clearings()).demoted.keys == [b"c"]
 
 
 def test_disk_is_offered_no_more_than_it_has_room_for() -> None:
     disks = Disks()
     few = DiskStats(path="/disk", room=2)
-    disks.take(report(stats=few), {})
+    disks.take(report(stats=few), Clearings())
     disks.demote(NodeId("node"), evicted("abc"), [0, 1, 2])
-    assert disks.take(report(stats=few), {}).demoted.keys == [b"a", b"b"]
-    assert disks.take(report(stats=few), {}).demoted.keys == [b"c"]
+    assert disks.take(report(stats=few), Clearings()).demoted.keys == [b"a", b"b"]
+    assert disks.take(report(stats=few), Clearings()).demoted.keys == [b"c"]
 
 
 def test_offers_are_bounded() -> None:
     disks = Disks()
-    disks.take(report(), {})
+    disks.take(report(), Clearings())
     for _ in range(3):
         disks.demote(NodeId("node"), evicted("x" * MAX_DEMOTED), range(MAX_DEMOTED))
     offered = 0
-    while count := len(disks.take(report(stats=DiskStats(path="/d", room=10_000)), {}).demoted):
+    while count := len(
+        disks.take(report(stats=DiskStats(path="/d", room=10_000)), Clearings()).demoted
+    ):
         offered += count
     assert offered == MAX_DEMOTED
 
@@ -290,7 +293,7 @@ def test_offers_are_bounded() -> None:
 def test_what_was_just_evicted_is_taken_whole_and_in_order() -> None:
     """However little room was told: all of it is overwritten otherwise."""
     disks = Disks()
-    disks.take(report(stats=DiskStats(path="/disk", room=1)), {})
+    disks.take(report(stats=DiskStats(path="/disk", room=1)), Clearings())
     count = MAX_DEMOTED - 1
     disks.demote(NodeId("node"), evicted("ab"), [0, 1])
     mark = disks.num_demoted(NodeId("node"))
@@ -311,7 +314,7 @@ def test_what_was_just_evicted_is_taken_whole_and_in_order() -> None:
 
 def test_disk_that_can_not_be_written_is_not_open() -> None:
     disks = Disks()
-    disks.take(report(stats=DiskStats(path="/disk", problem="it is full")), {})
+    disks.take(report(stats=DiskStats(path="/disk", problem="it is full")), Clearings())
     assert not disks.is_open(NodeId("node"))
     assert not disks.is_open(NodeId("other"))
 

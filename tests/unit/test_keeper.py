@@ -355,6 +355,12 @@ def test_clearing_discards_a_namespace_up_to_a_generation(keeper: PoolKeeper) ->
     store(keeper, chunk(7), chunk(5, slot=3, namespace="other"))
 
 
+def test_clearing_of_everything_holds_for_namespaces_that_come_later(keeper: PoolKeeper) -> None:
+    keeper.clear({"": 5})
+    assert begin(keeper, chunk(5)) is Refusal.CLEARED
+    store(keeper, chunk(6))
+
+
 def test_clearing_is_never_taken_back(keeper: PoolKeeper) -> None:
     keeper.clear({MODEL: 5})
     keeper.clear({MODEL: 3, "other": 2})

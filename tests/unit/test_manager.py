@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 import raykv.core.mirror
+from raykv.core.clearings import MAX_NAMESPACES
+from raykv.core.leases import Generations
 from raykv.core.manager import BlockManager, ManagerSettings
 from raykv.core.reuse import MIN_SAMPLE, SOME
 from raykv.messages import (
@@ -25,7 +27,17 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId, make_generation
+from raykv.types import (
+    EVERY_NAMESPACE,
+    GENERATIONS_PER_EPOCH,
+    SLOT_ALIGNMENT,
+    EngineId,
+    Epoch,
+    Key,
+    Namespace,
+    NodeId,
+    make_generation,
+)
 from tests.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
@@ -77,11 +89,11 @@ def handles(*rows: Row) -> Handles:
 class Desk:
     """A manager, the clock, and the numbers that its correspondents count up."""
 
-    def __init__(self, epoch: int = 1) -> None:
+    def __init__(self, epoch: int = 1, manager: BlockManager | None = None) -> None:
         settings = ManagerSettings(
             engine_expiry_s=EXPIRY_S, node_expiry_s=EXPIRY_S, settle_s=SETTLE_S, pin_s=PIN_S
         )
-        self.manager = BlockManager(Epoch(epoch), settings)
+        self.manager = manager or BlockManager(Epoch(epoch), settings)
         self.now = 1000.0
         self._seq = 0
 
@@ -1146,7 +1158,133 @@ def test_clear_of_everything_empties_all_namespaces(desk: Desk) -> None:
     assert desk.holds(b"a") is None
     assert desk.holds(b"a", "other") is None
     assert desk.sync("other").void
-    assert set(desk.report().cleared) == {"model", "other"}
+    assert desk.report().cleared.keys() == {EVERY_NAMESPACE}
+
+
+def test_clear_of_everything_holds_for_a_namespace_that_nobody_knew(desk: Desk) -> None:
+    rows = [Row(b"a", 0, GEN, "unknown"), Row(b"b", 1, GEN, "other")]
+    desk.lease(2)
+    desk.manager.clear()
+    desk.report(node="away", highest=GEN - 200, page=0)
+    desk.report(rows, node="away", highest=GEN - 200, page=1, last_page=True)
+    assert desk.holds(b"a", "unknown", "away") == GEN
+    late = Desk(epoch=2)
+    late.manager.clear()
+    late.report(node="away", highest=GEN)
+    late.report(rows, node="away", highest=GEN, page=1, last_page=True)
+    assert late.holds(b"a", "unknown", "away") is None
+    assert late.holds(b"b", "other", "away") is None
+
+
+def test_clear_of_a_namespace_holds_for_a_node_that_was_away(desk: Desk) -> None:
+    (row,) = desk.store(b"a")
+    desk.now += 2 * EXPIRY_S
+    desk.manager.expire(desk.now)
+    desk.manager.clear(Namespace("model"))
+    desk.report(highest=row.generation, scheduler_epoch=1)
+    reply = desk.report([row], highest=row.generation, scheduler_epoch=1, page=1, last_page=True)
+    assert desk.held("a") == ""
+    assert reply.cleared["model"] >= row.generation
+
+
+def test_clear_that_an_earlier_life_has_left_holds_in_the_next_one() -> None:
+    manager = BlockManager(Epoch(1), cleared={"": GEN, "model": GEN + 7})
+    assert manager.cleared == {"": GEN, "model": GEN + 7}
+    assert manager.epoch > 1
+    desk = Desk(manager=manager)
+    desk.report(highest=GEN + 8, scheduler_epoch=1)
+    rows = [Row(b"a", 0, GEN + 7), Row(b"b", 1, GEN, "x"), Row(b"c", 2, GEN + 8)]
+    desk.report(rows, highest=GEN + 8, scheduler_epoch=1, page=1, last_page=True)
+    assert desk.held("ac") == "c"
+    assert desk.holds(b"b", "x") is None
+
+
+def test_clear_that_a_second_node_remembers_takes_back_what_the_first_one_told() -> None:
+    """After a restart: who has not heard of the clearing speaks first."""
+    desk = Desk(epoch=5)
+    old, new = Row(b"a", 0, GEN), Row(b"b", 1, GEN + 1)
+    desk.report(highest=GEN + 1, scheduler_epoch=1)
+    desk.attach(held=leases([Row(b"", 2, GEN - 1)]))
+    desk.report([old, new], highest=GEN + 1, scheduler_epoch=1, page=1, last_page=True)
+    desk.attach("peer")
+    assert desk.catch_up("peer") == ([b"a", b"b"], [])
+    assert desk.held("ab") == "ab"
+    desk.report(node="other", highest=GEN, scheduler_epoch=1, cleared={"": GEN})
+    assert desk.held("ab") == "b"
+    assert desk.catch_up("peer") == ([], [b"a"])
+    assert desk.sync().void
+    assert desk.report().cleared == {"": GEN}
+
+
+def test_clear_before_a_late_clock_is_found_out_is_of_what_was_stored_before() -> None:
+    desk = Desk(epoch=2)
+    desk.manager.clear()
+    old = Row(b"a", 0, int(make_generation(Epoch(9), 5)))
+    desk.report(highest=old.generation, scheduler_epoch=9)
+    desk.report([old], highest=old.generation, scheduler_epoch=9, page=1, last_page=True)
+    assert desk.held("a") == ""
+    desk.attach()
+    desk.now += SETTLE_S
+    (row,) = desk.store(b"b")
+    assert desk.held("b") == "b"
+    assert row.generation > old.generation
+
+
+def test_floor_of_a_disk_from_another_cluster_is_below_what_is_granted(desk: Desk) -> None:
+    floor = int(make_generation(Epoch(30), 4))
+    desk.report(node="other", cleared={"": floor})
+    desk.attach()
+    desk.now += SETTLE_S
+    assert desk.lease(1)[0].generation > floor
+
+
+def test_namespaces_that_were_cleared_long_ago_share_a_floor(desk: Desk) -> None:
+    desk.attach("other", namespace="other")
+    desk.store(b"a", engine="other", namespace="other")
+    for number in range(MAX_NAMESPACES + 1):
+        desk.store(b"b")
+        desk.manager.clear(Namespace(f"{number}"))
+        desk.manager.check()
+        assert len(desk.manager.cleared) <= MAX_NAMESPACES + 1
+    assert desk.holds(b"a", "other") is None
+    assert desk.holds(b"b") is not None
+
+
+# A counter that is near its end
+
+
+def test_generations_rise_over_many_epochs_with_one_conversation() -> None:
+    settings = ManagerSettings(settle_s=SETTLE_S, generations_per_epoch=3)
+    desk = Desk(manager=BlockManager(Epoch(1), settings))
+    desk.report()
+    desk.attach()
+    generations = []
+    for _ in range(20):
+        rows = desk.store(b"a", b"b")
+        generations += [row.generation for row in rows]
+        desk.report(highest=rows[-1].generation, scheduler_epoch=desk.manager.granting)
+    assert generations == sorted(set(generations))
+    assert desk.manager.epoch == 1
+    assert desk.manager.granting > 9
+    assert desk.held("ab") == "ab"
+    desk.manager.clear()
+    assert desk.held("ab") == ""
+
+
+def test_generations_never_fill_their_counter() -> None:
+    generations = Generations(Epoch(3))
+    generations.skip(GENERATIONS_PER_EPOCH - 1)
+    assert generations.next == make_generation(Epoch(3), GENERATIONS_PER_EPOCH)
+    before = generations.next
+    generations.skip(MAX_KEYS)
+    assert generations.next == make_generation(Epoch(4), 1) > before + MAX_KEYS
+
+
+def test_life_after_a_risen_counter_grants_above_it_whatever_its_clock_says() -> None:
+    desk = Desk(epoch=3)
+    highest = int(make_generation(Epoch(8), 6))
+    desk.report([Row(b"a", 0, highest)], highest=highest, scheduler_epoch=8)
+    assert desk.manager.epoch == 9
 
 
 # Pausing

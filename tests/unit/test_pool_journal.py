@@ -108,8 +108,35 @@ def test_chunks_of_a_cleared_namespace_are_not_found(path: Path) -> None:
     kept = {chunk(6, slot=1), chunk(2, slot=2, namespace="other")}
     for name in (chunk(5), *kept):
         store(pool, name)
-    pool.forget_namespace(Namespace("model"), Generation(5))
+    pool.clear({"model": 5})
     assert found(path) == kept
+
+
+def test_clearing_is_remembered_over_lives_and_for_namespaces_without_chunks(path: Path) -> None:
+    pool, _ = life(path)
+    store(pool, chunk(5))
+    pool.clear({"": 4, "gone": 9})
+    again, names = life(path)
+    assert names == {chunk(5)}
+    assert again.cleared == {"": 4, "gone": 9}
+    again.clear({"": 9})
+    last, names = life(path)
+    assert names == set()
+    assert last.cleared == {"": 9}
+
+
+def test_clearing_is_remembered_when_the_host_has_booted(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool, _ = life(path)
+    store(pool, chunk(5))
+    pool.clear({"": 4})
+    other = tmp_path / "boot_id"
+    other.write_text("another boot")
+    monkeypatch.setattr(raykv.memory.pool, "_BOOT_ID", other)
+    again, names = life(path)
+    assert names == set()
+    assert again.cleared == {"": 4}
 
 
 def test_slab_is_struck_off_as_a_whole_when_it_takes_another_slot_size(path: Path) -> None:
@@ -271,7 +298,7 @@ def test_pool_in_memory_finds_nothing_and_leaves_no_file(tmp_path: Path) -> None
     assert pool.recover() == {}
     store(pool, chunk(5))
     pool.forget(Slot(0), 2 * PAGE)
-    pool.forget_namespace(Namespace("model"), Generation(9))
+    pool.clear({"model": 9})
     assert list(tmp_path.iterdir()) == []
 
 

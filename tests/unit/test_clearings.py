@@ -1,0 +1,53 @@
+"""Floors of namespaces: they only rise, and hold for those too that nobody knows."""
+
+from __future__ import annotations
+
+from raykv.core.clearings import MAX_NAMESPACES, Clearings
+from raykv.types import EVERY_NAMESPACE, NO_GENERATION, Namespace
+
+A, B = Namespace("a"), Namespace("b")
+
+
+def test_nothing_is_void_before_anything_was_cleared() -> None:
+    clearings = Clearings()
+    assert clearings.of(A) == clearings.highest == NO_GENERATION
+    assert not clearings.cover(A, 1)
+    assert clearings.told == {}
+
+
+def test_floor_of_a_namespace_is_its_own() -> None:
+    clearings = Clearings()
+    assert clearings.take({"a": 5}) == {A}
+    assert clearings.cover(A, 5)
+    assert not clearings.cover(A, 6)
+    assert not clearings.cover(B, 1)
+
+
+def test_floor_of_all_is_that_of_every_namespace() -> None:
+    clearings = Clearings({"": 5, "a": 7})
+    assert (clearings.of(A), clearings.of(B), clearings.highest) == (7, 5, 7)
+
+
+def test_floors_only_rise_in_whatever_order_they_are_told() -> None:
+    told = [{"a": 5}, {"": 4}, {"a": 3, "b": 6}, {"": 6}]
+    one, other = Clearings(), Clearings()
+    for each in told:
+        before = {name: one.of(name) for name in (A, B)}
+        one.take(each)
+        assert all(one.of(name) >= before[name] for name in before)
+    for each in reversed(told):
+        other.take(each)
+    assert one.told == other.told == {"": 6}
+
+
+def test_nothing_has_risen_when_a_floor_is_told_again() -> None:
+    clearings = Clearings({"": 5, "a": 7})
+    assert clearings.take({"": 5, "a": 7, "b": 5}) == set()
+
+
+def test_lowest_floor_becomes_that_of_all_when_there_are_too_many() -> None:
+    clearings = Clearings({str(number): 10 + number for number in range(MAX_NAMESPACES)})
+    assert clearings.of(A) == NO_GENERATION
+    assert clearings.take({"a": 500}) == {A, EVERY_NAMESPACE}
+    assert (clearings.of(B), clearings.of(A)) == (10, 500)
+    assert len(clearings.told) <= MAX_NAMESPACES + 1
