@@ -18,7 +18,7 @@ from raykv.core.replay import Replay
 from raykv.core.sanity import check_descriptions
 from raykv.deadlines import READER_PATIENCE_S, READER_PAUSE_S, READER_S
 from raykv.description_types import Description, Descriptions, rows_of
-from raykv.errors import ClusterError, MessageError, RayKVError, VersionError, cause_of
+from raykv.errors import ClusterError, MessageError, RayKVError, VersionError, cause_of, first_line
 from raykv.event_types import Event, EventPage, EventsMissed, SnapshotPage, events_of
 from raykv.handshake import receive
 from raykv.messages import MAX_KEYS
@@ -172,5 +172,8 @@ def _ask(find: Callable[[], Any], method: str, *arguments: Any) -> Any:
         except Exception as error:
             is_final = isinstance(error, RayKVError | ray.exceptions.RayTaskError)
             if is_final or time.monotonic() > give_up_at:
-                raise ClusterError(f"no events: {cause_of(error)}") from error
+                cause = cause_of(error)
+                if isinstance(cause, RayKVError):
+                    raise ClusterError(str(cause)) from error
+                raise ClusterError(f"{SENDER} does not answer: {first_line(cause)}") from error
             time.sleep(READER_PAUSE_S)

@@ -24,7 +24,7 @@ from raykv.cli import (
     trouble,
 )
 from raykv.cli.base import ExitCode, app
-from raykv.errors import RayKVError, SettingError
+from raykv.errors import ClusterError, RayKVError, SettingError, cause_of, first_line
 from raykv.extras import complaint
 
 TOPICS = (
@@ -64,3 +64,9 @@ def _run() -> None:
         if not sentence:
             raise
         raise SettingError(sentence) from error
+    except Exception as error:
+        # Most questions have a sentence of their own for it.
+        ray = sys.modules.get("ray")
+        if ray is None or not isinstance(error, ray.exceptions.RayError):
+            raise
+        raise ClusterError(f"Ray does not answer: {first_line(cause_of(error))}") from error
