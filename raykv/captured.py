@@ -20,7 +20,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import stat
 import tempfile
 import threading
 import warnings
@@ -33,6 +32,7 @@ from safetensors import TensorSpec, deserialize, serialize_file
 
 from raykv.deadlines import STATES_LOAD_S
 from raykv.errors import HiddenStatesError
+from raykv.ownership import make_own_folder, open_own, require_own_folder, require_settled
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a folder where nothing can be made now."""
@@ -135,10 +135,14 @@ def _values(raw: Raw, dtype: str) -> Raw:
 # Files
 
 
-def promise(path: str) -> int:
+def promise(path: str, *, own_folder: bool = False) -> int:
     """Make the lock of a file that is to come, and its folder; returns the lock's descriptor.
 
     Whoever holds the descriptor, or a copy of it, is the writer; `settle` and closing it let go.
+
+    Args:
+        path: of the file.
+        own_folder: its folder is one that anybody can guess: it must be this user's alone.
 
     Raises:
         OSError: the folder can't be made or written to, which readers will hear; or the file is
@@ -146,12 +150,16 @@ def promise(path: str) -> int:
     """
     parent = Path(path).parent
     try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if own_folder:
+            make_own_folder(parent)
+        else:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            require_settled(parent)
     except OSError as error:
         _note(path, error)
         raise
     try:
-        fd = os.open(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = open_own(path + LOCK_SUFFIX, os.O_CREAT | os.O_RDWR)
     except OSError as error:
         if error.errno in FULL or not os.access(parent, os.W_OK | os.X_OK):
             _note(path, error)
@@ -205,8 +213,11 @@ def _noted(path: str) -> str:
 
 def _is_own(folder: Path) -> bool:
     """Whether nobody else can have put anything there."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    try:
+        require_own_folder(folder)
+    except PermissionError:
+        return False
+    return True
 
 
 def settle(fd: int, reason: str = "") -> None:
@@ -236,6 +247,7 @@ def write_states(path: str, states: HiddenStates) -> None:
         for name, (raw, dtype) in states.columns.items()
     }
     try:
+        # It takes the place of whatever has that name, also of a link.
         serialize_file(specs, part, {"request_id": states.request_id})
         part.rename(path)
     except BaseException as error:

@@ -36,7 +36,17 @@ def row(*modules: str, packages: str | None, except_for: tuple[str, ...] = ()) -
 
 
 TABLE = (
-    row("types", "errors", "config", "deadlines", "extras", "parent", "parsing", packages=""),
+    row(
+        "types",
+        "errors",
+        "config",
+        "deadlines",
+        "extras",
+        "ownership",
+        "parent",
+        "parsing",
+        packages="",
+    ),
     row("warden", packages="psutil"),
     row(
         "messages",

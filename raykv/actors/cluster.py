@@ -40,6 +40,7 @@ from raykv.errors import ClusterError, VersionError, first_line
 from raykv.handshake import introduction, receive
 from raykv.messages import PROTOCOL_VERSION, NodeDescription, decode
 from raykv.miss_types import Explanations
+from raykv.ownership import open_own
 from raykv.status_types import ClusterStatus
 
 logger = logging.getLogger("raykv.cluster")
@@ -117,7 +118,14 @@ def _start_lock() -> Iterator[None]:
     """One starter per user and host at a time."""
     path = Path(tempfile.gettempdir()) / f"raykv-start-{os.getuid()}.lock"
     give_up_at = time.monotonic() + 2 * RAY_START_S
-    with path.open("w") as file:
+    try:
+        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise ClusterError(
+            f"no local Ray cluster can be looked for or started: {error.strerror}. Remove it, or "
+            "set TMPDIR to a folder of your own"
+        ) from error
+    with os.fdopen(fd, "w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

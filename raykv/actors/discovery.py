@@ -17,6 +17,7 @@ from pathlib import Path
 
 from raykv.deadlines import METRICS_TARGETS_S
 from raykv.errors import first_line
+from raykv.ownership import write_own
 
 logger = logging.getLogger("raykv.metrics")
 
@@ -44,7 +45,7 @@ class TargetsFile:
         )
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            draft.write_text(text)
+            write_own(draft, text.encode(), 0o644)
             draft.replace(self.path)
         except OSError:
             with contextlib.suppress(OSError):

@@ -114,7 +114,7 @@ class Steward:
     # Its own thread
 
     def _run(self) -> None:
-        pause_s = self._first_pause_s
+        has_complained, pause_s = False, self._first_pause_s
         while True:
             self._news.wait(self._first_pause_s)
             self._news.clear()
@@ -122,11 +122,15 @@ class Steward:
                 self._write_all()
                 self._look()
             except Exception as error:
-                logger.warning("orders wait, and new nodes get no pool: %s", first_line(error))
+                if not has_complained:
+                    has_complained = True
+                    logger.warning(
+                        "orders wait, and new nodes get no pool (said once): %s", first_line(error)
+                    )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._longest_pause_s)
             else:
-                pause_s = self._first_pause_s
+                has_complained, pause_s = False, self._first_pause_s
 
     def _write_all(self) -> None:
         while True:

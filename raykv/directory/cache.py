@@ -14,14 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raykv.core import worth
+from raykv.ownership import make_own_folder
 
 
 def folder() -> Path:
-    """A writable folder for what is compiled from these sources."""
+    """A writable folder for what is compiled from these sources, which is code: it is one that
+    nobody else can write to.
+    """
     for base in _bases():
         found = base / f"raykv-{_digest()}"
         try:
-            found.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_own_folder(found)
             tempfile.TemporaryFile(dir=found).close()
         except OSError:
             continue

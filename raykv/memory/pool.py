@@ -28,8 +28,10 @@ from raykv.core.clearings import Clearings
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import ChunkName
 from raykv.deadlines import NODE_ROOM_LOOK_S
+from raykv.errors import HandleError
 from raykv.memory.pages import place_near_gpus, pool_region
 from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
+from raykv.ownership import open_own
 from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot
 
 logger = logging.getLogger("raykv.node")
@@ -98,9 +100,15 @@ class Journal:
         """Read what an earlier life left, and start a compact journal with it."""
         try:
             self._entries = self._read()
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, msgspec.MsgspecError, PermissionError) as error:
             logger.warning("the journal %s is not believed: %s", self._path, error)
-            self._set_aside()
+            try:
+                self._set_aside()
+            except OSError as failure:
+                raise HandleError(
+                    f"the journal {self._path} is not believed ({error}) and can't be set aside: "
+                    f"{failure.strerror}. Remove it, or set another pool_path"
+                ) from failure
         self._rewrite()
         return list(self._entries.values())
 
@@ -114,7 +122,8 @@ class Journal:
             msgspec.MsgspecError: it has something else than a journal has.
         """
         try:
-            payloads = _payloads(self._path.read_bytes())
+            with os.fdopen(open_own(self._path, os.O_RDONLY), "rb") as file:
+                payloads = _payloads(file.read())
         except FileNotFoundError:
             return {}
         if not payloads:
@@ -154,7 +163,7 @@ class Journal:
 
     def _rewrite(self) -> None:
         temporary = self._path.with_suffix(".new")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             records = [self._header, *self._floors(), *self._entries.values()]
             _write_all(fd, b"".join(map(_framed, records)))

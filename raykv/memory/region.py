@@ -20,6 +20,7 @@ from pathlib import Path
 from raykv.deadlines import POOL_FILE_LOOK_S, POOL_FILE_S
 from raykv.errors import HandleError
 from raykv.memory.limits import is_in_memory
+from raykv.ownership import open_own
 
 PREFAULT_PIECE_BYTES = 4 << 20
 """A millisecond or two of page faults: how long who maps or closes something waits for it. On a
@@ -144,11 +145,12 @@ class Region:
         mapped file that finds no place kills whoever touches it.
 
         Raises:
-            HandleError: it can't be opened, another process has it, or there is no room for it.
+            HandleError: it can't be opened, belongs to another user, another process has it, or
+                there is no room for it.
         """
         fd = -1
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_own(path, os.O_RDWR | os.O_CREAT)
             _claim(fd, path)
             if os.fstat(fd).st_size != num_bytes:
                 os.ftruncate(fd, num_bytes)

@@ -6,6 +6,9 @@
                          /….part                    being written, or left by who died meanwhile
                          /….damaged                 not believed; the latest few are kept
 
+A folder of another user, one that others can write to, or a link is passed by: what is in it may be
+anything.
+
 Several nodes, and several clusters, may share `disk_path`, also over a network: each takes a folder
 of its own. One that nobody holds is taken over with what is in it, so that a restart of everything,
 with other node ids and other host names, finds its chunks.
@@ -29,6 +32,7 @@ import msgspec
 from raykv.deadlines import DISK_CLAIM_LOOK_S
 from raykv.errors import ChunkFileError, DiskError
 from raykv.findings import UnownedFolder
+from raykv.ownership import make_own_folder, open_own, require_own_folder, require_settled
 from raykv.tiers.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
 from raykv.types import MAX_GENERATION
 
@@ -40,6 +44,9 @@ MAX_DAMAGED = 4
 """Files that are kept to find out what happened to them; then the oldest goes."""
 
 MAX_FOLDERS = 1024
+
+MAX_FOREIGN = 64
+"""Folders of other users, or that others can write to, that are passed by."""
 
 _CLEARED = "cleared.json"
 
@@ -62,6 +69,7 @@ class TierFolder:
     def __init__(self, root: Path) -> None:
         try:
             root.mkdir(parents=True, exist_ok=True)
+            require_settled(root)
             self.path, self._lock = _claim(root)
         except OSError as error:
             raise DiskError(f"disk_path={str(root)!r}: {error.strerror or error}") from error
@@ -182,6 +190,11 @@ def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
     found = []
     for lock in sorted(root.glob("raykv-*/lock")):
         with suppress(FileNotFoundError):
+            try:
+                require_own_folder(lock.parent)
+            except PermissionError:
+                # No node of this user's takes it over.
+                continue
             if _is_held(lock):
                 continue
             files = [each.stat() for each in lock.parent.iterdir() if each != lock]
@@ -194,7 +207,7 @@ def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
 
 
 def _is_held(lock: Path) -> bool:
-    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -211,11 +224,21 @@ def _number_of(path: Path) -> int | None:
 
 
 def _claim(root: Path) -> tuple[Path, int]:
-    """A folder that nobody holds, and the descriptor that holds it from now on."""
+    """A folder that nobody holds, and the descriptor that holds it from now on.
+
+    Those of other users are passed by.
+    """
+    refusals: list[OSError] = []
     for number in itertools.islice(itertools.count(), MAX_FOLDERS):
         path = root / f"raykv-{number}"
-        path.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            make_own_folder(path)
+            fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT)
+        except PermissionError as error:
+            refusals.append(error)
+            if len(refusals) < MAX_FOREIGN:
+                continue
+            raise
         try:
             is_ours = _try_lock(fd)
             if not is_ours:
@@ -227,6 +250,8 @@ def _claim(root: Path) -> tuple[Path, int]:
             raise
         if is_ours:
             _note_held(fd)
+            for refused in refusals:
+                logger.warning("a folder of disk_path: %s", refused.strerror)
             return path, fd
         os.close(fd)
     raise DiskError(f"disk_path={str(root)!r} has {MAX_FOLDERS} folders, all of them in use")

@@ -249,7 +249,10 @@ class StatesWorker:
             if request_id in self._locks:
                 continue
             try:
-                self._locks[request_id] = promise(path)
+                is_default = not self._settings.hidden_states_path and str(
+                    Path(path).parent
+                ) == states_folder(self._settings)
+                self._locks[request_id] = promise(path, own_folder=is_default)
             except (OSError, ValueError) as error:
                 # ValueError: what a client has named is no path at all.
                 logger.warning("hidden states can't be written to %r: %s", path, error)

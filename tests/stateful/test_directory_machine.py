@@ -548,10 +548,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         for job in jobs:
             job.refuse_all(Refusal.NODE_LOST)
             job.engine.ended.append(job)
-        # Its memory is new: there is nothing from before a reset, and generations may begin anew.
-        self.highest = NO_GENERATION
+        # Its memory is new: there is nothing from before a reset.
+        self.generations_may_begin_anew()
         for engine in self.engines:
             engine.is_link_up = False
+
+    def generations_may_begin_anew(self) -> None:
+        """Nobody is left who has heard of those that were granted."""
+        self.highest = NO_GENERATION
+        for engine in self.engines:
             engine.floor = NO_GENERATION
 
     @precondition(lambda self: not all(engine.is_link_up for engine in self.engines))
@@ -639,6 +644,8 @@ class DirectoryMachine(RuleBasedStateMachine):
                 if self.is_every_clearing_on_the_node():
                     epoch = 1 if clock else self.manager.granting + 1
                     self.manager = BlockManager(Epoch(epoch), SETTINGS)
+                    if not self.node.scheduler_epoch and not self.node.table.highest_generation:
+                        self.generations_may_begin_anew()
             case ["operator", "clears", extent, *_]:
                 self.manager.clear(None if extent == "everything" else Namespace("first"))
             case ["operator", verb]:
