@@ -179,6 +179,9 @@ class NodeActor:
         self._fetching = FetchService(keeper, epoch, transport, self._news.set)
         try:
             self._start()
+        except RayKVError as error:
+            self._service.stop()
+            return str(error)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise

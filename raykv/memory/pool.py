@@ -97,7 +97,11 @@ class Journal:
         self.num_set_aside = 0
 
     def open(self) -> list[_Record]:
-        """Read what an earlier life left, and start a compact journal with it."""
+        """Read what an earlier life left, and start a compact journal with it.
+
+        Raises:
+            HandleError: it can't be written, or one that is not believed is in the way.
+        """
         try:
             self._entries = self._read()
         except (ValueError, msgspec.MsgspecError, PermissionError) as error:
@@ -109,7 +113,12 @@ class Journal:
                     f"the journal {self._path} is not believed ({error}) and can't be set aside: "
                     f"{failure.strerror}. Remove it, or set another pool_path"
                 ) from failure
-        self._rewrite()
+        try:
+            self._rewrite()
+        except OSError as error:
+            raise HandleError(
+                f"the journal {self._path} can't be written: {error.strerror}"
+            ) from error
         return list(self._entries.values())
 
     def _read(self) -> dict[int, _Record]:

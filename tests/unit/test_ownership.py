@@ -16,12 +16,13 @@ from raykv import captured
 from raykv.actors import cluster
 from raykv.actors.discovery import TargetsFile
 from raykv.core.geometry import PoolGeometry
+from raykv.core.slots import ChunkName
 from raykv.errors import ClusterError, DiskError, HandleError, HiddenStatesError
 from raykv.memory.pool import Pool
 from raykv.memory.region import Region
 from raykv.ownership import make_own_folder, open_own, write_own
 from raykv.tiers.folder import TierFolder, unowned_folders
-from raykv.types import SLOT_ALIGNMENT
+from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot
 
 STRANGER = 12_345
 
@@ -211,22 +212,45 @@ def test_pool_file_is_refused_and_keeps_its_content_when_it_may_be_anothers(
     assert (tmp_path / "pool").read_bytes() == b"precious"
 
 
-@each_trap
-@pytest.mark.parametrize("name", ["pool.journal", "pool.new"])
-def test_journal_of_a_pool_file_is_not_believed_when_it_may_be_anothers(
-    tmp_path: Path, trap: Trap, why: str, name: str
+def pool_in(folder: Path) -> Pool:
+    return Pool(PoolGeometry(8 * SLOT_ALIGNMENT, 4 * SLOT_ALIGNMENT), str(folder / "pool"))
+
+
+@pytest.mark.parametrize("how", ["link", pytest.param("foreign", marks=needs_root), "writable"])
+def test_journal_of_a_pool_file_is_set_aside_when_it_may_be_anothers(
+    tmp_path: Path, how: str
 ) -> None:
-    del why
-    trap(tmp_path / name)
-    pool = Pool(PoolGeometry(8 * SLOT_ALIGNMENT, 4 * SLOT_ALIGNMENT), str(tmp_path / "pool"))
-    if name == "pool.journal":
-        assert pool.recover() == {}
-        assert pool.num_set_aside == 1
-    else:
-        with pytest.raises((HandleError, PermissionError), match="is not used"):
-            pool.recover()
-    kept = [each.read_bytes() for each in tmp_path.iterdir() if each.name.startswith(name)]
-    assert b"precious" in kept
+    """One that is whole, and of this pool."""
+    pool = pool_in(tmp_path)
+    pool.recover()
+    pool.remember(
+        ChunkName(Namespace("model"), Key(b"k"), Slot(0), Generation(5), SLOT_ALIGNMENT), 1
+    )
+    journal = tmp_path / "pool.journal"
+    content = journal.read_bytes()
+    match how:
+        case "link":
+            journal.rename(tmp_path / "target")
+            journal.symlink_to(tmp_path / "target")
+        case "foreign":
+            os.chown(journal, STRANGER, STRANGER)
+        case "writable":
+            journal.chmod(0o666)
+    again = pool_in(tmp_path)
+    assert again.recover() == {}
+    assert again.num_set_aside == 1
+    assert (tmp_path / "pool.journal.quarantined-1").read_bytes() == content
+
+
+@each_trap
+def test_new_journal_of_a_pool_file_is_not_written_to_what_may_be_anothers(
+    tmp_path: Path, trap: Trap, why: str
+) -> None:
+    trap(tmp_path / "pool.new")
+    with pytest.raises(HandleError) as raised:
+        pool_in(tmp_path).recover()
+    assert why in str(raised.value)
+    assert (tmp_path / "pool.new").read_bytes() == b"precious"
 
 
 @each_trap
