@@ -8,7 +8,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from raykv.core.clearings import Clearings
 from raykv.core.disk_index import DiskChunk, DiskIndex
-from raykv.types import Generation, Key, Namespace
+from raykv.types import (
+    EVERY_NAMESPACE,
+    GENERATIONS_PER_EPOCH,
+    Epoch,
+    Generation,
+    Key,
+    Namespace,
+    make_generation,
+)
 
 A, B = Namespace("a"), Namespace("b")
 
@@ -120,6 +128,18 @@ def test_listing_begins_anew_when_nobody_listens() -> None:
     disk.heard(1, 70_000)
     assert told(disk) == {b"65999"}
     disk.check()
+
+
+def test_chunk_of_a_risen_epoch_takes_the_place_of_the_earlier_one() -> None:
+    disk = index()
+    last, first = make_generation(Epoch(3), GENERATIONS_PER_EPOCH), make_generation(Epoch(4), 1)
+    disk.add("x", 10, A, [chunk("a", last)])
+    disk.add("y", 10, A, [chunk("a", first), chunk("b", first)])
+    assert disk.news().came.generations == [first, first]
+    disk.clear(Clearings({EVERY_NAMESPACE: last}))
+    assert len(disk) == 2
+    disk.clear(Clearings({EVERY_NAMESPACE: first}))
+    assert len(disk) == 0
 
 
 class Listening(RuleBasedStateMachine):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import raykv.actors.node
@@ -44,6 +46,18 @@ def test_pool_file_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(raykv.actors.node, "NODE_ROOM_GRACE_S", 0.0)
     actor = NodeActor("node", "raykv/test-no-file", 1 << 20, 1 << 20, "/nowhere/pool")
     assert "/nowhere/pool" in decode(actor.describe(), NodeDescription).refusal
+
+
+def test_journal_that_is_a_link_is_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(raykv.actors.node, "NODE_ROOM_GRACE_S", 0.0)
+    (tmp_path / "pool.new").symlink_to(tmp_path / "target")
+    path = str(tmp_path / "pool")
+    actor = NodeActor("node", "raykv/test-link", 1 << 20, 1 << 20, path)
+    refusal = decode(actor.describe(), NodeDescription).refusal
+    assert "is a symbolic link, which is not followed" in refusal
+    assert not (tmp_path / "target").exists()
 
 
 def test_facts_name_ports_that_cannot_be_reached(refused: NodeActor) -> None:

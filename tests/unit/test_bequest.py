@@ -1,0 +1,85 @@
+"""What a scheduler actor leaves to its next life, with Ray's store played by a dictionary."""
+
+from __future__ import annotations
+
+import pytest
+
+from raykv.actors import bequest
+from raykv.actors.scheduler import SchedulerActor
+from raykv.errors import MessageError
+from raykv.messages import PROTOCOL_VERSION, NodeReport, NodeReportReply, decode, encode
+from raykv.operation_types import KeptLife
+from raykv.types import EVERY_NAMESPACE, Epoch, make_generation
+from tests.waiting import wait_until
+
+FAR = (1 << 30) + 5
+"""An epoch that no clock of this century gives."""
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    kept: dict[str, bytes] = {}
+
+    def leave(name: str, value: bytes | None) -> None:
+        if value is None:
+            kept.pop(name, None)
+        else:
+            kept[name] = value
+
+    monkeypatch.setattr(bequest, "leave", leave)
+    monkeypatch.setattr(
+        bequest, "entries", lambda: [bequest.Entry(name, value) for name, value in kept.items()]
+    )
+    return kept
+
+
+def life(store: dict[str, bytes]) -> KeptLife:
+    return decode(store.get(bequest.LIFE, encode(KeptLife())), KeptLife)
+
+
+def report(actor: SchedulerActor) -> NodeReportReply:
+    message = NodeReport(
+        version=PROTOCOL_VERSION,
+        node_id="node",
+        epoch=1,
+        seq=1,
+        pool_bytes=1 << 20,
+        slab_bytes=1 << 20,
+        highest_generation=0,
+        scheduler_epoch=0,
+    )
+    return decode(actor.report(encode(message)), NodeReportReply)
+
+
+def test_clearing_is_known_to_the_next_life_once_it_is_said_to_be_kept(
+    store: dict[str, bytes],
+) -> None:
+    first = SchedulerActor("here", "lru")
+    cleared = first.clear(None)
+    wait_until(first.has_kept_clearings, 10.0, "it is kept")
+    assert life(store).cleared == cleared
+    assert cleared.keys() == {EVERY_NAMESPACE}
+    told = report(SchedulerActor("here", "lru"))
+    assert told.cleared == cleared
+    assert make_generation(Epoch(told.epoch), 0) > cleared[EVERY_NAMESPACE]
+
+
+def test_next_life_grants_above_a_counter_that_has_risen_past_the_clock(
+    store: dict[str, bytes],
+) -> None:
+    store[bequest.LIFE] = encode(KeptLife(FAR))
+    assert report(SchedulerActor("here", "lru")).epoch == FAR + 1
+    wait_until(lambda: life(store).epoch == FAR + 1, 10.0, "it is left to the one after")
+    assert report(SchedulerActor("here", "lru")).epoch == FAR + 2
+
+
+def test_next_life_begins_with_the_clock_when_what_is_left_can_not_be_read(
+    store: dict[str, bytes],
+) -> None:
+    store[bequest.LIFE] = b"no struct"
+    assert 0 < report(SchedulerActor("here", "lru")).epoch < FAR
+
+
+def test_nobody_clears_the_namespace_without_a_name() -> None:
+    with pytest.raises(MessageError, match="the namespace ''"):
+        SchedulerActor("here", "lru").clear(EVERY_NAMESPACE)
