@@ -103,7 +103,9 @@ class Settings:
         "", text, "The Ray node of this engine. Default: that of the raylet it connects to"
     )
     weights_version: str = _setting(
-        "", text, "Change it when weights are swapped in place: old KV is never seen again"
+        "",
+        text,
+        "Tells weights apart beside their content; needed where that can't be read: object storage",
     )
     eviction_policy: str = _setting(
         "worth",

@@ -31,7 +31,7 @@ SMALL_SHM_BYTES = 400 << 20
 """What vLLM 0.32 takes there for an engine of one worker process: message queues of 160 and 240
 MiB. RayKV's pools are not in `/dev/shm`."""
 
-MEANT = ("weights_version", "revision", "weights", "config", "quantization")
+MEANT = ("weights_version", "weights", "config", "quantization", "draft", "code")
 """Traits that differ when two engines serve two models under one name."""
 
 

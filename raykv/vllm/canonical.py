@@ -145,28 +145,8 @@ def _page_map(mapping: Any) -> PageMap:
     )
 
 
-def layout_facts(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -> dict[str, Any]:
-    """What of an engine's namespace depends on its ranks, unless the layout is canonical."""
-    is_canonical = bool(offloading_config.canonical_layout)
-    parallel = offloading_config.parallel
-    facts: dict[str, Any] = {
-        "kv_groups": [
-            [_spec_text(vllm_config, group, whole=is_canonical), list(group.layer_names)]
-            for group in kv_cache_config.kv_cache_groups
-        ],
-        "replicated": bool(offloading_config.replicated_layout) and not is_canonical,
-        "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
-    }
-    if is_canonical:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
-            canonical_format_id,
-        )
-
-        facts["parallel"] = f"canonical {canonical_format_id(offloading_config.kv_cache_layout)}"
-    return facts
-
-
-def _spec_text(vllm_config: Any, group: Any, *, whole: bool) -> str:
+def spec_text(vllm_config: Any, group: Any, *, whole: bool) -> str:
+    """What vLLM says of a KV group's pages; with `whole`, as an engine of one rank has them."""
     if not whole:
         return str(group.kv_cache_spec)
     return str([str(whole_spec(vllm_config, spec)) for spec in layer_specs(group)])

@@ -15,7 +15,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 
 from raykv.config import load_settings
 from raykv.errors import SettingError
-from raykv.vllm.canonical import block_bytes_told, layout_facts, untold
+from raykv.vllm import readers
+from raykv.vllm.canonical import block_bytes_told, untold
 from raykv.vllm.kv_form import _cpu_writer, kv_form_of
 
 HEADS, TOKENS, DIMS = 4, 32, 64
@@ -54,12 +55,13 @@ def offloading(num_ranks: int, *, canonical: bool, layout: str = "LBHNC") -> Any
 
 
 def facts(num_ranks: int, *, canonical: bool, layout: str = "LBHNC", spec: Any = None) -> Any:
-    found = layout_facts(
+    found = readers.Engine(
         engine(num_ranks),
         caches(layer(num_ranks) if spec is None else spec),
         offloading(num_ranks, canonical=canonical, layout=layout),
     )
-    return str(found)
+    asked = (readers.kv_groups, readers.replicated, readers.parallel)
+    return str([read(found) for read in asked])
 
 
 def test_engines_of_all_sizes_have_one_namespace_if_they_are_canonical() -> None:

@@ -19,15 +19,18 @@ from raykv.messages import (
     encode,
 )
 from raykv.types import EngineId
-from raykv.vllm.namespace import RANDOM_SEED, traits_of
+from raykv.vllm.namespace import traits_of
+from raykv.vllm.readers import RANDOM_SEED
 
 FACTS: dict[str, Any] = {
-    "model": {"config": {"layers": 4}, "revision": "None", "weights": "dummy"},
+    "config": {"layers": 4, "words": list(range(30))},
+    "weights": "dummy",
     "weights_version": "2",
     "dtype": "torch.float32",
     "kv_groups": [["spec", [f"layer.{number}" for number in range(30)]]],
     "blocks_per_chunk": 4,
-    "hash": ["sha256", "secret"],
+    "hash_algorithm": "sha256",
+    "hash_seed": "secret",
 }
 
 
@@ -36,27 +39,24 @@ def test_every_fact_is_a_short_trait() -> None:
     assert traits["dtype"] == "torch.float32"
     assert traits["blocks_per_chunk"] == "4"
     assert traits["weights"] == "dummy"
-    assert set(traits) == {
-        *("config", "revision", "weights", "weights_version", "dtype", "kv_groups"),
-        *("blocks_per_chunk", "hash_algorithm", "hash_seed"),
-    }
+    assert set(traits) == set(FACTS)
     assert max(map(len, traits.values())) <= 64
 
 
 def test_seed_is_told_as_a_digest_only() -> None:
     assert "secret" not in str(traits_of(FACTS))
-    other = traits_of({**FACTS, "hash": ["sha256", "other"]})
+    other = traits_of({**FACTS, "hash_seed": "other"})
     assert other["hash_seed"] != traits_of(FACTS)["hash_seed"]
 
 
 def test_random_seed_is_told_as_such() -> None:
-    facts = {**FACTS, "hash": ["xxhash", f"{RANDOM_SEED}engine-1"]}
+    facts = {**FACTS, "hash_algorithm": "xxhash", "hash_seed": f"{RANDOM_SEED}engine-1"}
     assert traits_of(facts)["hash_seed"] == "random"
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"kv_groups": [["other", []]]}, {"model": {"config": {"layers": 5}, "weights": "dummy"}}],
+    [{"kv_groups": [["other", []]]}, {"config": {"layers": 5, "words": list(range(30))}}],
 )
 def test_any_difference_of_facts_is_one_of_traits(changed: dict[str, Any]) -> None:
     assert traits_of({**FACTS, **changed}) != traits_of(FACTS)

@@ -1,0 +1,691 @@
+"""What a namespace is made of: the table of facts against vLLM's own configuration classes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+from vllm.config import VllmConfig
+from vllm.config.lora import LoRAConfig
+from vllm.config.multimodal import MultiModalConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from raykv.errors import SettingError
+from raykv.vllm import readers
+from raykv.vllm.facts import CANNOT_MATTER, FACTS, PLACES, fields_that_cannot_matter
+from raykv.vllm.namespace import engine_facts, namespace_of
+
+TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def known(tiny_model: Path) -> Any:
+    """vLLM's own configuration of an engine."""
+    return EngineArgs(
+        model=str(tiny_model),
+        dtype="float32",
+        max_model_len=512,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    ).create_engine_config()
+
+
+def offloading(**changed: Any) -> Any:
+    sizes = {"tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1}
+    return SimpleNamespace(
+        canonical_layout=changed.pop("canonical", False),
+        replicated_layout=changed.pop("replicated", False),
+        kv_cache_layout=changed.pop("layout", "LBHNC"),
+        model=SimpleNamespace(dtype=changed.pop("dtype", "float32")),
+        cache=SimpleNamespace(
+            tokens_per_hash=changed.pop("tokens_per_hash", TOKENS),
+            blocks_per_chunk=changed.pop("blocks_per_chunk", 1),
+        ),
+        parallel=SimpleNamespace(**{**sizes, **changed}),
+    )
+
+
+def caches(**changed: Any) -> Any:
+    shape = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    group = SimpleNamespace(
+        kv_cache_spec=FullAttentionSpec(**{**shape, **changed}), layer_names=["layer.0"]
+    )
+    return SimpleNamespace(kv_cache_groups=[group], num_blocks=8)
+
+
+def namespace(
+    config: Any, kv_cache: Any = None, offloaded: Any = None, weights_version: str = ""
+) -> str:
+    return namespace_of(
+        engine_facts(config, kv_cache or caches(), offloaded or offloading(), weights_version)
+    )
+
+
+def changed(config: Any, field: str, value: Any) -> Any:
+    """A copy of vLLM's configuration with another value in one field."""
+    name, _, attribute = field.partition(".")
+    whole = copy.copy(config)
+    part = whole
+    for step in filter(None, PLACES[name].split(".")):
+        inner = copy.copy(getattr(part, step))
+        part.__dict__[step] = inner
+        part = inner
+    part.__dict__[attribute] = value
+    return whole
+
+
+def other_than(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, dict):
+        return {**value, "other": 1}
+    if isinstance(value, list):
+        return [*value, "other"]
+    return f"{value} other"
+
+
+# Completeness
+
+
+def classes_of(kind: Any) -> Iterator[type]:
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        yield kind
+    for part in typing.get_args(kind):
+        yield from classes_of(part)
+
+
+def all_classes() -> dict[str, type]:
+    """Every configuration class that vLLM's own leads to."""
+    found: dict[str, type] = {}
+    left: list[type] = [VllmConfig]
+    while left:
+        cls = left.pop()
+        if cls.__name__ not in found:
+            found[cls.__name__] = cls
+            hints = typing.get_type_hints(cls)
+            for field in dataclasses.fields(cls):
+                left += classes_of(hints[field.name])
+    return found
+
+
+def test_every_field_of_vllms_configuration_is_a_fact_or_cannot_matter() -> None:
+    facts = {field for fact in FACTS for field in fact.fields}
+    others = set(fields_that_cannot_matter())
+    missing = [
+        field
+        for name, cls in all_classes().items()
+        for field in (f"{name}.{each.name}" for each in dataclasses.fields(cls))
+        if not {field, f"{name}.*"} & (facts | others)
+    ]
+    assert not missing, f"of vLLM's fields neither list has {missing}"
+
+
+def test_walk_over_vllms_classes_meets_those_that_facts_are_read_from() -> None:
+    assert set(PLACES) <= set(all_classes())
+    assert len(all_classes()) > 30
+
+
+def test_no_field_is_in_both_lists_or_twice() -> None:
+    fields = [field for fact in FACTS for field in fact.fields] + list(fields_that_cannot_matter())
+    assert len(fields) == len(set(fields))
+    assert len({fact.name for fact in FACTS}) == len(FACTS)
+
+
+def test_every_row_says_why() -> None:
+    assert all(fact.why and " " in reason for fact in FACTS for reason in CANNOT_MATTER)
+
+
+# What changes the namespace, and what must not
+
+PLAIN_FIELDS = [
+    field
+    for fact in FACTS
+    if fact.read is None
+    for field in fact.fields
+    if field.partition(".")[0] not in ("MultiModalConfig", "LoRAConfig", "DiffusionConfig")
+]
+
+
+@pytest.mark.parametrize("field", PLAIN_FIELDS)
+def test_fact_without_a_reader_changes_the_namespace(known: Any, field: str) -> None:
+    value = readers.plain(getattr_of(known, field))
+    assert namespace(changed(known, field, other_than(value))) != namespace(known)
+
+
+def getattr_of(config: Any, field: str) -> Any:
+    name, _, attribute = field.partition(".")
+    for step in filter(None, PLACES[name].split(".")):
+        config = getattr(config, step)
+    return getattr(config, attribute, None)
+
+
+@pytest.mark.parametrize(
+    ("place", "cls", "name"),
+    [
+        ("multimodal_config", MultiModalConfig, "MultiModalConfig"),
+        ("lora_config", LoRAConfig, "LoRAConfig"),
+    ],
+)
+def test_facts_of_parts_that_few_engines_have_change_the_namespace(
+    known: Any, place: str, cls: Any, name: str
+) -> None:
+    config = copy.copy(known)
+    owner = config
+    if name == "MultiModalConfig":
+        owner = config.__dict__["model_config"] = copy.copy(config.model_config)
+    owner.__dict__[place] = cls()
+    fields = [field for fact in FACTS if fact.read is None for field in fact.fields]
+    mine = [field for field in fields if field.startswith(f"{name}.")]
+    values = [other_than(readers.plain(getattr_of(config, field))) for field in mine]
+    found = {
+        namespace(changed(config, field, value)) for field, value in zip(mine, values, strict=True)
+    }
+    assert len(found | {namespace(config), namespace(known)}) == len(mine) + 2
+
+
+NOT_CHANGEABLE = next(iter(CANNOT_MATTER.values()))
+"""Parts of the configuration, whose fields are tried one by one."""
+
+
+def test_no_field_that_cannot_matter_changes_the_namespace(
+    known: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM takes one model runner or the other for what is asked of it: a fact of its own.
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
+    before = namespace(known)
+    for field in fields_that_cannot_matter():
+        name, _, attribute = field.partition(".")
+        if name not in PLACES or attribute == "*" or field in NOT_CHANGEABLE:
+            continue
+        if name in ("MultiModalConfig", "LoRAConfig", "DiffusionConfig"):
+            continue
+        value = getattr_of(known, field)
+        assert namespace(changed(known, field, other_than(value))) == before, field
+
+
+def test_equal_engines_have_one_namespace(known: Any, tiny_model: Path) -> None:
+    again = EngineArgs(
+        model=str(tiny_model), dtype="float32", max_model_len=512, skip_tokenizer_init=True
+    ).create_engine_config()
+    assert namespace(again) == namespace(known)
+
+
+LAYOUTS: dict[str, Callable[[Any], str]] = {
+    "kv_groups": lambda known: namespace(known, caches(block_size=16)),
+    "kv_layout": lambda known: namespace(known, None, offloading(layout="LBNHC")),
+    "kv_dtype": lambda known: namespace(known, None, offloading(dtype="fp8")),
+    "parallel": lambda known: namespace(known, None, offloading(tp_size=2)),
+    "replicated": lambda known: namespace(known, None, offloading(replicated=True)),
+    "blocks_per_chunk": lambda known: namespace(known, None, offloading(blocks_per_chunk=2)),
+    "tokens_per_hash": lambda known: namespace(known, None, offloading(tokens_per_hash=16)),
+    "weights_version": lambda known: namespace(known, weights_version="2"),
+    "hash_algorithm": lambda known: namespace(
+        changed(known, "CacheConfig.prefix_caching_hash_algo", "sha256_cbor")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_and_keys_change_the_namespace(known: Any, name: str) -> None:
+    assert LAYOUTS[name](known) != namespace(known)
+
+
+def test_interleaving_of_context_parallelism_counts_only_with_it(known: Any) -> None:
+    field = "ParallelConfig.cp_kv_cache_interleave_size"
+    other = changed(known, field, 16)
+    spread = offloading(dcp_size=2)
+    assert namespace(other, None, spread) != namespace(known, None, spread)
+    assert namespace(other) == namespace(known)
+    whole = offloading(canonical=True)
+    assert namespace(other, None, whole) == namespace(known, None, whole)
+
+
+# Readers
+
+
+def model(**config: Any) -> Any:
+    """What the readers look at in vLLM's `ModelConfig`."""
+    told = {name: config.pop(name) for name in list(config) if name in MODEL}
+    hf_config = SimpleNamespace(to_dict=lambda: config, _commit_hash=told.pop("commit", None))
+    return SimpleNamespace(**{**MODEL, "hf_config": hf_config, "hf_text_config": hf_config, **told})
+
+
+MODEL: dict[str, Any] = {
+    "model": "/nowhere",
+    "model_weights": "",
+    "revision": None,
+    "commit": None,
+    "max_model_len": 4096,
+    "original_max_model_len": 4096,
+    "is_multimodal_model": False,
+    "multimodal_config": None,
+    "trust_remote_code": False,
+    "code_revision": None,
+    "quantization": None,
+    "dtype": "float32",
+}
+
+
+def length_of(**config: Any) -> Any:
+    return readers.length(readers.Engine(SimpleNamespace(model_config=model(**config)), None, None))
+
+
+def long_rope(most: int, **more: Any) -> Any:
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    return length_of(
+        max_model_len=most,
+        original_max_position_embeddings=4096,
+        rope_parameters=rope,
+        **more,
+    )
+
+
+def test_longest_prompt_counts_where_longrope_picks_its_factors_by_it() -> None:
+    assert long_rope(2048) == long_rope(4096) == {"rope": "short"}
+    assert long_rope(4097) == long_rope(131072) == {"rope": "long"}
+    # The workers built the model before that length was known.
+    assert long_rope(2048, original_max_model_len=-1) not in (long_rope(2048), long_rope(8192))
+
+
+def test_longrope_is_found_in_parts_and_by_kind_of_layer() -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    found = length_of(max_model_len=8192, text_config={"rope_parameters": {"full": rope}})
+    assert found == {"rope": "long"}
+    old = {"type": "su", "original_max_position_embeddings": 4096}
+    assert length_of(max_model_len=8192, rope_scaling=old) == {"rope": "long"}
+
+
+def test_longest_prompt_counts_where_llama4_has_its_temperature_by_it() -> None:
+    found = [
+        length_of(max_model_len=most, text_config={"model_type": "llama4_text"})
+        for most in (8192, 32768, 32769)
+    ]
+    assert found == [{"temperature": False}, {"temperature": False}, {"temperature": True}]
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "dynamic"])
+def test_longest_prompt_does_not_count_where_rope_is_the_same_at_all_lengths(kind: str) -> None:
+    assert length_of(max_model_len=8192, rope_parameters={"rope_type": kind}) is None
+
+
+def test_longest_prompt_counts_as_it_is_where_its_effect_is_not_known() -> None:
+    for most in (4096, 8192):
+        unknown = length_of(max_model_len=most, rope_parameters={"rope_type": "new"})
+        assert unknown == {"rope": ["new", most]}
+        assert length_of(max_model_len=most, is_multimodal_model=True) == {"multimodal": most}
+
+
+def test_only_longrope_looks_at_the_longest_prompt_among_vllms_ropes() -> None:
+    """A rope that vLLM adds, and that does so as well, must come into `readers.length`."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    folder = Path(inspect.getfile(rotary_embedding)).parent
+    found = [path.name for path in folder.glob("*.py") if "max_model_len" in path.read_text()]
+    assert found == ["phi3_long_rope_scaled_rope.py"]
+    kinds = set(
+        re.findall(
+            r'scaling_type (?:==|in) [\[("]+([a-z0-9_]+)',
+            folder.joinpath("__init__.py").read_text(),
+        )
+    )
+    assert {"llama3", "longrope"} <= kinds
+    assert kinds <= readers.SAME_AT_ALL_LENGTHS | {"longrope"}
+
+
+# Weights
+
+
+LOAD = SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={})
+PARALLEL = SimpleNamespace(
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+    data_parallel_size=1,
+    enable_expert_parallel=False,
+)
+
+
+def load(form: str, **extra: Any) -> Any:
+    return SimpleNamespace(load_format=form, download_dir=None, model_loader_extra_config=extra)
+
+
+def content(load_config: Any = LOAD, parallel: Any = PARALLEL, **told: Any) -> str:
+    return readers.content_of(model(**told), load_config, parallel)
+
+
+def weights_in(folder: Path, text: bytes = b"w", name: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [len(text)], "data_offsets": [0, len(text)]}}
+    ).encode()
+    (folder / name).write_bytes(len(header).to_bytes(8, "little") + header + text)
+    return folder
+
+
+def test_weights_in_a_folder_go_by_content(tmp_path: Path) -> None:
+    one, same = weights_in(tmp_path / "one"), weights_in(tmp_path / "same")
+    other = weights_in(tmp_path / "other", b"v")
+    assert content(model=str(one)) == content(model=str(same)) != content(model=str(other))
+
+
+def test_weights_in_a_file_go_by_content(tmp_path: Path) -> None:
+    files = [tmp_path / name / "model.gguf" for name in ("one", "same", "other")]
+    for file, text in zip(files, (b"w", b"w", b"v"), strict=True):
+        file.parent.mkdir()
+        info = (1).to_bytes(8, "little") + b"w" + (1).to_bytes(4, "little")
+        info += len(text).to_bytes(8, "little") + bytes(4) + bytes(8)
+        head = b"GGUF" + (3).to_bytes(4, "little") + (1).to_bytes(8, "little") + bytes(8) + info
+        file.write_bytes(head + bytes(-len(head) % 32) + text)
+    found = [content(load("gguf"), model=str(file)) for file in files]
+    assert found[0] == found[1] != found[2]
+
+
+def test_scales_in_a_file_beside_the_weights_count(tmp_path: Path) -> None:
+    folder = weights_in(tmp_path)
+    before = content(model=str(folder))
+    (folder / "hf_quant_config.json").write_text("{}")
+    assert content(model=str(folder)) != before
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub; returns where the commit's files are."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    root = tmp_path / "models--org--name"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text(COMMIT)
+    return root / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize("told", [{}, {"commit": COMMIT}, {"revision": COMMIT}])
+def test_weights_of_a_hub_model_go_by_content_if_they_are_here(
+    hub: Path, tmp_path: Path, told: dict[str, str]
+) -> None:
+    weights_in(hub)
+    folder = weights_in(tmp_path / "copied")
+    assert content(model="org/name", **told) == content(model=str(folder))
+
+
+def test_weights_of_a_hub_model_go_by_its_commit_if_they_are_not_here(hub: Path) -> None:
+    assert content(model="org/name", commit=COMMIT) == f"org/name at {COMMIT}"
+
+
+@pytest.mark.parametrize("revision", [None, "main", "None"])
+def test_hub_model_of_an_unknown_commit_is_refused(hub: Path, revision: str | None) -> None:
+    with pytest.raises(SettingError, match=r"commit on the hub is not known. Set weights_version"):
+        content(model="org/name", revision=revision)
+
+
+@pytest.mark.parametrize(
+    ("load_config", "told"),
+    [
+        (load("runai_streamer"), {"model_weights": "s3://bucket/model"}),
+        (load("auto"), {"model": "gs://bucket/model"}),
+        (load("runai_streamer"), {"model": "az://bucket/model"}),
+        (load("tensorizer", tensorizer_config={"tensorizer_uri": "s3://b/m.tensors"}), {}),
+        (load("tensorizer", tensorizer_config={"tensorizer_dir": "/nowhere"}), {}),
+        (load("modelexpress"), {}),
+        (load("ipc_cache"), {}),
+        (load("a plugin's"), {}),
+        (load("dummy"), {"quantization": "awq"}),
+    ],
+)
+def test_weights_that_cannot_be_read_are_refused(
+    tmp_path: Path, load_config: Any, told: dict[str, str]
+) -> None:
+    folder = str(weights_in(tmp_path))
+    with pytest.raises(SettingError, match=r"Set weights_version"):
+        content(load_config, **{"model": folder, **told})
+
+
+def test_folder_with_configs_only_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(SettingError, match="weights_version"):
+        content(model=str(tmp_path))
+
+
+def test_weights_that_cannot_be_read_go_by_weights_version(known: Any) -> None:
+    far = changed(known, "ModelConfig.model_weights", "s3://bucket/model")
+    with pytest.raises(SettingError, match="weights_version"):
+        namespace(far)
+    assert namespace(far, weights_version="1") != namespace(far, weights_version="2")
+
+
+def test_tensorizers_files_of_all_ranks_count(tmp_path: Path) -> None:
+    uri = str(tmp_path / "model-rank-%03d.tensors")
+    found = []
+    for last in (b"a", b"a", b"b"):
+        for rank, text in enumerate((b"0", last)):
+            (tmp_path / f"model-rank-{rank:03}.tensors").write_bytes(text)
+        told = load("tensorizer", tensorizer_config={"tensorizer_uri": uri})
+        found.append(content(told, model="/nowhere"))
+    assert found[0] == found[1] != found[2]
+
+
+def test_dummy_weights_depend_on_ranks() -> None:
+    two = SimpleNamespace(**{**vars(PARALLEL), "tensor_parallel_size": 2})
+    assert content(load("dummy")) != content(load("dummy"), two)
+
+
+def test_vllm_fills_dummy_weights_from_one_fixed_seed() -> None:
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    tensors = [torch.empty(64) for _ in range(2)]
+    for seed, tensor in enumerate(tensors):
+        torch.manual_seed(seed)
+        initialize_single_dummy_weight(tensor)
+    assert torch.equal(*tensors)
+
+
+# The rest
+
+
+def test_model_that_transformers_computes_is_another(tiny_model: Path, known: Any) -> None:
+    config = EngineArgs(
+        model=str(tiny_model),
+        dtype="float32",
+        max_model_len=512,
+        skip_tokenizer_init=True,
+        model_impl="transformers",
+    ).create_engine_config()
+    assert namespace(config) != namespace(known)
+    assert namespace(changed(known, "ModelConfig.model_impl", "vllm")) == namespace(known)
+
+
+def test_overrides_of_the_models_config_count_as_what_they_have_changed(
+    tiny_model: Path, known: Any
+) -> None:
+    def overridden(**overrides: Any) -> str:
+        return namespace(
+            EngineArgs(
+                model=str(tiny_model),
+                dtype="float32",
+                max_model_len=512,
+                skip_tokenizer_init=True,
+                hf_overrides=overrides,
+            ).create_engine_config()
+        )
+
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    assert overridden(rope_parameters=rope) != namespace(known)
+    assert overridden(rms_norm_eps=known.model_config.hf_config.rms_norm_eps) == namespace(known)
+
+
+def speculative(method: str, folder: Path, **hf_config: Any) -> Any:
+    draft = model(model=str(folder), **hf_config)
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens=2,
+        draft_model_config=draft,
+        enable_adaptive_verification=False,
+    )
+
+
+def test_draft_counts_by_its_weights_where_chunks_have_its_kv(known: Any, tmp_path: Path) -> None:
+    def drafted(method: str, folder: Path) -> str:
+        config = copy.copy(known)
+        config.__dict__["speculative_config"] = speculative(method, folder)
+        return namespace(config)
+
+    one, same = weights_in(tmp_path / "one"), weights_in(tmp_path / "same")
+    other = weights_in(tmp_path / "other", b"v")
+    assert drafted("eagle3", one) == drafted("eagle3", same) != drafted("eagle3", other)
+    assert drafted("ngram", one) == drafted("suffix", other) == namespace(known)
+
+
+def test_captured_layers_count(known: Any, tmp_path: Path) -> None:
+    found = set()
+    for layers in ([1], [1, 2]):
+        config = copy.copy(known)
+        told = speculative("extract_hidden_states", tmp_path)
+        told.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = layers
+        config.__dict__["speculative_config"] = told
+        found.add(namespace(config))
+    assert len(found | {namespace(known)}) == 3
+
+
+def test_instruction_sets_count_only_where_a_cpu_computes(
+    known: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on(features: list[str]) -> str:
+        monkeypatch.setattr(readers, "cpu_features", lambda: features)
+        return namespace(known)
+
+    assert on(["avx2"]) != on(["avx2", "amx_tile"])
+    on_cpu = on(["avx2"])
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    assert on(["avx2"]) == on(["avx2", "amx_tile"]) != on_cpu
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("flags : fpu avx2 sse amx_tile\nflags : avx2", ["amx_tile", "avx2"]),
+        ("Features\t: asimd bf16", ["asimd", "bf16"]),
+        ("", []),
+    ],
+)
+def test_instruction_sets_are_those_of_the_first_core(
+    tmp_path: Path, cpuinfo: str, expected: list[str]
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert readers.cpu_features(tmp_path / "cpuinfo") == expected
+    assert readers.cpu_features(tmp_path / "none") == []
+
+
+def test_attention_is_what_vllm_chooses_whatever_was_asked_for(known: Any) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    asked = changed(known, "AttentionConfig.backend", AttentionBackendEnum.FLASH_ATTN)
+    assert readers.attention(readers.Engine(asked, caches(), offloading())) == "CPU_ATTN"
+    assert namespace(asked) == namespace(known)
+
+
+def test_attention_of_other_devices_is_another(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention import selector
+
+    before = namespace(known)
+    backend = SimpleNamespace(get_name=lambda: "OTHER")
+    monkeypatch.setattr(selector, "get_attn_backend", lambda *_, **__: backend)
+    assert namespace(known) != before
+
+
+def test_variables_that_change_values_count(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespace(known)
+    for name in readers.ENVIRONMENT:
+        monkeypatch.setenv(name, "other")
+        assert namespace(known) != before, name
+        monkeypatch.delenv(name)
+
+
+def test_variables_are_those_that_vllm_has() -> None:
+    import vllm.envs
+
+    assert set(readers.ENVIRONMENT) <= set(vllm.envs.environment_variables)
+
+
+def test_version_counts_whole(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for version in ("0.32.0", "0.32.1", "0.32.1+cpu"):
+        monkeypatch.setattr(readers, "vllm_version", lambda version=version: version)
+        found.add(namespace(known))
+    assert len(found) == 3
+
+
+def test_seed_of_hashes_counts_and_a_random_one_is_nobody_elses(
+    known: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seeded(algorithm: str, engine: str) -> str:
+        config = changed(known, "CacheConfig.prefix_caching_hash_algo", algorithm)
+        config.__dict__["kv_transfer_config"] = SimpleNamespace(engine_id=engine)
+        return namespace(config)
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert seeded("sha256", "a") == seeded("sha256", "b")
+    assert seeded("xxhash", "a") != seeded("xxhash", "b")
+    unseeded = seeded("sha256", "a")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert seeded("xxhash", "a") == seeded("xxhash", "b")
+    assert seeded("sha256", "a") != unseeded
+
+
+def test_models_own_code_counts_where_it_is_run(tmp_path: Path) -> None:
+    def coded(text: str, **told: Any) -> Any:
+        (tmp_path / "modeling.py").write_text(text)
+        config = SimpleNamespace(model_config=model(model=str(tmp_path), **told), load_config=LOAD)
+        return readers.code(readers.Engine(config, None, None))
+
+    assert coded("a", trust_remote_code=True) != coded("b", trust_remote_code=True)
+    assert coded("a") == coded("b") is None
+
+
+def test_processor_of_images_counts_by_its_files(tmp_path: Path) -> None:
+    def processed(text: str, **told: Any) -> Any:
+        (tmp_path / "preprocessor_config.json").write_text(text)
+        config = SimpleNamespace(model_config=model(model=str(tmp_path), **told), load_config=LOAD)
+        return readers.processor(readers.Engine(config, None, None))
+
+    images = {"is_multimodal_model": True}
+    assert processed("a", **images) != processed("b", **images)
+    assert processed("a") is None
+
+
+def test_scales_of_an_encoder_count_by_content(tmp_path: Path) -> None:
+    found = set()
+    for text in ("a", "b"):
+        (tmp_path / "scales").write_text(text)
+        told = SimpleNamespace(mm_encoder_fp8_scale_path=str(tmp_path / "scales"))
+        config = SimpleNamespace(model_config=model(multimodal_config=told))
+        found.add(readers.scales_of_encoder(readers.Engine(config, None, None)))
+    assert len(found) == 2
+
+
+def test_fact_without_the_same_text_everywhere_is_refused() -> None:
+    with pytest.raises(TypeError, match="same in every process"):
+        readers.plain({"a": object()})
+    assert readers.plain({"b": {2, 1}, 1: (torch.float32, Path)}) == {
+        "b": [1, 2],
+        "1": ["torch.float32", f"{Path.__module__}.Path"],
+    }
