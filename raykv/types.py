@@ -153,6 +153,8 @@ class MissReason(StrEnum):
     """The request did not want to load (all of) it, or wants what only computing gives."""
     ADAPTER_UNKNOWN = "adapter_unknown"
     """The files of the request's LoRA adapter can't be read, or are not those that were loaded."""
+    WEIGHTS_CHANGED = "weights_changed"
+    """The engine got other weights while it ran, and has left the cache for good."""
     PAUSED = "paused"
     """The cache was switched off with `raykv pause`."""
     NOT_ATTACHED = "not_attached"

@@ -218,6 +218,11 @@ class Engine:
 
         return bool(self._llm.llm_engine.add_lora(LoRARequest(**adapter)))
 
+    def reload_weights(self, path: str) -> bool:
+        """Give the model the weights of another folder, while it runs."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        return True
+
     def rest(self, level: int = 1) -> bool:
         """Sleep, and wake up again."""
         self._llm.sleep(level)

@@ -174,6 +174,10 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
             yield Text(f"node {node.node_id[:12]}: {what} were damaged, and are not served", "red")
     for node_id, refusal in sorted(known.refused.items()):
         yield Text(f"node {node_id[:12]} gives no pool: {refusal}", "red")
+    for engine in known.engines:
+        if engine.counters.get("weights_changed"):
+            what = "its weights have changed: it neither loads nor stores until its next start"
+            yield Text(f"engine {engine.engine_id[:12]}: {what}", "red")
     for owner, breakers in [
         *((f"node {node.node_id[:12]}", node.breakers) for node in known.nodes),
         *((f"engine {engine.engine_id[:12]}", engine.breakers) for engine in known.engines),

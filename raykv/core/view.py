@@ -115,6 +115,8 @@ class EngineView:
         self._resets = 0
         self._resets_confirmed = 0
         self._link_up = True
+        # The engine has left its namespace, for good.
+        self.has_left = False
         # Why no chunk may be loaded or stored now.
         self._off: MissReason | None = None
         self._seq = 0
@@ -139,7 +141,7 @@ class EngineView:
     def ask(self, request_id: str, keys: Iterable[Key]) -> None:
         """Find out early who has what this node does not have; nothing for an unknown request."""
         request = self.requests.find(request_id)
-        if request is None or self.paused or not request.options.load:
+        if request is None or self.paused or self.has_left or not request.options.load:
             return
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
         self.remote.ask(request, islice(absent, MAX_ASKED))
@@ -316,6 +318,19 @@ class EngineView:
         self._failed_stores.clear()
         self._orphans.clear()
 
+    def leave(self) -> None:
+        """The engine has other weights from now on: nothing is loaded or stored any more.
+
+        What it is storing was computed before, and may end; free leases go back.
+        """
+        self.has_left = True
+        self._set_paused(self.paused)
+        self._return_leases()
+
+    def _return_leases(self) -> None:
+        self._outbox.released.extend(self._stock.rows())
+        self._stock.clear()
+
     @property
     def _is_clearing(self) -> bool:
         return self._resets != self._resets_confirmed
@@ -339,6 +354,8 @@ class EngineView:
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
         self._off = MissReason.PAUSED if paused else None if self._link_up else MissReason.NODE_LOST
+        if self.has_left:
+            self._off = MissReason.WEIGHTS_CHANGED
         self.loadable = {} if self._off else self._ready
 
     def node_restarted(self, node_epoch: Epoch) -> None:
@@ -401,6 +418,8 @@ class EngineView:
         if regranted := set(reply.granted.slots):
             self._give_up(lambda handle: handle.slot in regranted)
         self._stock.add(reply.granted, {} if request is None else request.wanted)
+        if self.has_left:
+            self._return_leases()
         if request is not None and request.wanted:
             self.remote.unleased.clear()
         self._take_answer(reply.replicas, request)
@@ -476,11 +495,12 @@ class EngineView:
         own = {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
         own["hits"] += self.plain_hits
         own["requests_not_stored"] = self.sampler.num_left_out
+        own["weights_changed"] = int(self.has_left)
         return {**own, **self.remote.counter_values(), **self.accounts.counter_values()}
 
     def _wanted(self) -> dict[int, int]:
         """Leases to ask for: what the stock lacks, and what was found elsewhere and has none."""
-        if self.paused:
+        if self.paused or self.has_left:
             return {}
         return self._stock.wanted(Counter(map(group_of, list(self.remote.unleased))))
 

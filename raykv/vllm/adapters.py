@@ -190,19 +190,19 @@ class LoadedAdapters:
 _loaded: dict[int, tuple[Any, LoadedAdapters]] = {}
 
 
-def watch_loads(lora_config: Any) -> LoadedAdapters | None:
-    """What the worker with this configuration loads from now on; None: it has no adapters.
+def watch_loads(lora_config: Any) -> LoadedAdapters:
+    """What the worker with this configuration loads from now on; None stands for no adapters.
 
     With a vLLM that loads adapters otherwise it stays empty, and nothing is stored with them.
     """
+    loaded = LoadedAdapters()
     if lora_config is None:
-        return None
+        return loaded
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     loads = getattr(WorkerLoRAManager, LOADS, None)
     if loads is not None and not hasattr(loads, "__wrapped__"):
         setattr(WorkerLoRAManager, LOADS, _noted(loads))
-    loaded = LoadedAdapters()
     _loaded[id(lora_config)] = (lora_config, loaded)
     return loaded
 

@@ -59,6 +59,7 @@ from raykv.vllm.spec import (
 )
 from raykv.vllm.tracker import track_chunks
 from raykv.vllm.versions import check_vllm_version, vllm_version
+from raykv.vllm.weight_changes import watch_calls
 from raykv.vllm.worker import (
     RayKVConnectorMetadata,
     RayKVConnectorWorker,
@@ -135,6 +136,7 @@ class RayKVConnector(OffloadingConnector):
             plain: Any = self.__dict__["connector_worker"]
             plain.spec.sleeps = may_sleep(vllm_config.model_config)
             self.connector_worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
+            self.connector_worker.watch(vllm_config)
 
     def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
         manager = self.scheduler.manager
@@ -165,6 +167,7 @@ class RayKVConnector(OffloadingConnector):
         manager.session.described = track_chunks(self.scheduler, spec, manager, identity)
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
+        watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
         self._runtime.start()
@@ -439,6 +442,7 @@ class RayKVConnector(OffloadingConnector):
             stranded_blocks=blocks,
         )
         self._tell_adapters(meta, scheduler_output)
+        meta.weights_changed = self._manager is not None and self._manager.view.has_left
         return meta
 
     def _tell_adapters(self, meta: RayKVConnectorMetadata, scheduler_output: Any) -> None:
@@ -482,6 +486,8 @@ class RayKVConnector(OffloadingConnector):
             self._manager.take_failures(meta.failed_loads, meta.failed_stores)
             if self._adapters is not None:
                 self._adapters.take_loaded(meta.adapters)
+            if meta.weights_changed:
+                self.weights_changed(meta.weights_changed)
             if meta.node_epochs:
                 self._node_epochs.update(meta.node_epochs)
                 self._manager.take_node_epoch(min(self._node_epochs.values()))
@@ -525,6 +531,12 @@ class RayKVConnector(OffloadingConnector):
         prefixes = [each for each, has in zip(groups, windows, strict=False) if not has]
         keys: Sequence[bytes] = next(iter(prefixes or groups)).offload_keys if groups else ()
         return keys
+
+    @guarded(nothing)
+    def weights_changed(self, what: str) -> None:
+        """The engine's weights change, by a call of that name: on the scheduler's side."""
+        if self._manager is not None:
+            self._manager.leave(what)
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:

@@ -243,14 +243,29 @@ class RayOffloadingManager(OffloadingManager):
         """Empty this view at once, and the namespace in the whole cluster with the next exchange.
 
         vLLM never completes jobs from before a reset, so what is in flight is released here. An
-        engine that only rests gives back no more than that: its chunks are as right as before.
+        engine that only rests gives back no more than that: its chunks are as right as before. One
+        that has left the namespace has no say over it.
         """
-        if is_resting():
+        if is_resting() or self.view.has_left:
             self.view.drop_stores()
         else:
             self.view.reset()
         if self.announcements is not None:
             self.announcements.clear()
+        if self.session is not None:
+            self.session.nudge()
+
+    @guarded(nothing)
+    def leave(self, what: str) -> None:
+        """The weights are no longer those that the namespace stands for, by `what`."""
+        if self.view.has_left:
+            return
+        logger.warning(
+            "this engine's weights have changed (%s): from now on it neither loads nor stores, "
+            "until it is started again",
+            what,
+        )
+        self.view.leave()
         if self.session is not None:
             self.session.nudge()
 

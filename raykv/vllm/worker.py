@@ -40,6 +40,7 @@ from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.links import ALL_LAYERS, Link
 from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
+from raykv.vllm.weight_changes import WeightWatch, watch_worker
 
 logger = logging.getLogger("raykv")
 
@@ -70,6 +71,7 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none; `lines` what
     each says of its breaker, when that has changed. `adapters` have been loaded since the last
     step, by id, with the digests of their contents; empty where the ranks have not loaded the same.
+    `weights_changed` says by what, once; empty: they have not.
     """
 
     failed_loads: list[FailedLoad] = field(default_factory=list)
@@ -77,6 +79,7 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     node_epochs: dict[int, int] = field(default_factory=dict)
     lines: dict[int, BreakerReport] = field(default_factory=dict)
     adapters: dict[int, str] = field(default_factory=dict)
+    weights_changed: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RayKVWorkerMetadata:
         """See `OffloadingWorkerMetadata.aggregate`."""
@@ -90,6 +93,7 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
                 merged.failed_stores += part.failed_stores
                 merged.node_epochs.update(part.node_epochs)
                 merged.lines.update(part.lines)
+                merged.weights_changed = merged.weights_changed or part.weights_changed
                 for name, digest in part.adapters.items():
                     same = merged.adapters.get(name, digest) == digest
                     merged.adapters[name] = digest if same else ""
@@ -103,7 +107,7 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     `stranded` are requests that vLLM has put to wait for a load that was never made up; the
     workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
     `adapters` are those of the requests with jobs; `beginning`: of those computed first in this
-    step.
+    step. `weights_changed`: at some time before this step.
     """
 
     target: LinkTarget | None = None
@@ -111,6 +115,7 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     stranded_blocks: list[int] = field(default_factory=list)
     adapters: dict[str, AdapterUse] = field(default_factory=dict)
     beginning: dict[str, AdapterUse] = field(default_factory=dict)
+    weights_changed: bool = False
 
 
 class RayOffloadingWorker(OffloadingWorker):
@@ -126,6 +131,8 @@ class RayOffloadingWorker(OffloadingWorker):
         # Captures under way, and those that have ended.
         self._captures: set[int] = set()
         self._captured: list[JobResult] = []
+        # Loads under way whose bytes are of no use any more.
+        self._distrusted: set[int] = set()
         # Results of jobs that could not even be made up.
         self._stillborn: list[RayKVTransferResult] = []
 
@@ -187,6 +194,11 @@ class RayOffloadingWorker(OffloadingWorker):
         failed.node_epoch = 0
         self._stillborn.append(failed)
 
+    def distrust_loads(self) -> None:
+        """Have the loads that are under way end as failed, whatever becomes of them."""
+        flying = self._flying.items()
+        self._distrusted |= {i for i, job in flying if job.direction is Direction.LOAD}
+
     def submit_capture(self, request: JobRequest) -> None:
         """Have states copied; how that ends comes through `take_captured`."""
         self._captures.add(request.job_id)
@@ -207,7 +219,12 @@ class RayOffloadingWorker(OffloadingWorker):
                 self._captured.append(result)
                 continue
             request = self._flying.pop(result.job_id, None)
-            if request is not None:
+            if request is None:
+                continue
+            if result.job_id in self._distrusted:
+                self._distrusted.remove(result.job_id)
+                results.append(_distrusted(request))
+            else:
                 results.append(_transfer_result(request, result))
         return results
 
@@ -300,6 +317,16 @@ def _transfer_result(request: JobRequest, result: JobResult) -> RayKVTransferRes
     )
 
 
+def _distrusted(request: JobRequest) -> RayKVTransferResult:
+    """The result of a load whose bytes are of no use; its chunks are not to blame."""
+    chunks = list(range(len(request.handles.keys)))
+    refusals = [int(Refusal.CANCELLED)] * len(chunks)
+    ended = JobResult(request.job_id, 0, 0.0, chunks, refusals)
+    failed = _transfer_result(request, ended)
+    failed.node_epoch = 0
+    return failed
+
+
 def _all_failed(
     job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: Any
 ) -> RayKVTransferResult:
@@ -339,9 +366,16 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._invalid_block_ids: set[int] = set()
         self._failed_recving: set[str] = set()
         self._stranded: set[str] = set()
-        self._adapters = watch_loads(getattr(vllm_config, "lora_config", None)) or LoadedAdapters()
+        self._adapters = LoadedAdapters()
+        self._weights = WeightWatch()
+        self._has_left = False
         # Requests that have ended; what was computed for them may still be offered in this step.
         self._ended: set[str] = set()
+
+    def watch(self, vllm_config: Any) -> None:
+        """See from now on what vLLM's worker with this configuration makes of its weights."""
+        self._adapters = watch_loads(vllm_config.lora_config)
+        self._weights = watch_worker(vllm_config)
 
     @property
     def _raykv(self) -> RayOffloadingWorker | None:
@@ -354,6 +388,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         It comes before anything else of the step.
         """
         if isinstance(metadata, RayKVConnectorMetadata):
+            if metadata.weights_changed:
+                self._weights.note("told by the engine")
+            self._leave_if_changed()
             if self._raykv is not None:
                 self._raykv.set_target(metadata.target)
             self._stranded.update(metadata.stranded)
@@ -378,19 +415,29 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """See `OffloadingConnectorWorker.start_kv_transfers`."""
         for job_id, job in list(metadata.load_jobs.items()):
             use = _use_of(metadata, job.req_id)
-            if use is not None and self._raykv is not None and not self._adapters.may_load(use):
+            may_load = use is None or self._adapters.may_load(use)
+            if self._raykv is not None and (self._has_left or not may_load):
                 del metadata.load_jobs[job_id]
                 self._load_jobs[job_id] = job.req_id
                 self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
         super().start_kv_transfers(metadata)
 
+    def _leave_if_changed(self) -> None:
+        """Once the weights have changed, what was computed before is no good, nor what follows."""
+        if self._weights.changed and not self._has_left:
+            self._has_left = True
+            self._meta.weights_changed = self._weights.changed
+            if self._raykv is not None:
+                self._raykv.distrust_loads()
+
     def _refuse_stores(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Of requests that were not computed with the adapter that their keys name."""
+        """Of requests that were not computed with the weights, and the adapter, of their keys."""
         if not self._is_store_writer or self._raykv is None:
             return
         for job_id, job in list(metadata.store_jobs.items()):
             use = _use_of(metadata, job.req_id)
-            if use is not None and not self._adapters.may_store(job.req_id, use):
+            may_store = use is None or self._adapters.may_store(job.req_id, use)
+            if self._has_left or not may_store:
                 del metadata.store_jobs[job_id]
                 self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
@@ -540,6 +587,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             or meta.node_epochs
             or meta.lines
             or meta.adapters
+            or meta.weights_changed
         )
         return None if is_empty else meta
 

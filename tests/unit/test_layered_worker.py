@@ -18,9 +18,11 @@ from raykv.actors.job_request import JobRequest
 from raykv.breaker_types import BreakerReport
 from raykv.messages import JobResult, KVLayout, TensorLayout
 from raykv.types import Refusal
+from raykv.vllm.adapters import LoadedAdapters
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.links import ALL_LAYERS
 from raykv.vllm.spec import PoolSpec
+from raykv.vllm.weight_changes import WeightWatch
 from raykv.vllm.worker import (
     RayKVConnectorMetadata,
     RayKVConnectorWorker,
@@ -101,6 +103,10 @@ class Side:
         worker._invalid_block_ids = set()
         worker._failed_recving = set()
         worker._stranded = set()
+        worker._adapters = LoadedAdapters()
+        worker._weights = WeightWatch()
+        worker._has_left = False
+        worker._ended = set()
         connector: Any = RayKVConnector.__new__(RayKVConnector)
         connector.connector_worker = worker
         self.connector = connector

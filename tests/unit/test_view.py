@@ -876,3 +876,43 @@ def test_store_after_dropped_one_of_the_same_chunk_ends_with_its_own_end(view: E
     view.drop_stores()
     store(view, "a")
     assert look(view, "a") == [HIT]
+
+
+# Leaving
+
+
+def test_engine_that_leaves_finds_and_stores_nothing_and_gives_its_leases_back(
+    view: EngineView,
+) -> None:
+    store(view, "a")
+    view.prepare_store("r", keys("b"))
+    pending = view.pending_handle(key("b"))
+    assert pending is not None
+    free = [slot for slot in free_slots(view) if slot != pending.slot]
+    assert free
+    take(view)
+    view.leave()
+    assert look(view, "a") == [MISS]
+    assert key("a") not in view.loadable
+    plan = view.prepare_store("r", keys("c"))
+    assert plan is not None
+    assert not plan.keys
+    request = take(view)
+    assert request.released.slots == free
+    assert request.wanted == {}
+    assert request.counters["weights_changed"] == 1
+    assert not view.wants_leases
+    # What it was storing had been computed before.
+    view.complete_store(keys("b"))
+    assert view.num_ready == 2
+    view.check()
+
+
+def test_engine_that_has_left_stays_away(view: EngineView) -> None:
+    view.leave()
+    view.set_link(True)
+    attach(view, EPOCH + 1)
+    view.apply(reply(handles((key("a"), 5, 30)), epoch=EPOCH + 1, granted=grant((9, 40))))
+    assert look(view, "a") == [MISS]
+    assert free_slots(view) == []
+    assert take(view).released.slots[-1] == 9

@@ -1,0 +1,279 @@
+"""What changes a model's weights after an engine's start, and how that is seen.
+
+Two places tell: EngineCore, through which a user's calls reach all workers, and the workers, whose
+model other frameworks get hold of and write into. A call that may do anything is judged by what the
+weights are before and after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+logger = logging.getLogger("raykv")
+
+
+class Effect(Enum):
+    """Of a call on the weights."""
+
+    NONE = "none"
+    CHANGES = "changes"
+    UNKNOWN = "unknown"
+
+
+CHANGES = frozenset(
+    {
+        "finish_weight_update",
+        "load_model",
+        "reload_weights",
+        "reset_weights",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weights",
+    }
+)
+"""Methods of vLLM's workers: whoever calls one of them wants other weights."""
+
+HARMLESS = frozenset(
+    {
+        "check_health",
+        "compute_weight_checksums",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "profile",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "wake_up",
+    }
+)
+"""Methods of theirs that only look."""
+
+SLEEP = "sleep"
+"""From level 2 on the weights are thrown away, and others are loaded later."""
+
+WARM_UP = "compile_or_warm_up_model"
+"""Of a worker: the last call of its start."""
+
+PARTS = 1024
+"""Sums of a tensor's parts are compared, so that values that have changed places are seen too."""
+
+
+def effect_of(
+    method: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Effect:
+    """What a call of a worker's method, or of a function with a worker, does to the weights."""
+    if not isinstance(method, str):
+        return Effect.UNKNOWN
+    if method in CHANGES:
+        return Effect.CHANGES
+    if method == SLEEP:
+        level = (kwargs or {}).get("level", args[0] if args else 1)
+        return Effect.CHANGES if level >= 2 else Effect.NONE
+    return Effect.NONE if method in HARMLESS else Effect.UNKNOWN
+
+
+def checksum(worker: Any) -> str:
+    """Of all weights of a worker; it runs there, and reads each of them once.
+
+    Called by vLLM's `collective_rpc`, which has it take the worker.
+    """
+    models = [worker.get_model()]
+    draft = getattr(worker, "get_draft_model", None)
+    if draft is not None and (found := draft()) is not None:
+        models.append(found)
+    whole = hashlib.sha256()
+    for model in models:
+        for name, tensor in _tensors(model):
+            whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            whole.update(_sums(tensor))
+    return whole.hexdigest()
+
+
+def _tensors(model: Any) -> Iterable[tuple[str, Any]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _sums(tensor: Any) -> bytes:
+    import torch
+
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    wide = torch.int64 if not raw.numel() % 8 and not raw.storage_offset() % 8 else torch.uint8
+    values = raw.view(wide)
+    whole = values.numel() // PARTS * PARTS
+    sums = [values[:whole].view(PARTS, -1).sum(1, dtype=torch.int64)] if whole else []
+    sums.append(values[whole:].sum(dtype=torch.int64).reshape(1))
+    return bytes(torch.cat(sums).cpu().numpy().tobytes())
+
+
+# In EngineCore's process
+
+
+def watch_calls() -> None:
+    """From now on connectors hear of users' calls that change weights, before the next step.
+
+    A connector says what it makes of it with `weights_changed`. A second call changes nothing.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    for name, wrap in (("collective_rpc", _judged), (SLEEP, _told), ("set_weight_version", _told)):
+        method = getattr(EngineCore, name, None)
+        if method is not None and not hasattr(method, "__wrapped__"):
+            setattr(EngineCore, name, wrap(name, method))
+
+
+def _listeners(core: Any) -> list[Any]:
+    """Our connectors of an EngineCore, which may have several in one."""
+    first = getattr(core.scheduler, "connector", None)
+    some = [first, *getattr(first, "_connectors", ())]
+    return [each for each in some if hasattr(each, "weights_changed")]
+
+
+def _tell(core: Any, what: str) -> None:
+    for listener in _listeners(core):
+        listener.weights_changed(what)
+
+
+def _told(name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
+        if name != SLEEP:
+            _tell(core, name)
+        elif effect_of(name, args, kwargs) is Effect.CHANGES:
+            _tell(core, "sleep of level 2")
+        return method(core, *args, **kwargs)
+
+    return call
+
+
+def _judged(_name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def call(
+        core: Any,
+        called: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        def go() -> Any:
+            return method(core, called, timeout, args, kwargs)
+
+        effect = effect_of(called, args, kwargs)
+        if effect is Effect.NONE or not _listeners(core):
+            return go()
+        name = called if isinstance(called, str) else getattr(called, "__name__", "a function")
+        if effect is Effect.CHANGES:
+            _tell(core, name)
+            return go()
+        before = _checksums(core)
+        try:
+            return go()
+        finally:
+            if before is None or before != _checksums(core):
+                _tell(core, name)
+
+    return call
+
+
+def _checksums(core: Any) -> list[str] | None:
+    """Of the weights of all workers; None where they can't be read now."""
+    executor = core.model_executor
+    try:
+        if getattr(executor, "is_sleeping", False):
+            return None
+        return list(executor.collective_rpc(checksum))
+    except Exception as error:
+        logger.warning("the weights can't be compared with what they were: %s", error)
+        return None
+
+
+# In a worker's process
+
+
+class WeightWatch:
+    """Whether the weights of a worker's model have changed; `changed` names the first cause."""
+
+    def __init__(self) -> None:
+        self.changed = ""
+
+    def note(self, what: str) -> None:
+        """They have, or are about to."""
+        self.changed = self.changed or what
+
+
+# By the identity of vLLM's configuration, which a worker and its connector both have.
+_watches: dict[int, tuple[Any, WeightWatch]] = {}
+
+
+def watch_worker(vllm_config: Any) -> WeightWatch:
+    """Watch the worker with this configuration, which is at the end of its start."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    watch = WeightWatch()
+    _watches[id(vllm_config)] = (vllm_config, watch)
+    name = vllm_config.parallel_config.worker_cls
+    worker_class = resolve_obj_by_qualname(name) if isinstance(name, str) else name
+    for method_name in (*CHANGES, SLEEP):
+        _wrap(worker_class, method_name, _noted)
+    _wrap(worker_class, WARM_UP, _watching_model)
+    return watch
+
+
+def _wrap(worker_class: Any, name: str, wrap: Callable[[str, Any], Any]) -> None:
+    method = getattr(worker_class, name, None)
+    if method is not None and not hasattr(method, "_raykv"):
+        wrapped = wrap(name, method)
+        wrapped._raykv = True
+        setattr(worker_class, name, wrapped)
+
+
+def _watch_of(worker: Any) -> WeightWatch | None:
+    _, watch = _watches.get(id(worker.vllm_config), (None, None))
+    return watch
+
+
+def _noted(name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = _watch_of(worker)
+        if watch is not None and effect_of(name, args, kwargs) is Effect.CHANGES:
+            watch.note(name)
+        return method(worker, *args, **kwargs)
+
+    return call
+
+
+def _watching_model(_name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        done = method(worker, *args, **kwargs)
+        watch = _watch_of(worker)
+        if watch is not None:
+            watch_model(worker.get_model(), watch)
+        return done
+
+    return call
+
+
+def watch_model(model: Any, watch: WeightWatch) -> None:
+    """Frameworks that train hand a model its new weights without asking vLLM."""
+    load_weights = getattr(model, "load_weights", None)
+    if load_weights is None:
+        return
+
+    @functools.wraps(load_weights)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watch.note("load_weights")
+        return load_weights(*args, **kwargs)
+
+    model.load_weights = call
