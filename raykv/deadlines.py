@@ -352,6 +352,10 @@ after 10 s."""
 
 METRICS_TARGETS_S = 2.0
 """Between two looks at which nodes there are, for the file that Prometheus reads."""
+PUBLISH_CUT_S = 0.25
+"""Between two looks at how much each subscriber has sent: about 50 MB in between, from one that
+floods the sockets, and 1 ms for a process with some hundred open files."""
+
 PUBLISH_LOOK_S = 0.1
 """The publisher's sockets are looked at so often when nothing is published: for questions for what
 was missed, and for the end."""

@@ -41,7 +41,10 @@ def decode(raw: bytes, kind: type[S]) -> S:
     Raises:
         msgspec.DecodeError: `raw` is not such a struct (`ValidationError` for a wrong type).
     """
-    return msgspec.msgpack.decode(raw, type=kind)
+    try:
+        return msgspec.msgpack.decode(raw, type=kind)
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
 
 
 class Handles(msgspec.Struct, frozen=True, array_like=True):

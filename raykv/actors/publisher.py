@@ -22,6 +22,7 @@ import ray
 import zmq
 
 from raykv.actors import cluster
+from raykv.actors.connections import cut_off
 from raykv.actors.readers import describe, read_events, take_snapshot
 from raykv.core.publication import Message, NodePlace, Publication
 from raykv.core.wire_format import WireFormat
@@ -29,6 +30,7 @@ from raykv.core.wire_stream import ChunkId
 from raykv.deadlines import (
     CLIENT_S,
     PUBLISH_BIND_PAUSE_S,
+    PUBLISH_CUT_S,
     PUBLISH_FAILED_PAUSE_S,
     PUBLISH_LOOK_S,
     PUBLISH_PUT_S,
@@ -48,6 +50,16 @@ HIGH_WATER = 1000
 
 REPLAY_HIGH_WATER = 20_000
 """The same for who asks for what was missed: twice what is kept."""
+
+QUESTIONS_HIGH_WATER = 16
+"""Questions of one subscriber that wait; while there are so many no more are read from it."""
+
+MAX_MESSAGE_BYTES = 4096
+"""Of a frame that a subscriber sends: a number, a topic. Who sends a longer one is cut off."""
+
+MAX_RECEIVED_BYTES = 16 << 20
+"""Of a connection in all, that is, of 400,000 questions; then it is cut off, and who has more to
+ask makes another one, as ZMQ does by itself."""
 
 MAX_QUEUED = 256
 """Messages between the two threads."""
@@ -135,16 +147,25 @@ class Sockets:
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         with context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as questions:
+            for socket in (out, questions):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             out.set_hwm(HIGH_WATER)
-            out.setsockopt(zmq.LINGER, 0)
-            questions.set_hwm(REPLAY_HIGH_WATER)
-            questions.setsockopt(zmq.LINGER, 0)
+            questions.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER)
+            questions.setsockopt(zmq.RCVHWM, QUESTIONS_HIGH_WATER)
+            # An answer to who has left, or does not read, ends instead of being made for nobody.
+            questions.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.endpoint = place(out, self._settings.endpoint)
             if self._settings.replay_endpoint:
                 questions.bind(self._settings.replay_endpoint)
                 self.replay_endpoint = questions.getsockopt_string(zmq.LAST_ENDPOINT)
             self.error = ""
+            ports = {_port(each) for each in (self.endpoint, self.replay_endpoint)} - {0}
+            looked_at = 0.0
             while not self._stopped.is_set():
+                if time.monotonic() - looked_at > PUBLISH_CUT_S:
+                    cut_off(ports, MAX_RECEIVED_BYTES)
+                    looked_at = time.monotonic()
                 if self._settings.replay_endpoint and questions.poll(0):
                     self._answer(questions)
                 try:
@@ -176,9 +197,13 @@ class Sockets:
             return
         start = int.from_bytes(rest[1], "big")
         topic = rest[2].decode(errors="replace") if len(rest) > 2 else ""
-        for message in self._replay_of(start, topic):
-            questions.send_multipart([who, b"", *_frames(message)], zmq.DONTWAIT)
-        questions.send_multipart([who, b"", b"", END_SEQ, b""], zmq.DONTWAIT)
+        try:
+            for message in self._replay_of(start, topic):
+                questions.send_multipart([who, b"", *_frames(message)], zmq.DONTWAIT)
+            questions.send_multipart([who, b"", b"", END_SEQ, b""], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            logger.debug("an answer to a question for events is broken off: %s", error)
+            return
         self.num_replays += 1
 
 
@@ -192,6 +217,12 @@ def place(socket: zmq.Socket[bytes], endpoint: str) -> str:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
     socket.connect(endpoint)
     return endpoint
+
+
+def _port(endpoint: str) -> int:
+    """Of an address of TCP; 0 for any other."""
+    port = endpoint.rpartition(":")[2]
+    return int(port) if endpoint.startswith("tcp://") and port.isdigit() else 0
 
 
 def _frames(message: Message) -> list[bytes]:

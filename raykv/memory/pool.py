@@ -104,7 +104,7 @@ class Journal:
         """
         try:
             self._entries = self._read()
-        except (ValueError, msgspec.MsgspecError, PermissionError) as error:
+        except (ValueError, msgspec.MsgspecError, PermissionError, RecursionError) as error:
             logger.warning("the journal %s is not believed: %s", self._path, error)
             try:
                 self._set_aside()

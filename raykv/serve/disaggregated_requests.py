@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from raykv.serve.http import Headers, HttpRequest
+from raykv.serve.http import Headers, HttpRequest, parsed
 from raykv.vllm.params import PARAMS as SWITCHES
 from raykv.vllm.params import PIN, PREFILLED, without_prefilled
 
@@ -95,7 +95,7 @@ def split(request: HttpRequest, handover: Handover) -> Split:
     if request.method != "POST" or request.path not in (CHAT, COMPLETIONS):
         return direct
     try:
-        body = json.loads(request.body)
+        body = parsed(request.body)
         return _split(request, body, handover) if isinstance(body, dict) else direct
     except (ValueError, RecursionError):
         # What is nested too deeply among them: vLLM says best what is wrong with it.

@@ -6,11 +6,14 @@ The replica drives an ASGI application with it, in its own process.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from raykv.deadlines import ASGI_END_S
 
@@ -22,6 +25,16 @@ AsgiApp = Callable[
     [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
     Awaitable[None],
 ]
+
+MAX_NESTING = 100
+"""Of a body's objects and lists. An engine that is given parameters of 500 dies of it, as vLLM
+pickles them from process to process; the schema of a tool has some ten or twenty."""
+
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_QUOTE = ord('"')
+_OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
+_PART_BYTES = 1 << 20
 
 _MAX_PIECES = 64
 """An answer's pieces that wait to be sent; then the application waits."""
@@ -56,6 +69,38 @@ class WholeAnswer:
 
     head: Head
     body: bytes
+
+
+def parsed(body: bytes) -> Any:
+    """The JSON of a body.
+
+    Raises:
+        ValueError: it is no JSON, or is nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def is_nested_too_deeply(body: bytes) -> bool:
+    """Whether JSON goes beyond `MAX_NESTING`; of what is no JSON, any answer."""
+    if body.count(b"[") + body.count(b"{") <= MAX_NESTING:
+        return False
+    if b"\0" in body:
+        # No UTF-8, which Python's parser reads all the same.
+        body = body.decode(json.detect_encoding(body), "replace").encode()
+    # What is escaped in a string goes first: then every other quote begins one.
+    left = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
+    depth = is_inside = 0
+    for start in range(0, len(left), _PART_BYTES):
+        part = np.frombuffer(left[start : start + _PART_BYTES], np.uint8)
+        inside = (is_inside + np.cumsum(part == _QUOTE)) % 2
+        depths = depth + np.cumsum(np.where(inside, 0, _STEPS[part]))
+        if depths.max() > MAX_NESTING:
+            return True
+        depth, is_inside = int(depths[-1]), int(inside[-1])
+    return False
 
 
 async def whole(pieces: Pieces) -> WholeAnswer:

@@ -25,7 +25,17 @@ from raykv.deadlines import (
 )
 from raykv.serve.answer import Answer
 from raykv.serve.arguments import IngressArguments, parse
-from raykv.serve.http import AsgiApp, HttpRequest, Message, Pieces, WholeAnswer, whole
+from raykv.serve.http import (
+    MAX_NESTING,
+    AsgiApp,
+    HttpRequest,
+    Message,
+    Pieces,
+    WholeAnswer,
+    is_nested_too_deeply,
+    parsed,
+    whole,
+)
 from raykv.serve.metrics import CONTENT_TYPE, ReplicaMetrics, merge
 
 logger = logging.getLogger("ray.serve")
@@ -197,6 +207,9 @@ class Ingress:
             await task
 
     async def _answer(self, request: HttpRequest, answer: Answer) -> None:
+        if is_nested_too_deeply(request.body):
+            await answer.refuse(400, f"the body's JSON is nested deeper than {MAX_NESTING}")
+            return
         metered = [
             each.backend for each in self._models if isinstance(each.backend, MeteredBackend)
         ]
@@ -218,7 +231,7 @@ class Ingress:
         if len(self._models) == 1:
             return self._models[0]
         try:
-            body = json.loads(request.body) if request.body else {}
+            body = parsed(request.body) if request.body else {}
         except ValueError:
             body = {}
         name = body.get("model") if isinstance(body, Mapping) else None

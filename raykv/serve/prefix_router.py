@@ -6,7 +6,6 @@ the router's event loop. It knows no pool: a comparison for the policy "kv".
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 )
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from raykv.serve.http import HttpRequest
+from raykv.serve.http import HttpRequest, parsed
 from raykv.serve.power_of_two import two_choices
 
 
@@ -51,7 +50,7 @@ class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
         if not isinstance(request, HttpRequest) or not request.body:
             return ""
         try:
-            body = json.loads(request.body)
+            body = parsed(request.body)
         except ValueError:
             return ""
         if not isinstance(body, Mapping):

@@ -6,7 +6,6 @@ It loads vLLM into the process, and no weights. Source: vLLM 0.32, `entrypoints/
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from raykv.adapters import AdapterFiles
 from raykv.block_hashes import PromptTraits
 from raykv.core.prompt_keys import PromptTokens
+from raykv.serve.http import parsed
 from raykv.serve.vllm_app import parse_flags
 
 MOST_PROMPTS = 8
@@ -48,7 +48,7 @@ class VLLMRenderer:
         Raises:
             Exception: vLLM's, for a request that it refuses.
         """
-        given = json.loads(body)
+        given = parsed(body)
         if not isinstance(given, Mapping) or not _is_plain(given):
             return None
         traits = self._traits.get(given.get("model"))

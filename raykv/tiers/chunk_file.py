@@ -149,7 +149,7 @@ def read_header(path: Path) -> ChunkFile:
             _chunk(key, tensors[key], sealed[key], 8 + length, size) for key in sealed | tensors
         ]
         namespace = Namespace(facts.pop("namespace"))
-    except (msgspec.MsgspecError, KeyError, ValueError) as error:
+    except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
         raise ChunkFileError(f"{path} is damaged: {error}") from error
     del facts["format"]
     return ChunkFile(path, size, namespace, chunks, facts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from socket import create_connection
+from typing import Any
 
 import pytest
 import zmq
@@ -129,6 +131,117 @@ def test_question_that_is_none_gets_no_answer_and_the_next_one_does(
         socket.send_multipart([b"", (9).to_bytes(8, "big")])
         assert len(socket.recv_multipart()) == 4
     assert running.asked == [(9, "")]
+
+
+def ends_of(frames: list[bytes]) -> bool:
+    return frames[-1] == b"" and len(frames) == 4
+
+
+@pytest.mark.parametrize("place", ["question", "topic", "subscription"])
+def test_message_that_is_too_long_is_not_taken_in(
+    context: zmq.Context[zmq.Socket[bytes]], running: Publisher, place: str
+) -> None:
+    """The connection ends; who has not said it is served on."""
+    long = bytes(publisher.MAX_MESSAGE_BYTES + 1)
+    kind, endpoint = zmq.DEALER, running.sockets.replay_endpoint
+    if place == "subscription":
+        kind, endpoint = zmq.XSUB, running.sockets.endpoint
+    with context.socket(kind) as socket, context.socket(zmq.DEALER) as other:
+        ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(address(endpoint))
+        frames = {
+            "question": [b"", long],
+            "topic": [b"", bytes(8), long],
+            "subscription": [b"\1" + long],
+        }
+        socket.send_multipart(frames[place])
+        assert ends.poll(WAIT_MS)
+        socket.disable_monitor()
+        ends.close()
+        other.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        other.connect(address(running.sockets.replay_endpoint))
+        other.send_multipart([b"", (9).to_bytes(8, "big")])
+        assert ends_of(other.recv_multipart())
+    assert running.asked == [(9, "")]
+
+
+def test_answer_to_who_does_not_read_it_ends_and_the_others_get_theirs(
+    context: zmq.Context[zmq.Socket[bytes]],
+    running: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running.kept = [Message(TOPIC, seq, bytes(1000)) for seq in range(3 * publisher.HIGH_WATER)]
+    sent: list[int] = []
+    frames_of = publisher._frames
+
+    def frames(message: Message) -> list[bytes]:
+        sent.append(message.seq)
+        return frames_of(message)
+
+    monkeypatch.setattr(publisher, "_frames", frames)
+    with context.socket(zmq.DEALER) as deaf, context.socket(zmq.DEALER) as other:
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.setsockopt(zmq.RCVBUF, 4096)
+        deaf.connect(address(running.sockets.replay_endpoint))
+        for _ in range(10):
+            deaf.send_multipart([b"", bytes(8)])
+        other.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        other.connect(address(running.sockets.replay_endpoint))
+        last = 3 * publisher.HIGH_WATER - 1
+        other.send_multipart([b"", last.to_bytes(8, "big")])
+        while int.from_bytes(other.recv_multipart()[2], "big") != last:
+            pass
+        assert ends_of(other.recv_multipart())
+        wait_until(lambda: len(running.asked) == 11, 30.0, "all questions are looked at")
+    assert len(sent) < 10 * len(running.kept)
+
+
+def exactly(connection: Any, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        assert part, "the connection has ended"
+        found += part
+    return found
+
+
+def greeted(endpoint: str, kind: bytes) -> Any:
+    """A connection that has introduced itself, without the library, as ZMTP 3.0 has it."""
+    made = create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), 10.0)
+    made.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+    exactly(made, 64)
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    made.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    exactly(made, exactly(made, 2)[1])
+    return made
+
+
+@pytest.mark.parametrize("place", ["question", "subscriptions"])
+def test_subscriber_that_floods_the_sockets_is_cut_off_and_the_others_are_served(
+    context: zmq.Context[zmq.Socket[bytes]], running: Publisher, place: str
+) -> None:
+    """A question of frames without end, which no library sends, and subscriptions without end."""
+    sockets = running.sockets
+    is_question = place == "question"
+    endpoint, kind = (
+        (sockets.replay_endpoint, b"DEALER") if is_question else (sockets.endpoint, b"SUB")
+    )
+    body = b"\x01" + bytes(3999)
+    frame = (b"\x03" if is_question else b"\x02") + len(body).to_bytes(8, "big") + body
+    with greeted(endpoint, kind) as flood, subscribed(context, running) as other:
+
+        def send_for_ever() -> None:
+            for number in range(1_000_000):
+                flood.sendall(frame)
+                if number % 100 == 0:
+                    # Subscriptions are taken in when something is published.
+                    sockets.publish(Message("kv@hello", 0, b"x"))
+
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            send_for_ever()
+        running.publish(7)
+        assert heard(other)[2] == b"payload"
+    assert not sockets.error
 
 
 def test_subscriber_that_does_not_read_loses_messages_and_the_others_none(

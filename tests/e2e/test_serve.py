@@ -129,6 +129,28 @@ def test_completion_is_loaded_after_reset_of_vllm_cache(server: Server) -> None:
     assert server.counter("vllm:kv_offload_load_bytes_total") > 0
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b'{"prompt": ' + b"[" * 100_000, b'{"kv_transfer_params": ' + b'{"raykv_load": ' * 100_000],
+    ids=["prompt", "parameters"],
+)
+def test_body_that_is_nested_too_deeply_is_the_clients_mistake(server: Server, body: bytes) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/completions", body)
+    request.add_header("Content-Type", "application/json")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert refused.value.code == 400
+    refused.value.close()
+
+
+@pytest.mark.parametrize("depth", [20, 100])
+def test_nested_parameters_of_a_request_have_no_effect(server: Server, depth: int) -> None:
+    nested: Any = True
+    for _ in range(depth):
+        nested = {"raykv_store": nested}
+    assert server.complete("Once more.", kv_transfer_params=nested)
+
+
 def test_client_opts_out_of_storing(server: Server) -> None:
     other = "It was the best of times, it was the worst of times. " * 8
     first = server.complete(other, kv_transfer_params={"raykv_store": False})

@@ -174,8 +174,16 @@ def test_file_that_is_cut_short_or_has_flipped_bits_gives_no_wrong_byte(
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"short", bytes(8), b"\xff" * 8, (2).to_bytes(8, "little") + b"{}", bytes(5000)],
-    ids=["empty", "short", "no header", "endless header", "no metadata", "zeros"],
+    [
+        b"",
+        b"short",
+        bytes(8),
+        b"\xff" * 8,
+        (2).to_bytes(8, "little") + b"{}",
+        bytes(5000),
+        (100_005).to_bytes(8, "little") + b'{"a":' + b"[" * 100_000,
+    ],
+    ids=["empty", "short", "no header", "endless header", "no metadata", "zeros", "nested"],
 )
 def test_other_files_are_refused_by_name(path: Path, raw: bytes) -> None:
     path.write_bytes(raw)

@@ -210,3 +210,11 @@ def test_whatever_is_sent_the_prompt_stays_and_one_token_is_asked_for(
     assert decode[PARAMS]["raykv_prefilled"] is True
     rest = {name: value for name, value in body.items() if name != PARAMS}
     assert json.dumps({k: v for k, v in decode.items() if k != PARAMS}) == json.dumps(rest)
+
+
+@pytest.mark.parametrize("depth", [300, 980, 100_000])
+def test_request_that_is_nested_deeply_is_left_to_vllm(depth: int) -> None:
+    asked = request(b'{"prompt": [1], "tools": ' + b"[" * depth + b"]" * depth + b"}")
+    forms = split(asked, ALWAYS)
+    assert forms.plain == asked
+    assert forms.prefill is None or depth == 300

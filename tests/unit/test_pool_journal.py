@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -249,6 +250,12 @@ def test_overwritten_chunk_is_not_believed_whatever_bit_of_the_journal_is_flippe
 @pytest.mark.parametrize("rest", [b"\0", bytes(8), bytes(100), b"rest"])
 def test_journal_is_not_believed_when_something_else_follows(path: Path, rest: bytes) -> None:
     assert found_in_copy(path, worn(path) + rest) == set()
+
+
+def test_journal_with_more_than_can_be_read_is_not_believed(path: Path) -> None:
+    payload = b"\x95\x01\xa1x\x01\x01" + b"\x91" * 100_000 + b"\x00"
+    sealed = len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little")
+    assert found_in_copy(path, sealed + payload) == set()
 
 
 def test_journal_is_sound_again_after_a_life_that_began_with_a_damaged_one(path: Path) -> None:

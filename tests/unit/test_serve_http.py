@@ -22,6 +22,32 @@ async def all_of(pieces: Any) -> list[Head | bytes]:
     return [piece async for piece in pieces]
 
 
+DEEP = http.MAX_NESTING
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"", False),
+        (b"no JSON ]]]", False),
+        (b"[" * DEEP + b"]" * DEEP, False),
+        (b"[" * (DEEP + 1) + b"]" * (DEEP + 1), True),
+        (b'{"a":' * (DEEP + 1), True),
+        (b"[[],{}]," * 10_000, False),
+        (b'{"text": "' + b"[{" * 10_000 + b'"}', False),
+        (b'{"text": "' + b"\\\\[" * 1000 + b'\\"[[' + b'[["}', False),
+        (b'{"text": "\\\\", "a": ' + b"[" * DEEP, True),
+        (('{"a": "\\"", "b": ' + "[" * DEEP).encode("utf-16"), True),
+        (('{"a": "\\u2200", "b": "' + "[" * DEEP).encode("utf-32"), False),
+    ],
+    ids=range(11),
+)
+def test_nesting_is_that_of_objects_and_lists_outside_of_strings(
+    text: bytes, expected: bool
+) -> None:
+    assert http.is_nested_too_deeply(text) is expected
+
+
 def test_application_reads_request_and_its_answer_comes_in_pieces() -> None:
     seen: list[Any] = []
 

@@ -166,6 +166,19 @@ def test_request_without_a_model_is_left_to_vllm(body: bytes) -> None:
     assert (client.status, client.text) == (400, "vLLM's words")
 
 
+@pytest.mark.parametrize("num_models", [1, 2])
+@pytest.mark.parametrize("inner", [b"[" * 100_000, b'{"a":' * 100 + b"1" + b"}" * 100])
+def test_body_that_is_nested_too_deeply_is_refused_before_anybody_is_asked(
+    num_models: int, inner: bytes
+) -> None:
+    """A replica that has died of it would be followed by the next one."""
+    replicas = [Replicas([]) for _ in range(num_models)]
+    client = ask(ingress(*replicas), Client(body=[b'{"model": ', inner, b"}"]))
+    assert client.status == 400
+    assert "nested deeper than 100" in error_of(client)
+    assert not any(each.asked for each in replicas)
+
+
 def test_only_model_gets_whatever_is_asked() -> None:
     assert ask(ingress(Replicas([Head(404, []), b"its own"])), asking("other")).text == "its own"
 
