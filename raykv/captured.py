@@ -21,7 +21,6 @@ import fcntl
 import hashlib
 import os
 import tempfile
-import threading
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from safetensors import TensorSpec, deserialize, serialize_file
 from raykv.deadlines import STATES_LOAD_S
 from raykv.errors import HiddenStatesError
 from raykv.ownership import make_own_folder, open_own, require_own_folder, require_settled
+from raykv.threads import start_thread
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a folder where nothing can be made now."""
@@ -374,8 +374,7 @@ def _await_writer(path: str, timeout_s: float) -> _Outcome:
             texts.append(os.pread(lock.fileno(), _MOST_TEXT, 0))
 
     # There is no way to wait for a lock for some time only, without looking again and again.
-    thread = threading.Thread(target=wait, name="raykv-states", daemon=True)
-    thread.start()
+    thread = start_thread("raykv-states", wait)
     thread.join(timeout_s)
     if thread.is_alive():
         raise HiddenStatesError(

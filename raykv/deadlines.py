@@ -7,6 +7,17 @@ one, and numbers that should be here.
 
 from __future__ import annotations
 
+# Threads that have failed
+
+THREAD_PAUSES_S = (0.1, 1.0)
+"""Before a thread that has failed begins anew, first and longest: whatever it looks after waits."""
+
+THREAD_WELL_S = 60.0
+"""A thread that has run for so long has recovered from its last failure."""
+
+THREAD_REVIVE_S = 1.0
+"""Between two tries to start a thread that the system did not give: somebody else must end."""
+
 # The worker's line to its NodeActor
 
 LINK_CONNECT_S = 5.0
@@ -26,8 +37,19 @@ STAGED_LOOK_S = 0.002
 """While a load that the engine waits for has no room in the staging memory; its own deadline ends
 it."""
 
-LINK_EXIT_LOOK_S = 5.0
-"""How often a NodeActor that was killed but has not exited yet is complained about."""
+LINK_EXIT_S = 2.0
+"""For the exit of a NodeActor that was killed, which takes milliseconds on a quiet machine; then it
+is enough that none of its threads runs any more, where only these could write."""
+
+LINK_EXIT_LOOK_S = 0.5
+"""Between two looks at that."""
+
+LINK_HALT_S = 1.0
+"""For every core to have been in the kernel once, which takes some ticks of its clock."""
+
+LINK_LAST_S = 60.0
+"""For the exit of a killed NodeActor that a GPU may still copy for: a driver takes seconds to unpin
+hundreds of GiB. After that the engine ends, since its memory is not its own any more."""
 
 GCS_S = 5.0
 """For an actor's address from Ray's head node, which takes milliseconds; Ray itself waits for a
@@ -41,6 +63,9 @@ LINK_CLOSE_S = 5.0
 NODE_HELLO_S = 10.0
 """From a connection's start to the end of its attach message: strangers may say nothing. The
 message is sent at once; a frozen engine may attach anew when it wakes up."""
+
+NODE_TURN_AWAY_S = 0.5
+"""The same for a worker that can't be served, which is told so by the thread that all wait for."""
 
 NODE_SEND_S = 2.0
 """A worker that does not read its results for so long is stuck; its connection is closed, so that

@@ -46,6 +46,10 @@ class HiddenStatesError(RayKVError):
     """There are no hidden states of a request, or no file of them; it says why."""
 
 
+class ThreadError(RayKVError):
+    """The system gives this process no more threads."""
+
+
 class HandleError(RayKVError):
     """A KV cache can't be shared with, or opened by, another process."""
 

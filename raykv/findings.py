@@ -65,7 +65,8 @@ class HostFacts(msgspec.Struct, frozen=True):
     `wall_time` is its clock in Unix seconds. `left_bytes` of the pool are not touched yet, and
     `is_memory` says whether they will count as memory. `unreached` has the places that could not
     be reached, and why. `plasma_folder` is where Ray keeps objects. `unowned`: what earlier nodes,
-    or other clusters that are down now, have left under `disk_path`.
+    or other clusters that are down now, have left under `disk_path`. `threads_failed`: how often
+    threads of the NodeActor have failed, or were not given by the system.
     """
 
     hostname: str
@@ -84,5 +85,6 @@ class HostFacts(msgspec.Struct, frozen=True):
     shm_free_bytes: int = 0
     plasma_folder: str = ""
     plasma_bytes: int = 0
+    threads_failed: int = 0
     unreached: list[tuple[Place, str]] = []
     unowned: list[UnownedFolder] = []

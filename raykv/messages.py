@@ -327,6 +327,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     metrics_problem: str = ""
     disk: DiskStats = DiskStats()
     states: CaptureStats = CaptureStats()
+    threads_failed: int = 0
 
 
 class NodeReport(msgspec.Struct, frozen=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
-import threading
+from functools import partial
+
+from raykv.threads import OnFailure, start_thread
 
 
 def end_with_parent(pid: int, signum: signal.Signals = signal.SIGKILL) -> bool:
@@ -23,9 +25,7 @@ def end_with_parent(pid: int, signum: signal.Signals = signal.SIGKILL) -> bool:
     if os.getppid() != pid:
         os.close(pidfd)
         return False
-    threading.Thread(
-        target=_end_after, args=(pidfd, signum), name="raykv-parent", daemon=True
-    ).start()
+    start_thread("raykv-parent", partial(_end_after, pidfd, signum), OnFailure.RUN_AGAIN)
     return True
 
 

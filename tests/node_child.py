@@ -1,11 +1,14 @@
 """Runs a NodeService in a process of its own, so that a test can freeze and kill it.
 
-Usage: python node_child.py SOCKET_NAME NUM_SLOTS SLOT_BYTES [endless]. Prints a line when it
-listens. With "endless" a copy goes on until it is stopped, and a line says that it has begun.
+Usage: python node_child.py SOCKET_NAME NUM_SLOTS SLOT_BYTES [endless] [limited]. Prints a line when
+it listens. With "endless" a copy goes on until it is stopped, and a line says that it has begun;
+with "limited" the system gives it no thread any more once it listens.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 import time
 
@@ -39,6 +42,10 @@ def main() -> None:
     geometry = PoolGeometry(num_slots * slot_bytes, num_slots * slot_bytes)
     service = NodeService(ServiceSettings(name, geometry), boot_epoch())
     service.start()
+    if "limited" in sys.argv[4:]:
+        if os.getuid() == 0:  # who has no limit
+            os.setuid(65534)
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     print("listening", flush=True)
     sys.stdin.read()
 

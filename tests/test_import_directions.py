@@ -45,6 +45,7 @@ TABLE = (
         "ownership",
         "parent",
         "parsing",
+        "threads",
         packages="",
     ),
     row("warden", packages="psutil"),

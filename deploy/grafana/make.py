@@ -212,6 +212,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             ("sum (raykv_queued_jobs{$C})", "queued jobs"),
             ("sum (raykv_attached_workers{$C})", "workers"),
+            (_rate("raykv_failed_threads_total"), "failed threads, a second"),
         ),
     ),
     "Between nodes": (

@@ -52,6 +52,7 @@ from raykv.deadlines import (
 )
 from raykv.errors import HiddenStatesError, first_line
 from raykv.state_types import Capture, CaptureStats
+from raykv.threads import OnFailure, SupervisedThread
 from raykv.types import Direction, Epoch, Refusal
 
 logger = logging.getLogger("raykv.node")
@@ -116,18 +117,23 @@ class Capturing:
         self._files: Counter[str] = Counter()
         # By folder, how long files are kept there.
         self._folders: dict[Path, float] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: list[SupervisedThread] = []
         self._stopping = False
 
     # Jobs
 
     def push(self, queued: QueuedJob) -> bool:
-        """Take a capture in, and its lock; False: there are too many, nothing has changed."""
+        """Take a capture in, and its lock.
+
+        False: there are too many, or no thread for them; nothing has changed.
+        """
         with self._lock:
             if self._stopping or len(self._waiting) >= MAX_QUEUED_JOBS:
                 return False
             if not self._threads:
                 self._begin()
+            if not all(thread.revive() for thread in self._threads):
+                return False
             self._waiting.append(queued)
             self._lock.notify_all()
             return True
@@ -225,11 +231,10 @@ class Capturing:
         targets = {"copy": self._copy_all, "write": self._write_all, "expire": self._expire_all}
         for name, count in work.items():
             for _ in range(count):
-                thread = threading.Thread(
-                    target=targets[name], name=f"raykv-states-{name}", daemon=True
+                thread = SupervisedThread(
+                    f"raykv-states-{name}", targets[name], OnFailure.END_PROCESS
                 )
                 self._threads.append(thread)
-                thread.start()
 
     def _copy_all(self) -> None:
         while (queued := self._next()) is not None:
@@ -240,10 +245,12 @@ class Capturing:
                 queued.refuse_rest(refused.refusal)
             finally:
                 # Answered first: then nobody waits for memory that is about to be unmapped.
-                self._answer(queued, num_bytes)
-                with self._lock:
-                    self._running = None
-                    self._lock.notify_all()
+                try:
+                    self._answer(queued, num_bytes)
+                finally:
+                    with self._lock:
+                        self._running = None
+                        self._lock.notify_all()
 
     def _next(self) -> QueuedJob | None:
         """The oldest capture, which counts as running; None at the end."""
@@ -465,9 +472,11 @@ def _capture(queued: QueuedJob) -> Capture:
 
 def _let_go(lock_fd: int, reason: str) -> None:
     if lock_fd >= 0:
-        settle(lock_fd, reason)
-        with contextlib.suppress(OSError):
-            os.close(lock_fd)
+        try:
+            settle(lock_fd, reason)
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(lock_fd)
 
 
 def _missing(name: str, *, is_known: bool) -> str:

@@ -1,4 +1,4 @@
-"""Which processes at the other end of a socket have died.
+"""Which processes at the other end of a socket have died, and which will write nothing any more.
 
 A socket's end does not tell: a child that a process has forked keeps the socket open, and with it
 all that hangs on it. So the process itself is watched, through a pidfd.
@@ -7,22 +7,33 @@ all that hangs on it. So the process itself is watched, through a pidfd.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import platform
 import select
+import signal
 import socket
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from raykv.actors import wire
+from raykv.actors.patience import within
 from raykv.deadlines import NODE_DEATHS_LOOK_S
-from raykv.errors import AttachError
+from raykv.errors import AttachError, ThreadError
+from raykv.threads import OnFailure, SupervisedThread, start_thread
 
 logger = logging.getLogger("raykv.node")
 
 SO_PEERPIDFD = 77
 """Linux 6.5, from its include/uapi/asm-generic/socket.h: of the very process that connected, even
 if its number belongs to another one by now."""
+
+
+MEMBARRIER = {"x86_64": 324, "aarch64": 283}
+MEMBARRIER_CMD_GLOBAL = 1
+"""Linux 4.3 and 4.16, from its system call tables and include/uapi/linux/membarrier.h."""
 
 
 @dataclass(eq=False)
@@ -32,6 +43,47 @@ class Watch:
     sock: socket.socket
     pidfd: int | None
     has_died: bool = False
+
+
+def kill(pidfd: int) -> bool:
+    """Send SIGKILL; True: no thread of the process will return to its own code from now on.
+
+    False: it is gone already, or can't be killed by us.
+    """
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except OSError:
+        return False
+    # The first process of a process name space ignores signals from inside of it.
+    return not _is_first(pidfd)
+
+
+def has_halted(deadline_s: float) -> bool:
+    """Whether no process that `kill` has killed runs its own code any more; False: not known.
+
+    The kernel marks all threads of a process before the sender of SIGKILL goes on: a thread that
+    waits, or that waits for a core, dies before its next instruction, and one that runs on another
+    core is interrupted. Until that has happened is what is waited for: `membarrier` returns when
+    every core has been through the kernel since. Kernels with cores that are never interrupted
+    (nohz_full), and some sandboxes, refuse it.
+    """
+    number = MEMBARRIER.get(platform.machine())
+    if number is None:
+        return False
+    system_call = ctypes.CDLL(None, use_errno=True).syscall
+    arguments = [ctypes.c_long(each) for each in (number, MEMBARRIER_CMD_GLOBAL, 0, 0)]
+    try:
+        return within(deadline_s, lambda: system_call(*arguments)) == 0
+    except (TimeoutError, ThreadError):
+        return False
+
+
+def _is_first(pidfd: int) -> bool:
+    for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name == "NSpid":
+            return numbers.split()[-1:] == ["1"]
+    return True
 
 
 class DeathWatch:
@@ -44,11 +96,9 @@ class DeathWatch:
         self._stopping = False
         self._has_complained = False
 
-    def start(self) -> threading.Thread:
+    def start(self) -> SupervisedThread:
         """Begin; returns the thread, which ends after `stop`."""
-        thread = threading.Thread(target=self._run, name="raykv-deaths", daemon=True)
-        thread.start()
-        return thread
+        return start_thread("raykv-deaths", self._run, OnFailure.END_PROCESS)
 
     def stop(self) -> None:
         """End the thread the next time it looks."""

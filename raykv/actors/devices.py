@@ -87,8 +87,9 @@ class Devices:
         with self._lock:
             if self._pinner is not None or self._is_closed:
                 return
-            self._pinner = PoolPinner(driver, device, pool, geometry)
-            self._pinner.start()
+            pinner = PoolPinner(driver, device, pool, geometry)
+            pinner.start()
+            self._pinner = pinner
 
     def close(self, timeout_s: float) -> None:
         """Unpin the pool; no copy may run any more."""

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from raykv.deadlines import METRICS_TARGETS_S
 from raykv.errors import first_line
 from raykv.ownership import write_own
+from raykv.threads import OnFailure, start_thread
 
 logger = logging.getLogger("raykv.metrics")
 
@@ -69,7 +69,7 @@ class Discovery:
 
     def start(self) -> None:
         """Begin."""
-        threading.Thread(target=self._run, name="raykv-targets", daemon=True).start()
+        start_thread("raykv-targets", self._run, OnFailure.RUN_AGAIN)
 
     def _run(self) -> None:
         while True:

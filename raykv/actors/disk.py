@@ -43,6 +43,7 @@ from raykv.deadlines import (
 from raykv.disk_types import Demotions, DiskNews, DiskOrder, DiskStats
 from raykv.errors import DiskError
 from raykv.memory.region import yield_to_others
+from raykv.threads import OnFailure, start_thread
 from raykv.tiers.chunk_file import ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.tiers.folder import TierFolder
 from raykv.types import (
@@ -122,7 +123,7 @@ class DiskTier:
     def start(self) -> None:
         """Open the folder and serve, in threads."""
         self.reads.start()
-        threading.Thread(target=self._run, name="raykv-disk", daemon=True).start()
+        start_thread("raykv-disk", self._run, OnFailure.END_PROCESS)
 
     def stop(self) -> None:
         """End the threads; what is not written is lost."""

@@ -22,6 +22,7 @@ from raykv.deadlines import DISK_LOOK_S
 from raykv.disk_types import DiskStats, disk_of, is_disk, node_of
 from raykv.errors import ChunkFileError
 from raykv.messages import ReadReply, ReadRequest
+from raykv.threads import OnFailure, start_thread
 from raykv.tiers.chunk_file import read_chunk
 from raykv.tiers.folder import TierFolder
 from raykv.types import Epoch, Refusal
@@ -101,7 +102,7 @@ class DiskReads:
         """Begin to read, in threads."""
         for number in range(DISK_READERS):
             name = f"raykv-disk-read-{number}"
-            threading.Thread(target=self._read_for_ever, name=name, daemon=True).start()
+            start_thread(name, self._read_for_ever, OnFailure.END_PROCESS)
 
     def stop(self) -> None:
         """End the threads."""

@@ -14,6 +14,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -30,8 +31,9 @@ from prometheus_client.registry import Collector
 from raykv.config import MetricsPlace
 from raykv.core.metric_table import METRICS, MetricKind
 from raykv.deadlines import METRICS_CLIENT_S, METRICS_LOOK_S
-from raykv.errors import first_line
+from raykv.errors import ThreadError, first_line
 from raykv.metric_types import MetricFamily, MetricRow
+from raykv.threads import OnFailure, start_thread
 
 logger = logging.getLogger("raykv.metrics")
 
@@ -116,7 +118,12 @@ class _Server(ThreadingWSGIServer):
         if not self._free.acquire(timeout=0):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            serve = partial(self.process_request_thread, request, client_address)
+            start_thread("raykv-scrape", serve)
+        except ThreadError:
+            self._free.release()
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """See `ThreadingMixIn.process_request_thread`."""
@@ -163,9 +170,8 @@ class MetricsServer:
         self._server = server
         is_any = bind_to in ("0.0.0.0", "::")
         self.address = _joined(self._host if is_any else bind_to, server.server_port)
-        threading.Thread(
-            target=server.serve_forever, args=(METRICS_LOOK_S,), name="raykv-metrics", daemon=True
-        ).start()
+        serve = partial(server.serve_forever, METRICS_LOOK_S)
+        start_thread("raykv-metrics", serve, OnFailure.RUN_AGAIN)
         if place.port not in ("auto", str(server.server_port)):
             logger.warning("port %s is taken: metrics are at %s", place.port, self.address)
 

@@ -34,6 +34,7 @@ from raykv.messages import (
     Replicas,
     encode,
 )
+from raykv.threads import OnFailure, SupervisedThread
 from raykv.types import Refusal
 
 logger = logging.getLogger("raykv.fetch")
@@ -88,13 +89,22 @@ class FetchClient:
         self._counter = 0
         self._actor: Any = None
         self._stopped = threading.Event()
+        self._is_started = False
+        self._threads = [
+            SupervisedThread("raykv-fetch", self._run, OnFailure.RUN_AGAIN),
+            SupervisedThread("raykv-fetch-watch", self._watch, OnFailure.RUN_AGAIN),
+        ]
         self._deliver: Callable[[FetchEnded], None] = lambda _: None
 
     def start(self, deliver: Callable[[FetchEnded], None]) -> None:
         """Begin; `deliver` is called from other threads."""
         self._deliver = deliver
-        for target, name in ((self._run, "raykv-fetch"), (self._watch, "raykv-fetch-watch")):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        self._is_started = True
+        self._revive()
+
+    def _revive(self) -> bool:
+        """Whether orders are carried out; the threads are started where that was in vain."""
+        return not self._is_started or all(thread.revive() for thread in self._threads)
 
     def stop(self) -> None:
         """End the threads; nobody waits for what is under way."""
@@ -103,6 +113,9 @@ class FetchClient:
     def submit(self, orders: list[FetchOrder], node_epoch: int) -> None:
         """Have chunks fetched; on the engine's thread, returns at once."""
         now = time.monotonic()
+        if orders and not self._revive():
+            self._deliver(FetchEnded(orders, _refused(node_epoch, len(orders))))
+            return
         for part in split(orders):
             self._counter += 1
             number = self._counter

@@ -18,8 +18,10 @@ import raykv
 from raykv.actors.patience import within
 from raykv.core.room import MemoryLimit
 from raykv.deadlines import HOST_DISK_S
+from raykv.errors import ThreadError
 from raykv.findings import HostFacts, HostQuestion, LimitFacts, Place, UnownedFolder
 from raykv.memory.limits import disk_limit, is_in_memory, worker_limits
+from raykv.threads import num_failed
 from raykv.tiers.folder import unowned_folders
 
 logger = logging.getLogger("raykv.doctor")
@@ -51,6 +53,7 @@ def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFa
         shm_free_bytes=shm_free_bytes,
         plasma_folder=plasma_folder,
         plasma_bytes=plasma_bytes,
+        threads_failed=num_failed(),
         unreached=unreached,
         unowned=_unowned(disk_path) if disk_path else [],
     )
@@ -60,7 +63,7 @@ def _unowned(disk_path: str) -> list[UnownedFolder]:
     """What nobody holds on the disk, if that answers in time."""
     try:
         return within(HOST_DISK_S, lambda: unowned_folders(Path(disk_path), time.time()))
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, ThreadError) as error:
         logger.warning("disk_path=%r can't be looked at: %s", disk_path, error)
         return []
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from raykv.actors.attached import AttachedWorker, QueuedJob
 from raykv.actors.keeper import PoolKeeper
 from raykv.copy.engine import HOST, JobQueue, LaneName
 from raykv.deadlines import NODE_GIVE_WAY_S, NODE_LOOK_S
+from raykv.errors import ThreadError
+from raykv.threads import OnFailure, SupervisedThread, start_thread
 from raykv.types import Direction
 
 
@@ -36,13 +39,17 @@ class CopyLanes:
         self._queue: JobQueue[QueuedJob] = JobQueue()
         # Notified when the lane has a job; a thread that waits there is not woken up by others.
         self._news: dict[LaneName, threading.Condition] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: list[SupervisedThread] = []
         # Notified when no job waits or runs.
         self._rest = threading.Condition(self._mutex)
         self._stopping = False
 
     def open(self, device: str = HOST) -> None:
-        """Have threads for a device, which live until `stop`."""
+        """Have threads for a device, which live until `stop`.
+
+        Raises:
+            ThreadError: the system gives no more; the next call tries again.
+        """
         with self._lock:
             lanes = [LaneName(device, direction) for direction in Direction]
             for lane in lanes:
@@ -52,9 +59,13 @@ class CopyLanes:
                 if self._stopping:
                     continue
                 name = f"raykv-{lane.direction.name.lower()}"
-                thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
+                try:
+                    thread = start_thread(name, partial(self._serve, lane), OnFailure.END_PROCESS)
+                except ThreadError:
+                    # Nobody would carry out what it is given.
+                    del self._news[lane]
+                    raise
                 self._threads.append(thread)
-                thread.start()
 
     def stop(self) -> None:
         """No job is begun any more."""

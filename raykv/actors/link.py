@@ -7,12 +7,14 @@
                  │          CANCELLING ── result ──► done
                  │             │ grace over, or the line broke
                  │             ▼
-                 │          the NodeActor is killed (pidfd) and its exit waited for ──► done, failed
+                 │          the NodeActor is killed, and can't write any more ──► done, failed
                  └── no line, breaker open, or deadline ──► done, failed
 
 The one thing that must never happen is that a copy goes on after its job was reported failed:
 vLLM gives the blocks to another request, and a late copy would write into it. So a job that was
-sent is reported only when the NodeActor has answered, or is dead.
+sent is reported only when the NodeActor has answered, or can't write any more: it has exited, or
+was killed and its threads run no more, which is enough unless a GPU copies for it. If neither
+comes about in time the engine ends itself: `raykv.core.aftermath`.
 
 Threads: the engine's thread submits, waits and drains; one thread of the link does everything
 else. They share only what `_lock` guards.
@@ -23,30 +25,35 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
 
 from raykv.actors import wire
+from raykv.actors.deaths import has_halted, kill
 from raykv.actors.job_request import JobRequest, PendingJob, Stage
 from raykv.breaker_types import OWN_NODE, BreakerReport
 from raykv.config import Settings
+from raykv.core.aftermath import Aftermath, Killed, Patience, aftermath
 from raykv.core.breaker import Breakers, Pauses
 from raykv.core.sanity import believable
 from raykv.deadlines import (
     LINK_CONNECT_S,
     LINK_EXIT_LOOK_S,
+    LINK_EXIT_S,
+    LINK_HALT_S,
+    LINK_LAST_S,
     LINK_LOOK_S,
     LINK_PAUSES_S,
     LINK_WAIT_LOOK_S,
 )
 from raykv.errors import AttachError
+from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -58,6 +65,7 @@ from raykv.messages import (
     NodeMessage,
     WorkerAttached,
 )
+from raykv.threads import OnFailure, SupervisedThread, end_process
 from raykv.types import Direction, Refusal
 
 logger = logging.getLogger("raykv.worker")
@@ -93,15 +101,22 @@ class WorkerLink:
         layout: of the KV cache that is shared.
         kv_fds: what opens the KV cache in the NodeActor; not closed here.
         settings: deadlines.
+        end_engine: ends this process, for a reason that it logs.
     """
 
     def __init__(
-        self, rank: int, layout: KVLayout, kv_fds: list[int], settings: LinkSettings
+        self,
+        rank: int,
+        layout: KVLayout,
+        kv_fds: list[int],
+        settings: LinkSettings,
+        end_engine: Callable[[str], object] = end_process,
     ) -> None:
         self._rank = rank
         self._layout = layout
         self._kv_fds = kv_fds
         self._settings = settings
+        self._end_engine = end_engine
         self._words = CancelWords.create()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Guards everything below that both threads touch.
@@ -119,8 +134,8 @@ class WorkerLink:
         self._sock: socket.socket | None = None
         self._pidfd = -1
         self._reader = wire.FrameReader()
-        self._thread = threading.Thread(target=self._run, name="raykv-link", daemon=True)
-        self._thread.start()
+        self._thread = SupervisedThread("raykv-link", self._run, OnFailure.RUN_AGAIN)
+        self._thread.revive()
 
     # The engine's thread
 
@@ -146,6 +161,7 @@ class WorkerLink:
             assert request.job_id not in self._pending, request.job_id
             self._pending[request.job_id] = PendingJob(request, time.monotonic() + allowed_s)
             self._outbox.append(request.job_id)
+        self._revive()
         self._nudge()
 
     def drain(self) -> list[JobResult]:
@@ -194,10 +210,12 @@ class WorkerLink:
         return any(pending.layers < count for pending in known)
 
     def _revive(self) -> None:
-        """A thread that died of a bug must not leave the engine waiting for ever."""
-        if not self._thread.is_alive() and not self._stopping:
-            self._thread = threading.Thread(target=self._run, name="raykv-link", daemon=True)
-            self._thread.start()
+        """Where there was no thread for the line, try again; jobs fail as long as that is in vain.
+
+        None of them was sent: a thread that has begun ends with the line only.
+        """
+        if not self._stopping and not self._thread.revive():
+            self._fail_queued()
 
     def close(self, timeout_s: float) -> None:
         """End the line. The NodeActor sees it and drops our jobs; returns within `timeout_s`."""
@@ -218,12 +236,13 @@ class WorkerLink:
     # The link's thread
 
     def _run(self) -> None:
-        while not self._stopping:
-            try:
+        try:
+            while not self._stopping:
                 self._step()
-            except Exception as error:
-                logger.exception("the line to the NodeActor failed; starting it anew")
-                self._disconnect(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            # The line begins anew, and so does this.
+            self._disconnect(f"{type(error).__name__}: {error}")
+            raise
         self._abandon_all()
 
     def _step(self) -> None:
@@ -449,7 +468,11 @@ class WorkerLink:
             call = self._breakers.begin(OWN_NODE, time.monotonic())
         if call is not None:
             self._failed(call, reason)
-        if flying and not self._end_node_actor():
+        # What is in memory of the host only a NodeActor's own threads write to.
+        by_device = self._layout.kind != MEMFD and any(
+            pending.request.direction is Direction.LOAD for pending in flying
+        )
+        if flying and not self._end_node_actor(by_device):
             return
         if self._pidfd >= 0:
             os.close(self._pidfd)
@@ -461,26 +484,47 @@ class WorkerLink:
             self._fail(pending, Refusal.NODE_LOST)
         self._fail_queued()
 
-    def _end_node_actor(self) -> bool:
-        """Kill our node's NodeActor, also a stopped one, and wait for its exit.
+    def _end_node_actor(self, by_device: bool) -> bool:
+        """Kill our node's NodeActor, also a stopped one; True when it can write nothing any more.
 
         Ray starts it again. There is no other way on: while it lives it may write into blocks
-        that vLLM is about to give to another request. So this wait alone has no deadline but the
-        engine's end, when the answer is False; a process that was killed exits, unless the kernel
-        itself hangs.
+        that vLLM is about to give to another request. False only at the engine's end.
+
+        Args:
+            by_device: it may have told a GPU to write into our memory.
         """
         if self._pidfd < 0:
             return True
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        killed_at = time.monotonic()
+        is_killed = kill(self._pidfd)
+        halted = False
         while not self._stopping:
             readable = wire.wait_readable([self._pidfd, self._wake], LINK_EXIT_LOOK_S)
-            if self._pidfd in readable:
-                return True
             if self._wake in readable:
                 os.eventfd_read(self._wake)
-            else:
-                logger.error("the NodeActor was killed but has not exited yet")
+            since_s = time.monotonic() - killed_at
+            if since_s >= LINK_EXIT_S and is_killed and not halted:
+                halted = has_halted(LINK_HALT_S)
+            seen = Killed(since_s, self._pidfd in readable, halted, by_device)
+            match aftermath(seen, Patience(LINK_EXIT_S, LINK_LAST_S)):
+                case Aftermath.SAFE:
+                    if not seen.has_exited:
+                        logger.error(
+                            "the NodeActor was killed and has not exited after %.1f s, but none of "
+                            "its threads runs any more: not waiting for it",
+                            since_s,
+                        )
+                    return True
+                case Aftermath.HOPELESS:
+                    self._end_engine(
+                        f"the NodeActor was killed and has not exited after {since_s:.0f} s, so "
+                        "that it, or a GPU on its behalf, might still write into this engine's KV "
+                        "cache: look for what keeps its process (`ps`, `dmesg`: no free core, a "
+                        "driver or a file system that hangs), and start the engine again"
+                    )
+                    return False
+                case Aftermath.WAIT:
+                    pass
         return False
 
     def _abandon_all(self) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import threading
 import time
@@ -82,6 +81,7 @@ from raykv.messages import (
     encode,
 )
 from raykv.metric_types import MetricFamily
+from raykv.threads import OnFailure, end_process, start_thread
 from raykv.types import MAX_GENERATION
 
 logger = logging.getLogger("raykv.node")
@@ -134,7 +134,7 @@ class NodeActor:
         self._refusal = self._open_within(NODE_ROOM_GRACE_S)
         if self._refusal:
             logger.error("no pool on this node: %s", self._refusal)
-            threading.Thread(target=self._open_later, name="raykv-room", daemon=True).start()
+            start_thread("raykv-room", self._open_later, OnFailure.END_PROCESS)
         if metrics is not None:
             try:
                 host = ray.util.get_node_ip_address()
@@ -153,10 +153,10 @@ class NodeActor:
             time.sleep(NODE_ROOM_LOOK_S)
             try:
                 self._refusal = self._open()
-            except Exception:
+            except Exception as error:
                 # Another life, from the beginning.
                 logger.exception("the pool can't be opened")
-                os._exit(1)
+                end_process(f"the pool can't be opened: {first_line(error)}")
         logger.warning("there is room for the pool now")
 
     def _open(self) -> str:
@@ -189,7 +189,7 @@ class NodeActor:
             return f"the pool {self._pool_path} can't be opened: {error}"
         if self._disk is not None:
             self._disk.start()
-        threading.Thread(target=self._report_for_ever, name="raykv-report", daemon=True).start()
+        start_thread("raykv-report", self._report_for_ever, OnFailure.END_PROCESS)
         return ""
 
     def _start(self) -> None:

@@ -16,11 +16,11 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from raykv.actors import wire
@@ -53,8 +53,9 @@ from raykv.deadlines import (
     NODE_SEND_S,
     NODE_STOP_S,
     NODE_STORE_EXPIRY_S,
+    NODE_TURN_AWAY_S,
 )
-from raykv.errors import AttachError, HandleError, RayKVError
+from raykv.errors import AttachError, HandleError, RayKVError, ThreadError
 from raykv.memory.handles import open_kv
 from raykv.memory.limits import has_room, is_in_memory
 from raykv.memory.region import yield_to_others
@@ -66,6 +67,7 @@ from raykv.messages import (
     NodeStats,
     WorkerAttached,
 )
+from raykv.threads import OnFailure, SupervisedThread, num_failed, start_thread
 from raykv.types import Direction, Epoch, Refusal
 
 logger = logging.getLogger("raykv.node")
@@ -129,7 +131,8 @@ class NodeService:
         self.forms = Forms()
         self._deaths = DeathWatch()
         self._listener: socket.socket | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads: list[SupervisedThread] = []
+        self._has_complained = False
         self._stopping = False
         self._on_stored: Callable[[], None] = lambda: None
 
@@ -148,15 +151,14 @@ class NodeService:
         self.keeper.recover()
         self._threads.append(self._deaths.start())
         self._lanes.open()
-        for target in (
-            self._accept,
-            self._look_after,
-            self.rows.load,
-            self._prefault,
+        for target, on_failure in (
+            (self._accept, OnFailure.END_PROCESS),
+            (self._look_after, OnFailure.END_PROCESS),
+            (self.rows.load, OnFailure.GIVE_UP),
+            (self._prefault, OnFailure.GIVE_UP),
         ):
-            thread = threading.Thread(target=target, name=f"raykv-{target.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            name = f"raykv-{target.__name__.lstrip('_')}"
+            self._threads.append(start_thread(name, target, on_failure))
 
     def _prefault(self) -> None:
         """Touch the pool's pages, without slowing down the engines that start meanwhile."""
@@ -209,9 +211,21 @@ class NodeService:
                     logger.warning("a connection can't be taken: %s", error)
                     time.sleep(NODE_ACCEPT_PAUSE_S)
                 continue
-            threading.Thread(
-                target=self._serve, args=(sock,), name="raykv-worker", daemon=True
-            ).start()
+            try:
+                start_thread("raykv-worker", partial(self._serve, sock))
+            except ThreadError as error:
+                self._turn_away(sock, error)
+
+    def _turn_away(self, sock: socket.socket, error: ThreadError) -> None:
+        """Have a worker hear at once that it is not served, and why."""
+        if not self._has_complained:
+            self._has_complained = True
+            logger.error("workers are turned away (said once): %s", error)
+        with contextlib.closing(sock), contextlib.suppress(RayKVError, OSError, ValueError):
+            # What it has sent is read first: else it would see an error, and no answer.
+            _, fds = receive_hello(sock, wire.FrameReader(), NODE_TURN_AWAY_S)
+            close_all(fds)
+            sock.sendall(wire.frame(WorkerAttached(self.epoch, f"the NodeActor: {error}")))
 
     def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends."""
@@ -225,11 +239,11 @@ class NodeService:
             if not self._stopping:
                 logger.warning("a worker's connection ended: %s: %s", type(error).__name__, error)
         finally:
-            if worker is not None:
-                self._detach(worker)
-            if watch is not None:
-                self._deaths.unwatch(watch)
-            sock.close()
+            with contextlib.closing(sock), contextlib.ExitStack() as stack:
+                if watch is not None:
+                    stack.callback(self._deaths.unwatch, watch)
+                if worker is not None:
+                    self._detach(worker)
 
     def _attach(self, sock: socket.socket) -> tuple[AttachedWorker, wire.FrameReader]:
         """Read the attach message and map what came with it."""
@@ -351,9 +365,11 @@ class NodeService:
         worker.close_connection()
         with self._lock:
             self._workers.discard(worker)
-        self.capturing.drop(worker)
-        self._lanes.drop(worker)
-        worker.unmap()
+        with contextlib.ExitStack() as stack:
+            # Whatever fails, its memory goes, and not before its jobs.
+            stack.callback(worker.unmap)
+            stack.callback(self._lanes.drop, worker)
+            self.capturing.drop(worker)
 
     # Copies
 
@@ -419,6 +435,7 @@ class NodeService:
                 quarantined=self.keeper.num_quarantined,
                 locked_bytes=self.devices.pinned_bytes,
                 states=states,
+                threads_failed=num_failed(),
             )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
+
+from raykv.threads import start_thread
 
 T = TypeVar("T")
 
@@ -14,6 +15,7 @@ def within(deadline_s: float, call: Callable[[], T]) -> T:
     """What `call` returns or raises.
 
     Raises:
+        ThreadError: there is no thread to make it in.
         TimeoutError: it took longer than `deadline_s`; it goes on, and nobody hears of its end.
     """
     future: Future[T] = Future()
@@ -24,5 +26,5 @@ def within(deadline_s: float, call: Callable[[], T]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="raykv-call", daemon=True).start()
+    start_thread("raykv-call", run)
     return future.result(deadline_s)

@@ -41,6 +41,7 @@ from raykv.errors import cause_of, first_line
 from raykv.event_types import EventsMissed
 from raykv.messages import encode
 from raykv.publisher_types import PublisherSettings, PublisherStatus
+from raykv.threads import OnFailure, SupervisedThread, start_thread
 from raykv.types import Key, Namespace, NodeId
 
 logger = logging.getLogger("raykv.publisher")
@@ -111,7 +112,7 @@ class Sockets:
         self.replay_endpoint = settings.replay_endpoint
         self.num_dropped = 0
         self.num_replays = 0
-        self._thread = threading.Thread(target=self._run, name="raykv-sockets", daemon=True)
+        self._thread = SupervisedThread("raykv-sockets", self._run, OnFailure.END_PROCESS)
 
     def start(self) -> None:
         """Bind, again and again until it works, and serve."""
@@ -248,7 +249,7 @@ class PublisherActor:
         self._sockets = Sockets(settings, self._missed)
         self._error = ""
         self._sockets.start()
-        threading.Thread(target=self._follow, name="raykv-follow", daemon=True).start()
+        start_thread("raykv-follow", self._follow, OnFailure.END_PROCESS)
 
     def status(self) -> bytes:
         """→ `PublisherStatus`."""

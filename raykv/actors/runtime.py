@@ -28,9 +28,10 @@ from raykv.core.geometry import PoolGeometry
 from raykv.core.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
 from raykv.core.view import EngineView
 from raykv.deadlines import ATTACH_SAY_S, LEAST_ATTACH_S, LEAVE_S, REPLACE_PAUSE_S, SESSION_STOP_S
-from raykv.errors import ClusterError, RayKVError, SettingError, VersionError
+from raykv.errors import ClusterError, RayKVError, SettingError, ThreadError, VersionError
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.messages import NodeDescription
+from raykv.threads import OnFailure, SupervisedThread
 from raykv.types import NodeId
 
 logger = logging.getLogger("raykv")
@@ -197,7 +198,7 @@ class EngineRuntime:
             logger.warning("running without the cache for now, trying again: %s", error)
         self.session.start()
         if self.node is None:
-            threading.Thread(target=self._keep_describing, name="raykv-find", daemon=True).start()
+            SupervisedThread("raykv-find", self._keep_describing, OnFailure.RUN_AGAIN).revive()
 
     @contextmanager
     def _said_if_slow(self) -> Iterator[None]:
@@ -206,15 +207,17 @@ class EngineRuntime:
             "waiting for RayKV's actors, at most %.0f s; where they start for the first time they "
             "compile for a quarter of a minute"
         )
-        saying = threading.Timer(
-            ATTACH_SAY_S, logger.info, (text, self._settings.attach_deadline_s)
-        )
-        saying.daemon = True
-        saying.start()
+        done = threading.Event()
+
+        def say() -> None:
+            if not done.wait(ATTACH_SAY_S):
+                logger.info(text, self._settings.attach_deadline_s)
+
+        SupervisedThread("raykv-slow", say, OnFailure.GIVE_UP).revive()
         try:
             yield
         finally:
-            saying.cancel()
+            done.set()
 
     def _leave(self) -> None:
         """Undo what was made for an engine that does not start."""
@@ -300,7 +303,7 @@ def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
     """
     try:
         within(deadline_s, shutdown)
-    except TimeoutError:
+    except (TimeoutError, ThreadError):
         logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
         atexit.unregister(ray.shutdown)
         return False

@@ -48,6 +48,7 @@ from raykv.messages import (
     SyncRequest,
     encode,
 )
+from raykv.threads import OnFailure, SupervisedThread
 from raykv.types import Epoch
 
 logger = logging.getLogger("raykv.session")
@@ -169,7 +170,8 @@ class Session:
         self._lines: dict[int, tuple[float, BreakerReport]] = {}
         self._unanswered: SyncRequest | None = None
         self._refused_until = 0.0
-        self._thread: threading.Thread | None = None
+        self._is_started = False
+        self._thread = SupervisedThread("raykv-session", self._run, OnFailure.RUN_AGAIN)
 
     # The engine's thread
 
@@ -200,11 +202,11 @@ class Session:
                 return
 
     def start(self) -> None:
-        """Begin the background exchange."""
+        """Begin the background exchange; `nudge` tries again if there is no thread for it now."""
         if self._fetches is not None:
             self._fetches.start(self._inbox.append)
-        self._thread = threading.Thread(target=self._run, name="raykv-session", daemon=True)
-        self._thread.start()
+        self._is_started = True
+        self._thread.revive()
 
     def drain(self) -> None:
         """Apply the answers that have come. Only between engine steps."""
@@ -239,6 +241,8 @@ class Session:
         """Something is in the outbox, or was taken out of the inbox."""
         if self._view.has_news or self._view.wants_leases or self.hints.has_news:
             self._wake.set()
+        if self._is_started:
+            self._thread.revive()
         if self._fetches is not None:
             self._fetches.submit(self._view.remote.take_orders(), self._view.node_epoch)
 
@@ -248,8 +252,7 @@ class Session:
         self._wake.set()
         if self._fetches is not None:
             self._fetches.stop()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
         try:
             self._calls.detach(self._settings.engine_id)
         except Exception as error:

@@ -22,6 +22,7 @@ from raykv.deadlines import GCS_S, RECONCILE_PAUSES_S
 from raykv.errors import ClusterError, first_line
 from raykv.messages import PROTOCOL_VERSION, decode, encode
 from raykv.operation_types import KeptLife, KeptPin, PinOrder, PoolWish
+from raykv.threads import OnFailure, start_thread
 
 logger = logging.getLogger("raykv.scheduler")
 
@@ -62,7 +63,7 @@ class Steward:
                 self._inherit(entry, orders)
             except msgspec.MsgspecError as error:
                 logger.warning("what is left as %s can't be read: %s", entry.name, error)
-        threading.Thread(target=self._run, name="raykv-steward", daemon=True).start()
+        start_thread("raykv-steward", self._run, OnFailure.END_PROCESS)
         return orders
 
     def _inherit(self, entry: bequest.Entry, orders: list[PinOrder]) -> None:

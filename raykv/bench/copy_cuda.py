@@ -51,6 +51,7 @@ PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
 COUNTS = (100, 1000, 10_000, 100_000)
 QUICK_PAGES, QUICK_COUNTS = (4 * KIB, 64 * KIB), (10, 100)
 CHUNK_BYTES = 2 * MIB
+CALIBRATION_S = 600.0
 SIDE_BYTES, LEAST_SIDE_BYTES = 2048 * MIB, 16 * MIB
 MOST_OF_FREE_MEMORY = 4
 """The pool takes at most one such part of it."""
@@ -224,7 +225,7 @@ class Sides:
             yield
         finally:
             is_over.set()
-            thread.join()
+            thread.join(CALIBRATION_S)
 
     def _copy(self, case: Case, runs: CopyRuns, first: int, last: int) -> None:
         done = self.backend.copy(case.direction, runs, first, last, StopSign())
@@ -271,7 +272,7 @@ def run(options: Options) -> Result:
     device = Device(driver, on_lost=_give_up)
     thread = calibrate_in_background(device)
     if thread is not None:
-        thread.join()
+        thread.join(CALIBRATION_S)
     with ExitStack() as stack:
         stack.callback(device.close)
         sides = Sides(driver, side_bytes(options), device.table)

@@ -7,7 +7,6 @@ memory of its own: some tens of MiB of the device and of the host, for about a s
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -31,6 +30,7 @@ from raykv.copy.cuda_calibration import (
 )
 from raykv.copy.cuda_driver import CopyDriver, CUDAError
 from raykv.copy.engine import StopSign
+from raykv.threads import OnFailure, SupervisedThread
 from raykv.types import Direction
 
 logger = logging.getLogger("raykv.copy")
@@ -83,7 +83,7 @@ def calibrate_in_background(
     device: Device,
     folder: Path | None = None,
     measured: Callable[[CopyDriver], Table] = measure,
-) -> threading.Thread | None:
+) -> SupervisedThread | None:
     """Give the device its table: the kept one, or one that is measured by a thread and then kept.
 
     Nothing is raised: without a table the usual way is taken.
@@ -117,8 +117,8 @@ def calibrate_in_background(
             return
         save(path, name, mover, device.table)
 
-    thread = threading.Thread(target=run, name="raykv-cuda-calibration", daemon=True)
-    thread.start()
+    thread = SupervisedThread("raykv-cuda-calibration", run, OnFailure.GIVE_UP)
+    thread.revive()
     return thread
 
 

@@ -56,7 +56,7 @@ def _missing(check: str, facts: ClusterFacts) -> str:
         for node in facts.nodes
         if node.is_alive and node.actor.presence is not Presence.MISSING and node.host is None
     ]
-    if check in ("memory", "shm", "ports", "clocks") and silent:
+    if check in ("memory", "shm", "ports", "clocks", "threads") and silent:
         return f"the NodeActor of {_some(silent)} tells nothing of its host"
     return ""
 
@@ -443,6 +443,18 @@ def _breakers(facts: ClusterFacts) -> Iterator[Finding]:
         )
 
 
+def _threads(facts: ClusterFacts) -> Iterator[Finding]:
+    for node in facts.nodes:
+        if node.host is not None and node.host.threads_failed:
+            yield _warn(
+                "threads",
+                f"threads of the NodeActor of {_node(node)} have failed, or could not be started, "
+                f"{node.host.threads_failed} times; they were begun anew",
+                "see in its log why: a limit of processes (`ulimit -u`, pids.max of the container) "
+                "is to be raised, anything else is a defect to report",
+            )
+
+
 CHECKS = {
     "scheduler": _scheduler,
     "placement": _placement,
@@ -454,6 +466,7 @@ CHECKS = {
     "ports": _ports,
     "clocks": _clocks,
     "breakers": _breakers,
+    "threads": _threads,
 }
 """Each by its name, in the order in which they are said."""
 
@@ -468,6 +481,7 @@ _FINE = {
     "ports": "every node reaches the others",
     "clocks": "all clocks agree",
     "breakers": "no breaker is open",
+    "threads": "no thread of a NodeActor has failed",
 }
 
 

@@ -119,6 +119,7 @@ NODE = (
         "reason",
     ),
     _counter("raykv_cancelled_jobs_total", "Copy jobs that an engine has given up."),
+    _counter("raykv_failed_threads_total", "Threads that failed, or that the system did not give."),
     _counter(
         "raykv_quarantined_chunks_total",
         "Chunks set aside since their bytes had changed, and journals that were not believed.",

@@ -73,6 +73,7 @@ class NodeMeter:
             number("raykv_sent_bytes_total", stats.bytes_sent),
             numbers("raykv_refused_chunks_total", reasons),
             number("raykv_cancelled_jobs_total", stats.jobs_cancelled),
+            number("raykv_failed_threads_total", stats.threads_failed),
             number("raykv_quarantined_chunks_total", stats.quarantined),
             *_disk(stats.disk),
             *_states(stats.states),

@@ -15,6 +15,7 @@ from raykv.errors import ClusterError
 from raykv.event_types import EventsMissed
 from raykv.inspect.frames import frame
 from raykv.inspect.sources import Row, chunk_rows, event_row, node_rows, request_rows
+from raykv.threads import OnFailure, start_thread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,8 +59,7 @@ class Recorder:
         self._transfers: deque[Row] = deque(maxlen=MAX_ROWS)
         self.errors: deque[str] = deque(maxlen=MAX_ERRORS)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="raykv-recorder", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("raykv-recorder", self._run, OnFailure.RUN_AGAIN)
 
     def stop(self) -> None:
         """Look once more, and end. What was recorded stays."""

@@ -15,6 +15,7 @@ from raykv.core.pinning import pin_pieces
 from raykv.deadlines import NODE_PIN_LOOK_S
 from raykv.memory.cuda_driver import DriverError, MemoryDriver
 from raykv.memory.pool import Pool
+from raykv.threads import OnFailure, SupervisedThread
 
 logger = logging.getLogger("raykv.node")
 
@@ -39,7 +40,7 @@ class PoolPinner:
         self._pieces = pin_pieces(geometry)
         self._pinned: list[int] = []
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="raykv-pin", daemon=True)
+        self._thread = SupervisedThread("raykv-pin", self._run, OnFailure.GIVE_UP)
         self.pinned_bytes = 0
 
     def start(self) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +27,7 @@ from raykv.core.view import EngineView
 from raykv.errors import SettingError
 from raykv.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
 from raykv.messages import KVLayout
+from raykv.threads import OnFailure, SupervisedThread
 from raykv.types import EngineId
 from raykv.vllm import canonical
 
@@ -178,9 +179,8 @@ class RayKVOffloadingSpec(OffloadingSpec):
         pages = self.canonical_pages(kv_caches)
         layout = msgspec.structs.replace(layout, form=self.tell_form(), canonical=pages)
         # A page that is touched for the first time costs more than the copy into it.
-        threading.Thread(
-            target=region.prefault, args=(lambda _done: True,), name="raykv-prefault", daemon=True
-        ).start()
+        prefault = partial(region.prefault, lambda _done: True)
+        SupervisedThread("raykv-prefault", prefault, OnFailure.GIVE_UP).revive()
         return WorkerLink(self.part, layout, [region.fd], self.link_settings()), layout
 
     def staged_link(self, kv_caches: CanonicalKVCaches, reason: str) -> tuple[Any, KVLayout]:

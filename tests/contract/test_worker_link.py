@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from raykv.core.geometry import aligned
 from raykv.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.memory.region import Region
 from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
+from raykv.threads import end_process
 from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
 from tests.links import result_of
 from tests.processes import freeze
@@ -80,6 +81,7 @@ class Worker:
         namespace: str = "ns",
         canonical: CanonicalPages = NOT_CANONICAL,
         settings: LinkSettings = SETTINGS,
+        end_engine: Callable[[str], object] = end_process,
     ) -> None:
         self.slot_units = node.slot_bytes // SLOT_ALIGNMENT
         self.pages = pages
@@ -100,7 +102,7 @@ class Worker:
             canonical=canonical,
         )
         ctypes.memmove(self.kv.address, random.Random(rank).randbytes(self.kv.num_bytes), len(self))
-        self.link = WorkerLink(rank, self.layout, [self.kv.fd], settings)
+        self.link = WorkerLink(rank, self.layout, [self.kv.fd], settings, end_engine)
         self.link.set_target(
             LinkTarget(node.name, f"engine-{namespace}", namespace, num_ranks, {0: node.slot_bytes})
         )

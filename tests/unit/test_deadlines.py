@@ -63,6 +63,7 @@ BOUNDED = {
     ("raykv.actors.attached", "send", "sendall"): "SO_SNDTIMEO, set when the worker has attached",
     ("raykv.actors.node_service", "_accept", "accept"): "waits for strangers; `stop` wakes it",
     ("raykv.actors.node_service", "_attach", "sendall"): "what is left of NODE_HELLO_S",
+    ("raykv.actors.node_service", "_turn_away", "sendall"): "what is left of NODE_TURN_AWAY_S",
     ("raykv.captured", "promise", "flock"): "LOCK_NB: it does not wait",
     ("raykv.captured", "is_expired", "flock"): "LOCK_NB: it does not wait",
     ("raykv.captured", "wait", "flock"): "a thread for it, which is waited for with a deadline",

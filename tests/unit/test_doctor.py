@@ -371,6 +371,13 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
         Severity.WARN,
         ["half-open"],
     ),
+    (
+        "threads that fail",
+        with_second(host=host(threads_failed=3)),
+        "threads",
+        Severity.WARN,
+        ["node two", "3 times"],
+    ),
 ]
 
 
@@ -422,7 +429,7 @@ def test_checks_that_need_a_silent_scheduler_actor_do_not_say_all_is_well() -> N
 def test_checks_that_need_a_silent_node_do_not_say_all_is_well() -> None:
     findings = diagnose(with_second(actor=SILENT, description=None, host=None))
     unknown = {each.check for each in findings if "not all is known" in each.what}
-    assert unknown == {"memory", "shm", "ports", "clocks"}
+    assert unknown == {"memory", "shm", "ports", "clocks", "threads"}
 
 
 def test_place_of_objects_does_not_matter_to_one_node() -> None:
