@@ -24,20 +24,29 @@ its requests come from the proxy, which passes on no client's wish."""
 
 _BYTES_DEPEND_ON = frozenset(
     {
+        "attention_backend",
         "block_size",
+        "code_revision",
         "decode_context_parallel_size",
         "dtype",
         "hf_overrides",
         "kv_cache_dtype",
+        "kv_cache_dtype_skip_layers",
+        "limit_mm_per_prompt",
         "load_format",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
         "model",
+        "model_impl",
         "pipeline_parallel_size",
         "prefix_caching_hash_algo",
         "quantization",
+        "quantization_config",
         "revision",
         "served_model_name",
         "speculative_config",
         "tensor_parallel_size",
+        "trust_remote_code",
     }
 )
 _SETTINGS_BYTES_DEPEND_ON = frozenset({"blocks_per_chunk", "weights_version"})

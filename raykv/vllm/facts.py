@@ -406,7 +406,7 @@ CANNOT_MATTER: Mapping[str, tuple[str, ...]] = {
         *("CacheConfig.enable_prefix_caching", "CacheConfig.prefix_cache_retention_interval"),
         *("CacheConfig.enable_mamba_shared_prefix_checkpoint", "VllmConfig.performance_mode"),
         *("CacheConfig.effective_attention_block_size", "CacheConfig.cache_hit_alignment_tokens"),
-        *("CacheConfig._block_size_resolved", "SchedulerConfig.disable_lookahead_block_hashes"),
+        *("CacheConfig._block_size_resolved", "SpeculativeConfig.disable_lookahead_block_hashes"),
     ),
     "who speaks to whom, and where processes run": (
         *("KVTransferConfig.*", "VllmConfig.ec_transfer_config", "ECTransferConfig.*"),

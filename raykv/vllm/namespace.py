@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from raykv.block_hashes import RANDOM
+from raykv.errors import SettingError
 from raykv.types import Namespace
 from raykv.vllm.facts import FACTS
 from raykv.vllm.readers import Engine, short, trait_of_seed
@@ -20,11 +21,23 @@ def engine_facts(
     """All facts of an engine by name, as JSON has them, without those that say nothing.
 
     Raises:
-        SettingError: one can't be told, and a setting is missing.
+        SettingError: one can't be told: a setting is missing, or a file or vLLM is not as expected.
     """
     engine = Engine(vllm_config, kv_cache_config, offloading_config, weights_version)
-    found = {fact.name: fact.value(engine) for fact in FACTS}
-    return {name: value for name, value in found.items() if value is not None}
+    found = {}
+    for fact in FACTS:
+        try:
+            value = fact.value(engine)
+        except SettingError:
+            raise
+        except Exception as error:
+            raise SettingError(
+                f"RayKV can't tell this engine's KV from others', since it can't read {fact.name} "
+                f"({fact.why}): {type(error).__name__}: {error}"
+            ) from error
+        if value is not None:
+            found[fact.name] = value
+    return found
 
 
 def namespace_of(facts: dict[str, Any]) -> Namespace:

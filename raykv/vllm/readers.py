@@ -65,7 +65,6 @@ ENVIRONMENT = (
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _RANK = re.compile(r"%0?\d*d")
-_TWO_ANSWERS = (False, True)
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -467,50 +466,58 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 def attention(engine: Engine) -> Any:
     """The back end that vLLM chooses for each kind of layer, by vLLM's own selector.
 
-    The layers are in the workers, and what a spec does not say (attention sinks, sparse MLA) is
-    asked for both ways: engines with equal answers have chosen alike.
+    The layers are in the workers, and whether they have attention sinks no spec says: it is asked
+    both ways, and engines with equal answers have chosen alike.
     """
     found: dict[str, Any] = {}
     for group in engine.kv_cache.kv_cache_groups:
         for spec in layer_specs(group):
-            answers = [_backend(engine, spec, answer) for answer in _TWO_ANSWERS]
-            key = f"{type(spec).__name__}({getattr(spec, 'head_size', '')})"
-            found[key] = answers[0] if len(set(answers)) == 1 else answers
+            name = f"{type(spec).__name__}({getattr(spec, 'head_size', '')})"
+            found[name] = _backends(engine, spec)
     values = list(found.values())
     return values[0] if values and all(each == values[0] for each in values) else found
 
 
-def _backend(engine: Engine, spec: Any, answer: bool) -> str:
-    from vllm.config import set_current_vllm_config
+def _backends(engine: Engine, spec: Any) -> Any:
+    """Without sinks and with them; one where it is the same."""
     from vllm.platforms import current_platform
-    from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
-    from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
+    answers = [_backend(engine, spec, has_sink=answer) for answer in (False, True)]
+    if answers == [None, None]:
+        # vLLM does not say: then what it decides by.
+        asked = plain(getattr(engine.vllm.attention_config, "backend", None))
+        return f"{asked} on {current_platform.get_device_capability()}"
+    return answers[0] if answers[0] == answers[1] else answers
+
+
+def _backend(engine: Engine, spec: Any, *, has_sink: bool) -> str | None:
+    """None if no back end does that: a layer that wanted it would have stopped the engine."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    scheme = getattr(engine.vllm.quant_config, "kv_cache_scheme", None) or {}
+    is_mla = "MLA" in type(spec).__name__
     try:
         with set_current_vllm_config(engine.vllm):
             if not isinstance(spec, AttentionSpec):
-                return _name(get_mamba_attn_backend(spec.mamba_type))
-            is_mla = isinstance(spec, MLAAttentionSpec) or "MLA" in type(spec).__name__
-            return _name(
-                get_attn_backend(
-                    spec.head_size,
-                    engine.model.dtype,
-                    engine.vllm.cache_config.cache_dtype,
-                    use_mla=is_mla,
-                    has_sink=answer and not is_mla,
-                    use_sparse=answer and is_mla,
-                    use_mm_prefix=bool(getattr(engine.model, "is_mm_prefix_lm", False)),
-                    has_sliding_window=getattr(spec, "sliding_window", None) is not None,
-                )
+                return str(get_mamba_attn_backend(spec.mamba_type).get_name())
+            is_spared = spec.kv_quant_mode.name == "NONE"
+            backend = get_attn_backend(
+                spec.head_size,
+                engine.model.dtype,
+                "auto" if is_spared else engine.vllm.cache_config.cache_dtype,
+                use_mla=is_mla,
+                has_sink=has_sink and not is_mla,
+                # As vLLM's DeepSeek models tell that they have an indexer.
+                use_sparse=is_mla and hasattr(engine.model.hf_text_config, "index_topk"),
+                use_mm_prefix=bool(engine.model.is_mm_prefix_lm),
+                use_per_head_quant_scales=scheme.get("strategy") == "attn_head",
+                has_sliding_window=getattr(spec, "sliding_window", None) is not None,
             )
+            return str(backend.get_name())
     except Exception:
-        # No back end does that; a layer that wanted it would have stopped the engine. What kind
-        # of device it is stands for what can't be asked.
-        return f"none of {current_platform.get_device_capability()}"
-
-
-def _name(backend: Any) -> str:
-    return str(backend.get_name())
+        return None
 
 
 def chunk_format(engine: Engine) -> Any:

@@ -682,6 +682,15 @@ def test_scales_of_an_encoder_count_by_content(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
+def test_fact_that_cannot_be_read_stops_the_start_with_its_name(known: Any, tmp_path: Path) -> None:
+    config = changed(known, "ModelConfig.multimodal_config", None)
+    config.model_config.__dict__["multimodal_config"] = SimpleNamespace(
+        mm_encoder_fp8_scale_path=str(tmp_path / "missing")
+    )
+    with pytest.raises(SettingError, match=r"can't read encoder_scales .*missing"):
+        namespace(config)
+
+
 def test_fact_without_the_same_text_everywhere_is_refused() -> None:
     with pytest.raises(TypeError, match="same in every process"):
         readers.plain({"a": object()})
