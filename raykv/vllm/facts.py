@@ -53,8 +53,8 @@ class Fact:
         """
         if self.read is not None:
             return plain(self.read(engine))
-        found = [(field.partition(".")[2], field_of(engine, field)) for field in self.fields]
-        return found[0][1] if len(found) == 1 else joined(found)
+        found = joined((field.partition(".")[2], field_of(engine, field)) for field in self.fields)
+        return next(iter(found.values())) if found and len(self.fields) == 1 else found
 
 
 VALUE, LAYOUT, KEY = Kind.VALUE, Kind.LAYOUT, Kind.KEY
@@ -150,6 +150,7 @@ FACTS: tuple[Fact, ...] = (
             *("LoRAConfig.enable_tower_connector_lora", "LoRAConfig.enable_moe_shared_loras"),
             "LoRAConfig.enable_mixed_moe_lora_format",
         ),
+        readers.adapters,
     ),
     Fact(
         "multimodal",
@@ -309,7 +310,6 @@ PLACES: Mapping[str, str] = {
     "AttentionConfig": "attention_config",
     "MambaConfig": "mamba_config",
     "KernelConfig": "kernel_config",
-    "LoRAConfig": "lora_config",
     "DiffusionConfig": "diffusion_config",
 }
 """Where a `VllmConfig` has the classes whose fields are facts without a reader."""

@@ -227,6 +227,22 @@ def scales_of_encoder(engine: Engine) -> Any:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
 
 
+def adapters(engine: Engine) -> Any:
+    """How adapters are applied, where it is not the usual way.
+
+    Engines with adapters and without share what the model computes alone.
+    """
+    lora = engine.vllm.lora_config
+    names = (
+        *("target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras"),
+        *("enable_mixed_moe_lora_format", "lora_dtype"),
+    )
+    found = {name: plain(getattr(lora, name, None)) for name in names}
+    if found["lora_dtype"] in ("auto", plain(engine.model.dtype)):
+        del found["lora_dtype"]
+    return {name: value for name, value in found.items() if value} or None
+
+
 # The weights
 
 
@@ -583,9 +599,17 @@ def environment(engine: Engine) -> Any:
 
 
 def short(value: Any, longest: int) -> str:
-    """A fact as a text that can be compared and shown."""
+    """A fact as a text that can be compared and shown; what is too long, as a digest.
+
+    Of several fields, those that are on are shown beside it, if there is room.
+    """
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return text if len(text) <= longest else digest_of(value)
+    if len(text) <= longest:
+        return text
+    digest = digest_of(value)
+    on = {name: each for name, each in value.items() if each} if isinstance(value, dict) else {}
+    shown = f"{json.dumps(on, sort_keys=True)} #{digest}"
+    return shown if len(shown) <= longest else digest
 
 
 def digest_of(value: Any) -> str:

@@ -159,7 +159,7 @@ PLAIN_FIELDS = [
     for fact in FACTS
     if fact.read is None
     for field in fact.fields
-    if field.partition(".")[0] not in ("MultiModalConfig", "LoRAConfig", "DiffusionConfig")
+    if field.partition(".")[0] not in ("MultiModalConfig", "DiffusionConfig")
 ]
 
 
@@ -176,28 +176,30 @@ def getattr_of(config: Any, field: str) -> Any:
     return getattr(config, attribute, None)
 
 
-@pytest.mark.parametrize(
-    ("place", "cls", "name"),
-    [
-        ("multimodal_config", MultiModalConfig, "MultiModalConfig"),
-        ("lora_config", LoRAConfig, "LoRAConfig"),
-    ],
-)
-def test_facts_of_parts_that_few_engines_have_change_the_namespace(
-    known: Any, place: str, cls: Any, name: str
-) -> None:
-    config = copy.copy(known)
-    owner = config
-    if name == "MultiModalConfig":
-        owner = config.__dict__["model_config"] = copy.copy(config.model_config)
-    owner.__dict__[place] = cls()
+def test_facts_of_images_and_sound_change_the_namespace(known: Any) -> None:
+    config = changed(known, "ModelConfig.multimodal_config", MultiModalConfig())
     fields = [field for fact in FACTS if fact.read is None for field in fact.fields]
-    mine = [field for field in fields if field.startswith(f"{name}.")]
+    mine = [field for field in fields if field.startswith("MultiModalConfig.")]
     values = [other_than(readers.plain(getattr_of(config, field))) for field in mine]
     found = {
         namespace(changed(config, field, value)) for field, value in zip(mine, values, strict=True)
     }
     assert len(found | {namespace(config), namespace(known)}) == len(mine) + 2
+
+
+def test_engines_with_adapters_share_what_the_model_computes_alone(known: Any) -> None:
+    def adapting(**told: Any) -> str:
+        config = copy.copy(known)
+        config.__dict__["lora_config"] = LoRAConfig(**told)
+        return namespace(config)
+
+    assert adapting() == adapting(max_loras=2, lora_dtype=torch.float32) == namespace(known)
+    others: list[dict[str, Any]] = [
+        *({"target_modules": ["q_proj"]}, {"lora_dtype": torch.bfloat16}),
+        *({"enable_tower_connector_lora": True}, {"enable_moe_shared_loras": True}),
+        {"enable_mixed_moe_lora_format": True},
+    ]
+    assert len({adapting(**other) for other in others} | {namespace(known)}) == len(others) + 1
 
 
 NOT_CHANGEABLE = next(iter(CANNOT_MATTER.values()))
@@ -214,7 +216,7 @@ def test_no_field_that_cannot_matter_changes_the_namespace(
         name, _, attribute = field.partition(".")
         if name not in PLACES or attribute == "*" or field in NOT_CHANGEABLE:
             continue
-        if name in ("MultiModalConfig", "LoRAConfig", "DiffusionConfig"):
+        if name in ("MultiModalConfig", "DiffusionConfig"):
             continue
         value = getattr_of(known, field)
         assert namespace(changed(known, field, other_than(value))) == before, field

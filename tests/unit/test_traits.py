@@ -43,6 +43,16 @@ def test_every_fact_is_a_short_trait() -> None:
     assert max(map(len, traits.values())) <= 64
 
 
+def test_long_fact_shows_which_of_its_fields_are_on() -> None:
+    fields = dict.fromkeys(["one", "two", "three", "four", "five"], False)
+    long = {name * 3: value for name, value in fields.items()}
+    traits = [traits_of({**FACTS, "window": {**long, "six": on}})["window"] for on in (1, 2, None)]
+    assert [trait.partition(" #")[0] for trait in traits] == ['{"six": 1}', '{"six": 2}', "{}"]
+    # What is off in another way is told apart by the digest.
+    other = traits_of({**FACTS, "window": {**long, "six": False}})["window"]
+    assert len({*traits, other}) == 4
+
+
 def test_seed_is_told_as_a_digest_only() -> None:
     assert "secret" not in str(traits_of(FACTS))
     other = traits_of({**FACTS, "hash_seed": "other"})
