@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -43,7 +43,8 @@ _DOWN = "down "
 class Warden:
     """The command's end of the line to its warden."""
 
-    def __init__(self, orders: Any) -> None:
+    def __init__(self, pid: int, orders: BinaryIO) -> None:
+        self._process = psutil.Process(pid)
         self._orders = orders
 
     def note_actors(self, address: str) -> None:
@@ -53,8 +54,10 @@ class Warden:
         self._tell(f"{_DOWN}{address}")
 
     def dismiss(self) -> None:
-        """The command has ended all that it started."""
+        """The command has ended all that it started; the warden ends."""
         self._tell(_DONE)
+        with contextlib.suppress(psutil.Error):
+            self._process.wait(COMMAND_END_S)
 
     def close(self) -> None:
         """End the line; the warden goes on."""
@@ -77,21 +80,12 @@ def ending_what_it_starts() -> Iterator[Warden]:
     """
     before = os.environ.get(MARK)
     token = secrets.token_hex(8)
-    process = subprocess.Popen(
-        # -P: what lies in the current folder is not imported.
-        [sys.executable, "-P", "-m", __name__, str(os.getpid()), token],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    warden = _spawn(token)
     os.environ[MARK] = f"{before or ''} {token}".strip()
     handlers = _handle_signals()
-    warden = Warden(process.stdin)
     try:
         yield warden
         warden.dismiss()
-        process.wait(COMMAND_END_S)
     finally:
         warden.close()
         for signum, handler in handlers.items():
@@ -100,6 +94,26 @@ def ending_what_it_starts() -> Iterator[Warden]:
             del os.environ[MARK]
         else:
             os.environ[MARK] = before
+
+
+def _spawn(token: str) -> Warden:
+    """Not `subprocess`: it warns of children that outlive who has started them."""
+    theirs, ours = os.pipe()
+    # -P: what lies in the current folder is not imported.
+    command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), token]
+    pid = os.posix_spawn(
+        sys.executable,
+        command,
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_DUP2, theirs, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    os.close(theirs)
+    return Warden(pid, os.fdopen(ours, "wb"))
 
 
 def _handle_signals() -> dict[signal.Signals, Any]:
