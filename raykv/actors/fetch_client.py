@@ -104,7 +104,8 @@ class FetchClient:
 
     def _revive(self) -> bool:
         """Whether orders are carried out; the threads are started where that was in vain."""
-        return not self._is_started or all(thread.revive() for thread in self._threads)
+        is_running = self._is_started and not self._stopped.is_set()
+        return not is_running or all(thread.revive() for thread in self._threads)
 
     def stop(self) -> None:
         """End the threads; nobody waits for what is under way."""
