@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,7 @@ import pytest
 from raykv import models
 from raykv.errors import ClusterError, SettingError
 from raykv.serve import CONNECTOR, ServePlan, command, plan_serve
+from raykv.serve.http import NestingLimit
 from raykv.vllm_command import CpuBuildFinder
 
 ADDRESS = "10.0.0.1:6379"
@@ -61,6 +63,12 @@ def test_plan_serve_names_the_connector_without_any_flag() -> None:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"ray_address": ADDRESS},
     }
+
+
+def test_plan_serve_has_vllm_refuse_what_is_nested_too_deeply() -> None:
+    args = plan("--middleware", "their.own").vllm_args(ADDRESS)
+    named = [value for flag, value in pairwise(args) if flag == "--middleware"]
+    assert named == [f"{NestingLimit.__module__}.{NestingLimit.__name__}", "their.own"]
 
 
 def test_plan_serve_passes_every_other_flag_on_in_order() -> None:

@@ -39,6 +39,8 @@ SMALL_MODEL = "smollm2"
 _EXTRA = "kv_connector_extra_config"
 _TRANSFER_FLAG = "--kv-transfer-config"
 _SHORTEST_TRANSFER_FLAG = "--kv-t"  # vLLM takes any abbreviation that is unambiguous
+_MIDDLEWARE_FLAG = "--middleware"
+_NESTING_LIMIT = "raykv.serve.http.NestingLimit"
 _NATIVE_OFFLOADING_FLAG = "--kv-offloading-size"
 _CPU_KV_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _CPU_KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
@@ -64,7 +66,8 @@ class ServePlan:
         """Arguments of the command `vllm`, for engines that join the cluster at `ray_address`."""
         extra = {**self.transfer[_EXTRA], "ray_address": ray_address}
         transfer = json.dumps({**self.transfer, _EXTRA: extra})
-        return ["serve", self.model, _TRANSFER_FLAG, transfer, *self.flags]
+        ours = [_TRANSFER_FLAG, transfer, _MIDDLEWARE_FLAG, _NESTING_LIMIT]
+        return ["serve", self.model, *ours, *self.flags]
 
     def environment(self, base: Mapping[str, str], *, is_cpu_build: bool) -> dict[str, str]:
         """`base`, and on the CPU build a size of the KV cache where the user has set none."""

@@ -30,6 +30,8 @@ MAX_NESTING = 100
 """Of a body's objects and lists. An engine that is given parameters of 500 dies of it, as vLLM
 pickles them from process to process; the schema of a tool has some ten or twenty."""
 
+NESTED = f"the body's JSON is nested deeper than {MAX_NESTING}"
+
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 _QUOTE = ord('"')
@@ -101,6 +103,52 @@ def is_nested_too_deeply(body: bytes) -> bool:
             return True
         depth, is_inside = int(depths[-1]), int(inside[-1])
     return False
+
+
+class NestingLimit:
+    """ASGI middleware in front of vLLM's application: JSON beyond `MAX_NESTING` is a 400."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
+        scope: Message,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        """See the ASGI specification."""
+        if scope["type"] != "http" or not _is_json(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        # vLLM's routes of JSON read the whole body too, before they do anything.
+        messages = [await receive()]
+        while messages[-1].get("more_body", False):
+            messages.append(await receive())
+        if is_nested_too_deeply(b"".join(each.get("body", b"") for each in messages)):
+            await _refuse_nested(send)
+            return
+        read = iter(messages)
+
+        async def again() -> Message:
+            message = next(read, None)
+            return await receive() if message is None else message
+
+        await self._app(scope, again, send)
+
+
+def _is_json(headers: Headers) -> bool:
+    """Of nothing else do vLLM's routes make objects, of files for instance."""
+    kinds = [value for name, value in headers if name.lower() == b"content-type"]
+    return any(b"json" in kind.lower() for kind in kinds)
+
+
+async def _refuse_nested(send: Callable[[Message], Awaitable[None]]) -> None:
+    error = {"message": NESTED, "type": "invalid_request_error", "code": 400}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def whole(pieces: Pieces) -> WholeAnswer:

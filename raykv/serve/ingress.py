@@ -26,7 +26,7 @@ from raykv.deadlines import (
 from raykv.serve.answer import Answer
 from raykv.serve.arguments import IngressArguments, parse
 from raykv.serve.http import (
-    MAX_NESTING,
+    NESTED,
     AsgiApp,
     HttpRequest,
     Message,
@@ -208,7 +208,7 @@ class Ingress:
 
     async def _answer(self, request: HttpRequest, answer: Answer) -> None:
         if is_nested_too_deeply(request.body):
-            await answer.refuse(400, f"the body's JSON is nested deeper than {MAX_NESTING}")
+            await answer.refuse(400, NESTED)
             return
         metered = [
             each.backend for each in self._models if isinstance(each.backend, MeteredBackend)

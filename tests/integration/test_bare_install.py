@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def test_core_works_where_only_the_wheel_and_its_dependencies_are(bare: Bare) ->
     assert "doctor" in bare.raykv("--help").stdout
     assert "needs vllm" in bare.raykv("bench", "lookup", "--quick", code=2).stderr
     started = bare.raykv("up", "--pool-bytes", "64MiB").stderr
-    bare.address = started.partition("local Ray cluster at ")[2].split()[0].rstrip(";")
+    (bare.address,) = re.findall(r"local Ray cluster at ([\d.]+:\d+)", started)
     child = json.loads(bare.run(str(CHILD), bare.address, str(bare.folder)).stdout)
     assert Path(child["package"]).is_relative_to(bare.python.parents[1])
     assert child["missing"] == ["torch", "vllm"]

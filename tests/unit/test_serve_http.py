@@ -48,6 +48,61 @@ def test_nesting_is_that_of_objects_and_lists_outside_of_strings(
     assert http.is_nested_too_deeply(text) is expected
 
 
+async def answer_of(app: Any, request: HttpRequest) -> list[Head | bytes]:
+    return await all_of(drive(app, request))
+
+
+@pytest.mark.parametrize(
+    ("depth", "kind", "status"),
+    [
+        (DEEP, b"application/json", 200),
+        (DEEP + 1, b"application/json", 400),
+        (DEEP + 1, b"application/vnd.x+JSON; charset=utf-8", 400),
+        (DEEP + 1, b"audio/wav", 200),
+    ],
+)
+def test_middleware_refuses_only_json_that_is_nested_too_deeply(
+    depth: int, kind: bytes, status: int
+) -> None:
+    seen: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        seen.append((await receive())["body"])
+        await send(start(200))
+        await send(body(b"", more=False))
+
+    text = b"[" * depth + b"]" * depth
+    request = HttpRequest("POST", "/v1/x", b"", [(b"Content-Type", kind)], text)
+    head, *said = asyncio.run(answer_of(http.NestingLimit(app), request))
+    assert isinstance(head, Head)
+    assert head.status == status
+    assert seen == ([text] if status == 200 else [])
+    assert status == 200 or b"nested deeper than 100" in b"".join(map(bytes, said))  # type: ignore[arg-type]
+
+
+def test_middleware_gives_a_body_on_as_it_came_and_then_that_the_client_has_left() -> None:
+    came = [
+        {"type": "http.request", "body": b"[1,", "more_body": True},
+        {"type": "http.request", "body": b"2]", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        seen.extend([await receive() for _ in came])
+
+    async def receive() -> Any:
+        return left.pop(0)
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    left = list(came)
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+    asyncio.run(http.NestingLimit(app)(scope, receive, send))
+    assert seen == came
+
+
 def test_application_reads_request_and_its_answer_comes_in_pieces() -> None:
     seen: list[Any] = []
 
