@@ -44,12 +44,15 @@ GENERATIONS_PER_EPOCH = 1 << 31
 """Of the generations of one epoch so many are granted before the next one begins: half of what
 the counter can count. 85,000 a second, what one scheduler actor can do at most, take 7 hours."""
 
-MAX_EPOCH = (1 << 31) - (1 << 20)
-"""Of a scheduler actor that others may claim to have heard of: it leaves room for later ones, so
-that generations stay below 2**63."""
+LAST_EPOCH = (1 << 31) - 2
+"""The last one whose generations, and the one after each, are below 2**63."""
 
-MAX_GENERATION = Generation((MAX_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS) - 1))
-"""The last one of `MAX_EPOCH`."""
+MAX_EPOCH = LAST_EPOCH - (1 << 20)
+"""A scheduler actor rises above the epochs that others claim to have heard of, up to this one. So
+whatever is claimed there are later ones left, which nobody can have heard of but from itself."""
+
+MAX_GENERATION = Generation((LAST_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS) - 1))
+"""The last one of `LAST_EPOCH`."""
 
 
 def make_generation(epoch: Epoch, counter: int) -> Generation:

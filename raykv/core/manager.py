@@ -63,6 +63,7 @@ from raykv.status_types import ClusterStatus
 from raykv.types import (
     EVERY_NAMESPACE,
     GENERATIONS_PER_EPOCH,
+    MAX_EPOCH,
     NO_GENERATION,
     EngineId,
     Epoch,
@@ -221,15 +222,18 @@ class BlockManager:
         node.pid = report.pid
         node.hostname = report.hostname
         node.raykv_version = report.raykv_version
-        floor_epoch = epoch_of(Generation(max(report.cleared.values(), default=0)))
-        if (seen := max(_seen_epoch(report), floor_epoch)) > self.granting:
+        floor = Generation(max(report.cleared.values(), default=0))
+        seen = max(_seen_epoch(report), epoch_of(floor))
+        if (seen > self.granting or floor > self._generations.last) and seen <= MAX_EPOCH:
             own = make_generation(self.epoch, 0)
             self._rise_above(seen)
             # What this life has cleared was to be all that there was, and some was of later epochs.
             floors = self._clearings.told.items()
             above = {name: int(self._generations.last) for name, floor in floors if floor >= own}
             self._take_clearings(above)
-        self._take_clearings(report.cleared)
+        # What is above all that was ever granted was never cleared.
+        last = self._generations.last
+        self._take_clearings({name: up for name, up in report.cleared.items() if up <= last})
 
     def _rise_above(self, epoch: Epoch) -> None:
         """Begin an epoch that no node has seen; all engines attach again."""

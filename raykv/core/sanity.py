@@ -44,7 +44,7 @@ from raykv.operation_types import (
     TransferOrder,
 )
 from raykv.types import (
-    MAX_EPOCH,
+    LAST_EPOCH,
     MAX_GENERATION,
     MAX_KEY_BYTES,
     SLOT_ALIGNMENT,
@@ -250,7 +250,7 @@ def check_report(report: NodeReport) -> None:
     num_slabs = PoolGeometry(pool_bytes, slab_bytes).num_slabs
     require(num_slabs <= MAX_SLABS, f"a pool of {num_slabs} slabs")
     heard = (report.scheduler_epoch, epoch_of(Generation(report.highest_generation)))
-    _numbers("epochs of the scheduler actor", heard, 0, MAX_EPOCH)
+    _numbers("epochs of the scheduler actor", heard, 0, LAST_EPOCH)
     _inventory(report.stored, slab_bytes)
     _failed(report.failed, slab_bytes)
     _rows("engines on a node", report.stats.ranks)

@@ -50,7 +50,7 @@ from raykv.messages import (
     encode,
 )
 from raykv.metric_types import HistogramData, KeySketch
-from raykv.types import MAX_EPOCH, MAX_GENERATION, SLOT_ALIGNMENT, Epoch, Refusal
+from raykv.types import LAST_EPOCH, MAX_EPOCH, MAX_GENERATION, SLOT_ALIGNMENT, Epoch, Refusal
 
 PAGE = SLOT_ALIGNMENT
 BIG = (1 << 64) - 1
@@ -221,8 +221,7 @@ REPORTS = st.builds(
     seq=NUMBER,
     pool_bytes=sometimes(64 * PAGE, NUMBER),
     slab_bytes=sometimes(8 * PAGE, NUMBER),
-    # A claim of the very last epoch leaves none to go on with.
-    highest_generation=sometimes(1, AGE.filter(lambda age: age != MAX_GENERATION)),
+    highest_generation=sometimes(1, AGE),
     scheduler_epoch=sometimes(0, NUMBER),
     stored=sometimes(Inventory(), INVENTORY),
     failed=sometimes(FailedStores(), FAILED),
@@ -358,13 +357,31 @@ def test_engine_of_another_version_hears_both_versions(desk: Desk) -> None:
 def test_report_that_would_use_up_all_generations_is_refused(desk: Desk) -> None:
     before = desk.actor._manager.epoch
     for fields in (
-        {"scheduler_epoch": MAX_EPOCH + 1},
+        {"scheduler_epoch": LAST_EPOCH + 1},
         {"highest_generation": MAX_GENERATION + 1},
         {"cleared": {"honest": MAX_GENERATION + 1}},
     ):
         with pytest.raises(MessageError):
             desk.actor.report(encode(replace(REPORT, node_id="new", **fields)))
     assert desk.actor._manager.epoch == before
+
+
+def test_report_of_an_epoch_that_nobody_can_have_heard_of_changes_no_other(desk: Desk) -> None:
+    """Neither does one of the highest that is believed: there are later ones."""
+    for fields in (
+        {"scheduler_epoch": LAST_EPOCH},
+        {"highest_generation": MAX_GENERATION},
+        {"cleared": {"honest": MAX_GENERATION, "": MAX_GENERATION}},
+        {"scheduler_epoch": MAX_EPOCH},
+    ):
+        heard = decode(
+            desk.actor.report(encode(replace(REPORT, node_id="new", **fields))), NodeReportReply
+        )
+        assert max(heard.cleared.values(), default=0) < MAX_GENERATION
+        assert heard.epoch <= MAX_EPOCH + 1
+        # Who has heard that says so, and is believed.
+        desk.actor.report(encode(replace(REPORT, node_id="later", scheduler_epoch=heard.epoch)))
+        desk.check_service()
 
 
 @pytest.mark.parametrize("wrong", [None, 1.5, "1", 1 << 80, -(1 << 80), [1], math.nan])

@@ -1238,6 +1238,14 @@ def test_floor_of_a_disk_from_another_cluster_is_below_what_is_granted(desk: Des
     assert desk.lease(1)[0].generation > floor
 
 
+def test_floor_of_an_earlier_life_with_this_epoch_holds_and_is_risen_above(desk: Desk) -> None:
+    floor = int(make_generation(Epoch(1), 900))
+    assert desk.report(cleared={"model": floor}).cleared == {"model": floor}
+    desk.attach()
+    desk.now += SETTLE_S
+    assert desk.lease(1)[0].generation > floor
+
+
 def test_namespaces_that_were_cleared_long_ago_share_a_floor(desk: Desk) -> None:
     desk.attach("other", namespace="other")
     desk.store(b"a", engine="other", namespace="other")
