@@ -131,7 +131,8 @@ class EngineAttached(msgspec.Struct, frozen=True):
     """Answer to `AttachEngine`. With `error` set nothing was attached.
 
     `capacity` has the number of slots that the node's pool can hold for each KV group; `rejected`
-    the slots of declared leases that the engine does not hold.
+    the slots of declared leases that the engine does not hold. `cleared`: the generation up to
+    which the chunks of its namespace are void, wherever they are.
     """
 
     epoch: int
@@ -141,6 +142,7 @@ class EngineAttached(msgspec.Struct, frozen=True):
     paused: bool = False
     error: str = ""
     retry: bool = False
+    cleared: int = 0
 
 
 class SyncRequest(msgspec.Struct, frozen=True):

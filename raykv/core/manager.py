@@ -290,6 +290,7 @@ class BlockManager:
             node_epoch=node.epoch,
             capacity={g: geometry.capacity(size) for g, size in message.slot_bytes.items()},
             paused=self.paused,
+            cleared=self._clearings.of(Namespace(message.namespace)),
         )
 
     def _admit(self, message: AttachEngine, node: Node, now: float) -> None:

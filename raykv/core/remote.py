@@ -426,6 +426,17 @@ class RemoteChunks:
         for request in requests:
             request.found.clear()
 
+    def forget_cleared(self, requests: Iterable[RequestState], cleared: Generation) -> None:
+        """The namespace was cleared up to a generation, perhaps while nobody could say so."""
+        for request in requests:
+            for key, sources in list(request.found.items()):
+                left = tuple(each for each in sources if each.handle.generation > cleared)
+                if left:
+                    request.found[key] = left
+                else:
+                    del request.found[key]
+                    request.unfetched[key] = MissReason.CLEARED
+
     def forget_source(self, requests: Iterable[RequestState], key: Key, reason: MissReason) -> None:
         """A chunk did not come: for who knows of it that is how it is."""
         for request in requests:

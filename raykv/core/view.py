@@ -378,6 +378,8 @@ class EngineView:
         self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
         self._forget_undeclared()
         self.node_restarted(Epoch(message.node_epoch))
+        # A lease of now must not get the bytes of then.
+        self.remote.forget_cleared(self.requests.values(), Generation(message.cleared))
         self.remote.ask_again()
 
     def _forget_undeclared(self) -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import raykv.actors.node
 import raykv.actors.runtime
+from raykv import client_operations
 from raykv.actors import cluster as clusters
 from raykv.actors import names
 from raykv.actors.local_nodes import LocalNode, add_local_node
@@ -26,7 +27,7 @@ from raykv.config import Settings
 from raykv.core.room import MemoryLimit
 from raykv.core.view import EngineView
 from raykv.deadlines import NODE_ROOM_LOOK_S
-from raykv.errors import SettingError
+from raykv.errors import ClusterError, SettingError
 from raykv.findings import Finding, Severity
 from raykv.messages import (
     PROTOCOL_VERSION,
@@ -199,7 +200,9 @@ def frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_frozen_scheduler_actor_is_found_within_seconds(head: str, cluster: Cluster) -> None:
+def test_frozen_scheduler_actor_is_found_within_seconds(
+    head: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ray._private.state import actors
 
     (pid,) = [
@@ -213,6 +216,10 @@ def test_frozen_scheduler_actor_is_found_within_seconds(head: str, cluster: Clus
         assert "does not answer" in what
         assert "no answer within" in what
         assert time.monotonic() - began < 30.0
+        monkeypatch.setattr(client_operations, "CLIENT_S", 0.5)
+        for switch in (cluster.pause, cluster.resume):
+            with pytest.raises(ClusterError, match="scheduler actor does not answer"):
+                switch()
     wait_until(lambda: wrong(cluster.doctor()) == [], 20.0, "all is well again")
 
 

@@ -1176,6 +1176,15 @@ def test_clear_of_everything_holds_for_a_namespace_that_nobody_knew(desk: Desk) 
     assert late.holds(b"b", "other", "away") is None
 
 
+def test_engine_that_attaches_is_told_what_was_cleared_of_its_namespace(desk: Desk) -> None:
+    (row,) = desk.store(b"a")
+    assert desk.attach().cleared == 0
+    desk.manager.clear(Namespace("other"))
+    assert desk.attach().cleared == 0
+    desk.manager.clear()
+    assert desk.attach().cleared == row.generation
+
+
 def test_clear_of_a_namespace_holds_for_a_node_that_was_away(desk: Desk) -> None:
     (row,) = desk.store(b"a")
     desk.now += 2 * EXPIRY_S

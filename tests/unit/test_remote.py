@@ -403,6 +403,20 @@ def test_lost_answers_are_asked_for_again_once_the_engine_has_attached_anew(
     assert asked(take(view)) == "", "these were answered"
 
 
+def test_what_was_found_before_a_clearing_is_not_fetched_once_the_engine_has_attached_anew(
+    view: EngineView,
+) -> None:
+    start(view, "other")
+    learn(view, "ab")
+    learn(view, "c", request="other")
+    view.declared_leases()
+    view.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY, cleared=ord("a") + 1000))
+    assert look(view, "ab") == [MISS, HIT_PENDING]
+    view.declared_leases()
+    view.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY, cleared=ord("c") + 1000))
+    assert look(view, "c", request="other") == [MISS]
+
+
 def test_request_that_finishes_while_it_asks_leaves_nothing_behind(view: EngineView) -> None:
     start(view, "other")
     view.ask("r", keys("ab"))

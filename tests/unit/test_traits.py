@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from raykv.actors.session import Session, SessionSettings
+from raykv.client import WHOLE_NAMESPACE
 from raykv.core.view import EngineView
 from raykv.messages import (
     AttachEngine,
@@ -19,7 +20,7 @@ from raykv.messages import (
     encode,
 )
 from raykv.types import EngineId
-from raykv.vllm.namespace import traits_of
+from raykv.vllm.namespace import namespace_of, traits_of
 from raykv.vllm.readers import RANDOM_SEED
 
 FACTS: dict[str, Any] = {
@@ -95,3 +96,9 @@ def test_session_tells_the_traits_when_it_attaches() -> None:
     settings = SessionSettings("engine", "node", "ns", "tiny", 1, {0: 4096}, traits={"a": "b"})
     Session(EngineView(EngineId("engine"), [0], 1.0, 8), calls, settings).attach(5.0)
     assert [message.traits for message in calls.attached] == [{"a": "b"}]
+
+
+def test_namespace_is_known_for_a_whole_one_by_its_digits() -> None:
+    whole = namespace_of(FACTS)
+    assert WHOLE_NAMESPACE.fullmatch(whole)
+    assert not WHOLE_NAMESPACE.fullmatch(whole[:-1])
