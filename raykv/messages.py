@@ -18,7 +18,7 @@ from raykv.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
 from raykv.metric_types import HistogramData, KeySketch
 from raykv.miss_types import MissRecord
 from raykv.state_types import Capture, CaptureStats
-from raykv.types import Generation, Slot
+from raykv.types import Blocks, Generation, Slot
 
 PROTOCOL_VERSION = 8
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
@@ -265,12 +265,15 @@ class ReadRequest(msgspec.Struct, frozen=True):
 class ReadReply(msgspec.Struct, frozen=True):
     """A `Refusal` per chunk, and the checksums (XXH3, 64 bit) of those that follow as bytes.
 
-    The bytes of all chunks that were not refused come with it, back to back, in order.
+    The bytes of all chunks that were not refused come with it, back to back, in order. `partial`
+    has those of which only some blocks were stored, by their numbers in the question: the other
+    blocks are zero, and are not to be loaded.
     """
 
     node_epoch: int
     refusals: list[int]
     checksums: list[int] = []
+    partial: dict[int, Blocks] = {}
 
 
 # NodeActor <-> scheduler actor

@@ -24,6 +24,7 @@ from raykv.actors import cluster
 from raykv.actors.import_source import EPOCH, GENERATION, import_source
 from raykv.catalog_types import DISK, Chunk
 from raykv.core.geometry import PoolGeometry
+from raykv.core.sanity import check_partial
 from raykv.deadlines import (
     EXPORT_READ_S,
     IMPORT_NODE_S,
@@ -50,7 +51,7 @@ from raykv.operation_types import (
 )
 from raykv.status_types import ClusterStatus, NamespaceStatus
 from raykv.tiers.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
-from raykv.types import MAX_KEY_BYTES, Generation, Key, Namespace, Refusal
+from raykv.types import ALL_BLOCKS, MAX_KEY_BYTES, Generation, Key, Namespace, Refusal
 
 FILE_BYTES = 256 << 20
 """Of chunks in one file of a folder."""
@@ -378,13 +379,19 @@ def _read_from(
             logger.warning("node %s can't be read: %s", node_id[:12], what)
             return came
         reply = receive(raw, ReadReply, "the NodeActor", HERE)
+        check_partial(reply.partial, len(page))
         checksums = iter(reply.checksums)
         end = 0
-        for chunk, refusal in zip(page, reply.refusals, strict=True):
+        for number, (chunk, refusal) in enumerate(zip(page, reply.refusals, strict=True)):
             if refusal == Refusal.NONE:
                 part_of = np.array(data[end : end + chunk.num_bytes])
-                generation = Generation(chunk.generation)
-                came[chunk.key] = ChunkBytes(Key(chunk.key), generation, next(checksums), part_of)
+                came[chunk.key] = ChunkBytes(
+                    Key(chunk.key),
+                    Generation(chunk.generation),
+                    next(checksums),
+                    part_of,
+                    reply.partial.get(number, ALL_BLOCKS),
+                )
                 end += chunk.num_bytes
     return came
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum, StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 NodeId = NewType("NodeId", str)
 """Ray's node id, hex."""
@@ -37,6 +37,34 @@ NO_GENERATION = Generation(0)
 
 MAX_KEY_BYTES = 128
 """Of an offload key; vLLM's longest has 36."""
+
+MAX_BLOCKS = 1 << 32
+"""Of a chunk."""
+
+
+class Blocks(NamedTuple):
+    """Blocks of a chunk that follow each other, by their numbers in it."""
+
+    first: int
+    length: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a chunk can have these, at least one."""
+        return 0 <= self.first < self.first + self.length <= MAX_BLOCKS
+
+    def has(self, wanted: Blocks) -> bool:
+        """Whether all that is wanted is among these; that is so if nothing is."""
+        if not wanted.length:
+            return True
+        ends_inside = wanted.first + wanted.length <= self.first + self.length
+        return wanted.length > 0 and self.first <= wanted.first and ends_inside
+
+
+ALL_BLOCKS = Blocks(0, MAX_BLOCKS)
+"""Of a chunk that is whole, however many it has."""
+
+NO_BLOCKS = Blocks(0, 0)
 
 _COUNTER_BITS = 32
 
@@ -126,11 +154,22 @@ class Refusal(IntEnum):
     """There was no time left, or no answer in time."""
     BREAKER_OPEN = 12
     """Who has the chunk did not answer a short while ago, and is not asked again yet."""
+    PARTIAL = 13
+    """Only some of the chunk's blocks were stored, and others were wanted."""
 
     @property
     def is_final(self) -> bool:
-        """Whether the chunk is gone for every engine, not only for this job."""
-        return self in (Refusal.STALE, Refusal.CLEARED, Refusal.BAD_HANDLE, Refusal.CORRUPT)
+        """Whether the chunk is to be forgotten by every engine, not only by this job's.
+
+        That is so of a chunk that lacks blocks, too: nobody would store it whole while it is known.
+        """
+        return self in (
+            Refusal.STALE,
+            Refusal.CLEARED,
+            Refusal.BAD_HANDLE,
+            Refusal.CORRUPT,
+            Refusal.PARTIAL,
+        )
 
 
 class TokenSource(StrEnum):

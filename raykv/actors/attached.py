@@ -33,7 +33,7 @@ from raykv.memory.cuda_kv import DeviceKV
 from raykv.memory.handles import OpenedKV
 from raykv.memory.words import CancelWords, Word
 from raykv.messages import AttachWorker, CopyJob, JobBatch, JobResult
-from raykv.types import Direction, Generation, Key, Namespace, Refusal, Slot
+from raykv.types import Blocks, Direction, Generation, Key, Namespace, Refusal, Slot
 
 _DIRECTIONS = frozenset(int(direction) for direction in Direction)
 
@@ -144,6 +144,10 @@ class QueuedJob:
             Generation(handles.generations[chunk]),
             self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),
         )
+
+    def blocks(self, chunk: int) -> Blocks:
+        """What is copied of a chunk of a job that was planned."""
+        return self.worker.planner.blocks(self.job, chunk)
 
     def result(self, num_bytes: int) -> JobResult:
         """How the job has ended, with so many bytes copied."""

@@ -13,10 +13,12 @@ What holds whatever goes wrong:
    each chunk before it becomes READY or counts as loaded.
 3. A chunk that is refused is left out and spoils no other. A copy that is stopped, or of which a
    call fails, spoils the chunks of its span and those behind it.
+4. No byte of what a slot held before is in a READY chunk: what a store leaves out of it is zero.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +34,7 @@ from raykv.copy.rows import RowCopier
 from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES, Span, spans
 from raykv.core.slots import SlotState
 from raykv.messages import JobResults
-from raykv.types import Direction, Epoch, Refusal
+from raykv.types import ALL_BLOCKS, SLOT_ALIGNMENT, Direction, Epoch, Refusal
 
 
 @dataclass(frozen=True)
@@ -140,19 +142,22 @@ class Copying:
         for chunk in range(len(queued.job.handles.keys)):
             try:
                 refusal = self._begin(queued, chunk, give_up_at)
+                if refusal is not Refusal.NONE:
+                    queued.refusals[chunk] = refusal
+                    continue
+                admitted.append(chunk)
+                if queued.direction is Direction.STORE:
+                    self._blank(queued, chunk)
             except BaseException:
                 self._abandon(queued, admitted)
                 raise
-            if refusal is Refusal.NONE:
-                admitted.append(chunk)
-            else:
-                queued.refusals[chunk] = refusal
         return admitted
 
     def _begin(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
         name = queued.name(chunk)
         if queued.direction is Direction.LOAD:
-            return self._integrity.begin_load(name, lambda: queued.is_cancelled)
+            wanted = queued.blocks(chunk)
+            return self._integrity.begin_load(name, lambda: queued.is_cancelled, wanted)
         hello = queued.worker.hello
         return self._keeper.begin_store(
             name,
@@ -162,6 +167,20 @@ class Copying:
             self._waits.ranks_s,
             lambda: queued.is_cancelled,
         )
+
+    def _blank(self, queued: QueuedJob, chunk: int) -> None:
+        """Overwrite what the store of an admitted chunk leaves as it was: blocks that are not there
+        in this rank's part of the slot, and behind the last rank's part what no rank has.
+        """
+        worker, group_id = queued.worker, queued.job.groups[chunk]
+        if queued.blocks(chunk) != ALL_BLOCKS:
+            for offset, size in worker.planner.left_out(queued.job, chunk).tolist():
+                ctypes.memset(self._keeper.pool.address + offset, 0, size)
+        name, num_ranks = queued.name(chunk), worker.hello.num_ranks
+        used = worker.planner.chunk_bytes(group_id, num_ranks)
+        if worker.hello.rank == num_ranks - 1 and used < name.slot_bytes:
+            place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
+            ctypes.memset(place + used, 0, name.slot_bytes - used)
 
     def _end(self, queued: QueuedJob, chunk: int, done: bool) -> bool:
         """End an admitted chunk, whose copy is done or was stopped; False: it is refused."""
@@ -176,7 +195,8 @@ class Copying:
         if queued.direction is Direction.LOAD:
             self._keeper.end_load(name)
             return
-        state = self._keeper.end_store(name, queued.worker.hello.rank, ok)
+        rank, blocks = queued.worker.hello.rank, queued.blocks(chunk)
+        state = self._keeper.end_store(name, rank, ok, None, blocks)
         if ok and state is SlotState.EMPTY:
             queued.refusals[chunk] = Refusal.POISONED
 

@@ -380,13 +380,16 @@ class DiskTier:
         return name is not None
 
     def _copy(self, name: ChunkName) -> None:
-        """Copy a chunk out of its slot, if it is still there and not on the disk."""
+        """Copy a chunk out of its slot, if it is still there and the disk has no such blocks."""
         with self._lock:
             known = self._index.find(name.namespace, name.key)
-        is_known = known is not None and known.chunk.num_bytes == name.slot_bytes
-        if is_known or self._keeper.begin_load(name) is not Refusal.NONE:
+        if self._keeper.begin_load(name) is not Refusal.NONE:
             return
         try:
+            blocks = self._keeper.blocks_of(name)
+            same = known is not None and known.chunk.num_bytes == name.slot_bytes
+            if same and known is not None and known.chunk.blocks.has(blocks):
+                return
             data = np.empty(name.slot_bytes, np.uint8)
             place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
             ctypes.memmove(data.ctypes.data, place, name.slot_bytes)
@@ -398,7 +401,7 @@ class DiskTier:
             return
         batch = self._batches.setdefault(name.namespace, _Batch(time.monotonic()))
         if all(each.key != name.key for each in batch.chunks):
-            batch.chunks.append(ChunkBytes(name.key, name.generation, checksum, data))
+            batch.chunks.append(ChunkBytes(name.key, name.generation, checksum, data, blocks))
             batch.num_bytes += name.slot_bytes
 
     def _write(self, namespace: Namespace, batch: _Batch) -> None:

@@ -148,7 +148,7 @@ class DiskReads:
             return ChunkRead(Refusal.COPY_FAILED)
         with self._state.lock:
             self._state.index.was_read(entry)
-        return ChunkRead(Refusal.NONE, entry.chunk.checksum)
+        return ChunkRead(Refusal.NONE, entry.chunk.checksum, entry.chunk.blocks)
 
     def start_read(self, request: ReadRequest) -> PendingRead:
         """Begin a read, in one of the threads.

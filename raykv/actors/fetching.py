@@ -27,8 +27,10 @@ from raykv.actors.keeper import PoolKeeper
 from raykv.actors.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.breaker_types import BreakerReport
 from raykv.core.breaker import Breakers, Pauses
+from raykv.core.sanity import check_partial
 from raykv.core.slots import ChunkName, SlotState
 from raykv.deadlines import FETCH_MOST_S, FETCH_SLOT_WAIT_S, SOURCE_PAUSES_S
+from raykv.errors import MessageError
 from raykv.messages import (
     PROTOCOL_VERSION,
     FetchRequest,
@@ -38,7 +40,17 @@ from raykv.messages import (
     ReadReply,
     ReadRequest,
 )
-from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, Refusal, Slot
+from raykv.types import (
+    ALL_BLOCKS,
+    SLOT_ALIGNMENT,
+    Blocks,
+    Epoch,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Slot,
+)
 
 logger = logging.getLogger("raykv.node")
 
@@ -330,7 +342,7 @@ class FetchService:
         checksums = iter(reply.checksums)
         end = 0
         columns = zip(piece.chunks, piece.sources, reply.refusals, strict=True)
-        for chunk, source, refused in columns:
+        for number, (chunk, source, refused) in enumerate(columns):
             name = chunk.landing.name
             refusal = Refusal(refused)
             if refusal is Refusal.NONE:
@@ -339,7 +351,8 @@ class FetchService:
                 checksum = next(checksums, None)
                 refusal = self._take(name, part, checksum)
                 if refusal is Refusal.NONE:
-                    self._finish(fetch, chunk, Refusal.NONE, checksum)
+                    blocks = reply.partial.get(number, ALL_BLOCKS)
+                    self._finish(fetch, chunk, Refusal.NONE, checksum, blocks)
                     fetch.num_bytes += name.slot_bytes
                     continue
             elif refusal.is_final and reply.node_epoch == source.node_epoch:
@@ -375,11 +388,16 @@ class FetchService:
                 fetch.waiting.append(chunk)
 
     def _finish(
-        self, fetch: _Fetch, chunk: _Chunk, refusal: Refusal, checksum: int | None = None
+        self,
+        fetch: _Fetch,
+        chunk: _Chunk,
+        refusal: Refusal,
+        checksum: int | None = None,
+        blocks: Blocks = ALL_BLOCKS,
     ) -> None:
         """The chunk is there, or won't be: end its store, and tell who waits for it."""
         name = chunk.landing.name
-        state = self._keeper.end_store(name, 0, ok=refusal is Refusal.NONE, checksum=checksum)
+        state = self._keeper.end_store(name, 0, refusal is Refusal.NONE, checksum, blocks)
         fetch.writing.remove(chunk)
         if refusal is Refusal.NONE and state is not SlotState.READY:
             refusal = Refusal.CLEARED
@@ -436,6 +454,10 @@ def _check(piece: _Piece, reply: ReadReply, data: Bytes, with_checksums: bool) -
         ]
         num_checksums = len(sent) if with_checksums else 0
         if len(data) == sum(sent) and len(reply.checksums) == num_checksums:
+            try:
+                check_partial(reply.partial, len(piece.chunks))
+            except MessageError as error:
+                raise PeerError(f"node {piece.node_id}: {error}") from error
             return
     raise PeerError(f"node {piece.node_id}: the answer does not fit the question")
 

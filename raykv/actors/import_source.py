@@ -67,7 +67,7 @@ class ImportSource:
             return ChunkRead(Refusal.CORRUPT)
         except OSError:
             return ChunkRead(Refusal.COPY_FAILED)
-        return ChunkRead(Refusal.NONE, chunk.checksum)
+        return ChunkRead(Refusal.NONE, chunk.checksum, chunk.blocks)
 
 
 @contextmanager

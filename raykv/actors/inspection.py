@@ -19,6 +19,7 @@ import xxhash
 from raykv.actors import cluster
 from raykv.actors.peers import Bytes, ObjectRefTransport, PeerError
 from raykv.core.kv_form import objection
+from raykv.core.sanity import check_partial
 from raykv.deadlines import CHUNK_READ_S, CLIENT_S
 from raykv.errors import ClusterError, first_line
 from raykv.handshake import receive
@@ -115,13 +116,19 @@ def _request(places: Sequence[ChunkPlace], slot_bytes: int) -> ReadRequest:
 
 
 def _check(places: Sequence[ChunkPlace], reply: ReadReply, data: Bytes, slot_bytes: int) -> None:
-    """Refuse an answer that is not the bytes that were asked for, all of them."""
+    """Refuse an answer that is not the bytes that were asked for, of all blocks."""
     for place, refusal in zip(places, reply.refusals, strict=False):
         if refusal:
             raise ClusterError(
                 f"chunk {place.key.hex()} can't be read on node {place.node_id[:12]}: "
                 f"{Refusal(refusal).name.lower()}; it may have been evicted meanwhile, try again"
             )
+    check_partial(reply.partial, len(places))
+    for number, blocks in reply.partial.items():
+        raise ClusterError(
+            f"chunk {places[number].key.hex()} was stored in part: only {blocks.length} of its "
+            f"blocks, from number {blocks.first} on, have KV"
+        )
     if (len(reply.refusals), data.size) != (len(places), len(places) * slot_bytes):
         raise ClusterError(f"node {places[0].node_id[:12]} sent {data.size} bytes of chunks")
     chunks = np.asarray(data).reshape(len(places), slot_bytes)

@@ -23,7 +23,7 @@ import xxhash
 
 from raykv.actors.keeper import PoolKeeper
 from raykv.core.slots import ChunkName
-from raykv.types import SLOT_ALIGNMENT, Refusal
+from raykv.types import NO_BLOCKS, SLOT_ALIGNMENT, Blocks, Refusal
 
 LOADS_PER_CHECK = 256
 """A checksum takes about as long as the copy of the same bytes: 0.4 % more on the average."""
@@ -45,12 +45,15 @@ class Integrity:
         self._loads_per_check = loads_per_check
         self._random = random.Random()
 
-    def begin_load(self, name: ChunkName, is_cancelled: Callable[[], bool]) -> Refusal:
-        """Register a reader of a chunk, compared first if it has to be; see `PoolKeeper`.
+    def begin_load(
+        self, name: ChunkName, is_cancelled: Callable[[], bool], wanted: Blocks = NO_BLOCKS
+    ) -> Refusal:
+        """Register a reader of some blocks of a chunk, which is compared first if it has to be; see
+        `PoolKeeper`.
 
         `CORRUPT`: its bytes have changed. `CANCELLED`: there was no time to find out.
         """
-        refusal = self._keeper.begin_load(name)
+        refusal = self._keeper.begin_load(name, wanted)
         if refusal is not Refusal.NONE or not self._must_compare(name):
             return refusal
         checksum = self._checksum(name, is_cancelled)

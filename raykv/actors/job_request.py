@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raykv.messages import CopyJob, Handles
 from raykv.state_types import Capture
@@ -26,6 +26,8 @@ class JobRequest:
     capture: Capture | None = None
     lock_fd: int = -1
     """Of the file that a capture becomes; whoever asks for it closes it when the job has ended."""
+    torn: Handles = field(default_factory=Handles)
+    """Chunks of a store that nobody knows all blocks of: they have failed, and are not sent."""
 
     @property
     def num_bytes(self) -> int:

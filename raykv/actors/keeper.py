@@ -20,7 +20,16 @@ from raykv.core.slots import Admission, ChunkName, FailedStore, Seal, SlotState,
 from raykv.deadlines import SLOT_LOOK_S
 from raykv.memory.pool import Pool
 from raykv.messages import FailedStores, Inventory
-from raykv.types import MAX_GENERATION, Generation, Namespace, Refusal, Slot
+from raykv.types import (
+    ALL_BLOCKS,
+    MAX_GENERATION,
+    NO_BLOCKS,
+    Blocks,
+    Generation,
+    Namespace,
+    Refusal,
+    Slot,
+)
 
 logger = logging.getLogger("raykv.node")
 
@@ -55,8 +64,8 @@ class PoolKeeper:
             found = self.pool.recover()
             for namespace, generation in self.pool.cleared.items():
                 self.table.discard_namespace(Namespace(namespace), Generation(generation))
-            for name, checksum in found.items():
-                if self.table.restore(name, checksum):
+            for name, seal in found.items():
+                if self.table.restore(name, seal.checksum, seal.blocks):
                     self._unchecked.append(name)
                 else:
                     self.pool.strike(name.slot)
@@ -64,10 +73,15 @@ class PoolKeeper:
 
     # Copies
 
-    def begin_load(self, name: ChunkName) -> Refusal:
-        """Register a reader of a chunk."""
+    def begin_load(self, name: ChunkName, wanted: Blocks = NO_BLOCKS) -> Refusal:
+        """Register a reader of some blocks of a chunk; see `SlotTable.begin_load`."""
         with self.lock:
-            return self.table.begin_load(name)
+            return self.table.begin_load(name, wanted)
+
+    def blocks_of(self, name: ChunkName) -> Blocks:
+        """The blocks of a READY chunk that were stored."""
+        with self.lock:
+            return self.table.blocks_of(name)
 
     def end_load(self, name: ChunkName) -> None:
         """A reader is done."""
@@ -112,14 +126,19 @@ class PoolKeeper:
                 self.lock.wait(SLOT_LOOK_S)
 
     def end_store(
-        self, name: ChunkName, rank: int, ok: bool, checksum: int | None = None
+        self,
+        name: ChunkName,
+        rank: int,
+        ok: bool,
+        checksum: int | None = None,
+        blocks: Blocks = ALL_BLOCKS,
     ) -> SlotState:
-        """A rank has stopped writing; READY when its part was the last one.
+        """A rank has stopped writing some blocks; READY when its part was the last one.
 
         `checksum` is that of the whole chunk, where it is known; else it is made later.
         """
         with self.lock:
-            state = self.table.finish_store(name.slot, name.generation, rank, ok)
+            state = self.table.finish_store(name.slot, name.generation, rank, ok, blocks)
             if state is SlotState.READY:
                 if checksum is None:
                     self._unchecked.append(name)
@@ -134,7 +153,7 @@ class PoolKeeper:
     def _seal(self, name: ChunkName, checksum: int) -> None:
         """A pool file has no chunk without a checksum."""
         if self.table.seal(name, checksum):
-            self.pool.remember(name, checksum)
+            self.pool.remember(name, checksum, self.table.blocks_of(name))
 
     def settle(self, name: ChunkName, checksum: int) -> Refusal:
         """The bytes of a chunk have that checksum now.

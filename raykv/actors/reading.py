@@ -16,7 +16,17 @@ from raykv.actors.scratch import Scratch
 from raykv.core.sanity import check_read
 from raykv.core.slots import ChunkName
 from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest
-from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, Refusal, Slot
+from raykv.types import (
+    ALL_BLOCKS,
+    SLOT_ALIGNMENT,
+    Blocks,
+    Epoch,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Slot,
+)
 
 MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
@@ -24,10 +34,13 @@ MAX_READ_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """How the read of one chunk ended, and the checksum of its bytes, where that was asked for."""
+    """How the read of one chunk ended, the checksum of its bytes, where that was asked for, and
+    which of its blocks were stored.
+    """
 
     refusal: Refusal
     checksum: int = 0
+    blocks: Blocks = ALL_BLOCKS
 
 
 class ReadService:
@@ -70,13 +83,14 @@ class ReadService:
         if refusal is not Refusal.NONE:
             return ChunkRead(refusal)
         try:
+            blocks = self._keeper.blocks_of(name)
             place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
             ctypes.memmove(to.ctypes.data, place, name.slot_bytes)
             seal = self._keeper.seal_of(name)
             if not with_checksum and (seal is None or seal.is_proven):
-                return ChunkRead(Refusal.NONE)
+                return ChunkRead(Refusal.NONE, blocks=blocks)
             checksum = xxhash.xxh3_64_intdigest(to.data)
-            return ChunkRead(self._keeper.settle(name, checksum), checksum)
+            return ChunkRead(self._keeper.settle(name, checksum), checksum, blocks)
         finally:
             self._keeper.end_load(name)
 
@@ -103,16 +117,19 @@ def answer(
     data = take(total)
     refusals: list[int] = []
     checksums: list[int] = []
+    partial: dict[int, Blocks] = {}
     end = 0
-    for name in names_of(request):
+    for number, name in enumerate(names_of(request)):
         read = read_one(name, data[end : end + name.slot_bytes])
         refusals.append(int(read.refusal))
         if read.refusal is Refusal.NONE:
             end += name.slot_bytes
             checksums.append(read.checksum)
+            if read.blocks != ALL_BLOCKS:
+                partial[number] = read.blocks
     if not request.with_checksums:
         checksums = []
-    return ReadReply(epoch, refusals, checksums), data[:end]
+    return ReadReply(epoch, refusals, checksums, partial), data[:end]
 
 
 def names_of(request: ReadRequest) -> list[ChunkName]:

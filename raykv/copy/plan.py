@@ -17,7 +17,7 @@ import numpy.typing as npt
 from raykv.core.canonical import fragments_of, shares, within
 from raykv.memory.handles import part_bytes
 from raykv.messages import CopyJob, KVLayout, TensorLayout
-from raykv.types import SLOT_ALIGNMENT, Direction
+from raykv.types import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Direction
 
 Column = npt.NDArray[np.int64]
 
@@ -89,6 +89,23 @@ class Planner:
             plain = None if layout.canonical.groups else _group(layout, index, rank)
             for way in Direction:
                 self._groups[way][group_id] = plain or _canonical_group(layout, index, way)
+
+    def blocks(self, job: CopyJob, chunk: int) -> Blocks:
+        """The blocks of one chunk of a job that was planned."""
+        first, count = job.first_block[chunk], job.num_blocks[chunk]
+        return ALL_BLOCKS if count == self._blocks_per_chunk else Blocks(first, count)
+
+    def left_out(self, job: CopyJob, chunk: int) -> Column:
+        """Where in the pool this rank's part of the blocks would be that one chunk of a store does
+        not have, as [[offset, size], …].
+        """
+        group = self._groups[Direction.STORE][job.groups[chunk]]
+        first, end = job.first_block[chunk], job.first_block[chunk] + job.num_blocks[chunk]
+        places = np.concatenate([np.arange(first), np.arange(end, self._blocks_per_chunk)])
+        start = job.handles.slots[chunk] * SLOT_ALIGNMENT + group.base
+        offsets = start[:, None] + group.pitch[:, None] * places
+        sizes = np.broadcast_to(group.size[:, None], offsets.shape)
+        return np.stack([offsets.ravel(), sizes.ravel()], axis=1)
 
     def part_bytes(self, group_id: int) -> int:
         """Bytes of this rank's part of a chunk of the group.

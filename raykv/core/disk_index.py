@@ -28,7 +28,7 @@ from itertools import islice
 from raykv.core.clearings import Clearings
 from raykv.core.namespace_column import namespace_column
 from raykv.disk_types import DiskChunks, DiskNews
-from raykv.types import NO_GENERATION, Generation, Key, Namespace
+from raykv.types import ALL_BLOCKS, NO_GENERATION, Blocks, Generation, Key, Namespace
 
 MAX_GONE = 65_536
 """Places that went and were not told yet; beyond it the listing begins anew."""
@@ -43,7 +43,8 @@ Name = tuple[Namespace, Key]
 class DiskChunk:
     """A chunk in a file: its bytes are at [offset, offset + num_bytes).
 
-    `checksum` is XXH3, 64 bit; `generation` is that of the slot that it was written from.
+    `checksum` is XXH3, 64 bit; `generation` is that of the slot that it was written from. `blocks`
+    are those that were stored there, the others are zero.
     """
 
     key: Key
@@ -51,6 +52,7 @@ class DiskChunk:
     offset: int
     num_bytes: int
     checksum: int
+    blocks: Blocks = ALL_BLOCKS
 
 
 @dataclass(slots=True)

@@ -48,6 +48,7 @@ from raykv.types import (
     MAX_GENERATION,
     MAX_KEY_BYTES,
     SLOT_ALIGNMENT,
+    Blocks,
     Generation,
     Refusal,
     epoch_of,
@@ -300,6 +301,17 @@ def check_read(request: ReadRequest, slab_bytes: int) -> None:
     handles = request.handles
     _rows("chunks", handles.keys, handles.slots, handles.generations, request.slot_bytes)
     _numbers("slot sizes", request.slot_bytes, 1, slab_bytes)
+
+
+def check_partial(partial: Mapping[int, Blocks], num_chunks: int) -> None:
+    """What the answer to a read of so many chunks says of those that were stored in part.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    _numbers("numbers of partial chunks", partial, 0, num_chunks - 1)
+    for blocks in partial.values():
+        require(blocks.is_sound, f"a chunk with {blocks.length} blocks from {blocks.first} on")
 
 
 # From readers

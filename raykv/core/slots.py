@@ -15,6 +15,8 @@ Invariants:
 6. No chunk is READY that was cleared.
 7. A slot's checksum is that of its bytes at its generation; one that is not proven was restored
    and has not been compared with the bytes yet.
+7. A READY chunk has the blocks that all of its ranks have stored, the same ones. Only those are
+   loaded; who takes the whole slot elsewhere takes along which they are (`blocks_of`).
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from enum import Enum
 from raykv.core.clearings import Clearings
 from raykv.core.geometry import PoolGeometry
 from raykv.types import (
+    ALL_BLOCKS,
     MAX_GENERATION,
     MAX_KEY_BYTES,
+    NO_BLOCKS,
     NO_GENERATION,
+    Blocks,
     Generation,
     Key,
     Namespace,
@@ -84,10 +89,14 @@ class ChunkName:
 
 @dataclass(frozen=True)
 class Seal:
-    """A READY chunk's checksum; `is_proven`: it has been compared with the bytes in this life."""
+    """A READY chunk's checksum; `is_proven`: it has been compared with the bytes in this life.
+
+    `blocks` are those that were stored.
+    """
 
     checksum: int
     is_proven: bool
+    blocks: Blocks = ALL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class FailedStore:
 
 @dataclass(slots=True)
 class _Record:
-    """One slot. `writers` are ranks that copy now, `stored` those that have copied."""
+    """One slot. `writers` are ranks that copy now, `stored` those that have copied `blocks`."""
 
     generation: Generation = NO_GENERATION
     state: SlotState = SlotState.EMPTY
@@ -114,6 +123,7 @@ class _Record:
     poisoned: bool = False
     expires_at: float = 0.0
     checksum: int | None = None
+    blocks: Blocks = ALL_BLOCKS
 
     @property
     def is_busy(self) -> bool:
@@ -229,18 +239,28 @@ class SlotTable:
         self.highest_generation = max(self.highest_generation, name.generation)
         self._writing.add(name.slot)
 
-    def finish_store(self, slot: Slot, generation: Generation, rank: int, ok: bool) -> SlotState:
-        """`rank` has stopped writing. Returns READY when its part was the last one.
+    def finish_store(
+        self,
+        slot: Slot,
+        generation: Generation,
+        rank: int,
+        ok: bool,
+        blocks: Blocks = ALL_BLOCKS,
+    ) -> SlotState:
+        """`rank` has stopped writing `blocks`. Returns READY when its part was the last one.
 
-        The slot cannot have moved on meanwhile (invariant 3: a store waits for writers).
+        Ranks that have written other blocks than the ones before poison the store. The slot cannot
+        have moved on meanwhile (invariant 3: a store waits for writers).
         """
+        assert blocks.is_sound, blocks
         record = self._record(slot)
         assert record is not None, slot
         assert record.generation == generation, (slot, generation, record)
         assert rank in record.writers, (slot, rank, record)
         record.writers.remove(rank)
-        if ok:
+        if ok and (not record.stored or record.blocks == blocks):
             record.stored.add(rank)
+            record.blocks = blocks
         else:
             record.poisoned = True
         if record.poisoned:
@@ -286,8 +306,14 @@ class SlotTable:
 
     # Loads
 
-    def begin_load(self, name: ChunkName) -> Refusal:
-        """Register a reader; `NONE` means go. The slot is not written until `finish_load`."""
+    def begin_load(self, name: ChunkName, wanted: Blocks = NO_BLOCKS) -> Refusal:
+        """Register a reader; `NONE` means go. The slot is not written until `finish_load`.
+
+        Args:
+            name: the chunk.
+            wanted: the blocks that will be read. None of them: the reader takes the whole slot, and
+                along with it which blocks are there.
+        """
         record = self._record(name.slot)
         if record is None or record.generation != name.generation:
             return Refusal.STALE
@@ -297,6 +323,8 @@ class SlotTable:
             return Refusal.STALE
         if record.state is not SlotState.READY:
             return Refusal.WRITING if record.state is SlotState.WRITING else Refusal.STALE
+        if not record.blocks.has(wanted):
+            return Refusal.PARTIAL
         record.readers += 1
         return Refusal.NONE
 
@@ -411,15 +439,17 @@ class SlotTable:
         """Stores that have failed since the last call, `most` at a time."""
         return [self._failed.popleft() for _ in range(min(most, len(self._failed)))]
 
-    def restore(self, name: ChunkName, checksum: int) -> bool:
+    def restore(self, name: ChunkName, checksum: int, blocks: Blocks = ALL_BLOCKS) -> bool:
         """Take back a chunk that outlived the NodeActor's last life (a file-backed pool).
 
         Its checksum is not proven. False if it can't be there; then nothing has changed.
         """
+        if not blocks.is_sound:
+            return False
         answer = self.begin_store(name, rank=0, num_ranks=1, expires_at=0.0)
         if answer.admission is not Admission.GO:
             return False
-        self.finish_store(name.slot, name.generation, rank=0, ok=True)
+        self.finish_store(name.slot, name.generation, 0, ok=True, blocks=blocks)
         is_there = self.seal(name, checksum)
         assert is_there, name
         self._unproven.add(name.slot)
@@ -435,6 +465,11 @@ class SlotTable:
     def _ready_record(self, name: ChunkName) -> _Record | None:
         return self._record(name.slot) if self.is_ready(name) else None
 
+    def blocks_of(self, name: ChunkName) -> Blocks:
+        """The blocks of a READY chunk that were stored; none if it is not there any more."""
+        record = self._ready_record(name)
+        return NO_BLOCKS if record is None else record.blocks
+
     def seal(self, name: ChunkName, checksum: int) -> bool:
         """Remember the checksum of a READY chunk; False if it is not there any more."""
         record = self._ready_record(name)
@@ -447,7 +482,7 @@ class SlotTable:
         record = self._ready_record(name)
         if record is None or record.checksum is None:
             return None
-        return Seal(record.checksum, is_proven=name.slot not in self._unproven)
+        return Seal(record.checksum, name.slot not in self._unproven, record.blocks)
 
     def prove(self, name: ChunkName) -> None:
         """A chunk's bytes are those of its checksum."""

@@ -9,8 +9,9 @@ aside, for whoever wants to find out why.
 
 It also has what was cleared, so that this is told to a scheduler actor that has not heard of it.
 
-An entry has the checksum of the chunk's bytes. Nothing here reads those: that would make the start
-of a large pool slow. Who serves a chunk that was found compares it first.
+An entry has which of the chunk's blocks were stored, and the checksum of its bytes. Nothing here
+reads those: that would make the start of a large pool slow. Who serves a chunk that was found
+compares it first.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ import msgspec
 
 from raykv.core.clearings import Clearings
 from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import ChunkName
+from raykv.core.slots import ChunkName, Seal
 from raykv.deadlines import NODE_ROOM_LOOK_S
 from raykv.errors import HandleError
 from raykv.memory.pages import place_near_gpus, pool_region
 from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
 from raykv.ownership import open_own
-from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot
+from raykv.types import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Generation, Key, Namespace, Slot
 
 logger = logging.getLogger("raykv.node")
 
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 COMPACT_FACTOR = 4
 """The journal is rewritten when it has so many times more records than the pool has chunks."""
 
@@ -67,6 +68,7 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     namespace: str = ""
     key: bytes = b""
     checksum: int = 0
+    blocks: Blocks = ALL_BLOCKS
 
     @property
     def is_clearing(self) -> bool:
@@ -301,8 +303,9 @@ class Pool:
         """Journals that were not believed."""
         return 0 if self._journal is None else self._journal.num_set_aside
 
-    def recover(self) -> dict[ChunkName, int]:
-        """Chunks that an earlier life of the NodeActor left in the pool file, and their checksums.
+    def recover(self) -> dict[ChunkName, Seal]:
+        """Chunks that an earlier life of the NodeActor left in the pool file, and what it knew of
+        their bytes.
 
         Whether a chunk can be where it says, and has the bytes, is for the caller to find out.
         """
@@ -310,13 +313,22 @@ class Pool:
             return {}
         records = self._journal.open()
         self._slab_sizes = {self._slab_of(record): record.slot_bytes for record in records}
-        return {record.name: record.checksum for record in records}
+        return {
+            record.name: Seal(record.checksum, is_proven=False, blocks=record.blocks)
+            for record in records
+        }
 
-    def remember(self, name: ChunkName, checksum: int) -> None:
-        """A chunk is READY, and its bytes have that checksum."""
+    def remember(self, name: ChunkName, checksum: int, blocks: Blocks = ALL_BLOCKS) -> None:
+        """A chunk is READY with these blocks, and its bytes have that checksum."""
         if self._journal is not None:
             record = _Record(
-                name.slot, name.slot_bytes, name.generation, name.namespace, name.key, checksum
+                name.slot,
+                name.slot_bytes,
+                name.generation,
+                name.namespace,
+                name.key,
+                checksum,
+                blocks,
             )
             self._journal.enter(record)
 

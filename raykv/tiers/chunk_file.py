@@ -1,7 +1,8 @@
 """One file of chunks, as safetensors: written whole or not at all, read chunk by chunk.
 
 Each chunk is a tensor of bytes (U8) that is named by its key in hex. The file's metadata has the
-format's version, the namespace, and by key the generation and the checksum (XXH3, 64 bit).
+format's version, the namespace, and by key the generation, the checksum (XXH3, 64 bit), and which
+of the chunk's blocks were stored, as [first, length]; the bytes of the others are zero.
 
 A file gets its name when all of it is on the disk: what has that name is whole, unless the disk
 lies. It is read with plain reads: a file that was cut short would kill who had mapped it. What is
@@ -25,11 +26,19 @@ from safetensors.numpy import save_file
 
 from raykv.core.disk_index import DiskChunk
 from raykv.errors import ChunkFileError
-from raykv.types import MAX_GENERATION, MAX_KEY_BYTES, Generation, Key, Namespace
+from raykv.types import (
+    ALL_BLOCKS,
+    MAX_GENERATION,
+    MAX_KEY_BYTES,
+    Blocks,
+    Generation,
+    Key,
+    Namespace,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
-FORMAT = "raykv.chunks.1"
+FORMAT = "raykv.chunks.2"
 """Version of the layout: another one is not read."""
 
 SUFFIX = ".safetensors"
@@ -49,6 +58,7 @@ class ChunkBytes:
     generation: Generation
     checksum: int
     data: Bytes
+    blocks: Blocks = ALL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class ChunkFile:
 class _Sealed(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     checksum: str
+    blocks: Blocks
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -84,7 +95,10 @@ def write_chunks(
     Raises:
         OSError: it could not be written; nothing is left of it.
     """
-    sealed = {each.key.hex(): _Sealed(each.generation, f"{each.checksum:016x}") for each in chunks}
+    sealed = {
+        each.key.hex(): _Sealed(each.generation, f"{each.checksum:016x}", each.blocks)
+        for each in chunks
+    }
     metadata = {
         **(facts or {}),
         "format": FORMAT,
@@ -164,8 +178,10 @@ def _chunk(key: str, tensor: _Tensor, sealed: _Sealed, start: int, size: int) ->
     raw = bytes.fromhex(key)
     if not 0 < len(raw) <= MAX_KEY_BYTES or not 0 <= sealed.generation <= MAX_GENERATION:
         raise ValueError(f"the chunk {key[:16]} has an impossible name")
-    checksum = int(sealed.checksum, 16)
-    return DiskChunk(Key(raw), Generation(sealed.generation), start + first, num_bytes, checksum)
+    if not sealed.blocks.is_sound:
+        raise ValueError(f"the chunk {key[:16]} has impossible blocks {tuple(sealed.blocks)}")
+    checksum, generation = int(sealed.checksum, 16), Generation(sealed.generation)
+    return DiskChunk(Key(raw), generation, start + first, num_bytes, checksum, sealed.blocks)
 
 
 def read_chunk(path: Path, chunk: DiskChunk, into: Bytes) -> None:

@@ -6,10 +6,10 @@ All methods run on the worker's main thread; the link's thread does the talking.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -178,6 +178,9 @@ class RayOffloadingWorker(OffloadingWorker):
             request = job_request(job_id, direction, blocks, pool, self._layout)
             if self.by_layer and direction is Direction.LOAD:
                 request = replace(request, by_layer=True)
+            if request.torn and not request.handles:
+                self._stillborn.append(_all_failed(job_id, direction, blocks, pool))
+                return True
         except Exception:
             report("RayOffloadingWorker.submit")
             self._stillborn.append(_all_failed(job_id, direction, blocks, pool))
@@ -260,12 +263,15 @@ def job_request(
 
     vLLM lists the blocks group by group; within a group they follow each other in the request,
     beginning at the logical block `block_indices[g]`, which may lie inside of a chunk. Chunks that
-    are left out of a store leave no gap in the list.
+    are left out of a store leave no gap in the list, and neither do null blocks: those before the
+    first one are told by its index, and where there are others, nobody can say which block belongs
+    where. Such a group's chunks are `torn`.
     """
     per_chunk = layout.blocks_per_chunk
     groups: list[int] = []
     counts: list[int] = []
     firsts: list[int] = []
+    torn: list[bool] = []
     columns = zip(layout.group_ids, blocks.group_sizes, blocks.block_indices, strict=True)
     for group_id, size, index in columns:
         if not size:
@@ -277,8 +283,10 @@ def job_request(
         counts += added
         firsts += [skip, *[0] * (len(added) - 1)]
         groups += [group_id] * len(added)
+        # Only whole chunks are stored: their last block is there, or they would not be offered.
+        torn += [direction is Direction.STORE and (skip + size) % per_chunk != 0] * len(added)
     assert len(groups) == len(pool.keys), (len(groups), len(pool.keys), job_id)
-    return JobRequest(
+    whole_job = JobRequest(
         job_id=job_id,
         direction=direction,
         node_epoch=pool.node_epoch,
@@ -287,6 +295,31 @@ def job_request(
         num_blocks=counts,
         first_block=firsts,
         block_ids=blocks.block_ids.tolist(),
+    )
+    return _without(whole_job, torn) if any(torn) else whole_job
+
+
+def _without(request: JobRequest, torn: Sequence[bool]) -> JobRequest:
+    """A job but for some of its chunks."""
+    starts = [0, *accumulate(request.num_blocks)]
+    kept = [chunk for chunk, is_torn in enumerate(torn) if not is_torn]
+    block_ids = [request.block_ids[starts[chunk] : starts[chunk + 1]] for chunk in kept]
+    return replace(
+        request,
+        handles=_some(request.handles, kept),
+        groups=[request.groups[chunk] for chunk in kept],
+        num_blocks=[request.num_blocks[chunk] for chunk in kept],
+        first_block=[request.first_block[chunk] for chunk in kept],
+        block_ids=[*chain.from_iterable(block_ids)],
+        torn=_some(request.handles, [chunk for chunk, is_torn in enumerate(torn) if is_torn]),
+    )
+
+
+def _some(handles: Handles, chunks: Sequence[int]) -> Handles:
+    return Handles(
+        [handles.keys[chunk] for chunk in chunks],
+        [handles.slots[chunk] for chunk in chunks],
+        [handles.generations[chunk] for chunk in chunks],
     )
 
 
@@ -305,6 +338,10 @@ def _transfer_result(request: JobRequest, result: JobResult) -> RayKVTransferRes
             block_ids=request.block_ids[starts[chunk] : starts[chunk + 1]],
         )
         for chunk, refusal in zip(result.failed_chunks, result.refusals, strict=True)
+    ]
+    failed += [
+        FailedChunk(key, generation, Refusal.COPY_FAILED, [])
+        for key, generation in zip(request.torn.keys, request.torn.generations, strict=True)
     ]
     return RayKVTransferResult(
         job_id=result.job_id,

@@ -21,12 +21,39 @@ from hypothesis.stateful import (
 
 from raykv.core.geometry import PoolGeometry
 from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
-from raykv.types import EVERY_NAMESPACE, Generation, Key, Namespace, Refusal, Slot
+from raykv.types import (
+    ALL_BLOCKS,
+    EVERY_NAMESPACE,
+    NO_BLOCKS,
+    Blocks,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Slot,
+)
 
 PAGE = 4096
 SLAB = 4
 NUM_PAGES = 8
 RANKS = (1, 2)
+
+NUMBERS = {
+    ALL_BLOCKS: "0123…",
+    NO_BLOCKS: "",
+    Blocks(0, 1): "0",
+    Blocks(1, 1): "1",
+    Blocks(0, 2): "01",
+    Blocks(1, 2): "12",
+    Blocks(0, 4): "0123",
+}
+"""The blocks that a store or a load may be about, one by one."""
+
+SOME_BLOCKS = st.sampled_from([*[ALL_BLOCKS] * 4, Blocks(0, 2), Blocks(1, 2), Blocks(1, 1)])
+"""What is stored."""
+
+ANY_BLOCKS = st.sampled_from(list(NUMBERS))
+"""What is loaded."""
 
 
 @dataclass(eq=False)
@@ -43,6 +70,7 @@ class Store:
     era: int
     writing: dict[int, Write] = field(default_factory=dict)
     done: dict[int, str] = field(default_factory=dict)
+    numbers: str = ""
     is_failed: bool = False
     is_dead: bool = False
 
@@ -302,26 +330,27 @@ class SlotTableMachine(RuleBasedStateMachine):
         self.memory[cell] = write.text
 
     @precondition(lambda self: self.writes)
-    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
-    def finish_a_store(self, data: st.DataObject, ok: bool) -> None:
+    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]), blocks=SOME_BLOCKS)
+    def finish_a_store(self, data: st.DataObject, ok: bool, blocks: Blocks) -> None:
         write = data.draw(st.sampled_from(self.writes))
         for cell in write.left if ok else []:
             self.write(write, cell)
         store = write.store
         del store.writing[write.rank]
-        if ok:
+        if ok and (not store.done or store.numbers == NUMBERS[blocks]):
             store.done[write.rank] = write.text
+            store.numbers = NUMBERS[blocks]
         else:
             store.is_failed = True
         store.bury_if_idle()
         state = self.table.finish_store(
-            Slot(store.slot), Generation(store.generation), write.rank, ok
+            Slot(store.slot), Generation(store.generation), write.rank, ok, blocks
         )
         assert state is self.state_of(store)
 
     # Loads
 
-    def ask_to_load(self, name: ChunkName) -> None:
+    def ask_to_load(self, name: ChunkName, wanted: Blocks) -> None:
         there = self.at(name.slot)
         is_there = (
             there is not None
@@ -330,11 +359,13 @@ class SlotTableMachine(RuleBasedStateMachine):
             and there.generation == name.generation
             and there.pages * PAGE == name.slot_bytes
         )
-        refusal = self.table.begin_load(name)
+        refusal = self.table.begin_load(name, wanted)
         if there is None or not is_there:
             assert refusal is Refusal.STALE
         elif not there.is_ready:
             assert refusal is Refusal.WRITING
+        elif not set(NUMBERS[wanted]) <= set(there.numbers):
+            assert refusal is Refusal.PARTIAL
         else:
             assert refusal is Refusal.NONE
             cells = [
@@ -343,15 +374,15 @@ class SlotTableMachine(RuleBasedStateMachine):
             self.reads.append(Read(there, cells))
 
     @precondition(lambda self: self.stores)
-    @rule(data=st.data())
-    def load_what_was_stored_once(self, data: st.DataObject) -> None:
-        self.ask_to_load(data.draw(st.sampled_from(self.stores[-6:])).name)
+    @rule(data=st.data(), wanted=ANY_BLOCKS)
+    def load_what_was_stored_once(self, data: st.DataObject, wanted: Blocks) -> None:
+        self.ask_to_load(data.draw(st.sampled_from(self.stores[-6:])).name, wanted)
 
     @precondition(lambda self: any(store.is_ready for store in self.stores))
-    @rule(data=st.data())
-    def load_what_is_ready(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), wanted=ANY_BLOCKS)
+    def load_what_is_ready(self, data: st.DataObject, wanted: Blocks) -> None:
         ready = [store for store in self.stores if store.is_ready]
-        self.ask_to_load(data.draw(st.sampled_from(ready)).name)
+        self.ask_to_load(data.draw(st.sampled_from(ready)).name, wanted)
 
     @precondition(lambda self: self.stores)
     @rule(
@@ -366,7 +397,8 @@ class SlotTableMachine(RuleBasedStateMachine):
         store = data.draw(st.sampled_from(self.stores[-4:]))
         generation = Generation(store.generation + newer)
         slot = Slot(store.slot)
-        self.ask_to_load(ChunkName(Namespace(namespace), Key(key), slot, generation, PAGE))
+        name = ChunkName(Namespace(namespace), Key(key), slot, generation, PAGE)
+        self.ask_to_load(name, NO_BLOCKS)
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
@@ -442,6 +474,8 @@ class SlotTableMachine(RuleBasedStateMachine):
             assert self.table.readers_of(Slot(slot)) == readers
         ready = [store for store in self.stores if store.is_ready]
         assert {store.name for store in ready} == set(self.table.inventory())
+        for store in ready:
+            assert NUMBERS[self.table.blocks_of(store.name)] == store.numbers
         assert self.table.num_ready == len(ready)
         assert self.table.used_bytes == sum(store.pages for store in ready) * PAGE
         assert self.table.highest_generation == self.highest

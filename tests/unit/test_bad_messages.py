@@ -21,7 +21,7 @@ from raykv.actors.peers import PeerError
 from raykv.actors.reading import ReadService
 from raykv.actors.scheduler import SchedulerActor
 from raykv.core.geometry import PoolGeometry
-from raykv.core.sanity import check_fetched, check_reply
+from raykv.core.sanity import check_fetched, check_partial, check_reply
 from raykv.errors import MessageError, RayKVError, VersionError
 from raykv.event_types import EventPage, SnapshotPage
 from raykv.handshake import receive
@@ -42,6 +42,7 @@ from raykv.messages import (
     NodeReport,
     NodeReportReply,
     NodeStats,
+    ReadReply,
     ReadRequest,
     Replicas,
     SyncReply,
@@ -50,7 +51,16 @@ from raykv.messages import (
     encode,
 )
 from raykv.metric_types import HistogramData, KeySketch
-from raykv.types import LAST_EPOCH, MAX_EPOCH, MAX_GENERATION, SLOT_ALIGNMENT, Epoch, Refusal
+from raykv.types import (
+    ALL_BLOCKS,
+    LAST_EPOCH,
+    MAX_EPOCH,
+    MAX_GENERATION,
+    SLOT_ALIGNMENT,
+    Blocks,
+    Epoch,
+    Refusal,
+)
 
 PAGE = SLOT_ALIGNMENT
 BIG = (1 << 64) - 1
@@ -492,6 +502,27 @@ def test_answer_that_passes_can_be_applied(
     view = EngineView(EngineId("engine"), [0], 1.0, 8)
     view.attached(EngineAttached(1, 7))
     view.apply(reply, request)
+
+
+@pytest.mark.parametrize(
+    "partial",
+    [
+        {2: Blocks(0, 1)},
+        {-1: Blocks(0, 1)},
+        {0: Blocks(0, 0)},
+        {0: Blocks(-1, 3)},
+        {0: Blocks(3, -1)},
+        {0: Blocks(1, 1 << 32)},
+        {1: ALL_BLOCKS, 0: Blocks(BIG, BIG)},
+    ],
+)
+def test_blocks_that_no_chunk_of_the_question_can_have_are_refused(
+    partial: dict[int, Blocks],
+) -> None:
+    reply = decode(encode(ReadReply(7, [0, 0], [], partial)), ReadReply)
+    with pytest.raises(MessageError, match="can't be meant"):
+        check_partial(reply.partial, 2)
+    check_partial({0: Blocks(2, 2), 1: ALL_BLOCKS}, 2)
 
 
 @settings(max_examples=60, deadline=None)

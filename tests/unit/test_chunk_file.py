@@ -9,6 +9,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from raykv.core.disk_index import DiskChunk
 from raykv.errors import ChunkFileError, DiskError
 from raykv.tiers.chunk_file import Bytes, ChunkBytes, read_chunk, read_header, write_chunks
 from raykv.tiers.folder import MAX_DAMAGED, TierFolder, unowned_folders
-from raykv.types import Generation, Key, Namespace
+from raykv.types import ALL_BLOCKS, Blocks, Generation, Key, Namespace
 
 SPACE = Namespace("a" * 32)
 
@@ -197,7 +198,21 @@ def test_other_format_is_refused_with_both_formats(
     monkeypatch.setattr(chunk_file, "FORMAT", "raykv.chunks.99")
     write_chunks(path, SPACE, chunks())
     monkeypatch.undo()
-    with pytest.raises(ChunkFileError, match=r"raykv\.chunks\.99.*raykv\.chunks\.1"):
+    with pytest.raises(ChunkFileError, match=r"raykv\.chunks\.99.*raykv\.chunks\.2"):
+        read_header(path)
+
+
+def test_blocks_that_were_stored_read_back_equal_what_was_written(path: Path) -> None:
+    whole, part = chunks(2)
+    write_chunks(path, SPACE, [whole, replace(part, blocks=Blocks(2, 5))])
+    found = {chunk.key: chunk.blocks for chunk in read_header(path).chunks}
+    assert found == {whole.key: ALL_BLOCKS, part.key: Blocks(2, 5)}
+
+
+@pytest.mark.parametrize("blocks", [Blocks(0, 0), Blocks(-1, 3), Blocks(4, -1), Blocks(1, 1 << 32)])
+def test_file_with_impossible_blocks_is_damaged(path: Path, blocks: Blocks) -> None:
+    write_chunks(path, SPACE, [replace(chunks(1)[0], blocks=blocks)])
+    with pytest.raises(ChunkFileError, match="impossible blocks"):
         read_header(path)
 
 

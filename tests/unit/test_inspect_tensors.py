@@ -25,7 +25,7 @@ from raykv.inspect import tensors
 from raykv.kv_types import ElementOrder, GroupForm, KVForm
 from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest, decode, encode
 from raykv.status_types import ClusterStatus, NodeStatus
-from raykv.types import Generation, Key, Namespace, NodeId, Refusal, Slot
+from raykv.types import Blocks, Generation, Key, Namespace, NodeId, Refusal, Slot
 
 SLOT_BYTES = 4096
 
@@ -220,6 +220,7 @@ class PlayedSource:
         self.flips = False
         self.cuts = False
         self.is_gone = False
+        self.partial: dict[int, Blocks] = {}
 
     def start_read(self, node_id: str, request: ReadRequest) -> PlayedSource:
         assert node_id == "near"
@@ -241,7 +242,7 @@ class PlayedSource:
         data = np.concatenate([*rows, np.zeros(0, np.uint8)])
         if self.flips:
             data[17] ^= 1
-        return ReadReply(5, refusals, sums), data[:-1] if self.cuts else data
+        return ReadReply(5, refusals, sums, self.partial), data[:-1] if self.cuts else data
 
 
 @pytest.fixture
@@ -279,6 +280,7 @@ def test_chunk_larger_than_a_piece_is_read_alone(
         ({"refusals": {key("a"): Refusal.CORRUPT}}, "corrupt"),
         ({"flips": True}, "was damaged on its way"),
         ({"cuts": True}, "sent 12287 bytes"),
+        ({"partial": {1: Blocks(2, 3)}}, "was stored in part: only 3 of its blocks, from number 2"),
         ({"is_gone": True}, "no chunks could be read: node near: GetTimeoutError"),
     ],
 )

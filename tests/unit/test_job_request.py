@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,29 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.actors.job_request import JobRequest
 from raykv.copy.plan import Planner
-from raykv.messages import Handles, KVLayout, TensorLayout
+from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
 from raykv.types import Direction
 from raykv.vllm.spec import PoolSpec
-from raykv.vllm.worker import job_request
+from raykv.vllm.worker import RayKVTransferResult, RayOffloadingWorker, job_request
+
+
+class PlayedLink:
+    """A line that a test ends jobs of."""
+
+    def __init__(self) -> None:
+        self.submitted: list[JobRequest] = []
+        self.ended: list[JobResult] = []
+
+    def submit(self, request: JobRequest) -> None:
+        self.submitted.append(request)
+
+    def drain(self) -> list[JobResult]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
+def worker_of(link: Any, of: KVLayout) -> RayOffloadingWorker:
+    return RayOffloadingWorker(link, of)
 
 
 def layout(blocks_per_chunk: int, *group_ids: int) -> KVLayout:
@@ -103,7 +123,14 @@ def test_load_of_a_few_blocks_inside_of_one_chunk_takes_one_chunk() -> None:
 
 
 def test_request_goes_through_the_groups_in_the_layouts_order() -> None:
-    made = request(layout(2, 0, 3), [1, 2, 3, 50, 51, 52], 4, sizes=[3, 3], indices=[0, 1])
+    made = request(
+        layout(2, 0, 3),
+        [1, 2, 3, 50, 51, 52],
+        4,
+        sizes=[3, 3],
+        indices=[0, 1],
+        direction=Direction.LOAD,
+    )
     assert chunks(made) == [(0, 0, [1, 2]), (0, 0, [3]), (3, 1, [50]), (3, 0, [51, 52])]
 
 
@@ -121,3 +148,74 @@ def test_request_is_refused_when_blocks_and_chunks_do_not_match(num_chunks: int)
 def test_request_is_refused_when_the_groups_are_not_those_of_the_layout() -> None:
     with pytest.raises(ValueError, match="zip"):
         request(layout(1, 0, 1), [1], 1)
+
+
+@pytest.mark.parametrize(
+    ("index", "block_ids", "expected"),
+    [
+        (2, [1, 2], [(0, 2, [1, 2])]),
+        (6, [1, 2, 3, 4, 5, 6], [(0, 2, [1, 2]), (0, 0, [3, 4, 5, 6])]),
+        (3, [1, 2, 3, 4, 5], [(0, 3, [1]), (0, 0, [2, 3, 4, 5])]),
+    ],
+)
+def test_store_without_the_first_blocks_of_its_first_chunk_says_which_are_there(
+    index: int, block_ids: list[int], expected: list[tuple[int, int, list[int]]]
+) -> None:
+    made = request(layout(4, 0), block_ids, len(expected), indices=[index])
+    assert chunks(made) == expected
+    assert not made.torn
+
+
+@pytest.mark.parametrize(
+    ("index", "block_ids", "num_chunks"),
+    [
+        (0, [1, 2, 3], 1),
+        (4, [1, 2, 3, 4, 5, 6], 2),
+        (2, [1, 2, 3, 4, 5], 2),
+        (1, [1, 2], 1),
+    ],
+)
+def test_store_with_a_gap_fails_whichever_chunk_has_it(
+    index: int, block_ids: list[int], num_chunks: int
+) -> None:
+    made = request(layout(4, 0), block_ids, num_chunks, indices=[index])
+    assert chunks(made) == []
+    assert made.torn.keys == [b"%d" % number for number in range(num_chunks)]
+    assert made.torn.generations == list(range(500, 500 + num_chunks))
+
+
+def test_store_with_a_gap_in_one_group_stores_the_chunks_of_the_others() -> None:
+    made = request(
+        layout(4, 0, 1, 2),
+        [10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 30, 31],
+        4,
+        sizes=[4, 6, 2],
+        indices=[0, 0, 2],
+    )
+    assert chunks(made) == [(0, 0, [10, 11, 12, 13]), (2, 2, [30, 31])]
+    assert made.handles == Handles([b"0", b"3"], [100, 103], [500, 503])
+    assert made.torn == Handles([b"1", b"2"], [101, 102], [501, 502])
+
+
+def test_chunks_of_a_store_with_a_gap_are_reported_as_failed() -> None:
+    link = PlayedLink()
+    worker = worker_of(link, layout(4, 0, 1))
+    pool = PoolSpec(node_epoch=9, keys=[b"a", b"b"], slots=[1, 2], generations=[5, 6])
+    blocks = GPULoadStoreSpec([1, 2, 3, 4, 7, 8], [4, 2], [0, 0])
+    assert worker.submit_store(7, blocks, pool)
+    link.ended.append(JobResult(7, 100, 0.1))
+    (result,) = worker.get_finished()
+    assert isinstance(result, RayKVTransferResult)
+    assert [(each.key, each.generation) for each in result.failed] == [(b"b", 6)]
+    assert [request.handles.keys for request in link.submitted] == [[b"a"]]
+
+
+def test_store_of_nothing_but_a_chunk_with_a_gap_is_not_even_sent() -> None:
+    link = PlayedLink()
+    worker = worker_of(link, layout(4, 0))
+    pool = PoolSpec(node_epoch=9, keys=[b"a"], slots=[1], generations=[5])
+    assert worker.submit_store(7, GPULoadStoreSpec([1, 2, 3], [3], [0]), pool)
+    (result,) = worker.get_finished()
+    assert isinstance(result, RayKVTransferResult)
+    assert [(each.key, each.generation) for each in result.failed] == [(b"a", 5)]
+    assert not link.submitted

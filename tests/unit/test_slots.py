@@ -22,9 +22,12 @@ from raykv.core.slots import (
     StoreAnswer,
 )
 from raykv.types import (
+    ALL_BLOCKS,
     MAX_GENERATION,
+    NO_BLOCKS,
     NO_GENERATION,
     SLOT_ALIGNMENT,
+    Blocks,
     Generation,
     Key,
     Namespace,
@@ -646,3 +649,88 @@ def test_contents_are_the_bytes_of_each_namespace_by_state(table: SlotTable) -> 
     assert table.contents() == {(READY, other): page}
     table.quarantine(chunk(3, slot=2, namespace="other"))
     assert table.contents() == {}
+
+
+# Chunks that were stored in part
+
+PART = Blocks(2, 3)
+
+
+def store_part(table: SlotTable, name: ChunkName, *blocks: Blocks) -> SlotState:
+    """Each rank stores its own idea of the blocks."""
+    for rank in range(len(blocks)):
+        assert begin(table, name, rank, len(blocks)) == GO
+    states = []
+    for rank, some in enumerate(blocks):
+        states.append(table.finish_store(name.slot, name.generation, rank, True, some))
+        table.check()
+    return states[-1]
+
+
+@pytest.mark.parametrize(
+    "wanted", [Blocks(2, 3), Blocks(2, 1), Blocks(4, 1), Blocks(3, 2), NO_BLOCKS]
+)
+def test_load_of_blocks_that_were_stored_is_admitted(table: SlotTable, wanted: Blocks) -> None:
+    assert store_part(table, chunk(5), PART) is READY
+    assert table.begin_load(chunk(5), wanted) is Refusal.NONE
+    assert table.readers_of(Slot(0)) == 1
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Blocks(1, 1),
+        Blocks(5, 1),
+        Blocks(1, 4),
+        Blocks(2, 4),
+        Blocks(0, 6),
+        Blocks(-1, 4),
+        Blocks(4, -1),
+        ALL_BLOCKS,
+    ],
+)
+def test_load_of_blocks_that_were_not_stored_is_refused_and_changes_nothing(
+    table: SlotTable, wanted: Blocks
+) -> None:
+    assert store_part(table, chunk(5), PART) is READY
+    assert not changes(table, lambda: table.begin_load(chunk(5), wanted))
+    assert table.begin_load(chunk(5), wanted) is Refusal.PARTIAL
+
+
+def test_chunk_that_was_stored_as_a_whole_has_all_blocks(table: SlotTable) -> None:
+    store(table, chunk(5))
+    assert table.blocks_of(chunk(5)) == ALL_BLOCKS
+    assert table.begin_load(chunk(5), ALL_BLOCKS) is Refusal.NONE
+
+
+def test_blocks_of_an_earlier_chunk_say_nothing_of_the_next_one(table: SlotTable) -> None:
+    assert store_part(table, chunk(5), PART) is READY
+    assert table.blocks_of(chunk(5)) == PART
+    store(table, chunk(6))
+    assert (table.blocks_of(chunk(5)), table.blocks_of(chunk(6))) == (NO_BLOCKS, ALL_BLOCKS)
+
+
+def test_ranks_that_store_the_same_blocks_make_a_chunk(table: SlotTable) -> None:
+    assert store_part(table, chunk(5), PART, PART, PART) is READY
+    assert table.blocks_of(chunk(5)) == PART
+
+
+@pytest.mark.parametrize("other", [Blocks(2, 2), Blocks(1, 4), ALL_BLOCKS])
+def test_ranks_that_store_other_blocks_make_none(table: SlotTable, other: Blocks) -> None:
+    assert store_part(table, chunk(5), PART, other) is EMPTY
+    assert table.take_failed(9) == [FailedStore(Slot(0), Generation(5), SLOT_ALIGNMENT)]
+
+
+def test_chunk_of_an_earlier_life_has_the_blocks_that_it_had(table: SlotTable) -> None:
+    assert table.restore(chunk(7), 9, PART)
+    assert table.blocks_of(chunk(7)) == PART
+    assert table.seal_of(chunk(7)) == Seal(9, is_proven=False, blocks=PART)
+    assert table.begin_load(chunk(7), ALL_BLOCKS) is Refusal.PARTIAL
+
+
+@pytest.mark.parametrize("blocks", [NO_BLOCKS, Blocks(-1, 2), Blocks(3, -1), Blocks(1, 1 << 32)])
+def test_chunk_of_an_earlier_life_is_left_out_if_it_can_have_no_such_blocks(
+    table: SlotTable, blocks: Blocks
+) -> None:
+    assert not changes(table, lambda: table.restore(chunk(7), 9, blocks))
+    assert not table.restore(chunk(7), 9, blocks)
