@@ -18,7 +18,7 @@ from raykv.messages import JobResult
 from raykv.types import Refusal
 
 hidden_states = pytest.importorskip("raykv.vllm.hidden_states")
-namespace = pytest.importorskip("raykv.vllm.namespace")
+readers = pytest.importorskip("raykv.vllm.readers")
 
 BLOCK = 4
 
@@ -237,14 +237,14 @@ def test_states_of_other_layers_are_another_namespace() -> None:
     def facts(*layers: int) -> Any:
         config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=list(layers))
         draft = SimpleNamespace(hf_config=config)
-        return namespace.states_facts(
-            SimpleNamespace(method="extract_hidden_states", draft_model_config=draft)
-        )
+        told = SimpleNamespace(method="extract_hidden_states", draft_model_config=draft)
+        engine: Any = SimpleNamespace(vllm=SimpleNamespace(speculative_config=told))
+        return readers.draft(engine)
 
     assert facts(1, 2) != facts(1, 3)
     assert facts(1, 2) == facts(1, 2)
-    assert namespace.states_facts(None) == {}
-    assert namespace.states_facts(SimpleNamespace(method="eagle")) == {}
+    nothing: Any = SimpleNamespace(vllm=SimpleNamespace(speculative_config=None))
+    assert readers.draft(nothing) is None
 
 
 def test_request_whose_load_is_under_way_is_not_captured() -> None:
