@@ -114,11 +114,15 @@ class Pins:
         if error:
             return PinAnswer(PROTOCOL_VERSION, error=error)
         old = set(self._names_of(order.pin_id)).difference(names)
+        ending = {name for name in old if len(self._wishes[name]) == 1}
         self._pins[order.pin_id] = order
         self._ends[order.pin_id] = now + order.ttl_s
+        # What waits for room comes last: there is as much as this pin needs.
+        if ending:
+            self._change(sorted(ending), order.pin_id, None, now)
         self._change(names, order.pin_id, Wish(now + order.ttl_s, order.priority), now)
         if old:
-            self._change(sorted(old), order.pin_id, None, now)
+            self._change(sorted(old - ending), order.pin_id, None, now)
             self._fill(now)
         return PinAnswer(PROTOCOL_VERSION, self._status(order, now))
 

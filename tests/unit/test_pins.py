@@ -256,6 +256,16 @@ def test_chunk_that_comes_when_pins_are_full_waits_for_room(one: Cluster) -> Non
     assert (pin.held_chunks, pin.waiting_chunks) == (2, 0)
 
 
+def test_pin_that_takes_the_place_of_its_own_gets_the_room_before_what_waits(one: Cluster) -> None:
+    one.pin(12, 0, 1, pin_id="other")
+    one.pin(0, 1, 2, 3, 4, 12, pin_id="own")
+    one.store("a", 5, 0, 1, 2, 3)
+    one.store("a", 12)
+    pin = one.pin(0, 2, 5, pin_id="own").pin
+    assert pin is not None
+    assert (pin.held_chunks, pin.waiting_chunks) == (3, 0)
+
+
 def test_priority_gives_way_last_and_lowest_first(one: Cluster) -> None:
     one.store("a", *range(8))
     one.pin(0, pin_id="firm")
