@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from raykv.actors import bequest
@@ -16,9 +18,22 @@ FAR = (1 << 30) + 5
 """An epoch that no clock of this century gives."""
 
 
+class Store(dict[str, bytes]):
+    """What was left, and who leaves something there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actors: list[SchedulerActor] = []
+
+
+def start(store: Store) -> SchedulerActor:
+    store.actors.append(SchedulerActor("here", "lru"))
+    return store.actors[-1]
+
+
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    kept: dict[str, bytes] = {}
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    kept = Store()
 
     def leave(name: str, value: bytes | None) -> None:
         if value is None:
@@ -30,10 +45,13 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     monkeypatch.setattr(
         bequest, "entries", lambda: [bequest.Entry(name, value) for name, value in kept.items()]
     )
-    return kept
+    yield kept
+    # Else it comes into the next one's store.
+    everything = [actor._steward for actor in kept.actors]
+    wait_until(lambda: not any(each._unwritten for each in everything), 10.0, "all is left")
 
 
-def life(store: dict[str, bytes]) -> KeptLife:
+def life(store: Store) -> KeptLife:
     return decode(store.get(bequest.LIFE, encode(KeptLife())), KeptLife)
 
 
@@ -52,34 +70,34 @@ def report(actor: SchedulerActor) -> NodeReportReply:
 
 
 def test_clearing_is_known_to_the_next_life_once_it_is_said_to_be_kept(
-    store: dict[str, bytes],
+    store: Store,
 ) -> None:
-    first = SchedulerActor("here", "lru")
+    first = start(store)
     cleared = first.clear(None)
     wait_until(first.has_kept_clearings, 10.0, "it is kept")
     assert life(store).cleared == cleared
     assert cleared.keys() == {EVERY_NAMESPACE}
-    told = report(SchedulerActor("here", "lru"))
+    told = report(start(store))
     assert told.cleared == cleared
     assert make_generation(Epoch(told.epoch), 0) > cleared[EVERY_NAMESPACE]
 
 
 def test_next_life_grants_above_a_counter_that_has_risen_past_the_clock(
-    store: dict[str, bytes],
+    store: Store,
 ) -> None:
     store[bequest.LIFE] = encode(KeptLife(FAR))
-    assert report(SchedulerActor("here", "lru")).epoch == FAR + 1
+    assert report(start(store)).epoch == FAR + 1
     wait_until(lambda: life(store).epoch == FAR + 1, 10.0, "it is left to the one after")
-    assert report(SchedulerActor("here", "lru")).epoch == FAR + 2
+    assert report(start(store)).epoch == FAR + 2
 
 
 def test_next_life_begins_with_the_clock_when_what_is_left_can_not_be_read(
-    store: dict[str, bytes],
+    store: Store,
 ) -> None:
     store[bequest.LIFE] = b"no struct"
-    assert 0 < report(SchedulerActor("here", "lru")).epoch < FAR
+    assert 0 < report(start(store)).epoch < FAR
 
 
-def test_nobody_clears_the_namespace_without_a_name() -> None:
+def test_nobody_clears_the_namespace_without_a_name(store: Store) -> None:
     with pytest.raises(MessageError, match="the namespace ''"):
-        SchedulerActor("here", "lru").clear(EVERY_NAMESPACE)
+        start(store).clear(EVERY_NAMESPACE)
