@@ -153,7 +153,10 @@ class WorkerLink:
         self._nudge()
 
     def submit(self, request: JobRequest) -> None:
-        """Hand over a job. Its result comes through `drain`, whatever happens."""
+        """Hand over a job. Its result comes through `drain`, whatever happens.
+
+        A job that was not taken raises; nothing is done of it.
+        """
         settings = self._settings
         is_load = request.direction is Direction.LOAD
         allowed_s = settings.load_deadline_s if is_load else settings.store_deadline_s
@@ -161,8 +164,12 @@ class WorkerLink:
             assert request.job_id not in self._pending, request.job_id
             self._pending[request.job_id] = PendingJob(request, time.monotonic() + allowed_s)
             self._outbox.append(request.job_id)
-        self._revive()
-        self._nudge()
+        try:
+            self._revive()
+            self._nudge()
+        except Exception:
+            # It is taken: whoever looks for its result tries again.
+            logger.exception("the line to the NodeActor could not be woken")
 
     def drain(self) -> list[JobResult]:
         """Jobs that have ended since the last call."""

@@ -170,6 +170,8 @@ class Session:
         self._lines: dict[int, tuple[float, BreakerReport]] = {}
         self._unanswered: SyncRequest | None = None
         self._refused_until = 0.0
+        # An answer was not taken in.
+        self._has_lost = False
         self._is_started = False
         self._thread = SupervisedThread("raykv-session", self._run, OnFailure.RUN_AGAIN)
 
@@ -220,13 +222,22 @@ class Session:
     def _read_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
-            match message:
-                case EngineAttached():
-                    self._view.attached(message)
-                case Exchanged():
-                    self._view.apply(message.reply, message.request)
-                case FetchEnded():
-                    self._view.finish_fetch(message.orders, message.result)
+            try:
+                self._take(message)
+            except Exception:
+                # What it said is lost: all of it is said anew to an engine that attaches.
+                self._has_lost = True
+                self._wake.set()
+                raise
+
+    def _take(self, message: EngineAttached | Exchanged | FetchEnded) -> None:
+        match message:
+            case EngineAttached():
+                self._view.attached(message)
+            case Exchanged():
+                self._view.apply(message.reply, message.request)
+            case FetchEnded():
+                self._view.finish_fetch(message.orders, message.result)
 
     def note_wanted(self, keys: Sequence[bytes]) -> None:
         """A new request's prompt consists of these chunks; the caller changes `keys` no more."""
@@ -294,6 +305,9 @@ class Session:
         call = self._breakers.begin(names.SCHEDULER, time.monotonic())
         if call is None:
             return False
+        if self._has_lost:
+            self._has_lost = False
+            self._epoch = Epoch(0)
         try:
             if not self._epoch:
                 self._attach()

@@ -184,7 +184,7 @@ class EngineView:
                 continue
             self.counters.chunks_fetched += 1
             is_current = result is not None and result.node_epoch == self.node_epoch
-            if is_current and not self._is_clearing:
+            if is_current and not self.is_clearing:
                 self._tombstones.lift(order.key)
                 self._add(order.key, place)
 
@@ -291,7 +291,7 @@ class EngineView:
                 self._failed_stores.discard(key)
                 continue
             self.counters.chunks_stored += 1
-            if not self._is_clearing:
+            if not self.is_clearing:
                 self._tombstones.lift(key)
                 self._ready[key] = handle
 
@@ -302,21 +302,29 @@ class EngineView:
 
         vLLM does not complete the jobs that it has begun before.
         """
+        self._resets += 1
         self._forget_all(MissReason.CLEARED)
         self._orphans.clear()
-        self._resets += 1
 
     def drop_stores(self) -> None:
         """vLLM does not complete the jobs that it has begun: what was being stored is given back.
 
         Chunks that are READY stay. A store that ends all the same is known by the next exchange.
         """
-        flying = {k: at for k, at in self._pending.items() if k not in self._failed_stores}
-        self._departures.note(flying, MissReason.STORE_FAILED)
-        self._outbox.released.extend((group_of(key), handle) for key, handle in flying.items())
-        self._pending.clear()
-        self._failed_stores.clear()
+        self.keep_stores(Counter())
+
+    def keep_stores(self, flying: Counter[Key]) -> None:
+        """vLLM completes so many jobs of each key, and no others: see `drop_stores`."""
+        lost = {key: at for key, at in self._pending.items() if not flying[key]}
+        released = {key: at for key, at in lost.items() if key not in self._failed_stores}
+        self._departures.note(released, MissReason.STORE_FAILED)
+        self._outbox.released.extend((group_of(key), at) for key, at in released.items())
+        for key in lost:
+            del self._pending[key]
+        self._failed_stores &= self._pending.keys()
+        # The last job of a key that is PENDING is the view's own.
         self._orphans.clear()
+        self._orphans.add((flying - Counter(self._pending.keys())).elements())
 
     def leave(self) -> None:
         """The engine has other weights from now on: nothing is loaded or stored any more.
@@ -332,19 +340,25 @@ class EngineView:
         self._stock.clear()
 
     @property
-    def _is_clearing(self) -> bool:
+    def is_clearing(self) -> bool:
+        """Whether the scheduler actor has not confirmed the last reset."""
         return self._resets != self._resets_confirmed
 
     def _forget_all(self, why: MissReason) -> None:
-        self._departures.note(chain(self._pending, reversed(self._ready)), why)
-        self._orphans.add(self._pending)
-        self._ready.clear()
-        self._pending.clear()
-        self._failed_stores.clear()
+        flying, ready = list(self._pending), list(self._ready)
+        self.drop_all()
+        self._orphans.add(flying)
         self._outbox.clear()
         self.remote.forget_all()
         self.remote.forget_found(self.requests.values())
+        self._departures.note(chain(flying, reversed(ready)), why)
+
+    def drop_all(self) -> None:
+        """Hold no chunk and no lease any more; others have them."""
         self._stock.clear()
+        self._ready.clear()
+        self._pending.clear()
+        self._failed_stores.clear()
 
     def set_link(self, up: bool) -> None:
         """Whether the workers reach their NodeActor; while they don't, everything is a MISS."""
@@ -400,7 +414,7 @@ class EngineView:
         self.accounts.refine(reply.refined)
         self.remote.has_peers, self.sampler.share = reply.has_peers, reply.store_share
         self.node_restarted(Epoch(reply.node_epoch))
-        is_uncleared = self._is_clearing and reply.cleared < self._resets
+        is_uncleared = self.is_clearing and reply.cleared < self._resets
         if is_uncleared or reply.node_epoch < self.node_epoch:
             # What it says is from before the clearing, or of the pool's last life.
             self._take_answer(Replicas(), request)
@@ -475,7 +489,7 @@ class EngineView:
         `may_repeat` for some time after keys were asked for again.
         """
         self._seq += 1
-        clear = self._resets if self._is_clearing else 0
+        clear = self._resets if self.is_clearing else 0
         if not may_grow:
             return SyncRequest(self.engine_id, epoch, self._seq, clear=clear, idle=True)
         return SyncRequest(
@@ -509,7 +523,7 @@ class EngineView:
     @property
     def has_news(self) -> bool:
         """Whether the outbox has something that should not wait for the next heartbeat."""
-        return self._is_clearing or self._outbox.has_news or self.remote.has_news
+        return self.is_clearing or self._outbox.has_news or self.remote.has_news
 
     @property
     def wants_leases(self) -> bool:

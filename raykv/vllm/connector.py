@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
@@ -35,13 +37,15 @@ from raykv.config import Settings, load_settings
 from raykv.core.prefixes import ChunkGroup, groups_text
 from raykv.errors import RayKVError
 from raykv.types import MissReason
-from raykv.vllm.adapters import AdapterUses
+from raykv.vllm.adapters import AdapterUse, AdapterUses
 from raykv.vllm.canonical import block_bytes_told
 from raykv.vllm.engine_core import watch_rests
-from raykv.vllm.guard import guarded, nothing, report
+from raykv.vllm.guard import guarded, nothing
 from raykv.vllm.handover import may_sleep, ordinary_gpu_memory
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.mending import Mender
+from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.misses import count_by_transfer_type, unregister_metrics
 from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
 from raykv.vllm.params import only_documented
@@ -60,11 +64,7 @@ from raykv.vllm.spec import (
 from raykv.vllm.tracker import track_chunks
 from raykv.vllm.versions import check_vllm_version, vllm_version
 from raykv.vllm.weight_changes import watch_calls
-from raykv.vllm.worker import (
-    RayKVConnectorMetadata,
-    RayKVConnectorWorker,
-    RayKVWorkerMetadata,
-)
+from raykv.vllm.worker import RayKVConnectorWorker
 
 logger = logging.getLogger("raykv")
 
@@ -275,7 +275,12 @@ class RayKVConnector(OffloadingConnector):
         """What should be there may not be: what is computed with it must not be seen."""
         self._worker.distrust_loads()
 
-    @guarded(_distrust_loads)
+    def _refuse_loads(self, *_arguments: Any, **_more: Any) -> None:
+        """Loads that were not submitted have failed, and vLLM is told so."""
+        self._worker.distrust_loads()
+        self._worker.refuse_loads(self._get_connector_metadata())
+
+    @guarded(_refuse_loads)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `KVConnectorBase_V1.start_load_kv`."""
         super().start_load_kv(forward_context, **kwargs)
@@ -288,14 +293,16 @@ class RayKVConnector(OffloadingConnector):
         """
         self._worker.wait_for_layer(layer_name)
 
-    @guarded(nothing)
+    def _refuse_stores(self) -> None:
+        self._worker.refuse_stores(self._get_connector_metadata())
+
+    @guarded(_refuse_stores)
     def wait_for_save(self) -> None:
         """See `KVConnectorBase_V1.wait_for_save`."""
         super().wait_for_save()
 
     def _nothing_finished(self, _finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        self._worker.end_loads()
-        return set(), set()
+        return set(), self._worker.end_badly()
 
     @guarded(_nothing_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -311,7 +318,7 @@ class RayKVConnector(OffloadingConnector):
         """See `KVConnectorBase_V1.get_block_ids_with_load_errors`."""
         return self._worker.take_invalid_block_ids()
 
-    @guarded(nothing)
+    @guarded(lambda self: self._worker.take_meta())
     def build_connector_worker_meta(self) -> Any:
         """See `KVConnectorBase_V1.build_connector_worker_meta`."""
         return super().build_connector_worker_meta()
@@ -334,7 +341,16 @@ class RayKVConnector(OffloadingConnector):
             self._runtime.stop()
             raise
 
-    @guarded(nothing)
+    @cached_property
+    def _mender(self) -> Mender:
+        manager = self.scheduler.manager
+        assert isinstance(manager, RayOffloadingManager), manager
+        return Mender(self.scheduler, manager)
+
+    def _adopt(self, request: Any) -> None:
+        self._mender.adopt(request)
+
+    @guarded(_adopt)
     def on_new_request(self, request: Any) -> None:
         """See `KVConnectorBase_V1.on_new_request`; asks at once who has the prompt's chunks."""
         if self._manager is not None:
@@ -350,8 +366,9 @@ class RayKVConnector(OffloadingConnector):
         for group in status.group_states:
             self._manager.ask(request.request_id, group.offload_keys)
 
-    def _nothing_matched(self, *_arguments: Any) -> tuple[int | None, bool]:
+    def _nothing_matched(self, request: Any, _num_computed_tokens: int) -> tuple[int | None, bool]:
         """What vLLM's own cache has may be used, or is asked about with the next step."""
+        self._mender.adopt(request)
         is_busy = self._layered is not None and self._layered.loads.is_busy
         return (None, False) if is_busy else (0, False)
 
@@ -363,6 +380,8 @@ class RayKVConnector(OffloadingConnector):
         layered = self._layered
         if layered is not None and layered.must_wait(request, num_computed_tokens):
             return None, False
+        if self._manager is not None and request.request_id in self._manager.barred:
+            return 0, False
         if self._manager is not None:
             status = self.scheduler._req_status.get(request.request_id)
             most = getattr(status, "max_load_tokens", None)
@@ -383,75 +402,84 @@ class RayKVConnector(OffloadingConnector):
             self._manager.misses.came_from(request, sources)
         return sources
 
+    def _admit_without_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM waits for a load, or goes on as if it had been done: it is reported as failed."""
+        self._mender.take_load(request.request_id)
+        if num_external_tokens:
+            if self._layered is None:
+                self._stranded.append(request.request_id)
+            else:
+                self._stranded_blocks += self._layered.strand(request, blocks)
+            if self._manager is not None:
+                self._manager.misses.failed(request.request_id, MissReason.OTHER)
+
+    @guarded(_admit_without_load)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `KVConnectorBase_V1.update_state_after_alloc`.
+        """See `KVConnectorBase_V1.update_state_after_alloc`."""
+        if self._manager is not None:
+            self._manager.misses.admitted(request, num_external_tokens)
+        layered = self._layered if num_external_tokens else None
+        seen = blocks if layered is None else layered.begin(request, blocks)
+        super().update_state_after_alloc(request, seen, num_external_tokens)
+        if layered is not None:
+            layered.hold_stores(request)
 
-        If it fails there is no load job, but vLLM waits for one: the workers are told to report
-        the request as failed, so that it is computed.
+    def _bare_meta(self, scheduler_output: Any) -> RayKVConnectorMetadata:
+        """Loads go out, of whichever request; not where their adapters can't be told. Layer by
+        layer what they bring does not count.
         """
-        misses = None if self._manager is None else self._manager.misses
-        if misses is not None:
-            misses.admitted(request, num_external_tokens)
-        try:
-            layered = self._layered if num_external_tokens else None
-            seen = blocks if layered is None else layered.begin(request, blocks)
-            super().update_state_after_alloc(request, seen, num_external_tokens)
-            if layered is not None:
-                layered.hold_stores(request)
-        except Exception:
-            report("RayKVConnector.update_state_after_alloc")
-            if num_external_tokens:
-                self._strand(request, blocks)
-                if misses is not None:
-                    misses.failed(request.request_id, MissReason.OTHER)
-
-    def _strand(self, request: Any, blocks: Any) -> None:
-        """There may be no load job, and vLLM waits for one, or goes on as if it had been done."""
+        if self._layered is not None:
+            self._stranded_blocks += self._layered.loads.blocks_under_way()
+        step = self._mender.take_step(scheduler_output, may_load=self._adapters is None)
         if self._layered is None:
-            self._stranded.append(request.request_id)
-            return
-        self._stranded_blocks += self._layered.strand(request, blocks)
+            self._stranded += step.stranded
+        base = OffloadingConnectorMetadata(step.loads, {}, step.flushed)
+        return self._meta_of(base, scheduler_output)
 
-    def _loads_that_must_go_out(self) -> dict[int, Any]:
-        """Of a step whose metadata could not be made up; what they bring does not count."""
-        if self._layered is None:
-            return {}
-        self._stranded_blocks += self._layered.loads.blocks_under_way()
-        return self._layered.take_load_jobs()
-
+    @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `KVConnectorBase_V1.build_connector_meta`."""
-        try:
-            base = super().build_connector_meta(scheduler_output)
-            assert isinstance(base, OffloadingConnectorMetadata), base
-        except Exception:
-            report("RayKVConnector.build_connector_meta")
-            # Blocks that stores still read may be loaded into, or computed, in this step.
-            stores = {job_id for job_id, job in self.scheduler._jobs.items() if job.is_store}
-            stores |= self.scheduler._current_batch_jobs_to_flush
-            base = OffloadingConnectorMetadata(self._loads_that_must_go_out(), {}, stores)
-        stranded, self._stranded = self._stranded, []
-        blocks, self._stranded_blocks = self._stranded_blocks, []
+        base = super().build_connector_meta(scheduler_output)
+        assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
+        adapters = self._adapters_of(base, scheduler_output)
+        return self._meta_of(base, scheduler_output, self._target(), *adapters)
+
+    def _meta_of(
+        self,
+        base: OffloadingConnectorMetadata,
+        scheduler_output: Any,
+        target: LinkTarget | None = None,
+        adapters: dict[str, AdapterUse] | None = None,
+        beginning: dict[str, AdapterUse] | None = None,
+    ) -> RayKVConnectorMetadata:
+        """Nothing may fail from here on: what is in it counts as sent."""
         meta = RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
             store_jobs=base.store_jobs,
             jobs_to_flush=base.jobs_to_flush,
-            target=self._target(),
-            stranded=stranded,
-            stranded_blocks=blocks,
+            target=target,
+            stranded=self._stranded,
+            stranded_blocks=self._stranded_blocks,
+            adapters=adapters or {},
+            beginning=beginning or {},
+            weights_changed=self._manager is not None and self._manager.view.has_left,
         )
-        self._tell_adapters(meta, scheduler_output)
-        meta.weights_changed = self._manager is not None and self._manager.view.has_left
+        self._stranded, self._stranded_blocks = [], []
+        self._mender.end_step(scheduler_output)
         return meta
 
-    def _tell_adapters(self, meta: RayKVConnectorMetadata, scheduler_output: Any) -> None:
-        if self._adapters is not None:
-            jobs = [*meta.load_jobs.values(), *meta.store_jobs.values()]
-            meta.adapters = self._adapters.of({job.req_id for job in jobs})
-            beginning = {each.req_id for each in scheduler_output.scheduled_new_reqs}
-            meta.beginning = self._adapters.of(beginning)
-            self._adapters.end(scheduler_output.finished_req_ids)
+    def _adapters_of(
+        self, base: OffloadingConnectorMetadata, scheduler_output: Any
+    ) -> tuple[dict[str, AdapterUse], dict[str, AdapterUse]]:
+        """Of requests with jobs, and of those that are computed first in this step."""
+        if self._adapters is None:
+            return {}, {}
+        jobs = [*base.load_jobs.values(), *base.store_jobs.values()]
+        used = self._adapters.of({job.req_id for job in jobs})
+        began = self._adapters.of({each.req_id for each in scheduler_output.scheduled_new_reqs})
+        self._adapters.end(scheduler_output.finished_req_ids)
+        return used, began
 
     def _step_began(self, scheduler_output: Any) -> None:
         self._step = (scheduler_output.total_num_scheduled_tokens, time.monotonic())
@@ -476,13 +504,21 @@ class RayKVConnector(OffloadingConnector):
             slot_bytes=self._identity.slot_bytes,
         )
 
-    @guarded(nothing)
+    def _end_jobs(self, connector_output: Any) -> None:
+        """How the jobs of a step have ended was not understood: what they stored is not used."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, OffloadingWorkerMetadata):
+            failed = meta.failed_loads if isinstance(meta, RayKVWorkerMetadata) else []
+            self._mender.end_jobs(meta.completed_jobs, [each.request_id for each in failed])
+
+    @guarded(_end_jobs)
     def update_connector_output(self, connector_output: Any) -> None:
         """See `KVConnectorBase_V1.update_connector_output`."""
         self._end_layered_step(connector_output.invalid_block_ids)
         self._step_ended()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, RayKVWorkerMetadata) and self._manager is not None:
+            self._manager.barred |= meta.barred
             self._manager.take_failures(meta.failed_loads, meta.failed_stores)
             if self._adapters is not None:
                 self._adapters.take_loaded(meta.adapters)
@@ -493,6 +529,10 @@ class RayKVConnector(OffloadingConnector):
                 self._manager.take_node_epoch(min(self._node_epochs.values()))
             if meta.lines and self._runtime is not None:
                 self._runtime.session.take_lines(meta.lines)
+            # Those that were given up meanwhile mean nothing to vLLM's scheduler.
+            known = self.scheduler._jobs
+            ended = {i: count for i, count in meta.completed_jobs.items() if i in known}
+            meta.completed_jobs = ended
         super().update_connector_output(connector_output)
 
     @guarded(nothing)
@@ -501,7 +541,12 @@ class RayKVConnector(OffloadingConnector):
         if self._layered is not None:
             self._layered.end_step(invalid_block_ids or set(), self._kv_cache_manager)
 
-    @guarded(lambda *_: (False, None))
+    def _fenced(self, *_arguments: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks that are still read are known to be, before vLLM frees them."""
+        self._mender.mend()
+        return False, None
+
+    @guarded(_fenced)
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -509,7 +554,7 @@ class RayKVConnector(OffloadingConnector):
         self._ended(request)
         return super().request_finished(request, block_ids)
 
-    @guarded(lambda *_: (False, None))
+    @guarded(_fenced)
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -548,10 +593,20 @@ class RayKVConnector(OffloadingConnector):
         """See `KVConnectorBase_V1.take_events`."""
         return list(super().take_events())
 
-    @guarded(lambda *_: False)
+    def _not_reset(self) -> bool:
+        self._mender.end_reset()
+        return False
+
+    @guarded(_not_reset)
     def reset_cache(self) -> bool | None:
-        """See `KVConnectorBase_V1.reset_cache`."""
-        return super().reset_cache()
+        """See `KVConnectorBase_V1.reset_cache`; False: not all of it was forgotten."""
+        # vLLM's wants none of an earlier reset, or of a hook that failed.
+        flushed = set(self.scheduler._current_batch_jobs_to_flush)
+        self.scheduler._current_batch_jobs_to_flush.clear()
+        try:
+            return super().reset_cache()
+        finally:
+            self.scheduler._current_batch_jobs_to_flush |= flushed
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> Any:

@@ -38,7 +38,8 @@ from raykv.state_types import Capture
 from raykv.types import Direction, Refusal
 from raykv.vllm.connector import RayKVConnector, logged_refusals
 from raykv.vllm.guard import guarded, nothing, report
-from raykv.vllm.worker import RayKVConnectorMetadata, RayOffloadingWorker
+from raykv.vllm.metadata import RayKVConnectorMetadata
+from raykv.vllm.worker import RayOffloadingWorker
 
 logger = logging.getLogger("raykv")
 
@@ -205,6 +206,11 @@ class StatesPlanner:
         self._orders.append(order)
         return path
 
+    def withdraw(self, request_id: str) -> None:
+        """Nothing of a request is to be captured after all: vLLM frees its blocks."""
+        self._paths.pop(request_id, None)
+        self._orders = [order for order in self._orders if order.request_id != request_id]
+
     def take_orders(self) -> list[StatesOrder]:
         """What has been noted since the last call."""
         orders, self._orders = self._orders, []
@@ -272,6 +278,11 @@ class StatesWorker:
             report("RayKVHiddenStatesConnector.submit")
             self._end(order.request_id, f"they could not be asked for: {error}")
 
+    def give_up(self, orders: Iterable[StatesOrder]) -> None:
+        """Nobody knows which of these were submitted; those that were not count as sent."""
+        under_way = set(self._jobs.values())
+        self._sent |= {order.request_id for order in orders} - under_way
+
     def _job(self, worker: RayOffloadingWorker, form: StatesForm, order: StatesOrder) -> JobRequest:
         lock_fd = self._locks.get(order.request_id, -1)
         capture = Capture(
@@ -311,6 +322,7 @@ class StatesWorker:
                 said = ", ".join(refusals).lower()
                 self._end(request_id, f"the NodeActor has not copied them ({said})" * bool(said))
 
+    @guarded(lambda self, request_id, _reason: self._sent.add(request_id))
     def _end(self, request_id: str, reason: str) -> None:
         self._sent.add(request_id)
         lock_fd = self._locks.pop(request_id, -1)
@@ -413,9 +425,19 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         if isinstance(metadata, HiddenStatesMetadata):
             self._states.promise(metadata.promised)
 
-    @guarded(lambda *_: (set(), set()))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `RayKVConnector.get_finished`; "sent" are requests whose states are copied."""
+        self._submit_orders()
+        _, received = super().get_finished(finished_req_ids)
+        return self._take_sent(finished_req_ids), received
+
+    def _give_up_orders(self) -> None:
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, HiddenStatesMetadata):
+            self._states.give_up(metadata.orders)
+
+    @guarded(_give_up_orders)
+    def _submit_orders(self) -> None:
         worker = self._worker.worker
         ours = worker if isinstance(worker, RayOffloadingWorker) else None
         metadata = self._get_connector_metadata()
@@ -423,10 +445,14 @@ class RayKVHiddenStatesConnector(RayKVConnector):
             for order in metadata.orders:
                 self._states.submit(ours, order)
             metadata.orders.clear()
-        sent, received = super().get_finished(finished_req_ids)
-        if ours is not None:
-            self._states.take_results(ours.take_captured())
-        return sent | self._states.finish(finished_req_ids), received
+
+    @guarded(lambda *_: set())
+    def _take_sent(self, finished_req_ids: set[str]) -> set[str]:
+        """Requests whose blocks are free now; where it fails, with the next step."""
+        worker = self._worker.worker
+        if isinstance(worker, RayOffloadingWorker):
+            self._states.take_results(worker.take_captured())
+        return self._states.finish(finished_req_ids)
 
     # Scheduler side
 
@@ -476,7 +502,10 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         known = self.scheduler._jobs
         return any(job_id in known and not known[job_id].is_store for job_id in jobs)
 
-    @guarded(nothing)
+    def _untold(self, request: Any, _block_ids: list[int]) -> None:
+        self._planner.withdraw(request.request_id)
+
+    @guarded(_untold)
     def _told(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
         blocks = [] if self._is_loading(request.request_id) else block_ids
         path = self._planner.ended(request, blocks, self._layer.spec.block_size)

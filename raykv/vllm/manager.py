@@ -82,6 +82,8 @@ class RayOffloadingManager(OffloadingManager):
         self.announcements: Announcements | None = None
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
+        # Requests of which something may be wrong: they must neither load nor store any more.
+        self.barred: set[str] = set()
         self._no_lease_logged_at = float("-inf")
         self._logged_sampling = False
 
@@ -133,7 +135,7 @@ class RayOffloadingManager(OffloadingManager):
         """
         if self.layered.is_under_way(req_context.req_id):
             return None
-        if self.layered.is_spoiled(req_context.req_id):
+        if req_context.req_id in self.barred or self.layered.is_spoiled(req_context.req_id):
             return PrepareStoreOutput([], self._pool_spec([], []), [])
         plan = self.view.prepare_store(req_context.req_id, cast("list[Key]", list(keys)))
         if plan is None:
@@ -177,9 +179,11 @@ class RayOffloadingManager(OffloadingManager):
         """A request that is about to be new may neither load nor store."""
         self._refused[request_id] = reason
 
-    @guarded(lambda *_: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """See `OffloadingManager.on_new_request`; a point between steps."""
+        """See `OffloadingManager.on_new_request`; a point between steps.
+
+        Not guarded: a request of which nothing is known must neither load nor store.
+        """
         self._drain()
         options = request_options(req_context.kv_transfer_params)
         reason = self._refused.pop(req_context.req_id, None)
@@ -238,9 +242,10 @@ class RayOffloadingManager(OffloadingManager):
             else:
                 logger.info("what is stored is loaded again: all requests store")
 
-    @guarded(nothing)
     def reset_cache(self) -> None:
         """Empty this view at once, and the namespace in the whole cluster with the next exchange.
+
+        Not guarded: the connector answers for it.
 
         vLLM never completes jobs from before a reset, so what is in flight is released here. An
         engine that only rests gives back no more than that: its chunks are as right as before. One
@@ -269,13 +274,14 @@ class RayOffloadingManager(OffloadingManager):
         if self.session is not None:
             self.session.nudge()
 
-    @guarded(nothing)
     def take_failures(
         self,
         failed_loads: list[FailedLoad],
         failed_stores: list[tuple[bytes, int]],
     ) -> None:
         """What the workers report, before vLLM completes the jobs.
+
+        Not guarded: jobs of which this is not known must not be completed as if they had worked.
 
         Args:
             failed_loads: chunks that requests did not get.

@@ -6,13 +6,12 @@ All methods run on the worker's main thread; the link's thread does the talking.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -32,90 +31,25 @@ from raykv.actors.link import LinkTarget
 from raykv.breaker_types import BreakerReport
 from raykv.core.requests import FailedLoad
 from raykv.deadlines import LINK_CLOSE_S
-from raykv.messages import Handles, JobResult, KVLayout
-from raykv.types import Direction, Epoch, Generation, Key, Refusal
+from raykv.messages import JobResult, KVLayout
+from raykv.types import Direction, Epoch, Generation, Key
 from raykv.vllm.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.guard import guarded, report
+from raykv.vllm.jobs import (
+    RayKVTransferResult,
+    all_failed,
+    distrusted,
+    job_request,
+    transfer_result,
+)
 from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.links import ALL_LAYERS, Link
+from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
 from raykv.vllm.weight_changes import WeightWatch, watch_worker
 
 logger = logging.getLogger("raykv")
-
-
-@dataclass(frozen=True)
-class FailedChunk:
-    """One chunk of a job that did not happen, and the vLLM blocks that it was about."""
-
-    key: bytes
-    generation: int
-    refusal: Refusal
-    block_ids: list[int]
-
-
-@dataclass
-class RayKVTransferResult(TransferResult):
-    """vLLM's result, with what failed chunk by chunk."""
-
-    direction: Direction = Direction.STORE
-    node_epoch: int = 0
-    failed: list[FailedChunk] = field(default_factory=list)
-
-
-@dataclass
-class RayKVWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's metadata, with what failed; see `RayOffloadingManager.take_failures`.
-
-    `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none; `lines` what
-    each says of its breaker, when that has changed. `adapters` have been loaded since the last
-    step, by id, with the digests of their contents; empty where the ranks have not loaded the same.
-    `weights_changed` says by what, once; empty: they have not.
-    """
-
-    failed_loads: list[FailedLoad] = field(default_factory=list)
-    failed_stores: list[tuple[bytes, int]] = field(default_factory=list)
-    node_epochs: dict[int, int] = field(default_factory=dict)
-    lines: dict[int, BreakerReport] = field(default_factory=dict)
-    adapters: dict[int, str] = field(default_factory=dict)
-    weights_changed: str = ""
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> RayKVWorkerMetadata:
-        """See `OffloadingWorkerMetadata.aggregate`."""
-        assert isinstance(other, OffloadingWorkerMetadata), other
-        base = super().aggregate(other)
-        assert isinstance(base, OffloadingWorkerMetadata), base
-        merged = RayKVWorkerMetadata(base.completed_jobs, base.transfer_stats)
-        for part in (self, other):
-            if isinstance(part, RayKVWorkerMetadata):
-                merged.failed_loads += part.failed_loads
-                merged.failed_stores += part.failed_stores
-                merged.node_epochs.update(part.node_epochs)
-                merged.lines.update(part.lines)
-                merged.weights_changed = merged.weights_changed or part.weights_changed
-                for name, digest in part.adapters.items():
-                    same = merged.adapters.get(name, digest) == digest
-                    merged.adapters[name] = digest if same else ""
-        return merged
-
-
-@dataclass
-class RayKVConnectorMetadata(OffloadingConnectorMetadata):
-    """vLLM's metadata, with where the NodeActor is.
-
-    `stranded` are requests that vLLM has put to wait for a load that was never made up; the
-    workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
-    `adapters` are those of the requests with jobs; `beginning`: of those computed first in this
-    step. `weights_changed`: at some time before this step.
-    """
-
-    target: LinkTarget | None = None
-    stranded: list[str] = field(default_factory=list)
-    stranded_blocks: list[int] = field(default_factory=list)
-    adapters: dict[str, AdapterUse] = field(default_factory=dict)
-    beginning: dict[str, AdapterUse] = field(default_factory=dict)
-    weights_changed: bool = False
 
 
 class RayOffloadingWorker(OffloadingWorker):
@@ -133,8 +67,12 @@ class RayOffloadingWorker(OffloadingWorker):
         self._captured: list[JobResult] = []
         # Loads under way whose bytes are of no use any more.
         self._distrusted: set[int] = set()
-        # Results of jobs that could not even be made up.
-        self._stillborn: list[RayKVTransferResult] = []
+        # Results that nobody has asked for yet, of jobs that could not be made up, too.
+        self._ended: list[RayKVTransferResult] = []
+        # The line has failed in a way that is not understood, and was ended.
+        self._is_given_up = False
+        # Of the link, not looked at yet.
+        self._drained: deque[JobResult] = deque()
 
     @property
     def layout(self) -> KVLayout:
@@ -175,27 +113,28 @@ class RayOffloadingWorker(OffloadingWorker):
     ) -> bool:
         try:
             assert isinstance(pool, PoolSpec), pool
+            assert not self._is_given_up, "the line to the NodeActor has failed"
             request = job_request(job_id, direction, blocks, pool, self._layout)
             if self.by_layer and direction is Direction.LOAD:
                 request = replace(request, by_layer=True)
             if request.torn and not request.handles:
-                self._stillborn.append(_all_failed(job_id, direction, blocks, pool))
+                self._ended.append(all_failed(job_id, direction, blocks, pool))
                 return True
+            self._link.submit(request)
         except Exception:
             report("RayOffloadingWorker.submit")
-            self._stillborn.append(_all_failed(job_id, direction, blocks, pool))
-            return True
-        self._link.submit(request)
-        self._flying[job_id] = request
+            self._ended.append(all_failed(job_id, direction, blocks, pool))
+        else:
+            self._flying[job_id] = request
         return True
 
     def refuse(
         self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: LoadStoreSpec
     ) -> None:
         """Let a job fail that must not be; its chunks are not to blame."""
-        failed = _all_failed(job_id, direction, blocks, pool)
+        failed = all_failed(job_id, direction, blocks, pool)
         failed.node_epoch = 0
-        self._stillborn.append(failed)
+        self._ended.append(failed)
 
     def distrust_loads(self) -> None:
         """Have the loads that are under way end as failed, whatever becomes of them."""
@@ -204,6 +143,7 @@ class RayOffloadingWorker(OffloadingWorker):
 
     def submit_capture(self, request: JobRequest) -> None:
         """Have states copied; how that ends comes through `take_captured`."""
+        assert not self._is_given_up, "the line to the NodeActor has failed"
         self._captures.add(request.job_id)
         self._link.submit(request)
 
@@ -213,23 +153,52 @@ class RayOffloadingWorker(OffloadingWorker):
         return captured
 
     def get_finished(self) -> list[TransferResult]:
-        """See `OffloadingWorker.get_finished`; results are `RayKVTransferResult`."""
-        results: list[TransferResult] = list(self._stillborn)
-        self._stillborn.clear()
-        for result in self._link.drain():
-            if result.job_id in self._captures:
-                self._captures.remove(result.job_id)
-                self._captured.append(result)
-                continue
-            request = self._flying.pop(result.job_id, None)
-            if request is None:
-                continue
-            if result.job_id in self._distrusted:
-                self._distrusted.remove(result.job_id)
-                results.append(_distrusted(request))
-            else:
-                results.append(_transfer_result(request, result))
-        return results
+        """See `OffloadingWorker.get_finished`; results are `RayKVTransferResult`.
+
+        Where it raises, `give_up` has what is left of them.
+        """
+        self._drained += self._link.drain()
+        while self._drained:
+            self._take_result(self._drained.popleft())
+        return [*self._take_ended()]
+
+    def give_up(self) -> list[RayKVTransferResult]:
+        """What `get_finished` has not told, of jobs that have ended: nobody knows how."""
+        try:
+            self._drained += self._link.drain()
+        except Exception:
+            report("RayOffloadingWorker.give_up")
+        for result in self._drained:
+            self._take_badly(result)
+        self._drained.clear()
+        return self._take_ended()
+
+    def _take_ended(self) -> list[RayKVTransferResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _take_badly(self, result: JobResult) -> None:
+        """It has ended, and as what is not known: as a failure."""
+        if result.job_id in self._captures:
+            self._captured.append(result)
+            self._captures.remove(result.job_id)
+        if (request := self._flying.pop(result.job_id, None)) is not None:
+            self._ended.append(distrusted(request))
+
+    @guarded(_take_badly)
+    def _take_result(self, result: JobResult) -> None:
+        if result.job_id in self._captures:
+            self._captured.append(result)
+            self._captures.remove(result.job_id)
+            return
+        request = self._flying.get(result.job_id)
+        if request is None:
+            return
+        is_wanted = result.job_id not in self._distrusted
+        ended = transfer_result(request, result) if is_wanted else distrusted(request)
+        self._distrusted.discard(result.job_id)
+        self._ended.append(ended)
+        del self._flying[result.job_id]
 
     def finish(self, job_ids: set[int]) -> None:
         """Wait for jobs to end; within the flush deadline and its grace."""
@@ -237,7 +206,21 @@ class RayOffloadingWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """See `OffloadingWorker.wait`; ends within the flush deadline and its grace."""
-        self._link.wait(job_ids)
+        for is_last in (False, True):
+            try:
+                self._link.wait(job_ids)
+                return
+            except Exception:
+                report("RayOffloadingWorker.wait")
+                if is_last:
+                    self._give_up_line()
+
+    def _give_up_line(self) -> None:
+        """End the line, for good: then nobody reads or writes vLLM's blocks any more."""
+        self._link.close(LINK_CLOSE_S)
+        self._is_given_up = True
+        self._ended += map(distrusted, self._flying.values())
+        self._flying.clear()
 
     def wait_layers(self, job_ids: Collection[int], count: int) -> None:
         """Wait for so many layers of loads, or their ends; they have their own deadlines."""
@@ -247,80 +230,13 @@ class RayOffloadingWorker(OffloadingWorker):
         """Whether the job has no result yet."""
         return job_id in self._flying
 
+    def has(self, job_id: int) -> bool:
+        """Whether the job was handed over, and `get_finished` has not told its end."""
+        return self.is_flying(job_id) or any(each.job_id == job_id for each in self._ended)
+
     def shutdown(self) -> None:
         """See `OffloadingWorker.shutdown`."""
         self._link.close(LINK_CLOSE_S)
-
-
-def job_request(
-    job_id: int,
-    direction: Direction,
-    blocks: GPULoadStoreSpec,
-    pool: PoolSpec,
-    layout: KVLayout,
-) -> JobRequest:
-    """Which of vLLM's blocks belong to which chunk.
-
-    vLLM lists the blocks group by group; within a group they follow each other in the request,
-    beginning at the logical block `block_indices[g]`, which may lie inside of a chunk. Chunks that
-    are left out of a store leave no gap in the list, and neither do null blocks: those before the
-    first one are told by its index, and where there are others, nobody can say which block belongs
-    where. Such a group's chunks are `torn`.
-    """
-    per_chunk = layout.blocks_per_chunk
-    groups: list[int] = []
-    counts: list[int] = []
-    firsts: list[int] = []
-    torn: list[bool] = []
-    columns = zip(layout.group_ids, blocks.group_sizes, blocks.block_indices, strict=True)
-    for group_id, size, index in columns:
-        if not size:
-            continue
-        skip = index % per_chunk
-        first = min(size, per_chunk - skip)
-        whole, last = divmod(size - first, per_chunk)
-        added = [first, *[per_chunk] * whole, *[last] * (last > 0)]
-        counts += added
-        firsts += [skip, *[0] * (len(added) - 1)]
-        groups += [group_id] * len(added)
-        # Only whole chunks are stored: their last block is there, or they would not be offered.
-        torn += [direction is Direction.STORE and (skip + size) % per_chunk != 0] * len(added)
-    assert len(groups) == len(pool.keys), (len(groups), len(pool.keys), job_id)
-    whole_job = JobRequest(
-        job_id=job_id,
-        direction=direction,
-        node_epoch=pool.node_epoch,
-        handles=Handles(pool.keys, pool.slots, pool.generations),
-        groups=groups,
-        num_blocks=counts,
-        first_block=firsts,
-        block_ids=blocks.block_ids.tolist(),
-    )
-    return _without(whole_job, torn) if any(torn) else whole_job
-
-
-def _without(request: JobRequest, torn: Sequence[bool]) -> JobRequest:
-    """A job but for some of its chunks."""
-    starts = [0, *accumulate(request.num_blocks)]
-    kept = [chunk for chunk, is_torn in enumerate(torn) if not is_torn]
-    block_ids = [request.block_ids[starts[chunk] : starts[chunk + 1]] for chunk in kept]
-    return replace(
-        request,
-        handles=_some(request.handles, kept),
-        groups=[request.groups[chunk] for chunk in kept],
-        num_blocks=[request.num_blocks[chunk] for chunk in kept],
-        first_block=[request.first_block[chunk] for chunk in kept],
-        block_ids=[*chain.from_iterable(block_ids)],
-        torn=_some(request.handles, [chunk for chunk, is_torn in enumerate(torn) if is_torn]),
-    )
-
-
-def _some(handles: Handles, chunks: Sequence[int]) -> Handles:
-    return Handles(
-        [handles.keys[chunk] for chunk in chunks],
-        [handles.slots[chunk] for chunk in chunks],
-        [handles.generations[chunk] for chunk in chunks],
-    )
 
 
 def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> AdapterUse | None:
@@ -328,59 +244,11 @@ def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> AdapterUs
     return metadata.adapters.get(request_id) if is_ours else None
 
 
-def _transfer_result(request: JobRequest, result: JobResult) -> RayKVTransferResult:
-    starts = [0, *accumulate(request.num_blocks)] if result.failed_chunks else []
-    failed = [
-        FailedChunk(
-            key=request.handles.keys[chunk],
-            generation=request.handles.generations[chunk],
-            refusal=Refusal(refusal),
-            block_ids=request.block_ids[starts[chunk] : starts[chunk + 1]],
-        )
-        for chunk, refusal in zip(result.failed_chunks, result.refusals, strict=True)
-    ]
-    failed += [
-        FailedChunk(key, generation, Refusal.COPY_FAILED, [])
-        for key, generation in zip(request.torn.keys, request.torn.generations, strict=True)
-    ]
-    return RayKVTransferResult(
-        job_id=result.job_id,
-        success=not failed,
-        transfer_size=result.num_bytes,
-        transfer_time=result.seconds,
-        direction=request.direction,
-        node_epoch=request.node_epoch,
-        failed=failed,
-    )
-
-
-def _distrusted(request: JobRequest) -> RayKVTransferResult:
-    """The result of a load whose bytes are of no use; its chunks are not to blame."""
-    chunks = list(range(len(request.handles.keys)))
-    refusals = [int(Refusal.CANCELLED)] * len(chunks)
-    ended = JobResult(request.job_id, 0, 0.0, chunks, refusals)
-    failed = _transfer_result(request, ended)
-    failed.node_epoch = 0
-    return failed
-
-
-def _all_failed(
-    job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: Any
-) -> RayKVTransferResult:
-    """The result of a job that could not be made up: nothing of it happened."""
-    keys = list(getattr(pool, "keys", [b""])) or [b""]
-    generations = list(getattr(pool, "generations", [0])) or [0]
-    every_block = blocks.block_ids.tolist()
-    failed = [
-        FailedChunk(key, generation, Refusal.COPY_FAILED, every_block)
-        for key, generation in zip(keys, generations, strict=True)
-    ]
-    node_epoch = int(getattr(pool, "node_epoch", 0))
-    return RayKVTransferResult(job_id, False, 0, 0.0, direction, node_epoch, failed)
-
-
 class RayKVConnectorWorker(OffloadingConnectorWorker):
     """vLLM's worker side, which takes failed transfers instead of asserting that there are none."""
+
+    # What vLLM's class keeps of jobs that this rank has nothing to do with.
+    _connector_worker_meta: OffloadingWorkerMetadata
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
@@ -403,6 +271,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._invalid_block_ids: set[int] = set()
         self._failed_recving: set[str] = set()
         self._stranded: set[str] = set()
+        # Requests whose load has ended, and jobs that have, until vLLM is told.
+        self._received: set[str] = set()
+        self._results: deque[TransferResult] = deque()
         self._adapters = LoadedAdapters()
         self._weights = WeightWatch()
         self._has_left = False
@@ -419,6 +290,17 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         worker = self.worker
         return worker if isinstance(worker, RayOffloadingWorker) else None
 
+    def _refuse_step(self, metadata: Any) -> None:
+        """A step of which not all is known: none of its jobs is done, and nobody waits for any."""
+        if isinstance(metadata, RayKVConnectorMetadata):
+            self._stranded.update(metadata.stranded)
+            self._invalid_block_ids.update(metadata.stranded_blocks)
+            self.refuse_loads(metadata)
+            self.refuse_stores(metadata)
+            metadata.load_jobs.clear()
+            metadata.store_jobs.clear()
+
+    @guarded(_refuse_step)
     def take_metadata(self, metadata: Any) -> None:
         """Learn from this step's metadata where the NodeActor is, and which requests are lost.
 
@@ -430,10 +312,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._leave_if_changed()
             if self._raykv is not None:
                 self._raykv.set_target(metadata.target)
-            self._stranded.update(metadata.stranded)
-            metadata.stranded.clear()
-            self._invalid_block_ids.update(metadata.stranded_blocks)
-            metadata.stranded_blocks.clear()
             if self._is_layerwise:
                 for job_id, load in metadata.load_jobs.items():
                     self._unseen[job_id] = load.dst_spec.block_ids.tolist()
@@ -441,12 +319,51 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
                     self._raykv.by_layer = True
             self._adapters.end(self._ended)
             self._ended.clear()
+            self._stranded.update(metadata.stranded)
+            self._invalid_block_ids.update(metadata.stranded_blocks)
+            metadata.stranded.clear()
+            metadata.stranded_blocks.clear()
 
+    def _flush_bare(self, metadata: OffloadingConnectorMetadata) -> None:
+        """What has not begun to read the blocks that vLLM is about to reuse does not begin."""
+        self._refuse_unsubmitted()
+        if metadata.jobs_to_flush and self._raykv is not None:
+            late = {i: job for i, job in metadata.store_jobs.items() if i in metadata.jobs_to_flush}
+            self.refuse_stores(replace(metadata, store_jobs=late))
+            for job_id in late:
+                del metadata.store_jobs[job_id]
+            self._raykv.wait(metadata.jobs_to_flush)
+
+    @guarded(_flush_bare)
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """See `OffloadingConnectorWorker.handle_preemptions`."""
         if kv_connector_metadata.jobs_to_flush:
             self._refuse_stores(kv_connector_metadata)
         super().handle_preemptions(kv_connector_metadata)
+
+    def _refuse_unsubmitted(self) -> None:
+        """Let the stores of the last step fail that have not been submitted."""
+        for job_id, blocks, pool in self._unsubmitted_store_jobs:
+            if self._raykv is not None and not self._raykv.has(job_id):
+                self._raykv.refuse(job_id, Direction.STORE, blocks, pool)
+        self._unsubmitted_store_jobs.clear()
+
+    def refuse_loads(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Let all jobs fail that should have been submitted in this step, and were not."""
+        self._refuse_unsubmitted()
+        for job_id, job in metadata.load_jobs.items():
+            self._load_jobs[job_id] = job.req_id
+            if self._raykv is not None and not self._raykv.has(job_id):
+                self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
+
+    def refuse_stores(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Let all stores fail that are neither submitted nor going to be."""
+        waiting = {job_id for job_id, _, _ in self._unsubmitted_store_jobs}
+        for job_id, job in metadata.store_jobs.items():
+            if not self._is_store_writer:
+                self._connector_worker_meta.completed_jobs[job_id] = 1
+            elif self._raykv is not None and job_id not in waiting and not self._raykv.has(job_id):
+                self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """See `OffloadingConnectorWorker.start_kv_transfers`."""
@@ -503,18 +420,53 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             # What is not there is to be known before anybody sees what was computed with it.
             self._raykv.wait_layers(self._unseen, ALL_LAYERS)
             self._check_that_all_waited()
-        received = set(self._stranded)
+        self._received |= self._stranded
         self._failed_recving |= self._stranded
         self._stranded.clear()
-        for result in self.worker.get_finished() if self.worker is not None else []:
-            request_id = self._load_jobs.pop(result.job_id, None)
-            self._meta.mark_completed(result.job_id)
-            self._take_result(result, request_id)
-            self._unseen.pop(result.job_id, None)
-            if request_id is not None and not self._is_layerwise:
-                received.add(request_id)
+        self._results += self.worker.get_finished() if self.worker is not None else []
+        while self._results:
+            self._take_end(self._results.popleft())
         self.end_loads()
-        return set(), received
+        return set(), self._take_received()
+
+    def end_badly(self) -> set[str]:
+        """Take the results of a step that were not understood, as failures; whose loads ended."""
+        self._received |= self._stranded
+        self._failed_recving |= self._stranded
+        self._stranded.clear()
+        self._results += [] if self._raykv is None else self._raykv.give_up()
+        for result in self._results:
+            self._take_end_badly(result)
+        self._results.clear()
+        self.end_loads()
+        return self._take_received()
+
+    def _take_received(self) -> set[str]:
+        received, self._received = self._received, set()
+        return received
+
+    def _take_end_badly(self, result: TransferResult) -> None:
+        """A job has ended, as what is not known: as a failure."""
+        self._distrust_result(result, None)
+        failed = result.failed if isinstance(result, RayKVTransferResult) else []
+        self._meta.failed_stores += [(chunk.key, chunk.generation) for chunk in failed]
+        self._meta.mark_completed(result.job_id)
+        request_id = self._load_jobs.pop(result.job_id, None)
+        if request_id is not None and result.job_id not in self._unseen:
+            self._meta.barred.add(request_id)
+            self._failed_recving.add(request_id)
+            self._received.add(request_id)
+        self._unseen.pop(result.job_id, None)
+
+    @guarded(_take_end_badly)
+    def _take_end(self, result: TransferResult) -> None:
+        request_id = self._load_jobs.get(result.job_id)
+        self._take_result(result, request_id)
+        if request_id is not None and not self._is_layerwise:
+            self._received.add(request_id)
+        self._meta.mark_completed(result.job_id)
+        self._unseen.pop(result.job_id, None)
+        self._load_jobs.pop(result.job_id, None)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Wait until the KV of a layer is there, of all prompts that are being loaded."""
@@ -605,33 +557,29 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
+    def take_meta(self) -> RayKVWorkerMetadata | None:
+        """What has ended, and what else there was to tell; it counts as told."""
+        meta, self._meta = self._meta, RayKVWorkerMetadata()
+        # Of jobs with which this rank has nothing to do.
+        meta.completed_jobs |= self._connector_worker_meta.completed_jobs
+        self._connector_worker_meta.completed_jobs.clear()
+        return None if meta == RayKVWorkerMetadata() else meta
+
+    @guarded(take_meta)
     def build_connector_worker_meta(self) -> RayKVWorkerMetadata | None:
         """See `OffloadingConnectorWorker.build_connector_worker_meta`."""
-        base = super().build_connector_worker_meta()
-        meta, self._meta = self._meta, RayKVWorkerMetadata()
-        if base is not None:
-            meta = meta.aggregate(base)
         epoch = 0 if self._raykv is None else self._raykv.node_epoch
         if epoch != self._reported_epoch:
+            self._meta.node_epochs[self.spec.config.parallel.rank] = epoch
             self._reported_epoch = epoch
-            meta.node_epochs[self.spec.config.parallel.rank] = epoch
-        self._report_line(meta)
-        meta.adapters = self._adapters.take_news()
-        is_empty = not (
-            meta.completed_jobs
-            or meta.failed_loads
-            or meta.failed_stores
-            or meta.node_epochs
-            or meta.lines
-            or meta.adapters
-            or meta.weights_changed
-        )
-        return None if is_empty else meta
+        self._report_line(self._meta)
+        self._meta.adapters |= self._adapters.take_news()
+        return self.take_meta()
 
     def _report_line(self, meta: RayKVWorkerMetadata) -> None:
         """Only when a breaker has opened or closed, not for every further failure."""
         line = BreakerReport() if self._raykv is None else self._raykv.breaker_report()
         known = self._reported_line
         if (line.opened, len(line.peers)) != (known.opened, len(known.peers)):
-            self._reported_line = line
             meta.lines[self.spec.config.parallel.rank] = line
+            self._reported_line = line

@@ -82,7 +82,7 @@ def fetch_outlives_its_lease(patches: pytest.MonkeyPatch) -> None:
 
 def answer_from_before_a_reset_counts(patches: pytest.MonkeyPatch) -> None:
     """An engine that has emptied its view takes in what was said before."""
-    patches.setattr(EngineView, "_is_clearing", property(lambda _: False))
+    patches.setattr(EngineView, "is_clearing", property(lambda _: False))
 
 
 def clearing_is_of_what_is_known(patches: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from raykv.types import EngineId, Epoch, Generation, Key
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.worker import RayKVWorkerMetadata
+from raykv.vllm.metadata import RayKVWorkerMetadata
 from tests.unit.test_miss_hooks import CHUNK, NODE_EPOCH, vllm_scheduler
 
 RUBBISH = 0

@@ -15,8 +15,9 @@ from raykv.actors.job_request import JobRequest
 from raykv.copy.plan import Planner
 from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
 from raykv.types import Direction
+from raykv.vllm.jobs import RayKVTransferResult, job_request
 from raykv.vllm.spec import PoolSpec
-from raykv.vllm.worker import RayKVTransferResult, RayOffloadingWorker, job_request
+from raykv.vllm.worker import RayOffloadingWorker
 
 
 class PlayedLink:

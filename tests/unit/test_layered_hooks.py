@@ -57,7 +57,9 @@ class LayeredEngine(Engine):
         assert all(block.block_hash == b"there" for block in blocks)
 
     def metadata(self) -> Any:
-        output = SimpleNamespace(total_num_scheduled_tokens=1)
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=1, num_scheduled_tokens={}, finished_req_ids=set()
+        )
         return self.connector.build_connector_meta(output)
 
     def end_step(self, *invalid: int) -> None:
@@ -152,15 +154,17 @@ def test_own_limit_of_a_request_is_kept_over_its_load() -> None:
 
 def test_lookup_that_fails_lets_nobody_have_what_is_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, request = begun(7 * CHUNK)
-    other = PlayedRequest("other", 7 * CHUNK)
+    other, unlucky = PlayedRequest("other", 7 * CHUNK), PlayedRequest("unlucky", 7 * CHUNK)
     engine.begin(other)
+    engine.begin(unlucky)
 
     def fail(*_arguments: Any) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(LayeredScheduling, "must_wait", fail)
-    assert engine.ask(request, 0) == (0, False)
+    assert engine.ask(unlucky, 0) == (0, False)
     monkeypatch.undo()
+    assert engine.ask(unlucky, 0) == (0, False)
     engine.give(request, engine.ask(request, 0)[0] or 0)
     monkeypatch.setattr(LayeredScheduling, "must_wait", fail)
     assert engine.ask(other, 3 * CHUNK) == (None, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +21,10 @@ from raykv.types import Refusal
 from raykv.vllm.adapters import LoadedAdapters
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.links import ALL_LAYERS
+from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.spec import PoolSpec
 from raykv.vllm.weight_changes import WeightWatch
-from raykv.vllm.worker import (
-    RayKVConnectorMetadata,
-    RayKVConnectorWorker,
-    RayKVWorkerMetadata,
-    RayOffloadingWorker,
-)
+from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
 
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
 
@@ -103,6 +99,8 @@ class Side:
         worker._invalid_block_ids = set()
         worker._failed_recving = set()
         worker._stranded = set()
+        worker._received = set()
+        worker._results = deque()
         worker._adapters = LoadedAdapters()
         worker._weights = WeightWatch()
         worker._has_left = False
@@ -242,7 +240,7 @@ def test_result_that_is_not_understood_leaves_its_blocks_invalid(
     def strange(request: JobRequest, result: JobResult) -> Any:
         return SimpleNamespace(job_id=result.job_id)
 
-    monkeypatch.setattr("raykv.vllm.worker._transfer_result", strange)
+    monkeypatch.setattr("raykv.vllm.worker.transfer_result", strange)
     assert side.end() == (set(), {1, 2, 3}, Counter({1: 1, 2: 1}))
 
 

@@ -49,6 +49,9 @@ class PlayedRequest:
     def num_tokens(self) -> int:
         return self.num_prompt_tokens
 
+    def is_finished(self) -> bool:
+        return False
+
 
 def key(chunk: int) -> Key:
     return Key(bytes(make_offload_key(b"hash %d" % chunk, 0)))

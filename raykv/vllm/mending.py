@@ -1,0 +1,184 @@
+"""vLLM's offloading scheduler after an exception inside of it.
+
+An exception leaves its tables half changed: jobs that are made up and go to nobody, jobs that have
+ended and are waited for, blocks that are free and still read. Here the jobs that are left are the
+truth, and all else is derived from them anew. What may be wrong of a request is not used any more:
+it neither loads nor stores until it ends.
+
+All of it runs on EngineCore's scheduler thread, for a hook that has failed: plain steps that ask
+nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
+
+from raykv.types import Key
+from raykv.vllm import guard
+from raykv.vllm.manager import RayOffloadingManager
+
+
+@dataclass(frozen=True)
+class BareStep:
+    """What goes out with a step whose metadata could not be made up.
+
+    `loads` are jobs by their ids, `flushed` stores that are to be waited for. The load of
+    `stranded` requests goes to nobody.
+    """
+
+    loads: dict[int, Any]
+    flushed: set[int]
+    stranded: list[str]
+
+
+class Mender:
+    """See the module's docstring.
+
+    Args:
+        scheduler: vLLM's `OffloadingConnectorScheduler`.
+        manager: ours, below it.
+    """
+
+    def __init__(self, scheduler: Any, manager: RayOffloadingManager) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        # Jobs from this one on have not gone out to the workers.
+        self._first_unsent = 0
+        self._failures = guard.failures.total()
+
+    def adopt(self, request: Any) -> None:
+        """Have a request known that could not be taken in; it neither loads nor stores."""
+        self._manager.barred.add(request.request_id)
+        statuses = self._scheduler._req_status
+        if request.request_id not in statuses:
+            context, nothing = ReqContext(request.request_id), RequestOffloadingContext()
+            config = self._scheduler.config
+            statuses[request.request_id] = RequestOffloadState(config, request, context, nothing)
+
+    def take_load(self, request_id: str) -> None:
+        """The load of a request that was given its blocks is not to be; it is computed.
+
+        Stores may still read some of those blocks, which nobody may have noted.
+        """
+        self._manager.barred.add(request_id)
+        made_up = {**self._scheduler._current_batch_load_jobs, **self._unsent()}
+        for job_id, job in made_up.items():
+            if job.req_id == request_id and not getattr(job, "is_store", False):
+                self._drop(job_id)
+        self._flush_stores()
+        self.mend()
+
+    def take_step(self, output: Any, *, may_load: bool) -> BareStep:
+        """End a step whose metadata could not be made up.
+
+        What it was to store is not, and of what is being stored each copy is waited for: blocks
+        that it reads may be loaded into, or computed, in this step.
+
+        Args:
+            output: vLLM's `SchedulerOutput`.
+            may_load: whether loads go out that are made up.
+        """
+        scheduler = self._scheduler
+        loads = dict(scheduler._current_batch_load_jobs) if may_load else {}
+        lost = {i: job for i, job in self._unsent().items() if i not in loads}
+        for job_id in lost:
+            self._drop(job_id)
+        # Their blocks may not have been noted, or not be theirs any more.
+        self._manager.barred.update(output.num_scheduled_tokens)
+        for request_id, status in scheduler._req_status.items():
+            if has_blocks(status) and not status.finished_signaled:
+                self._manager.barred.add(request_id)
+        for request_id in output.finished_req_ids or ():
+            if (status := scheduler._req_status.get(request_id)) is not None:
+                status.finished_signaled = True
+                self._manager.on_request_finished(status.req_context)
+        self._flush_stores()
+        self.mend()
+        flushed = set(scheduler._current_batch_jobs_to_flush)
+        scheduler._current_batch_load_jobs = {}
+        scheduler._current_batch_jobs_to_flush = set()
+        scheduler._current_batch_allocated_block_ids = set()
+        return BareStep(loads, flushed, [job.req_id for job in lost.values() if not job.is_store])
+
+    def end_step(self, output: Any) -> None:
+        """The metadata of a step go out."""
+        self._first_unsent = self._scheduler._job_counter
+        if barred := self._manager.barred:
+            barred.difference_update(output.finished_req_ids or ())
+            barred &= self._scheduler._req_status.keys()
+        if guard.failures.total() != self._failures:
+            self.mend()
+
+    def end_jobs(self, job_ids: Collection[int], failed_loads: Iterable[str]) -> None:
+        """Jobs have ended, and nobody knows how; requests whose load has failed are computed."""
+        self._manager.barred.update(failed_loads)
+        for job_id in job_ids:
+            self._drop(job_id)
+        self.mend()
+
+    def end_reset(self) -> None:
+        """A reset has broken off; the cache may be cleared by it or not."""
+        if self._manager.view.is_clearing:
+            self._manager.view.drop_all()
+        self.mend()
+
+    def _unsent(self) -> dict[int, Any]:
+        jobs = self._scheduler._jobs
+        return {job_id: job for job_id, job in jobs.items() if job_id >= self._first_unsent}
+
+    def _drop(self, job_id: int) -> None:
+        """Another rank may still be at it: before its blocks are used anew that is waited for."""
+        job = self._scheduler._jobs.pop(job_id, None)
+        self._scheduler._current_batch_load_jobs.pop(job_id, None)
+        if job is not None and job.is_store:
+            self._scheduler._current_batch_jobs_to_flush.add(job_id)
+
+    def _flush_stores(self) -> None:
+        jobs = self._scheduler._jobs
+        stores = [job_id for job_id, job in jobs.items() if job.is_store]
+        self._scheduler._current_batch_jobs_to_flush.update(stores)
+
+    def mend(self) -> None:
+        """Derive from the jobs that are left what should have become of everything else."""
+        self._failures = guard.failures.total()
+        scheduler = self._scheduler
+        statuses, jobs = scheduler._req_status, scheduler._jobs
+        # vLLM takes no more notice of the ends of jobs from before a reset.
+        first = scheduler._stale_job_threshold
+        for job_id in [i for i, job in jobs.items() if i < first or job.req_id not in statuses]:
+            self._drop(job_id)
+        for status in statuses.values():
+            status.transfer_jobs.clear()
+        for job_id, job in jobs.items():
+            statuses[job.req_id].transfer_jobs.add(job_id)
+        for request_id, status in list(statuses.items()):
+            if status.finished_signaled and not status.transfer_jobs:
+                del statuses[request_id]
+        if scheduler._chunks_being_loaded is not None:
+            loads = (job.keys for job in jobs.values() if not job.is_store)
+            scheduler._chunks_being_loaded = set().union(*loads)
+        scheduler._block_id_to_pending_jobs = self._fences()
+        flying = (Key(key) for job in jobs.values() if job.is_store for key in job.keys)
+        self._manager.view.keep_stores(Counter(flying))
+
+    def _fences(self) -> dict[int, set[int]]:
+        """Blocks that stores read and vLLM may give to another request, as vLLM keeps them."""
+        fences: dict[int, set[int]] = {}
+        for job_id, job in self._scheduler._jobs.items():
+            blocks = [*(job.fenced_block_ids or ())]
+            if self._scheduler._req_status[job.req_id].req.is_finished():
+                blocks += job.deferred_fence_block_ids or ()
+            for block in blocks:
+                fences.setdefault(block, set()).add(job_id)
+        return fences
+
+
+def has_blocks(status: Any) -> bool:
+    """Whether vLLM's offloading scheduler has noted blocks of this request."""
+    return any(state.block_ids for state in status.group_states)

@@ -1,0 +1,368 @@
+"""vLLM's own scheduler with both sides of RayKV's connector, and exceptions inside of its hooks.
+
+The line to the NodeActor is a model: jobs are carried out some steps after they were handed over,
+so that whoever does not wait for them reads, or is overwritten by, what it should not be. Slots
+that were given back are leased again under the next generation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import offloading
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+import raykv
+from raykv.actors.job_request import JobRequest
+from raykv.breaker_types import BreakerReport
+from raykv.core.view import EngineView
+from raykv.messages import Handles, JobResult, KVLayout, Leases, SyncReply, TensorLayout
+from raykv.types import Direction, Refusal
+from raykv.vllm import guard, mending
+from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
+from tests.simulation.layered_world import RUBBISH, World
+from tests.unit.test_miss_hooks import CHUNK, NODE_EPOCH
+
+SCHEDULER_HOOKS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "get_external_cache_hit_sources",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "has_pending_push_work",
+    "take_events",
+    "reset_cache",
+    "get_kv_connector_stats",
+)
+
+WORKER_HOOKS = (
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "wait_for_save",
+    "get_finished",
+    "build_connector_worker_meta",
+)
+
+Point = tuple[str, int]
+"""A line of code: the file's name, and its number."""
+
+
+class PlantedError(Exception):
+    """Comes out of nowhere."""
+
+
+@dataclass
+class Faults:
+    """Exceptions at a line of what runs inside of hooks.
+
+    `point`: where; None: nowhere, and what is passed is noted in `seen`. `keeps_on`: each time, not
+    only the first. `num_planted`: how often it came to that.
+    """
+
+    point: Point | None = None
+    keeps_on: bool = False
+    num_planted: int = 0
+    seen: dict[Point, str] = field(default_factory=dict)
+    hook: str = ""
+
+    def within(self, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method of this hook, as it is called from now on."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **more: Any) -> Any:
+            if self.point and self.num_planted and not self.keeps_on:
+                return method(*args, **more)
+            before, self.hook = sys.gettrace(), hook
+            sys.settrace(self._begin)
+            try:
+                return method(*args, **more)
+            finally:
+                sys.settrace(before)
+
+        return call
+
+    def _begin(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        return self._at if is_within(frame.f_code) else None
+
+    def _at(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        if event != "line":
+            return self._at
+        point = (frame.f_code.co_filename, frame.f_lineno)
+        if self.point is None:
+            self.seen.setdefault(point, self.hook)
+        elif point == self.point and (self.keeps_on or not self.num_planted):
+            self.num_planted += 1
+            raise PlantedError(f"in {self.hook}, {point}")
+        return self._at
+
+
+OURS = Path(raykv.__file__).parent
+THEIRS = Path(offloading.__file__).parent
+
+
+@functools.cache
+def is_within(code: CodeType) -> bool:
+    """Whether a line of this function is a place for an exception.
+
+    Not in what makes up for one: guards, the mender, and the safe answers of hooks.
+    """
+    path = Path(code.co_filename)
+    if not (path.is_relative_to(OURS) or path.is_relative_to(THEIRS)):
+        return False
+    return path.name not in _TRUSTED_FILES and code not in _safe_answers()
+
+
+_TRUSTED_FILES = {Path(inspect.getfile(each)).name for each in (guard, mending)}
+
+_SAFE = {
+    RayKVConnector: (
+        "_adopt",
+        "_nothing_matched",
+        "_admit_without_load",
+        "_bare_meta",
+        "_meta_of",
+        "_end_jobs",
+        "_fenced",
+        "_not_reset",
+        "_distrust_loads",
+        "_refuse_loads",
+        "_refuse_stores",
+        "_nothing_finished",
+        # One assertion each; vLLM's own makes the same.
+        "_worker",
+        "handle_preemptions",
+    ),
+    RayKVConnectorWorker: (
+        "_refuse_step",
+        "_flush_bare",
+        "_refuse_unsubmitted",
+        "refuse_loads",
+        "refuse_stores",
+        "distrust_loads",
+        "end_loads",
+        "_take_end_badly",
+        "_distrust_result",
+        "end_badly",
+        "_take_received",
+        "take_meta",
+    ),
+    EngineView: ("drop_all", "is_clearing"),
+    RayOffloadingWorker: (
+        "_take_badly",
+        "give_up",
+        "_give_up_line",
+        "_take_ended",
+        "has",
+        "is_flying",
+        "refuse",
+    ),
+}
+
+
+@functools.cache
+def _safe_answers() -> frozenset[CodeType]:
+    found = set()
+    for owner, names in _SAFE.items():
+        for name in names:
+            method: Any = inspect.getattr_static(owner, name)
+            method = method.fget if isinstance(method, property) else method
+            found.add(inspect.unwrap(method).__code__)
+    return frozenset(found)
+
+
+class Line:
+    """A line to a NodeActor that is slow, and carries out each job when it ends."""
+
+    node_epoch = NODE_EPOCH
+
+    def __init__(self, blocks: dict[int, list[int]], rng: random.Random) -> None:
+        self.blocks = blocks
+        self.rng = rng
+        self.slots: dict[int, tuple[bytes, int, list[int]]] = {}
+        # The youngest lease of each slot.
+        self.leased: dict[int, int] = {}
+        self.waiting: dict[int, JobRequest] = {}
+        self.ended: list[JobResult] = []
+        self.num_loaded = 0
+        self.is_closed = False
+
+    def submit(self, request: JobRequest) -> None:
+        assert request.job_id not in self.waiting
+        self.waiting[request.job_id] = request
+
+    def drain(self) -> list[JobResult]:
+        if not self.is_closed:
+            self.wait([job_id for job_id in self.waiting if self.rng.random() < 0.5])
+        ended, self.ended = self.ended, []
+        return ended
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        for job_id in list(job_ids):
+            request = self.waiting.pop(job_id, None)
+            if request is not None:
+                self.ended.append(self._carry_out(request))
+
+    def finish(self, job_ids: Collection[int]) -> None:
+        self.wait(job_ids)
+
+    def _carry_out(self, request: JobRequest) -> JobResult:
+        failed = []
+        handles = request.handles
+        columns = zip(handles.keys, handles.slots, handles.generations, strict=True)
+        for at, (key, slot, generation) in enumerate(columns):
+            block = request.block_ids[at]
+            if request.direction is Direction.STORE:
+                if self.leased.get(slot) == generation:
+                    self.slots[slot] = (key, generation, list(self.blocks[block]))
+                else:
+                    failed.append(at)
+            elif self.slots.get(slot, (b"", 0))[:2] == (key, generation):
+                self.blocks[block] = list(self.slots[slot][2])
+                self.num_loaded += 1
+            else:
+                self.blocks[block] = [RUBBISH] * CHUNK
+                failed.append(at)
+        return JobResult(request.job_id, 1, 0.1, failed, [int(Refusal.STALE)] * len(failed))
+
+    def breaker_report(self) -> BreakerReport:
+        return BreakerReport()
+
+    def set_target(self, target: Any) -> None:
+        pass
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
+        self.wait(job_ids)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        self.is_closed = True
+        self.waiting.clear()
+
+
+class HookWorld(World):
+    """An engine whose scheduler and both sides of the connector are real."""
+
+    def __init__(self, model: Path, seed: int, faults: Faults, num_blocks: int = 40) -> None:
+        super().__init__(model, seed, 0.0, num_blocks)
+        self.faults = faults
+        self.connector._layered = None
+        self.connector._kv_cache_config = self.scheduler.kv_cache_config
+        self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        self.line = Line(self.blocks, self.rng)
+        for _, handle in self.view._lease_rows():
+            self.line.leased[handle.slot] = handle.generation
+        self.worker_side = worker_side(self.line)
+        for hooks, connector in (
+            (SCHEDULER_HOOKS, self.connector),
+            (WORKER_HOOKS, self.worker_side),
+        ):
+            for name in hooks:
+                setattr(connector, name, faults.within(name, getattr(connector, name)))
+
+    def step(self, *aborted: str) -> None:
+        super().step(*aborted)
+        self._exchange()
+
+    def _exchange(self) -> None:
+        """What the scheduler actor does: it clears, has chunks evicted, and leases slots anew."""
+        view = self.view
+        is_clearing = view.is_clearing
+        gone = [(key, at) for key, at in view._ready.items() if self.rng.random() < 0.01]
+        slots = [int(at.slot) for _, at in gone]
+        while view._outbox.released:
+            slots.append(view._outbox.released.popleft()[1].slot)
+        if is_clearing:
+            slots = list(self.line.leased)
+        for slot in slots:
+            self.line.leased[slot] += 1
+        view.apply(
+            SyncReply(
+                1,
+                1,
+                node_epoch=NODE_EPOCH,
+                granted=Leases([0] * len(slots), slots, [self.line.leased[s] for s in slots]),
+                removed=Handles(
+                    [key for key, _ in gone],
+                    [at.slot for _, at in gone],
+                    [at.generation for _, at in gone],
+                ),
+                cleared=view._resets,
+            )
+        )
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing is left to do, and nothing waits for what won't come."""
+        return not self.scheduler.has_requests() and not self.line.waiting
+
+    def run(self, most: int = 400) -> None:
+        for _ in range(most):
+            if self.is_at_rest():
+                return
+            self.step()
+        waiting = [name for name, each in self.asked.items() if not each.request.is_finished()]
+        raise AssertionError(f"the engine does not come to rest: {waiting}")
+
+    def check_rest(self) -> None:
+        """No table of vLLM's has anything left that waits for an end."""
+        vllm = self.connector.scheduler
+        assert not vllm._jobs
+        assert not vllm._req_status
+        assert not vllm._block_id_to_pending_jobs
+        assert not vllm._chunks_being_loaded
+        assert not vllm._current_batch_load_jobs
+        assert not self.view._pending
+        assert not self.manager.barred
+        self.view.check()
+
+    def _execute(self, output: Any) -> ModelRunnerOutput:
+        """A step as vLLM's model runner does it."""
+        side, meta = self.worker_side, output.kv_connector_metadata
+        side.handle_preemptions(meta)
+        side.bind_connector_metadata(meta)
+        sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
+        side.start_load_kv(SimpleNamespace())
+        side.wait_for_save()
+        results = side.get_transfer_results(output.finished_req_ids)
+        told = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=side.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=side.build_connector_worker_meta(),
+        )
+        side.clear_connector_metadata()
+        names = list(output.num_scheduled_tokens)
+        numbers = {name: at for at, name in enumerate(names)}
+        return ModelRunnerOutput(names, numbers, sampled, kv_connector_output=told)
+
+
+def worker_side(line: Line) -> RayKVConnector:
+    """The worker's side, without vLLM's configuration and with this line."""
+    parallel = SimpleNamespace(rank=0)
+    config = SimpleNamespace(canonical_layout=False, parallel=parallel)
+    spec: Any = SimpleNamespace(replicated_layout=False, config=config)
+    groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["l"])])
+    vllm_config: Any = None
+    worker = RayKVConnectorWorker(spec, vllm_config, groups)
+    layout = KVLayout("memfd", 1, 1, [TensorLayout(0, 10, 64, 64)], [0], [[0]])
+    link: Any = line
+    worker.worker = RayOffloadingWorker(link, layout)
+    connector: Any = RayKVConnector.__new__(RayKVConnector)
+    connector.connector_worker = worker
+    connector._connector_metadata = None
+    made: RayKVConnector = connector
+    return made

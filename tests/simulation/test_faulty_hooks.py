@@ -1,0 +1,214 @@
+"""An exception at any point of any hook: right tokens, no request without end, an engine at rest.
+
+vLLM's scheduler, its offloading scheduler and worker, and both sides of RayKV's connector are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from raykv.core.view import EngineView
+from raykv.models import tiny_llama
+from tests.simulation.hook_world import (
+    SCHEDULER_HOOKS,
+    WORKER_HOOKS,
+    Faults,
+    HookWorld,
+    PlantedError,
+    Point,
+)
+from tests.simulation.test_layered_scheduler import prompt
+
+UNCALLED = {"request_finished", "wait_for_layer_load"}
+"""By this engine: the first belongs to connectors of one KV group, and the second to loads that
+come layer by layer."""
+
+DOCUMENTS = [prompt(number, 100) for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
+
+
+def play(world: HookWorld) -> None:
+    """Requests of few documents come, are taken back, preempted, and load what others stored."""
+    rng = world.rng
+    for document in DOCUMENTS:
+        world.add(document)
+    world.run()
+    world.scheduler.reset_prefix_cache()
+    world.aborting = 0.03
+    for at in range(40):
+        if rng.random() < 0.4:
+            document = rng.choice(DOCUMENTS)
+            world.add([*document[: rng.randrange(20, 100)], *prompt(at, 20)], rng.randrange(1, 30))
+        if rng.random() < 0.1:
+            world.scheduler.reset_prefix_cache()
+        if at == 25:
+            world.connector.reset_cache()
+        world.step()
+    world.aborting = 0.0
+    world.run()
+
+
+def points_passed(model: Path, seed: int) -> dict[Point, str]:
+    faults = Faults()
+    world = HookWorld(model, seed, faults)
+    play(world)
+    world.check()
+    world.check_rest()
+    assert world.line.num_loaded
+    return faults.seen
+
+
+@dataclass
+class Outcome:
+    """What became of an engine with an exception at a point; `wrong` is empty where all is well."""
+
+    point: Point
+    hook: str
+    keeps_on: bool
+    wrong: str
+
+
+def outcome(model: Path, seed: int, point: Point, hook: str, *, keeps_on: bool) -> Outcome:
+    faults = Faults(point, keeps_on)
+    world = HookWorld(model, seed, faults)
+    wrong = ""
+    try:
+        play(world)
+        world.check()
+        assert faults.num_planted, "it did not come to the exception"
+        faults.point = None
+        before = world.line.num_loaded
+        for _ in range(3):
+            world.scheduler.reset_prefix_cache()
+            world.add(DOCUMENTS[0], 3)
+            world.run()
+        world.check()
+        world.check_rest()
+        # Where the line itself fails, there is nothing left to load through.
+        assert world.line.num_loaded > before or (keeps_on and world.line.is_closed), "no loads"
+    except (AssertionError, PlantedError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+    return Outcome(point, hook, keeps_on, wrong)
+
+
+def play_all(model: Path, seed: int, *, every: int) -> list[Outcome]:
+    """With an exception at one point in `every`, once and each time."""
+    points = sorted(points_passed(model, seed).items())
+    return [
+        outcome(model, seed, point, hook, keeps_on=keeps_on)
+        for point, hook in points[seed % every :: every]
+        for keeps_on in (False, True)
+    ]
+
+
+def wrong_ones(outcomes: list[Outcome]) -> str:
+    """A line for each."""
+    return "\n".join(map(str, (each for each in outcomes if each.wrong)))
+
+
+def test_engine_without_exceptions_passes_every_hook(model: Path) -> None:
+    assert set(points_passed(model, 1).values()) >= {*SCHEDULER_HOOKS, *WORKER_HOOKS} - UNCALLED
+
+
+def test_exception_in_a_hook_leaves_right_tokens_and_an_engine_that_comes_to_rest(
+    model: Path,
+) -> None:
+    outcomes = play_all(model, 1, every=12)
+    assert len(outcomes) > 150
+    assert not wrong_ones(outcomes)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", [1, 2])
+def test_exception_at_any_point_of_any_hook_leaves_right_tokens_and_an_engine_at_rest(
+    model: Path, seed: int
+) -> None:
+    outcomes = play_all(model, seed, every=1)
+    assert len(outcomes) > 2000
+    assert not wrong_ones(outcomes)
+
+
+def failing(method: Callable[..., Any], *, when: Callable[..., bool]) -> Callable[..., Any]:
+    """The method, but with an exception before it where `when` says so of its arguments."""
+
+    def call(*args: Any, **more: Any) -> Any:
+        if when(*args):
+            raise PlantedError
+        return method(*args, **more)
+
+    return call
+
+
+@pytest.fixture
+def busy(model: Path) -> HookWorld:
+    """The documents are in the pool, and nothing is in vLLM's own cache."""
+    world = HookWorld(model, 1, Faults(point=("nowhere", 0)))
+    for document in DOCUMENTS:
+        world.add(document)
+    world.run()
+    assert world.scheduler.reset_prefix_cache()
+    return world
+
+
+def test_request_whose_load_can_not_be_made_up_is_computed_in_a_busy_engine(
+    busy: HookWorld,
+) -> None:
+    vllm = busy.connector.scheduler
+    bad = busy.add(DOCUMENTS[0], 5)
+    vllm.update_state_after_alloc = failing(
+        vllm.update_state_after_alloc, when=lambda request, *_: request.request_id == bad
+    )
+    for number in range(50):
+        busy.add([*DOCUMENTS[1][:48], *prompt(number, 10)], 2)
+        busy.step()
+    assert busy.asked[bad].request.is_finished()
+    busy.run()
+    busy.check()
+    assert busy.line.num_loaded
+
+
+def test_loads_of_others_go_out_while_one_request_has_every_step_fail(busy: HookWorld) -> None:
+    vllm = busy.connector.scheduler
+    bad = busy.add(prompt(99, 20), 60)
+    busy.step()
+    vllm._build_store_jobs = failing(
+        vllm._build_store_jobs, when=lambda output: bad in output.num_scheduled_tokens
+    )
+    others = [busy.add(document, 3) for document in DOCUMENTS]
+    while not all(busy.asked[each].request.is_finished() for each in others):
+        assert not busy.asked[bad].request.is_finished()
+        busy.step()
+    assert busy.line.num_loaded >= 4
+    busy.run()
+    busy.check()
+    busy.check_rest()
+
+
+def test_reset_that_did_not_work_is_not_called_done(
+    busy: HookWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineView, "reset", failing(EngineView.reset, when=lambda *_: True))
+    assert busy.connector.reset_cache() is False
+    monkeypatch.undo()
+    assert busy.connector.reset_cache() is True
+    assert not busy.view.num_ready
+
+
+def test_reset_works_right_after_another_one_with_stores_under_way(busy: HookWorld) -> None:
+    busy.add(prompt(7, 60), 10)
+    while not any(job.is_store for job in busy.connector.scheduler._jobs.values()):
+        busy.step()
+    assert [busy.connector.reset_cache() for _ in range(2)] == [True, True]
+    busy.run()
+    busy.check()
