@@ -115,8 +115,8 @@ class Settings:
     lease_slots: int = _setting(
         1024,
         count,
-        "Most free slots that an engine holds per KV group: what it can store between two "
-        "exchanges with the scheduler actor",
+        "Most free slots that an engine holds per KV group, to store into between two exchanges "
+        "with the scheduler actor; all engines of a node hold at most a quarter of its pool",
     )
     kv_handover: str = _setting(
         "auto",

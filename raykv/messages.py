@@ -130,14 +130,16 @@ class AttachEngine(msgspec.Struct, frozen=True):
 class EngineAttached(msgspec.Struct, frozen=True):
     """Answer to `AttachEngine`. With `error` set nothing was attached.
 
-    `capacity` has the number of slots that the node's pool can hold for each KV group; `rejected`
-    the slots of declared leases that the engine does not hold. `cleared`: the generation up to
-    which the chunks of its namespace are void, wherever they are.
+    `capacity` has the number of slots that the node's pool can hold for each KV group,
+    `lease_share` the share of the pool for the engine's leases of all groups together (0: as it
+    was); `rejected` the slots of declared leases that the engine does not hold. `cleared`: the
+    generation up to which the chunks of its namespace are void, wherever they are.
     """
 
     epoch: int
     node_epoch: int = 0
     capacity: dict[int, int] = {}
+    lease_share: float = 0.0
     rejected: list[int] = []
     paused: bool = False
     error: str = ""
@@ -193,6 +195,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     `clear` that was carried out. `more` says that further changes are waiting. `replicas` answers
     the request's `asked`. `has_peers`: another node or engine may have chunks of this namespace.
     `store_share`: one request of so many should store, since little of what is stored is loaded.
+    `lease_share`: as in `EngineAttached`; 0: as before.
     `refined`: tokens of `finished` requests that were not NEVER_STORED, but missed for that reason.
     """
 
@@ -211,6 +214,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     replicas: Replicas = Replicas()
     has_peers: bool = False
     store_share: int = 1
+    lease_share: float = 0.0
     refined: dict[str, int] = {}
 
 

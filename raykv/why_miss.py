@@ -29,8 +29,8 @@ ADVICE = {
     "kv_transfer_params, a pause, or stop_unused_stores=True while hardly anything is reused.",
     MissReason.STORE_FAILED: "Its store failed: look for NodeActor failures in the engine's log, "
     "and at store_deadline_s.",
-    MissReason.POOL_FULL: "Slots are used up faster than they are freed: set a larger pool_bytes "
-    "or lease_slots.",
+    MissReason.POOL_FULL: "Slots are used up faster than they are freed: set a larger pool_bytes, "
+    "or give the node fewer engines.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
     MissReason.CLEARED: "Somebody emptied the cache; it fills again by itself.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "

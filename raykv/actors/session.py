@@ -29,7 +29,7 @@ from raykv.core.hints import HintBox
 from raykv.core.histogram import Histogram
 from raykv.core.metric_table import LATENCY_BOUNDS, LOOKUPS
 from raykv.core.reach import WantedKeys
-from raykv.core.sanity import check_reply
+from raykv.core.sanity import check_attached, check_reply
 from raykv.core.view import EngineView
 from raykv.deadlines import (
     ATTACH_PAUSE_S,
@@ -343,6 +343,7 @@ class Session:
         answer = receive(raw, EngineAttached, SENDER, "the engine")
         if answer.error:
             raise ClusterError(answer.error)
+        check_attached(answer)
         if self.described is not None:
             self.described.tell_again()
         self._epoch = Epoch(answer.epoch)

@@ -31,6 +31,9 @@ SMALL_SHM_BYTES = 400 << 20
 """What vLLM 0.32 takes there for an engine of one worker process: message queues of 160 and 240
 MiB. RayKV's pools are not in `/dev/shm`."""
 
+MANY_STORED = 1024
+"""Chunks: by then one that is asked for again has been, where prompts have anything in common."""
+
 MEANT = ("weights_version", "weights", "config", "quantization", "draft", "code")
 """Traits that differ when two engines serve two models under one name."""
 
@@ -455,6 +458,27 @@ def _threads(facts: ClusterFacts) -> Iterator[Finding]:
             )
 
 
+def _use(facts: ClusterFacts) -> Iterator[Finding]:
+    """Of a namespace as a whole: an engine that only prefills stores for others to load."""
+    spaces: dict[str, list[EngineStatus]] = {}
+    for engine in facts.engines:
+        spaces.setdefault(engine.namespace, []).append(engine)
+    for engines in spaces.values():
+        stored, loaded = (
+            sum(engine.counters.get(name, 0) for engine in engines)
+            for name in ("chunks_stored", "chunks_loaded")
+        )
+        if stored < MANY_STORED or loaded:
+            continue
+        yield _warn(
+            "use",
+            f"{_some([_engine(each) for each in engines])} (model {engines[0].model}) have stored "
+            f"{stored:,} chunks and loaded none",
+            "`raykv why-miss` of a request says why its tokens were computed: evicted or pool_full "
+            "need a larger pool_bytes; never_stored means that no two prompts begin alike",
+        )
+
+
 CHECKS = {
     "scheduler": _scheduler,
     "placement": _placement,
@@ -467,6 +491,7 @@ CHECKS = {
     "clocks": _clocks,
     "breakers": _breakers,
     "threads": _threads,
+    "use": _use,
 }
 """Each by its name, in the order in which they are said."""
 
@@ -482,6 +507,7 @@ _FINE = {
     "clocks": "all clocks agree",
     "breakers": "no breaker is open",
     "threads": "no thread of a NodeActor has failed",
+    "use": "what engines have stored is loaded again, or is too little to tell",
 }
 
 

@@ -4,12 +4,37 @@ when it attaches again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from raykv.core.members import Engine, Node
+from raykv.core.stock import SHARE
 from raykv.core.table import Chunk, Lease
 from raykv.messages import MAX_KEYS, Leases
 from raykv.types import GENERATIONS_PER_EPOCH, Epoch, Generation, Slot, make_generation
+
+RECENT = 4096
+"""Chunks that an engine has stored count for less once those of its node are so many more."""
+
+
+def lease_share(engine: Engine, engines: Iterable[Engine]) -> float:
+    """Share of the pool for the leases of one of a node's engines: half of `SHARE` in equal parts,
+    half of it by what each has stored lately.
+    """
+    stored = {each.engine_id: each.stored_lately for each in engines}
+    part = 1 / len(stored)
+    if total := sum(stored.values()):
+        part = (part + stored[engine.engine_id] / total) / 2
+    return SHARE * part
+
+
+def count_stored(engine: Engine, counters: Mapping[str, int], engines: Iterable[Engine]) -> None:
+    """An engine says how many chunks it has offered since its start; `engines` are its node's."""
+    offered = counters.get("chunks_offered", 0)
+    engine.stored_lately += max(0, offered - engine.counters.get("chunks_offered", 0))
+    every = list(engines)
+    if sum(each.stored_lately for each in every) > RECENT:
+        for each in every:
+            each.stored_lately //= 2
 
 
 class Generations:
@@ -55,21 +80,34 @@ def grant(
         now: pins that run later are respected.
     """
     granted = Leases([], [], [])
-    budget = MAX_KEYS
-    for group, count in wanted.items():
-        size = engine.slot_bytes.get(group)
-        if size is None:
-            continue
-        first = generations.next
-        count = min(count, budget)
-        node.book.make_room(size, count, now)
-        slots = node.book.table.lend(size, count, engine.engine_id, group, first)
-        generations.skip(len(slots))
-        granted.groups.extend([group] * len(slots))
-        granted.slots.extend(slots)
-        granted.generations.extend(range(first, first + len(slots)))
-        budget -= len(slots)
+    known = {group: count for group, count in wanted.items() if group in engine.slot_bytes}
+    fitting = split(known, MAX_KEYS)
+    for size in dict.fromkeys(engine.slot_bytes[group] for group in fitting):
+        counts = {group: n for group, n in fitting.items() if engine.slot_bytes[group] == size}
+        node.book.make_room(size, sum(counts.values()), now)
+        for group, count in split(counts, node.book.table.num_free(size)).items():
+            first = generations.next
+            slots = node.book.table.lend(size, count, engine.engine_id, group, first)
+            generations.skip(len(slots))
+            granted.groups.extend([group] * len(slots))
+            granted.slots.extend(slots)
+            granted.generations.extend(range(first, first + len(slots)))
     return granted
+
+
+def split(wanted: Mapping[int, int], most: int) -> dict[int, int]:
+    """Give each group what it wants, or all the same part of it if that is more than `most`.
+
+    What is left over by rounding goes to those that have least.
+    """
+    total = sum(wanted.values())
+    if total <= most:
+        return dict(wanted)
+    parts = {group: count * most // total for group, count in wanted.items()}
+    left = most - sum(parts.values())
+    for group in sorted(parts, key=lambda group: (parts[group], group))[:left]:
+        parts[group] += 1
+    return parts
 
 
 def take_declared(

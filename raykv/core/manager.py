@@ -25,7 +25,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from raykv.core.admission import size_objection, version_objection
@@ -38,7 +38,13 @@ from raykv.core.disks import Disks
 from raykv.core.events import MAX_EVENTS, EventLog
 from raykv.core.geometry import PoolGeometry
 from raykv.core.inventory import take_failed, take_inventory, take_stored
-from raykv.core.leases import Generations, grant, take_declared
+from raykv.core.leases import (
+    Generations,
+    count_stored,
+    grant,
+    lease_share,
+    take_declared,
+)
 from raykv.core.members import Engine, Node
 from raykv.core.mirror import Mirror
 from raykv.core.miss_log import MissLog
@@ -277,7 +283,7 @@ class BlockManager:
         geometry = node.book.geometry
         if error := size_objection(message.slot_bytes, geometry):
             return EngineAttached(self.epoch, error=error)
-        self._admit(message, node, now)
+        engine = self._admit(message, node, now)
         self.catalog.introduced(message)
         engine_id = EngineId(message.engine_id)
         return EngineAttached(
@@ -289,11 +295,12 @@ class BlockManager:
             ],
             node_epoch=node.epoch,
             capacity={g: geometry.capacity(size) for g, size in message.slot_bytes.items()},
+            lease_share=lease_share(engine, self._engines_beside(engine)),
             paused=self.paused,
             cleared=self._clearings.of(Namespace(message.namespace)),
         )
 
-    def _admit(self, message: AttachEngine, node: Node, now: float) -> None:
+    def _admit(self, message: AttachEngine, node: Node, now: float) -> Engine:
         engine_id = EngineId(message.engine_id)
         known = self._engines.get(engine_id)
         if known is not None and known.node_id != node.node_id:
@@ -315,6 +322,7 @@ class BlockManager:
         self._by_node.setdefault(node.node_id, {})[engine_id] = engine
         cleared = self._clearings.of(engine.namespace)
         take_declared(engine, node, message.leases, cleared, self._generations.last)
+        return engine
 
     def _start_snapshot(self, engine: Engine) -> None:
         """Have the engine's mirror rebuilt from scratch with its next exchanges."""
@@ -346,6 +354,7 @@ class BlockManager:
         if engine.reply is not None and request.seq == engine.reply.seq:
             return engine.reply
         self._reuse.count(engine, node, request.counters, num_nodes=len(self._by_node))
+        count_stored(engine, request.counters, self._engines_beside(engine))
         engine.take_news(request)
         self._take_request(engine, node, request, now)
         engine.reply = self._answer(engine, node, request, now)
@@ -402,8 +411,13 @@ class BlockManager:
             replicas=self._questions.answer(engine, request.asked, now, now + self.settings.pin_s),
             has_peers=self._has_peers(engine),
             store_share=self._reuse.store_share(engine.namespace),
+            lease_share=lease_share(engine, self._engines_beside(engine)),
             refined=self.misses.take(engine, request.finished, now),
         )
+
+    def _engines_beside(self, engine: Engine) -> Iterable[Engine]:
+        """All engines of an engine's node, itself too."""
+        return self._by_node[engine.node_id].values()
 
     def _has_peers(self, engine: Engine) -> bool:
         """Whether anybody else may have, or come to have, chunks of the engine's namespace."""

@@ -55,6 +55,8 @@ class Engine:
     void: bool = False
     cleared: int = 0
     counters: dict[str, int] = field(default_factory=dict)
+    # Chunks; what is long ago counts for less.
+    stored_lately: int = 0
     traits: dict[str, str] = field(default_factory=dict)
     breakers: BreakerReport = field(default_factory=BreakerReport)
 

@@ -19,6 +19,7 @@ from raykv.hint_types import Hints
 from raykv.messages import (
     MAX_KEYS,
     AttachEngine,
+    EngineAttached,
     FailedStores,
     FetchResult,
     Handles,
@@ -462,6 +463,7 @@ def check_reply(reply: SyncReply, request: SyncRequest, groups: Collection[int])
     _leases("granted leases", reply.granted)
     require(set(reply.granted.groups).issubset(groups), "leases of a KV group that is not there")
     require(0 < reply.store_share <= MAX_NUMBER, f"one store of {reply.store_share}")
+    _share(reply.lease_share)
     told = reply.replicas
     _rows("replicas", told.key_index, told.node_index)
     _rows("replicas", told.slots, told.key_index)
@@ -470,6 +472,20 @@ def check_reply(reply: SyncReply, request: SyncRequest, groups: Collection[int])
     _numbers("numbers of nodes", told.node_index, 0, len(told.nodes) - 1)
     for positions in (told.key_index, told.pending):
         _numbers("numbers of keys", positions, 0, len(request.asked) - 1)
+
+
+def check_attached(answer: EngineAttached) -> None:
+    """What an engine is told that attaches.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    _share(answer.lease_share)
+
+
+def _share(share: float) -> None:
+    # Of what is no number nothing is true.
+    require(0 <= share <= 1, f"leases of {share} of the pool")
 
 
 def check_fetched(result: FetchResult, num_chunks: int) -> None:

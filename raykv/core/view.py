@@ -389,6 +389,7 @@ class EngineView:
         self.epoch = Epoch(message.epoch)
         self._set_paused(message.paused)
         self._stock.capacity.update(message.capacity)
+        self._stock.share = message.lease_share or self._stock.share
         self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
         self._forget_undeclared()
         self.node_restarted(Epoch(message.node_epoch))
@@ -434,6 +435,8 @@ class EngineView:
         if regranted := set(reply.granted.slots):
             self._give_up(lambda handle: handle.slot in regranted)
         self._stock.add(reply.granted, {} if request is None else request.wanted)
+        self._stock.share = reply.lease_share or self._stock.share
+        self._outbox.released.extend(self._stock.take_surplus())
         if self.has_left:
             self._return_leases()
         if request is not None and request.wanted:

@@ -153,7 +153,7 @@ class RayOffloadingManager(OffloadingManager):
             self._no_lease_logged_at = now
             logger.warning(
                 "no free slots are leased to this engine now: chunks are offered again with the "
-                "next step (logged once a minute); a larger pool_bytes or lease_slots helps"
+                "next step (logged once a minute); a larger pool_bytes helps"
             )
 
     @guarded(nothing)

@@ -23,7 +23,7 @@ from raykv.core.slots import ChunkName
 from raykv.core.view import EngineView
 from raykv.description_types import Description, pack_tokens
 from raykv.errors import ClusterError
-from raykv.messages import PROTOCOL_VERSION, NodeReport, encode
+from raykv.messages import PROTOCOL_VERSION, NodeReport, NodeReportReply, decode, encode
 from raykv.publisher_types import PublisherStatus
 from raykv.types import SLOT_ALIGNMENT, EngineId, Generation, Key, Namespace, Slot
 from tests.one_node import actors_of_one_node
@@ -66,6 +66,8 @@ class Nodes:
     def __init__(self) -> None:
         self._held: dict[str, list[int]] = {name: [] for name in NODES}
         self._seq = 0
+        # Above all that was ever cleared in this cluster.
+        self._generation = Generation(1)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat)
@@ -87,14 +89,16 @@ class Nodes:
             for report in reports:
                 try:
                     actor = clusters.find_scheduler_actor()
-                    ray.get(actor.report.remote(report), timeout=5.0)  # type: ignore[union-attr]
+                    raw = ray.get(actor.report.remote(report), timeout=5.0)  # type: ignore[union-attr]
+                    cleared = decode(raw, NodeReportReply).cleared.values()
+                    self._generation = Generation(max([self._generation - 1, *cleared]) + 1)
                 except (ray.exceptions.RayError, AttributeError):
                     continue
 
     def _report(self, name: str, held: list[int]) -> bytes:
-        pool_bytes = NUM_SLOTS * SLOT_ALIGNMENT
+        pool_bytes, space = NUM_SLOTS * SLOT_ALIGNMENT, Namespace(NAMESPACE)
         chunks = [
-            ChunkName(Namespace(NAMESPACE), key(number), Slot(slot), Generation(1), SLOT_ALIGNMENT)
+            ChunkName(space, key(number), Slot(slot), self._generation, SLOT_ALIGNMENT)
             for slot, number in enumerate(held)
         ]
         return encode(
@@ -204,15 +208,9 @@ class Scene:
         self.subscriber = Subscriber(*(f"tcp://127.0.0.1:{port}" for port in ports))
 
     def stop(self) -> None:
-        import time
-
-        t = time.monotonic()
         self.subscriber.stop()
-        print("sub", time.monotonic() - t)
         self.session.stop(5.0)
-        print("session", time.monotonic() - t)
         self.nodes.stop()
-        print("nodes", time.monotonic() - t)
 
     def publisher(self) -> PublisherStatus:
         """What it says; without a process while it is not there."""

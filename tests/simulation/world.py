@@ -71,7 +71,7 @@ def nature(rng: random.Random) -> Nature:
         num_nodes=rng.choice([2, 2, 3, 4]),
         num_engines=rng.choice([2, 3, 3, 4]),
         num_documents=rng.choice([2, 6, 12, 24]),
-        num_slabs=rng.choice([2, 3, 5]),
+        num_slabs=rng.choice([3, 4, 6]),
         max_events=rng.choice([30, 100, 100_000]),
         manners=Manners() if is_calm else Manners(loss, repeat, disorder),
         routine=ROUTINE | {name: ROUTINE[name] * rng.choice([0.3, 1, 3]) for name in WORK},

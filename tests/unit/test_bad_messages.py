@@ -21,7 +21,7 @@ from raykv.actors.peers import PeerError
 from raykv.actors.reading import ReadService
 from raykv.actors.scheduler import SchedulerActor
 from raykv.core.geometry import PoolGeometry
-from raykv.core.sanity import check_fetched, check_partial, check_reply
+from raykv.core.sanity import check_attached, check_fetched, check_partial, check_reply
 from raykv.errors import MessageError, RayKVError, VersionError
 from raykv.event_types import EventPage, SnapshotPage
 from raykv.handshake import receive
@@ -502,6 +502,14 @@ def test_answer_that_passes_can_be_applied(
     view = EngineView(EngineId("engine"), [0], 1.0, 8)
     view.attached(EngineAttached(1, 7))
     view.apply(reply, request)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), float("inf")])
+def test_share_of_the_pool_that_can_not_be_is_refused(share: float) -> None:
+    with pytest.raises(MessageError, match="of the pool"):
+        check_attached(EngineAttached(1, lease_share=share))
+    with pytest.raises(MessageError, match="of the pool"):
+        check_reply(SyncReply(1, 1, lease_share=share), SyncRequest("engine", 1, 1), [0])
 
 
 @pytest.mark.parametrize(

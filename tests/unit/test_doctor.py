@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from raykv.core.doctor import CHECKS, diagnose
+from raykv.core.doctor import CHECKS, MANY_STORED, diagnose
 from raykv.core.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.core.room import RESERVE_BYTES
 from raykv.disk_types import DiskStats
@@ -86,6 +86,9 @@ STATUS = ClusterStatus(
     engines=[engine("e1", "one"), engine("e2", "two")],
 )
 HEALTHY = ClusterFacts("1.0", PROTOCOL, ANSWERED, STATUS, [node("one"), node("two")])
+
+
+STORES_ONLY = {"chunks_stored": MANY_STORED, "chunks_loaded": 0}
 
 
 def with_status(**changes: Any) -> ClusterFacts:
@@ -291,6 +294,13 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
         "hashes",
         Severity.WARN,
         ["tiny", "do not say why"],
+    ),
+    (
+        "stores that nobody loads",
+        with_status(engines=[engine("e1", "one"), engine("e2", "two", counters=STORES_ONLY)]),
+        "use",
+        Severity.WARN,
+        ["engine e1", "have stored 1,024 chunks and loaded none"],
     ),
     (
         "refused pool",

@@ -35,8 +35,9 @@ def leases(*rows: tuple[int, int, int]) -> Leases:
 
 
 def stock_of(*rows: tuple[int, int, int], most: int = 8, capacity: int = 1000) -> LeaseStock:
-    """Groups 0 and 1."""
+    """Groups 0 and 1; each of them may have a quarter of the pool."""
     stock = LeaseStock([0, 1], most)
+    stock.share = 0.5
     stock.capacity.update({0: capacity, 1: capacity})
     stock.add(leases(*rows), {})
     return stock

@@ -61,7 +61,8 @@ def reply(
 def view() -> Iterator[EngineView]:
     """Attached, with the leases (slot, generation) (0, 10) to (3, 13) and one request."""
     made = EngineView(EngineId("engine"), [0, 1], DEADLINE_S, LEASE_SLOTS)
-    made.attached(EngineAttached(EPOCH, NODE_EPOCH, {0: CAPACITY, 1: CAPACITY}))
+    capacity = {0: CAPACITY, 1: CAPACITY}
+    made.attached(EngineAttached(EPOCH, NODE_EPOCH, capacity, lease_share=0.5))
     made.apply(reply(granted=grant((0, 10), (1, 11), (2, 12), (3, 13))))
     made.start_request("r", RequestOptions())
     yield made
@@ -532,11 +533,13 @@ def test_request_asks_for_no_leases_when_it_may_not(view: EngineView) -> None:
 
 
 @pytest.mark.parametrize(("capacity", "target"), [(0, 1), (3, 1), (16, 4), (400, 8)])
-def test_lease_target_is_a_quarter_of_the_pool_within_bounds(
+def test_lease_target_is_the_group_s_part_of_the_share_within_bounds(
     view: EngineView, capacity: int, target: int
 ) -> None:
-    view.attached(EngineAttached(EPOCH, NODE_EPOCH, {0: capacity}))
+    view.attached(EngineAttached(EPOCH, NODE_EPOCH, {0: capacity}, lease_share=0.5))
     assert view._stock.target(0) == target
+    view.apply(reply(lease_share=0.25))
+    assert view._stock.target(0) == min(LEASE_SLOTS, max(1, capacity // 8))
 
 
 # Attaching, pausing, the line
