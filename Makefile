@@ -61,7 +61,7 @@ test: lint
 endif
 
 test-extended: lint
-	$(BIN)/pytest -m extended tests/e2e
+	$(BIN)/pytest -m extended tests/e2e tests/simulation
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -79,7 +79,7 @@ class World:
         self.failing = failing
         self.scheduler = make_scheduler(model, num_blocks)
         self.view = EngineView(EngineId("engine"), [0], 1.0, NUM_SLOTS)
-        self.view.attached(EngineAttached(1, NODE_EPOCH, {0: NUM_SLOTS}))
+        self.view.attached(EngineAttached(1, NODE_EPOCH, {0: NUM_SLOTS}, lease_share=1.0))
         slots = list(range(1, NUM_SLOTS))
         granted = Leases([0] * len(slots), slots, slots)
         self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
