@@ -9,6 +9,7 @@ import ray
 
 from raykv.actors import cluster as actors
 from raykv.client import Cluster
+from raykv.types import Epoch, Generation, make_generation
 from tests.waiting import wait_until
 
 START_S = 90.0
@@ -26,3 +27,9 @@ def actors_of_one_node(cluster: Cluster, pool_bytes: int) -> Iterator[str]:
     wait_until(lambda: bool(cluster.status().nodes), 60.0, "the NodeActor reports")
     yield node_id
     cluster.down()
+
+
+def granted(number: int) -> Generation:
+    """One that the scheduler actor of now could have granted: none that was cleared before it."""
+    status = actors.status(actors.find_scheduler_actor(), 10.0)
+    return make_generation(Epoch(status.epoch), number)

@@ -53,7 +53,7 @@ from raykv.types import (
     Slot,
     make_generation,
 )
-from tests.one_node import actors_of_one_node
+from tests.one_node import actors_of_one_node, granted
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -121,12 +121,6 @@ class ReportingNode:
 def key(number: int) -> Key:
     """36 bytes, as vLLM's are with the KV group behind."""
     return Key(number.to_bytes(32, "big") + bytes(4))
-
-
-def granted(number: int) -> Generation:
-    """One that the scheduler actor of now could have granted: none that was cleared before it."""
-    status = clusters.status(clusters.find_scheduler_actor(), 10.0)
-    return make_generation(Epoch(status.epoch), number)
 
 
 def chunk(number: int, slot: int, generation: int, namespace: str = NAMESPACE) -> ChunkName:
