@@ -195,6 +195,8 @@ class MissReason(StrEnum):
     """The request did not want to load (all of) it, or wants what only computing gives."""
     ADAPTER_UNKNOWN = "adapter_unknown"
     """The files of the request's LoRA adapter can't be read, or are not those that were loaded."""
+    MEDIA_UNKNOWN = "media_unknown"
+    """Images or sound of the request go by names that its client gave, or may do so."""
     WEIGHTS_CHANGED = "weights_changed"
     """The engine got other weights while it ran, and has left the cache for good."""
     PAUSED = "paused"

@@ -18,6 +18,8 @@ ADVICE = {
     "kv_transfer_params, or prompt_logprobs, which only computing gives.",
     MissReason.ADAPTER_UNKNOWN: "The files of its LoRA adapter can't be read, or have changed "
     "since the engine loaded them: give a local folder, and load it in place after a change.",
+    MissReason.MEDIA_UNKNOWN: "The client named its images or sound itself (uuid), which says "
+    "nothing of their content: leave the names out. If it has not, the engine's log tells why.",
     MissReason.WEIGHTS_CHANGED: "The engine's weights were changed while it ran (reload_weights, "
     "update_weights, sleep of level 2): it uses the cache again once it is started anew.",
     MissReason.PAUSED: "The cache is switched off: `raykv resume` switches it on.",

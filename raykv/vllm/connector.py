@@ -44,6 +44,7 @@ from raykv.vllm.guard import guarded, nothing
 from raykv.vllm.handover import may_sleep, ordinary_gpu_memory
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.media import may_share_media
 from raykv.vllm.mending import Mender
 from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.misses import count_by_transfer_type, unregister_metrics
@@ -357,6 +358,8 @@ class RayKVConnector(OffloadingConnector):
             self._manager.misses.began(request)
             if self._adapters is not None and not self._adapters.begin(request):
                 self._manager.refuse(request.request_id, MissReason.ADAPTER_UNKNOWN)
+            if not may_share_media(request):
+                self._manager.refuse(request.request_id, MissReason.MEDIA_UNKNOWN)
         with only_documented(request):
             super().on_new_request(request)
         if self._manager is None or request.skip_reading_prefix_cache:

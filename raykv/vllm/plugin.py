@@ -6,6 +6,7 @@ import logging
 import os
 
 from raykv.parent import end_with_parent
+from raykv.vllm.media import watch_prompts
 
 logger = logging.getLogger("raykv")
 
@@ -35,3 +36,8 @@ def register() -> None:
         )
     except ValueError:
         logger.debug("RayKVConnector is registered already")
+    try:
+        watch_prompts()
+    except (AttributeError, ImportError) as error:
+        # The engine says so with the first request that it refuses.
+        logger.debug("prompts are rendered in an unknown way: %s", error)

@@ -22,6 +22,7 @@ from raykv.core.view import EngineView
 from raykv.messages import EngineAttached, Handles, SyncReply
 from raykv.miss_types import MissRecord
 from raykv.types import EngineId, Epoch, Generation, Key
+from raykv.vllm import media
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.manager import RayOffloadingManager
 
@@ -40,6 +41,8 @@ class PlayedRequest:
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     kv_hints: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    cache_salt: str | None = None
     block_hashes: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -226,3 +229,28 @@ def test_request_that_is_preempted_keeps_its_first_account() -> None:
     record = engine.finish(request)
     assert (record.own, record.loaded) == (CHUNK, 0)
     assert record.missed == {"incomplete_chunk": 3, "never_stored": 4 * CHUNK}
+
+
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_request_with_media_that_its_client_named_neither_loads_nor_stores(
+    monkeypatch: pytest.MonkeyPatch, salt: str | None
+) -> None:
+    monkeypatch.setattr(media, "_is_watching", True)
+    engine = Engine()
+    request = PlayedRequest(mm_features=[SimpleNamespace(mm_hash="cat")], cache_salt=salt)
+    engine.hold(0, 1, 2, 3, 4)
+    engine.begin(request)
+    assert engine.schedule(request) == 0
+    plan = engine.view.prepare_store("r", [key(9)])
+    assert plan is not None
+    assert not plan.keys
+    assert engine.finish(request).missed == {"incomplete_chunk": 3, "media_unknown": 5 * CHUNK}
+
+
+def test_request_with_media_by_their_content_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "_is_watching", True)
+    engine = Engine()
+    request = PlayedRequest(mm_features=[SimpleNamespace(mm_hash="0123456789abcdef" * 4)])
+    engine.hold(0, 1, 2, 3, 4)
+    engine.begin(request)
+    assert engine.schedule(request) == 5 * CHUNK
