@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from raykv.vllm import guard
+
 if TYPE_CHECKING:
     # A machine for the tests marked `gpu` may have no Ray.
     from raykv.client import Cluster
@@ -23,6 +25,21 @@ def pytest_configure() -> None:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     # A test that asks often for something new is to find it stored.
     os.environ["RAYKV_STOP_UNUSED_STORES"] = "false"
+
+
+@pytest.fixture(autouse=True)
+def _hooks_swallow_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hooks swallow exceptions, and a test of them could not fail: only those marked for it may.
+
+    One that is marked, and has no failing hook, is not the test that it says it is.
+    """
+    before = guard.failures.copy()
+    yield
+    swallowed = guard.failures - before
+    if request.node.get_closest_marker("expects_failures") is None:
+        assert not swallowed, f"hooks have failed, and hidden it: {dict(swallowed)}"
+    else:
+        assert swallowed, "no hook has failed: take the marker expects_failures away"
 
 
 @pytest.fixture(scope="session")

@@ -121,6 +121,7 @@ def test_engine_without_exceptions_passes_every_hook(model: Path) -> None:
     assert set(points_passed(model, 1).values()) >= {*SCHEDULER_HOOKS, *WORKER_HOOKS} - UNCALLED
 
 
+@pytest.mark.expects_failures
 def test_exception_in_a_hook_leaves_right_tokens_and_an_engine_that_comes_to_rest(
     model: Path,
 ) -> None:
@@ -129,6 +130,7 @@ def test_exception_in_a_hook_leaves_right_tokens_and_an_engine_that_comes_to_res
     assert not wrong_ones(outcomes)
 
 
+@pytest.mark.expects_failures
 @pytest.mark.extended
 @pytest.mark.parametrize("seed", [1, 2])
 def test_exception_at_any_point_of_any_hook_leaves_right_tokens_and_an_engine_at_rest(
@@ -161,6 +163,7 @@ def busy(model: Path) -> HookWorld:
     return world
 
 
+@pytest.mark.expects_failures
 def test_request_whose_load_can_not_be_made_up_is_computed_in_a_busy_engine(
     busy: HookWorld,
 ) -> None:
@@ -178,6 +181,7 @@ def test_request_whose_load_can_not_be_made_up_is_computed_in_a_busy_engine(
     assert busy.line.num_loaded
 
 
+@pytest.mark.expects_failures
 def test_loads_of_others_go_out_while_one_request_has_every_step_fail(busy: HookWorld) -> None:
     vllm = busy.connector.scheduler
     bad = busy.add(prompt(99, 20), 60)
@@ -195,6 +199,7 @@ def test_loads_of_others_go_out_while_one_request_has_every_step_fail(busy: Hook
     busy.check_rest()
 
 
+@pytest.mark.expects_failures
 def test_reset_that_did_not_work_is_not_called_done(
     busy: HookWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,6 @@ shown without it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +27,6 @@ SEEDS = range(60)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     return tiny_llama(folder, layers=1, hidden_size=32, vocab_size=64)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_swallowed() -> Iterator[None]:
-    before = guard.failures.total()
-    yield
-    assert guard.failures.total() == before, guard.failures
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -192,15 +183,16 @@ def test_answers_are_wrong_without_one_of_the_precautions(
         play_all(model)
 
 
+@pytest.mark.expects_failures
 def test_nothing_is_loaded_beside_a_store_without_the_refusal(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LayeredLoads, "is_under_way", lambda *_: False)
     monkeypatch.setattr(LayeredScheduling, "hold_stores", lambda *_: None)
-    monkeypatch.setattr(guard, "failures", Counter())
+    before = guard.failures.copy()
     world = stored(World(model, 1, 0.0), prompt(1, 6 * CHUNK))
     world.add(prompt(1, 6 * CHUNK) + prompt(2, 4 * CHUNK), 1)
     world.run()
     world.check()
-    assert guard.failures == {"RayKVConnector.build_connector_meta": 1}
+    assert guard.failures - before == {"RayKVConnector.build_connector_meta": 1}
     monkeypatch.undo()

@@ -116,6 +116,7 @@ def test_chunk_of_a_sliding_window_is_not_described() -> None:
     assert not outbox.has_news
 
 
+@pytest.mark.expects_failures
 def test_request_that_vllm_cant_describe_breaks_nothing() -> None:
     outbox, req = DescriptionOutbox(), request()
     tracker(outbox).record_store(req, group(), 99, key_of(req, 0))

@@ -213,6 +213,7 @@ def test_load_that_begins_behind_a_layer_is_invalid() -> None:
     assert side.end() == (set(), {1, 2}, Counter({1: 1}))
 
 
+@pytest.mark.expects_failures
 @pytest.mark.parametrize("place", ["submit", "wait", "drain"])
 def test_hook_that_fails_leaves_what_it_was_about_invalid(place: str) -> None:
     side = Side()
@@ -230,6 +231,7 @@ def test_hook_that_fails_leaves_what_it_was_about_invalid(place: str) -> None:
     assert completed + later == Counter({1: 1, 2: 1})
 
 
+@pytest.mark.expects_failures
 def test_result_that_is_not_understood_leaves_its_blocks_invalid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ from raykv.core.requests import RequestOptions
 from raykv.core.view import EngineView
 from raykv.messages import EngineAttached, SyncReply
 from raykv.types import EngineId, Key, Lookup, MissReason
+from raykv.vllm import guard
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.spec import use_our_spec
@@ -120,19 +121,45 @@ def test_failed_load_has_its_reason(reporter: MissReporter, view: EngineView) ->
 def test_nothing_is_said_of_requests_that_were_never_seen(
     reporter: MissReporter, view: EngineView
 ) -> None:
-    request = PlayedRequest("stranger")
+    known, request = PlayedRequest(num_prompt_tokens=2 * CHUNK + 3), PlayedRequest("stranger")
+    reporter.began(known)
+    reporter.looks(known, CHUNK, None)
     reporter.looks(request, 0, None)
     reporter.admitted(request, CHUNK)
+    reporter.came_from(request, {CacheHitSource.P2P: CHUNK})
+    reporter.failed("stranger", MissReason.LOAD_FAILED)
     reporter.ended(request)
     assert view.accounts.take_records() == []
     assert reporter.take_stats() is None
+    reporter.admitted(known, 0)
+    reporter.ended(known)
+    assert missed(view) == {"other": CHUNK, "incomplete_chunk": 3}
 
 
-def test_broken_request_raises_nothing(reporter: MissReporter) -> None:
-    for hook in (reporter.began, reporter.ended):
-        hook(object())
-    reporter.looks(object(), 0, None)
-    reporter.admitted(object(), 0)
+BROKEN: dict[str, tuple[Any, ...]] = {
+    "began": (object(),),
+    "looks": (object(), 0, None),
+    "admitted": (object(), 0),
+    "came_from": (object(), {}),
+    "ended": (object(),),
+}
+"""Hooks that get vLLM's request, and their arguments with one that has nothing of it."""
+
+
+@pytest.mark.expects_failures
+@pytest.mark.parametrize("hook", BROKEN)
+def test_broken_request_is_counted_as_a_failure_and_changes_nothing_of_another(
+    reporter: MissReporter, view: EngineView, hook: str
+) -> None:
+    before = guard.failures.copy()
+    request = PlayedRequest(num_prompt_tokens=2 * CHUNK + 3)
+    reporter.began(request)
+    reporter.looks(request, CHUNK, None)
+    assert getattr(reporter, hook)(*BROKEN[hook]) is None
+    assert guard.failures - before == {f"MissReporter.{hook}": 1}
+    reporter.admitted(request, 0)
+    reporter.ended(request)
+    assert missed(view) == {"other": CHUNK, "incomplete_chunk": 3}
 
 
 def test_request_with_misses_is_one_line_of_the_debug_log(
