@@ -281,6 +281,7 @@ def test_load_does_not_run_ahead_of_what_was_queued_before_it(world: World) -> N
     assert worker.block(8) == expected
 
 
+@pytest.mark.expects_failures
 def test_job_whose_event_is_not_recorded_fails_and_is_not_sent(world: World) -> None:
     worker = world.worker(num_ranks=1)
     worker.cuda.refused = {"record_event"}

@@ -11,13 +11,14 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -31,7 +32,7 @@ from raykv.vllm import guard, mending
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
 from tests.simulation.layered_world import RUBBISH, World
-from tests.unit.test_miss_hooks import CHUNK, NODE_EPOCH
+from tests.unit.test_miss_hooks import CHUNK, FULL, NODE_EPOCH
 
 SCHEDULER_HOOKS = (
     "on_new_request",
@@ -190,6 +191,8 @@ class Line:
     node_epoch = NODE_EPOCH
 
     def __init__(self, blocks: dict[int, list[int]], rng: random.Random) -> None:
+        # How often a chunk does not come.
+        self.failing = 0.0
         self.blocks = blocks
         self.rng = rng
         self.slots: dict[int, tuple[bytes, int, list[int]]] = {}
@@ -230,7 +233,9 @@ class Line:
                     self.slots[slot] = (key, generation, list(self.blocks[block]))
                 else:
                     failed.append(at)
-            elif self.slots.get(slot, (b"", 0))[:2] == (key, generation):
+            elif self.slots.get(slot, (b"", 0))[:2] == (key, generation) and not (
+                self.failing and self.rng.random() < self.failing
+            ):
                 self.blocks[block] = list(self.slots[slot][2])
                 self.num_loaded += 1
             else:
@@ -256,8 +261,18 @@ class Line:
 class HookWorld(World):
     """An engine whose scheduler and both sides of the connector are real."""
 
-    def __init__(self, model: Path, seed: int, faults: Faults, num_blocks: int = 40) -> None:
-        super().__init__(model, seed, 0.0, num_blocks)
+    def __init__(
+        self,
+        model: Path,
+        seed: int,
+        faults: Faults | None = None,
+        num_blocks: int = 40,
+        kinds: Sequence[KVCacheSpec] = (FULL,),
+        *,
+        is_async: bool = False,
+    ) -> None:
+        super().__init__(model, seed, 0.0, num_blocks, kinds, is_async=is_async)
+        faults = faults or Faults(("nowhere", 0))
         self.faults = faults
         self.connector._layered = None
         self.connector._kv_cache_config = self.scheduler.kv_cache_config
@@ -265,7 +280,11 @@ class HookWorld(World):
         self.line = Line(self.blocks, self.rng)
         for _, handle in self.view._lease_rows():
             self.line.leased[handle.slot] = handle.generation
-        self.worker_side = worker_side(self.line)
+        self.worker_side = worker_side(self.line, len(kinds))
+        # How often a chunk is evicted from the pool.
+        self.evicting = 0.01
+        # What each step has told of its loads.
+        self.told: list[KVConnectorOutput] = []
         for hooks, connector in (
             (SCHEDULER_HOOKS, self.connector),
             (WORKER_HOOKS, self.worker_side),
@@ -281,7 +300,7 @@ class HookWorld(World):
         """What the scheduler actor does: it clears, has chunks evicted, and leases slots anew."""
         view = self.view
         is_clearing = view.is_clearing
-        gone = [(key, at) for key, at in view._ready.items() if self.rng.random() < 0.01]
+        gone = [(key, at) for key, at in view._ready.items() if self.rng.random() < self.evicting]
         slots = [int(at.slot) for _, at in gone]
         while view._outbox.released:
             slots.append(view._outbox.released.popleft()[1].slot)
@@ -294,7 +313,11 @@ class HookWorld(World):
                 1,
                 1,
                 node_epoch=NODE_EPOCH,
-                granted=Leases([0] * len(slots), slots, [self.line.leased[s] for s in slots]),
+                granted=Leases(
+                    [slot % len(self.kinds) for slot in slots],
+                    slots,
+                    [self.line.leased[s] for s in slots],
+                ),
                 removed=Handles(
                     [key for key, _ in gone],
                     [at.slot for _, at in gone],
@@ -344,21 +367,26 @@ class HookWorld(World):
             invalid_block_ids=side.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=side.build_connector_worker_meta(),
         )
+        self.told.append(told)
         side.clear_connector_metadata()
         names = list(output.num_scheduled_tokens)
         numbers = {name: at for at, name in enumerate(names)}
         return ModelRunnerOutput(names, numbers, sampled, kv_connector_output=told)
 
 
-def worker_side(line: Line) -> RayKVConnector:
+def worker_side(line: Line, num_groups: int) -> RayKVConnector:
     """The worker's side, without vLLM's configuration and with this line."""
     parallel = SimpleNamespace(rank=0)
     config = SimpleNamespace(canonical_layout=False, parallel=parallel)
     spec: Any = SimpleNamespace(replicated_layout=False, config=config)
-    groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["l"])])
+    numbers = list(range(num_groups))
+    groups: Any = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(layer_names=[f"l{at}"]) for at in numbers]
+    )
     vllm_config: Any = None
     worker = RayKVConnectorWorker(spec, vllm_config, groups)
-    layout = KVLayout("memfd", 1, 1, [TensorLayout(0, 10, 64, 64)], [0], [[0]])
+    tensors = [TensorLayout(0, 10, 64, 64) for _ in numbers]
+    layout = KVLayout("memfd", 1, 1, tensors, numbers, [[at] for at in numbers])
     link: Any = line
     worker.worker = RayOffloadingWorker(link, layout)
     connector: Any = RayKVConnector.__new__(RayKVConnector)

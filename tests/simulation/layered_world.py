@@ -8,17 +8,18 @@ that whatever of it is stored, shared or said comes to light. Loads fail at rand
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -31,7 +32,7 @@ from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.metadata import RayKVWorkerMetadata
-from tests.unit.test_miss_hooks import CHUNK, NODE_EPOCH, vllm_scheduler
+from tests.unit.test_miss_hooks import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
 
 RUBBISH = 0
 """In place of a prefix's name."""
@@ -55,6 +56,11 @@ def next_token(tokens: list[int]) -> int:
     return 2 + abs(prefix_name(tokens)) % 50
 
 
+def first_seen(kind: KVCacheSpec, at: int) -> int:
+    """The first token that the one at this place looks back to."""
+    return max(0, at + 1 - (getattr(kind, "sliding_window", None) or MAX_LENGTH))
+
+
 @dataclass
 class Asked:
     """What a request should answer, and what it has."""
@@ -72,25 +78,41 @@ class World:
         seed: of all that is left to chance.
         failing: how often a chunk does not come.
         num_blocks: of the KV cache.
+        kinds: of attention, one for each KV group.
+        is_async: the scheduler is the one that runs a step ahead.
     """
 
-    def __init__(self, model: Path, seed: int, failing: float, num_blocks: int = 60) -> None:
+    def __init__(
+        self,
+        model: Path,
+        seed: int,
+        failing: float,
+        num_blocks: int = 60,
+        kinds: Sequence[KVCacheSpec] = (FULL,),
+        *,
+        is_async: bool = False,
+    ) -> None:
         self.rng = random.Random(seed)
         self.failing = failing
-        self.scheduler = make_scheduler(model, num_blocks)
-        self.view = EngineView(EngineId("engine"), [0], 1.0, NUM_SLOTS)
-        self.view.attached(EngineAttached(1, NODE_EPOCH, {0: NUM_SLOTS}, lease_share=1.0))
+        self.kinds = kinds
+        self.scheduler = make_scheduler(model, num_blocks, kinds, is_async=is_async)
+        groups = range(len(kinds))
+        self.view = EngineView(EngineId("engine"), groups, 1.0, NUM_SLOTS)
+        num_slots = dict.fromkeys(groups, NUM_SLOTS)
+        self.view.attached(EngineAttached(1, NODE_EPOCH, num_slots, lease_share=1.0))
         slots = list(range(1, NUM_SLOTS))
-        granted = Leases([0] * len(slots), slots, slots)
+        granted = Leases([slot % len(kinds) for slot in slots], slots, slots)
         self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
         self.manager = RayOffloadingManager(self.view)
-        self.connector = make_connector(self.manager, self.scheduler)
+        self.connector = make_connector(self.manager, self.scheduler, kinds)
         self.asked: dict[str, Asked] = {}
         self.blocks: dict[int, list[int]] = {}
         self.pool: dict[bytes, list[int]] = {}
         self.num_loaded = self.num_failed = self.num_stored = 0
         # Stores go with the next step, as with vLLM's worker.
         self._stores: dict[int, Any] = {}
+        # How far a step goes that is executed after the next one was scheduled.
+        self._ends: dict[str, int] = {}
         # How often a request of a step is taken back while the model runs.
         self.aborting = 0.0
         init_none_hash(sha256)
@@ -195,31 +217,35 @@ class World:
     def _compute(self, request_id: str, count: int) -> list[int]:
         request = self.asked[request_id].request
         tokens = list(request.all_token_ids)
-        (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        end = request.num_computed_tokens
+        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        end = self._ends.pop(request_id, request.num_computed_tokens)
         begin = end - count
         is_right = all(
             self.blocks[table[at // CHUNK]][at % CHUNK] == prefix_name(tokens[: at + 1])
-            for at in range(begin)
+            for table, kind in zip(tables, self.kinds, strict=True)
+            for at in range(first_seen(kind, begin), begin)
         )
         for at in range(begin, end):
-            block = self.blocks.setdefault(table[at // CHUNK], [RUBBISH] * CHUNK)
-            block[at % CHUNK] = prefix_name(tokens[: at + 1]) if is_right else RUBBISH
+            for table in tables:
+                block = self.blocks.setdefault(table[at // CHUNK], [RUBBISH] * CHUNK)
+                block[at % CHUNK] = prefix_name(tokens[: at + 1]) if is_right else RUBBISH
         if end < len(tokens):
             return []
         return [next_token(tokens) if is_right else WRONG]
 
 
-_CONFIGS: dict[Path, Any] = {}
+_CONFIGS: dict[tuple[Path, bool], Any] = {}
 
 
-def make_scheduler(model: Path, num_blocks: int) -> Scheduler:
-    """Of one KV group; no more than 64 tokens a step."""
-    if model not in _CONFIGS:
-        _CONFIGS[model] = EngineArgs(
+def make_scheduler(
+    model: Path, num_blocks: int, kinds: Sequence[KVCacheSpec], *, is_async: bool
+) -> Scheduler:
+    """No more than 64 tokens a step."""
+    if (model, is_async) not in _CONFIGS:
+        _CONFIGS[model, is_async] = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
-            async_scheduling=False,
+            async_scheduling=is_async,
             max_model_len=MAX_LENGTH,
             block_size=CHUNK,
             max_num_batched_tokens=4 * CHUNK,
@@ -227,11 +253,10 @@ def make_scheduler(model: Path, num_blocks: int) -> Scheduler:
             enforce_eager=True,
             dtype="float32",
         ).create_engine_config()
-    config = _CONFIGS[model]
+    config = _CONFIGS[model, is_async]
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["l"], spec)]
-    return Scheduler(
+    groups = [KVCacheGroupSpec([f"l{at}"], kind) for at, kind in enumerate(kinds)]
+    return (AsyncScheduler if is_async else Scheduler)(
         config,
         KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         StructuredOutputManager(config),
@@ -239,10 +264,12 @@ def make_scheduler(model: Path, num_blocks: int) -> Scheduler:
     )
 
 
-def make_connector(manager: RayOffloadingManager, scheduler: Scheduler) -> RayKVConnector:
+def make_connector(
+    manager: RayOffloadingManager, scheduler: Scheduler, kinds: Sequence[KVCacheSpec]
+) -> RayKVConnector:
     """The scheduler's side, without Ray, in the place where vLLM puts it."""
     connector: Any = RayKVConnector.__new__(RayKVConnector)
-    connector.connector_scheduler = vllm_scheduler(manager)
+    connector.connector_scheduler = vllm_scheduler(manager, kinds)
     connector.connector_worker = None
     connector._manager = manager
     connector._runtime = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -63,14 +64,20 @@ def key(chunk: int) -> Key:
     return Key(bytes(make_offload_key(b"hash %d" % chunk, 0)))
 
 
-def vllm_scheduler(manager: RayOffloadingManager) -> OffloadingConnectorScheduler:
-    """Of one KV group with full attention, a block to a chunk."""
-    group: Any = SimpleNamespace(group_id=0, tokens_per_block=CHUNK)
+FULL = FullAttentionSpec(block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def vllm_scheduler(
+    manager: RayOffloadingManager, kinds: Sequence[KVCacheSpec] = (FULL,)
+) -> OffloadingConnectorScheduler:
+    """Of KV groups of these kinds, a block to a chunk."""
+    numbers = range(len(kinds))
+    offloaded: Any = [SimpleNamespace(group_id=at, tokens_per_block=CHUNK) for at in numbers]
     spec: Any = SimpleNamespace(
-        config=SimpleNamespace(groups=[group]),
+        config=SimpleNamespace(groups=offloaded),
         blocks_per_chunk=1,
         tokens_per_hash=CHUNK,
-        tokens_per_block=[CHUNK],
+        tokens_per_block=[CHUNK] * len(kinds),
         offload_prompt_only=False,
         kv_events_config=OffloadingKVEventsConfig(
             enable_kv_cache_events=False, self_describing_kv_events=False
@@ -84,12 +91,10 @@ def vllm_scheduler(manager: RayOffloadingManager) -> OffloadingConnectorSchedule
         speculative_config=None,
         parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
     )
-    attention = FullAttentionSpec(
-        block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32
-    )
     groups: Any = SimpleNamespace(
         kv_cache_groups=[
-            SimpleNamespace(kv_cache_spec=attention, is_eagle_group=False, layer_names=["l"])
+            SimpleNamespace(kv_cache_spec=kind, is_eagle_group=False, layer_names=[f"l{at}"])
+            for at, kind in enumerate(kinds)
         ]
     )
     return OffloadingConnectorScheduler(spec, config, groups)

@@ -1,0 +1,122 @@
+"""Loads that do not come reach vLLM's scheduler as failed, in models of one and several KV groups.
+
+vLLM's scheduler, its offloading scheduler and worker, and both sides of RayKV's connector are real.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from raykv.models import tiny_llama
+from tests.simulation.hook_world import HookWorld
+from tests.simulation.test_layered_scheduler import prompt
+from tests.unit.test_miss_hooks import CHUNK, FULL
+
+WINDOW = SlidingWindowSpec(
+    block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
+)
+
+SEVERAL = (FULL, WINDOW)
+
+DOCUMENT = prompt(1, 6 * CHUNK + 3)
+
+NUM_LOADED = {(FULL,): 6, SEVERAL: 6 + 2}
+"""Chunks that the document's second request loads; of the window its own alone."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
+
+
+def stored(model: Path, kinds: tuple[KVCacheSpec, ...], seed: int = 1) -> HookWorld:
+    """The document is in the pool, and not in vLLM's own cache."""
+    world = HookWorld(model, seed, num_blocks=80, kinds=kinds)
+    world.evicting = 0.0
+    world.add(DOCUMENT)
+    world.run()
+    assert world.scheduler.reset_prefix_cache()
+    assert not any(told.failed_recving or told.invalid_block_ids for told in world.told)
+    return world
+
+
+def told_as_failed(world: HookWorld) -> tuple[set[str], set[int]]:
+    """Requests, and blocks."""
+    requests = [told.failed_recving or set() for told in world.told]
+    return set().union(*requests), set().union(*(told.invalid_block_ids for told in world.told))
+
+
+@pytest.mark.parametrize("kinds", [(FULL,), SEVERAL], ids=["one_group", "several_groups"])
+def test_document_is_loaded_and_not_told_as_failed_when_all_of_it_comes(
+    model: Path, kinds: tuple[KVCacheSpec, ...]
+) -> None:
+    world = stored(model, kinds)
+    world.add(DOCUMENT)
+    world.run()
+    world.check()
+    assert world.line.num_loaded == NUM_LOADED[kinds]
+    assert told_as_failed(world) == (set(), set())
+
+
+def test_failed_load_of_several_groups_is_told_by_its_request_which_is_computed(
+    model: Path,
+) -> None:
+    world = stored(model, SEVERAL)
+    world.line.failing = 1.0
+    request_id = world.add(DOCUMENT)
+    world.run()
+    assert told_as_failed(world) == ({request_id}, set())
+    world.check()
+    world.check_rest()
+    assert not world.line.num_loaded
+
+
+def test_failed_load_of_one_group_is_told_by_its_blocks_and_the_request_is_computed(
+    model: Path,
+) -> None:
+    world = stored(model, (FULL,))
+    world.line.failing = 1.0
+    world.add(DOCUMENT)
+    world.run()
+    requests, blocks = told_as_failed(world)
+    assert (requests, len(blocks)) == (set(), 6)
+    world.check()
+    world.check_rest()
+
+
+def test_request_of_several_groups_whose_load_fails_ends_where_vllm_is_to_fail_it(
+    model: Path,
+) -> None:
+    world = stored(model, SEVERAL)
+    world.scheduler.recompute_kv_load_failures = False
+    world.line.failing = 1.0
+    request = world.asked[world.add(DOCUMENT)].request
+    world.run()
+    assert request.status is RequestStatus.FINISHED_ERROR
+    world.check_rest()
+
+
+@pytest.mark.parametrize("kinds", [(FULL,), SEVERAL], ids=["one_group", "several_groups"])
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_are_right_whichever_chunks_do_not_come(
+    model: Path, kinds: tuple[KVCacheSpec, ...], seed: int
+) -> None:
+    world = stored(model, kinds, seed)
+    world.line.failing = 0.2
+    for number in range(12):
+        length = world.rng.randrange(2 * CHUNK, len(DOCUMENT))
+        world.add([*DOCUMENT[:length], *prompt(number, 9)], 4)
+        world.run()
+        world.scheduler.reset_prefix_cache()
+    world.check()
+    world.check_rest()
+    assert world.line.num_loaded
+    assert told_as_failed(world)[0 if len(kinds) > 1 else 1]
