@@ -147,7 +147,9 @@ class Settings:
         False,
         flag,
         "A step of the engine ends when its chunks are in the pool, so that an answered request's "
-        "are there; it waits for them, at most flush_deadline_s",
+        "are there; it waits for them, at most flush_deadline_s. One step after the answer comes "
+        "its last chunk, if it ends right before the answer's last token and async_scheduling is "
+        "on (vLLM's default), or if the answer filled it and it is of a draft model's KV group",
     )
     lookup_deadline_s: float = _setting(
         2.0, seconds, "Longest wait of a request for chunks that are still being stored"

@@ -399,7 +399,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """See `OffloadingConnectorWorker.prepare_store_kv`.
 
         With `durable_stores` the stores of this step are not left to the next one, and have ended
-        when this returns: in the pool, or failed.
+        when this returns: in the pool, or failed. What vLLM offers only after an answer, since it
+        has no name before, comes with the next step.
         """
         if isinstance(metadata, RayKVConnectorMetadata):
             self._adapters.begin(metadata.beginning)
