@@ -29,7 +29,7 @@ STAMP := $(VENV)/.raykv-$(EXTRA)
 help:
 	@echo 'make demo       set up, then run `raykv demo`   (DEMO_ARGS=...)'
 	@echo 'make test       set up, then lint and pytest    (PYTEST_ARGS=...)'
-	@echo 'make test-extended  applications of Ray Serve, long benchmarks: 15 minutes of engine starts'
+	@echo 'make test-extended  applications of Ray Serve, long benchmarks, exceptions at every line: 20 minutes'
 	@echo 'make wheel      build the wheel into dist/'
 	@echo 'make lint       ruff and mypy only'
 	@echo 'make format     let ruff rewrite the sources'
