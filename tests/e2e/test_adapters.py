@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raykv.actors.local_nodes import add_local_node
 from raykv.bench.engine import EngineProcess, started_together
 from raykv.bench.prompts import prompt
 from raykv.client import Cluster
@@ -18,6 +19,9 @@ from tests.waiting import wait_until_quiet
 pytestmark = pytest.mark.e2e
 
 LENGTH = 320
+ALWAYS_FETCH = {"fetch_bytes_per_s": 1e15, "prefill_tokens_per_s": 1.0, "query_deadline_s": 10.0}
+"""However fast this small model computes."""
+
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 
@@ -148,3 +152,44 @@ def test_own_cache_of_vllm_does_not_bring_the_old_kv_under_the_new_name(world: W
     # vLLM's own cache has not been emptied.
     assert world.ask(tokens, again) == (new, 0)
     assert world.ask(tokens, again) == (new, LENGTH)
+
+
+def test_two_nodes_share_an_adapter_by_its_files_and_not_by_their_path(world: World) -> None:
+    tokens, path = prompt(5, LENGTH), world.write("both", 9)
+    old = world.right(path, tokens)
+    assert world.ask(tokens, world.adapter("both")) == (old, 0)
+    second = add_local_node(world.cluster.address)
+    try:
+        settings = {"node_id": second.node_id, "pool_bytes": "64MiB", **ALWAYS_FETCH}
+        settings["ray_address"] = world.cluster.address
+        other = EngineProcess(world.model, world.folder / "other.log", settings, **LORA)
+        try:
+            check_other(world, other, tokens, old)
+        finally:
+            other.stop()
+    finally:
+        second.stop()
+
+
+def check_other(world: World, other: EngineProcess, tokens: list[int], old: list[int]) -> None:
+    """The engine on the other node has other files where the first has those of `old`."""
+
+    def ask(adapter: dict[str, Any]) -> tuple[list[int], int]:
+        (output,) = other.call("generate", prompts=[tokens], adapter=adapter)
+        wait_until_quiet(
+            lambda: sum(node.bytes_stored for node in world.cluster.status().nodes),
+            20.0,
+            "stores come to an end",
+        )
+        other.reset()
+        return output["tokens"], output["cached"]
+
+    path = world.write("both", 10)
+    new = world.right(path, tokens)
+    assert new != old
+    adapter = world.adapter("both")
+    assert ask(adapter) == (new, 0)
+    assert ask(adapter) == (new, LENGTH)
+    # With the files of the first node it gets what that one has stored.
+    world.write("both", 9)
+    assert ask(world.adapter("both")) == (old, LENGTH)
