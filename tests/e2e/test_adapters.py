@@ -103,7 +103,11 @@ def test_adapter_with_other_files_after_a_restart_is_not_served_the_old_kv(world
     assert world.ask(tokens, adapter) == (old, LENGTH)
 
 
-@pytest.mark.parametrize("says_so_again", [True, False], ids=["every-request", "only-once"])
+@pytest.mark.parametrize(
+    "says_so_again",
+    [True, pytest.param(False, marks=pytest.mark.extended)],
+    ids=["every-request", "only-once"],
+)
 def test_adapter_that_is_loaded_in_place_is_not_served_the_old_kv(
     world: World, says_so_again: bool
 ) -> None:
@@ -141,6 +145,7 @@ def test_adapter_whose_files_change_unseen_by_the_engine_neither_stores_nor_load
     assert world.ask(tokens, world.adapter("unseen")) == (world.right(path, tokens), 0)
 
 
+@pytest.mark.extended
 def test_own_cache_of_vllm_does_not_bring_the_old_kv_under_the_new_name(world: World) -> None:
     tokens, path = prompt(4, LENGTH), world.write("stale", 7)
     adapter = world.adapter("stale")
