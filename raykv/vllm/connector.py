@@ -276,12 +276,12 @@ class RayKVConnector(OffloadingConnector):
         """What should be there may not be: what is computed with it must not be seen."""
         self._worker.distrust_loads()
 
-    def _refuse_loads(self, *_arguments: Any, **_more: Any) -> None:
+    def _refuse_submissions(self, *_arguments: Any, **_more: Any) -> None:
         """Loads that were not submitted have failed, and vLLM is told so."""
         self._worker.distrust_loads()
-        self._worker.refuse_loads(self._get_connector_metadata())
+        self._worker.refuse_submissions(self._get_connector_metadata())
 
-    @guarded(_refuse_loads)
+    @guarded(_refuse_submissions)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `KVConnectorBase_V1.start_load_kv`."""
         super().start_load_kv(forward_context, **kwargs)
@@ -407,7 +407,7 @@ class RayKVConnector(OffloadingConnector):
 
     def _admit_without_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM waits for a load, or goes on as if it had been done: it is reported as failed."""
-        self._mender.take_load(request.request_id)
+        self._mender.give_up_load(request.request_id)
         if num_external_tokens:
             if self._layered is None:
                 self._stranded.append(request.request_id)
@@ -433,7 +433,7 @@ class RayKVConnector(OffloadingConnector):
         """
         if self._layered is not None:
             self._stranded_blocks += self._layered.loads.blocks_under_way()
-        step = self._mender.take_step(scheduler_output, may_load=self._adapters is None)
+        step = self._mender.give_up_step(scheduler_output, may_load=self._adapters is None)
         if self._layered is None:
             self._stranded += step.stranded
         base = OffloadingConnectorMetadata(step.loads, {}, step.flushed)

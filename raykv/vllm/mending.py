@@ -61,7 +61,7 @@ class Mender:
             config = self._scheduler.config
             statuses[request.request_id] = RequestOffloadState(config, request, context, nothing)
 
-    def take_load(self, request_id: str) -> None:
+    def give_up_load(self, request_id: str) -> None:
         """The load of a request that was given its blocks is not to be; it is computed.
 
         Stores may still read some of those blocks, which nobody may have noted.
@@ -74,7 +74,7 @@ class Mender:
         self._flush_stores()
         self.mend()
 
-    def take_step(self, output: Any, *, may_load: bool) -> BareStep:
+    def give_up_step(self, output: Any, *, may_load: bool) -> BareStep:
         """End a step whose metadata could not be made up.
 
         What it was to store is not, and of what is being stored each copy is waited for: blocks

@@ -295,7 +295,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         if isinstance(metadata, RayKVConnectorMetadata):
             self._stranded.update(metadata.stranded)
             self._invalid_block_ids.update(metadata.stranded_blocks)
-            self.refuse_loads(metadata)
+            self.refuse_submissions(metadata)
             self.refuse_stores(metadata)
             metadata.load_jobs.clear()
             metadata.store_jobs.clear()
@@ -338,7 +338,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """See `OffloadingConnectorWorker.handle_preemptions`."""
         if kv_connector_metadata.jobs_to_flush:
-            self._refuse_stores(kv_connector_metadata)
+            self._refuse_unfit_stores(kv_connector_metadata)
         super().handle_preemptions(kv_connector_metadata)
 
     def _refuse_unsubmitted(self) -> None:
@@ -348,7 +348,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
                 self._raykv.refuse(job_id, Direction.STORE, blocks, pool)
         self._unsubmitted_store_jobs.clear()
 
-    def refuse_loads(self, metadata: OffloadingConnectorMetadata) -> None:
+    def refuse_submissions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let all jobs fail that should have been submitted in this step, and were not."""
         self._refuse_unsubmitted()
         for job_id, job in metadata.load_jobs.items():
@@ -371,9 +371,10 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             use = _use_of(metadata, job.req_id)
             may_load = use is None or self._adapters.may_load(use)
             if self._raykv is not None and (self._has_left or not may_load):
-                del metadata.load_jobs[job_id]
+                # Last: what is left in it has no end yet.
                 self._load_jobs[job_id] = job.req_id
                 self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
+                del metadata.load_jobs[job_id]
         super().start_kv_transfers(metadata)
 
     def _leave_if_changed(self) -> None:
@@ -384,7 +385,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             if self._raykv is not None:
                 self._raykv.distrust_loads()
 
-    def _refuse_stores(self, metadata: OffloadingConnectorMetadata) -> None:
+    def _refuse_unfit_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Of requests that were not computed with the weights, and the adapter, of their keys."""
         if not self._is_store_writer or self._raykv is None:
             return
@@ -392,8 +393,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             use = _use_of(metadata, job.req_id)
             may_store = use is None or self._adapters.may_store(job.req_id, use)
             if self._has_left or not may_store:
-                del metadata.store_jobs[job_id]
                 self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
+                del metadata.store_jobs[job_id]
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """See `OffloadingConnectorWorker.prepare_store_kv`.
@@ -404,7 +405,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """
         if isinstance(metadata, RayKVConnectorMetadata):
             self._adapters.begin(metadata.beginning)
-            self._refuse_stores(metadata)
+            self._refuse_unfit_stores(metadata)
         super().prepare_store_kv(metadata)
         if not self._is_durable or self._raykv is None or not self._unsubmitted_store_jobs:
             return
@@ -421,9 +422,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             # What is not there is to be known before anybody sees what was computed with it.
             self._raykv.wait_layers(self._unseen, ALL_LAYERS)
             self._check_that_all_waited()
-        self._received |= self._stranded
-        self._failed_recving |= self._stranded
-        self._stranded.clear()
+        self._receive_stranded()
         self._results += self.worker.get_finished() if self.worker is not None else []
         while self._results:
             self._take_end(self._results.popleft())
@@ -432,15 +431,19 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def end_badly(self) -> set[str]:
         """Take the results of a step that were not understood, as failures; whose loads ended."""
-        self._received |= self._stranded
-        self._failed_recving |= self._stranded
-        self._stranded.clear()
+        self._receive_stranded()
         self._results += [] if self._raykv is None else self._raykv.give_up()
         for result in self._results:
             self._take_end_badly(result)
         self._results.clear()
         self.end_loads()
         return self._take_received()
+
+    def _receive_stranded(self) -> None:
+        """Requests without a load have received theirs, which has failed."""
+        self._received |= self._stranded
+        self._failed_recving |= self._stranded
+        self._stranded.clear()
 
     def _take_received(self) -> set[str]:
         received, self._received = self._received, set()

@@ -264,3 +264,23 @@ def test_ordinary_loads_are_waited_for_by_nobody() -> None:
     assert side.end() == (set(), set(), Counter())
     side.link.wait_layers([], ALL_LAYERS)
     assert side.end() == ({"a"}, set(), Counter({1: 1}))
+
+
+@pytest.mark.expects_failures
+def test_load_that_must_not_be_ends_though_its_refusal_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = Side(is_layerwise=False)
+    side.begin(a=[1, 2])
+    side.connector.connector_worker._has_left = True
+    refuse, calls = RayOffloadingWorker.refuse, []
+
+    def fail_once(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        refuse(*arguments)
+
+    monkeypatch.setattr(RayOffloadingWorker, "refuse", fail_once)
+    side.start()
+    assert side.end() == ({"a"}, {1, 2}, Counter({1: 1}))
