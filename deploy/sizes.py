@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raykv.core.capacity import MOST_LEASE_SLOTS, PoolWishes, make_plan
-from raykv.core.container import ContainerMemory
-from raykv.core.room import human_bytes
-from raykv.plan_types import KVShape, Plan
+from raykv.client.capacity import MOST_LEASE_SLOTS, PoolWishes, make_plan
+from raykv.client.plan_types import KVShape, Plan
+from raykv.memory.container import ContainerMemory
+from raykv.memory.room import human_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30

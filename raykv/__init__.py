@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raykv.block_hashes import PromptTraits
-    from raykv.captured import HiddenStates, cleanup_hidden_states, load_hidden_states
-    from raykv.catalog_types import Chunk, PromptLookup
-    from raykv.client import Cluster, clear, connect, events, hidden_states
-    from raykv.core.replay import Replay
-    from raykv.event_types import (
+    from raykv.client.cluster import Cluster, clear, connect, events, hidden_states
+    from raykv.client.plan import plan
+    from raykv.client.plan_types import Plan
+    from raykv.node.states.file import HiddenStates, cleanup_hidden_states, load_hidden_states
+    from raykv.prompts.block_hashes import PromptTraits
+    from raykv.protocol.events import (
         BlockRemoved,
         BlockStored,
         CacheCleared,
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
         NodeJoined,
         NodeLost,
     )
-    from raykv.plan_types import Plan
-    from raykv.sizing import plan
+    from raykv.protocol.reader import Chunk, PromptLookup
+    from raykv.stream.replay import Replay
 
 __version__ = "0.1.0"
 
@@ -39,15 +39,15 @@ _EVENTS = (
 )
 
 _OTHERS = {
-    "Chunk": "catalog_types",
-    "HiddenStates": "captured",
-    "Plan": "plan_types",
-    "PromptLookup": "catalog_types",
-    "PromptTraits": "block_hashes",
-    "Replay": "core.replay",
-    "cleanup_hidden_states": "captured",
-    "load_hidden_states": "captured",
-    "plan": "sizing",
+    "Chunk": "protocol.reader",
+    "HiddenStates": "node.states.file",
+    "Plan": "client.plan_types",
+    "PromptLookup": "protocol.reader",
+    "PromptTraits": "prompts.block_hashes",
+    "Replay": "stream.replay",
+    "cleanup_hidden_states": "node.states.file",
+    "load_hidden_states": "node.states.file",
+    "plan": "client.plan",
 }
 
 __all__ = [
@@ -80,13 +80,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the client, and with it Ray, only when it is asked for."""
     if name in _CLIENT:
-        from raykv import client
+        from raykv.client import cluster
 
-        return getattr(client, name)
+        return getattr(cluster, name)
     if name in _EVENTS:
-        from raykv import event_types
+        from raykv.protocol import events
 
-        return getattr(event_types, name)
+        return getattr(events, name)
     if name in _OTHERS:
         return getattr(import_module(f"raykv.{_OTHERS[name]}"), name)
     raise AttributeError(f"module 'raykv' has no attribute {name!r}")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from raykv.serve.http import AsgiApp, Message
+from raykv.serve.http.exchange import AsgiApp, Message
 
 
 @dataclass

@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 
 import raykv
-from raykv.actors import cluster as clusters
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
-from raykv.actors.session import RayCalls, Session, SessionSettings
-from raykv.captured import HiddenStates, promise, settle, write_states
-from raykv.core.requests import RequestOptions
-from raykv.core.view import EngineView
+from raykv.base.ids import Direction, EngineId, Key, Namespace
+from raykv.cluster import join as clusters
+from raykv.engine.requests import RequestOptions
+from raykv.engine.session import RayCalls, Session, SessionSettings
+from raykv.engine.view import EngineView
 from raykv.memory.region import Region
-from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
-from raykv.types import Direction, EngineId, Key, Namespace
+from raykv.node.states.file import HiddenStates, promise, settle, write_states
+from raykv.protocol.messages import Handles, JobResult, KVLayout, TensorLayout
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
 NAMESPACE = Namespace("bare")
 CHUNK_BYTES = 1 << 20

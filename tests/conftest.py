@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from raykv.vllm import guard
+from raykv.base import guard
 
 if TYPE_CHECKING:
     # A machine for the tests marked `gpu` may have no Ray.
-    from raykv.client import Cluster
+    from raykv.client.cluster import Cluster
 
 
 def pytest_configure() -> None:
@@ -45,7 +45,7 @@ def _hooks_swallow_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """A Ray cluster of one node, started as an engine without a cluster would start it."""
-    from raykv.actors import cluster
+    from raykv.cluster import join as cluster
 
     joined = cluster.ensure_cluster("local")
     assert joined.started, joined
@@ -56,7 +56,7 @@ def ray_address() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def cluster(ray_address: str) -> Iterator[Cluster]:
     """This process as a client of the cluster."""
-    from raykv.client import connect
+    from raykv.client.cluster import connect
 
     with connect(ray_address) as connected:
         yield connected
@@ -66,6 +66,6 @@ def cluster(ray_address: str) -> Iterator[Cluster]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A seeded random Llama of four layers."""
     pytest.importorskip("vllm")
-    from raykv.models import tiny_llama
+    from raykv.serve.models import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("models") / "tiny")

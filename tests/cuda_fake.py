@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from raykv.copy.cuda_driver import Copies, CUDAError, DeviceName, MoverError, SourceOrder, Urgency
+from raykv.copy.cuda.driver import Copies, CUDAError, DeviceName, MoverError, SourceOrder, Urgency
 
 MOST_STEPS = 6
 """Carried out each time that somebody asks."""

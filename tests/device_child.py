@@ -10,13 +10,13 @@ import signal
 import socket
 import sys
 
-from raykv.actors import wire
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
-from raykv.memory.cuda_kv import DeviceTensor, ExportedKV, Grouping, export_kv
+from raykv.base.ids import Direction
+from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
 from raykv.memory.words import CancelWords
-from raykv.messages import PROTOCOL_VERSION, AttachWorker, Handles
-from raykv.types import Direction
+from raykv.protocol import wire
+from raykv.protocol.messages import PROTOCOL_VERSION, AttachWorker, Handles
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fake_cuda import FakeCuda
 from tests.waiting import wait_until
 

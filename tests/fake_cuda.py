@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from raykv.base.ids import Direction
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.rows import RowCopier
-from raykv.memory.cuda_driver import DriverError, Extent
+from raykv.memory.cuda.driver import DriverError, Extent
 from raykv.memory.region import Region
-from raykv.types import Direction
 
 GPU = "00112233-4455-6677-8899-aabbccddeeff"
 OTHER_GPU = "ffeeddcc-bbaa-9988-7766-554433221100"
@@ -313,6 +313,6 @@ class FakeCudaBackend(CPUBackend):
 def make_backend(
     device: str, kv_address: int, pool_address: int, compute_event: int | None
 ) -> CopyBackend:
-    """As `raykv.copy.cuda.backend`."""
+    """As `raykv.copy.cuda.backend.backend`."""
     assert device in (GPU, OTHER_GPU)
     return FakeCudaBackend(kv_address, pool_address, compute_event)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raykv.messages import JobResult
-from raykv.types import Refusal
+from raykv.base.ids import Refusal
+from raykv.protocol.messages import JobResult
 from tests.waiting import wait_until
 
 

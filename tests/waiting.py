@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raykv.client import Cluster
+    from raykv.client.cluster import Cluster
 
 QUIET_S = 0.4
 """On a busy machine a NodeActor that copies says nothing for a tenth of a second."""

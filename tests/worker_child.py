@@ -11,13 +11,13 @@ import signal
 import socket
 import sys
 
-from raykv.actors import wire
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
+from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
-from raykv.messages import PROTOCOL_VERSION, AttachWorker, Handles, KVLayout, TensorLayout
-from raykv.types import SLOT_ALIGNMENT, Direction
+from raykv.protocol import wire
+from raykv.protocol.messages import PROTOCOL_VERSION, AttachWorker, Handles, KVLayout, TensorLayout
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.waiting import wait_until
 
 NUM_BLOCKS = 8

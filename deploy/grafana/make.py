@@ -1,6 +1,6 @@
 """Writes `raykv.json`, Grafana's dashboard of RayKV: `python deploy/grafana/make.py`.
 
-The dashboard is what `ROWS` says; the metrics are those of `raykv/core/metric_table.py` and vLLM's
+The dashboard is what `ROWS` says; the metrics are those of `raykv/metrics/table.py` and vLLM's
 own. Queries name `$C` where the cluster is chosen, and `$N` where cluster and namespace are.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raykv.core.metric_table import METRICS
+from raykv.metrics.table import METRICS
 
 TARGET = Path(__file__).with_name("raykv.json")
 

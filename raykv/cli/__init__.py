@@ -9,6 +9,8 @@ import sys
 
 from rich.console import Console
 
+from raykv.base.errors import ClusterError, RayKVError, SettingError, cause_of, first_line
+from raykv.base.extras import complaint
 from raykv.cli import (
     chunks,
     events,
@@ -24,8 +26,6 @@ from raykv.cli import (
     trouble,
 )
 from raykv.cli.base import ExitCode, app
-from raykv.errors import ClusterError, RayKVError, SettingError, cause_of, first_line
-from raykv.extras import complaint
 
 TOPICS = (
     status,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raykv.block_hashes import PromptTraits
-from raykv.catalog_types import DISK
+from raykv.base.errors import SettingError
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -24,13 +23,14 @@ from raykv.cli.base import (
     say,
     table,
 )
-from raykv.core.room import human_bytes
-from raykv.errors import SettingError
+from raykv.memory.room import human_bytes
+from raykv.prompts.block_hashes import PromptTraits
+from raykv.protocol.reader import DISK
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from raykv.catalog_types import Chunk, PromptLookup
+    from raykv.protocol.reader import Chunk, PromptLookup
 
 SHOWN_DIGITS = 24
 """Of a key: enough to tell the chunks of any cluster apart."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from raykv.base.errors import SettingError
 from raykv.cli.base import Address, app, connected, print_json_line, say
-from raykv.errors import SettingError
 
 if TYPE_CHECKING:
-    from raykv.event_types import Event
+    from raykv.protocol.events import Event
 
 
 @app.command()

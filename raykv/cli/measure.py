@@ -39,8 +39,8 @@ def demo(
 
     Example: raykv demo --tiny --nodes 2
     """
-    from raykv.demo import run_demo
-    from raykv.warden import ending_what_it_starts
+    from raykv.cluster.warden import ending_what_it_starts
+    from raykv.lab.demo import run_demo
 
     with ending_what_it_starts() as warden:
         code = run_demo(
@@ -86,9 +86,9 @@ def bench(
 
     Example: raykv bench lookup copy --json results.json
     """
-    from raykv.bench.command import list_benchmarks, run_benchmarks
-    from raykv.bench.report import Options
-    from raykv.warden import ending_what_it_starts
+    from raykv.cluster.warden import ending_what_it_starts
+    from raykv.lab.bench.command import list_benchmarks, run_benchmarks
+    from raykv.lab.bench.report import Options
 
     if list_only:
         list_benchmarks()
@@ -131,8 +131,8 @@ def chaos(
     """
     from rich.console import Console
 
-    from raykv.chaos.run import ChaosOptions, kinds_named, run_chaos
-    from raykv.warden import ending_what_it_starts
+    from raykv.cluster.warden import ending_what_it_starts
+    from raykv.lab.chaos.run import ChaosOptions, kinds_named, run_chaos
 
     loses_head = minutes >= 3 if lose_head is None else lose_head
     options = ChaosOptions(60 * minutes, seed, nodes, kinds_named(kinds or ()), logs, loses_head)

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 import raykv
+from raykv.base.errors import SettingError
+from raykv.base.parsing import parse_size
 from raykv.cli.base import Address, AsJson, app, console, print_json, table
 from raykv.cli.chunks import Form, read_prompt
-from raykv.core.room import human_bytes
-from raykv.errors import SettingError
-from raykv.parsing import parse_size
+from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
-    from raykv.client import Cluster
-    from raykv.operation_types import NodeUp, Pinned, TransferResult
+    from raykv.client.cluster import Cluster
+    from raykv.protocol.operator import NodeUp, Pinned, TransferResult
 
 Keys = Annotated[
     list[str],
@@ -80,8 +80,8 @@ def up(
 
     Example: raykv up --on GPU --pool-bytes 64GiB
     """
-    from raykv.actors.cluster import ensure_cluster
-    from raykv.config import load_settings
+    from raykv.base.settings import load_settings
+    from raykv.cluster.join import ensure_cluster
 
     # A wrong one is found before Ray is started for it.
     load_settings({})

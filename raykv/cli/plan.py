@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from raykv.base.errors import SettingError
 from raykv.cli.base import AsJson, ExitCode, app, console, print_json, say, table
-from raykv.core.room import human_bytes
-from raykv.errors import SettingError
+from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
-    from raykv.plan_types import Plan
+    from raykv.client.plan_types import Plan
 
 
 @app.command()
@@ -39,7 +39,7 @@ def plan(
 
     Example: raykv plan Qwen/Qwen3-8B --set pool_bytes=64GiB --engine block_size=16
     """
-    from raykv.sizing import plan as make_plan
+    from raykv.client.plan import plan as make_plan
 
     found = make_plan(model, _pairs("--set", settings or []), _pairs("--engine", engine or []))
     if as_json:

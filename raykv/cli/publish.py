@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from raykv.base.errors import ClusterError
+from raykv.base.settings import Settings, load_settings
 from raykv.cli.base import Address, AsJson, print_json, say
 from raykv.cli.base import app as main_app
-from raykv.config import Settings, load_settings
-from raykv.errors import ClusterError
-from raykv.publisher_types import PublisherSettings, PublisherStatus
+from raykv.protocol.publisher_types import PublisherSettings, PublisherStatus
 
 app = typer.Typer(
     help="Publish the cluster's events in vLLM's format (ZMQ), for routers that index KV caches.",
@@ -49,7 +49,7 @@ def start(
 
     Example: raykv publish start 'tcp://*:5557' --replay 'tcp://*:5558'
     """
-    from raykv.client import connect
+    from raykv.client.cluster import connect
 
     given = {
         "events_endpoint": endpoint,
@@ -69,7 +69,7 @@ def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv publish status
     """
-    from raykv.client import connect
+    from raykv.client.cluster import connect
 
     with connect(ray_address) as cluster:
         found = cluster.publisher()
@@ -85,7 +85,7 @@ def stop(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv publish stop
     """
-    from raykv.client import connect
+    from raykv.client.cluster import connect
 
     with connect(ray_address) as cluster:
         was_there = cluster.stop_publishing()

@@ -9,10 +9,10 @@ import msgspec
 import typer
 
 import raykv
+from raykv.base.parsing import parse_size
 from raykv.cli.base import Address, AsJson, ExitCode, app, print_json, say
 from raykv.cli.operate import Timeout, all_keys, counting
-from raykv.core.room import human_bytes
-from raykv.parsing import parse_size
+from raykv.memory.room import human_bytes
 
 Namespace = Annotated[str, typer.Option(help="Of the chunks; its first digits do.")]
 

@@ -9,15 +9,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
-from raykv.core.breaker import sentences
-from raykv.core.rates import TokenSources, token_sources
-from raykv.core.room import human_bytes
+from raykv.cli.rates import TokenSources, token_sources
+from raykv.cluster.breaker import sentences
+from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from raykv.status_types import ClusterStatus
+    from raykv.protocol.status import ClusterStatus
 
 
 @app.command()

@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from raykv.base.errors import SettingError
 from raykv.cli.base import Address, AsJson, app, connected, print_json, say
-from raykv.disk_types import Kept
-from raykv.errors import SettingError
+from raykv.protocol.disk import Kept
 
 
 @app.command()
@@ -77,7 +77,7 @@ def down(
 
     Example: raykv down --keep
     """
-    from raykv.actors.cluster import stop_started
+    from raykv.cluster.join import stop_started
 
     kept: list[Kept] = []
     with connected(ray_address) as cluster:

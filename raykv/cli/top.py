@@ -13,13 +13,13 @@ from rich.live import Live
 from rich.text import Text
 
 from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
+from raykv.cli.rates import Progress, progress, token_sources
 from raykv.cli.status import percent, troubles
-from raykv.core.rates import Progress, progress, token_sources
-from raykv.core.room import human_bytes
+from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
     import raykv
-    from raykv.status_types import ClusterStatus
+    from raykv.protocol.status import ClusterStatus
 
 
 @app.command()

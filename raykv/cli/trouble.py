@@ -19,7 +19,7 @@ def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv doctor && echo all well
     """
-    from raykv.doctor import exit_code, print_findings
+    from raykv.cli.doctor_text import exit_code, print_findings
 
     with connected(ray_address) as cluster:
         findings = cluster.doctor()
@@ -43,7 +43,7 @@ def why_miss(
 
     Example: raykv why-miss chatcmpl-9f2c
     """
-    from raykv.why_miss import print_explanations, to_json
+    from raykv.cli.why_miss import print_explanations, to_json
 
     with connected(ray_address) as cluster:
         found = cluster.why_miss(request_id)

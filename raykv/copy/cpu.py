@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from raykv.base.ids import Direction
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.rows import RowCopier, Side
-from raykv.types import Direction
 
 
 class CPUBackend(CopyBackend):

@@ -13,9 +13,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from raykv.base.ids import Direction
 from raykv.copy.plan import CopyRuns
 from raykv.memory.words import Word
-from raykv.types import Direction
 
 MAX_QUEUED_JOBS = 4096
 """Per lane. An engine submits a few jobs a step: a queue this long means that copies stand. Not for

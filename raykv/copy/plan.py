@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raykv.core.canonical import fragments_of, shares, within
+from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Direction
+from raykv.memory.canonical import fragments_of, shares, within
 from raykv.memory.handles import part_bytes
-from raykv.messages import CopyJob, KVLayout, TensorLayout
-from raykv.types import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Direction
+from raykv.protocol.messages import CopyJob, KVLayout, TensorLayout
 
 Column = npt.NDArray[np.int64]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from raykv.base.ids import Direction
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
-from raykv.types import Direction
 
 
 class ReferenceBackend(CopyBackend):

@@ -16,9 +16,9 @@ import numpy as np
 from raykv.copy.plan import Column, CopyRuns
 
 SPAN_BYTES = 32 << 20
-"""What a device gathers at once (`raykv.copy.cuda.Limits`): 1 ms at the speed of PCIe, in which the
-next one is submitted. All chunks of a span fail together when its job is cancelled, so it should
-not be much larger."""
+"""What a device gathers at once (`raykv.copy.cuda.backend.Limits`): 1 ms at the speed of PCIe, in
+which the next one is submitted. All chunks of a span fail together when its job is cancelled, so it
+should not be much larger."""
 
 HOST_SPAN_BYTES = 4 << 20
 """For KV caches in the host's memory, where the end of a call costs microseconds: half a

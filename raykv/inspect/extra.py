@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raykv.extras import load
+from raykv.base.extras import load
 
 
 def pandas() -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
 from raykv.inspect.extra import pandas
 from raykv.inspect.sources import (
     Row,
@@ -26,7 +26,7 @@ from raykv.inspect.sources import (
 if TYPE_CHECKING:
     import pandas as pd
 
-    from raykv.client import Cluster
+    from raykv.client.cluster import Cluster
 
 TEXT, WHOLE, REAL, TRUTH, THING = "string", "Int64", "Float64", "boolean", "object"
 

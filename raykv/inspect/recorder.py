@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from raykv.deadlines import RECORD_PAUSE_S, RECORDER_STOP_S
-from raykv.errors import ClusterError
-from raykv.event_types import EventsMissed
+from raykv.base.deadlines import RECORD_PAUSE_S, RECORDER_STOP_S
+from raykv.base.errors import ClusterError
+from raykv.base.threads import OnFailure, start_thread
 from raykv.inspect.frames import frame
 from raykv.inspect.sources import Row, chunk_rows, event_row, node_rows, request_rows
-from raykv.threads import OnFailure, start_thread
+from raykv.protocol.events import EventsMissed
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from raykv.client import Cluster
+    from raykv.client.cluster import Cluster
 
 logger = logging.getLogger("raykv.inspect")
 

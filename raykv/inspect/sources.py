@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from raykv.actors.inspection import ChunkPlace
-from raykv.catalog_types import RAM
-from raykv.miss_types import CHUNK_NAME_BYTES, Explanation
-from raykv.types import Generation, Key, Namespace, NodeId, Slot, group_of
+from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot, group_of
+from raykv.client.chunks import ChunkPlace
+from raykv.protocol.miss_types import CHUNK_NAME_BYTES, Explanation
+from raykv.protocol.reader import RAM
 
 if TYPE_CHECKING:
-    from raykv.client import Cluster
-    from raykv.event_types import Event
+    from raykv.client.cluster import Cluster
+    from raykv.protocol.events import Event
 
 MAX_PAGES = 1024
 """Of requests that are read at once: more than the scheduler actor remembers."""

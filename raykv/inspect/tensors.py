@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raykv.actors.inspection import ChunkPlace, kv_form, read_chunks
-from raykv.core.kv_form import LayerElements, layers_of, tokens_per_chunk
-from raykv.errors import ClusterError
-from raykv.extras import load
+from raykv.base.errors import ClusterError
+from raykv.base.extras import load
+from raykv.base.ids import Namespace, group_of
+from raykv.client.chunks import ChunkPlace, kv_form, read_chunks
 from raykv.inspect.sources import chunk_places, known_tokens
-from raykv.kv_types import GroupForm, KVForm
-from raykv.types import Namespace, group_of
+from raykv.memory.kv_form import LayerElements, layers_of, tokens_per_chunk
+from raykv.protocol.kv_types import GroupForm, KVForm
 
 if TYPE_CHECKING:
     import torch
 
-    from raykv.client import Cluster
+    from raykv.client.cluster import Cluster
 
 SHORTEST_BEGINNING = 4
 """Hex digits of a key that are enough, if no other chunk's key begins so."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raykv.bench import requests as trace_files
-from raykv.bench.requests import Request
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.inspect import trace_files
+from raykv.inspect.trace_files import Request
 
 if TYPE_CHECKING:
     import pandas as pd

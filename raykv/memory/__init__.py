@@ -1,1 +1,1 @@
-"""Memory that several processes share: the pool, exported KV caches, cancel words."""
+"""Memory that processes share: regions, the pool and its journal, pages, forms of a KV cache."""

@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
-from raykv.core import canonical
-from raykv.core.kv_form import objection
-from raykv.errors import HandleError
-from raykv.memory.cuda_driver import MemoryDriver
-from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC, check_pieces, open_device_kv
+from raykv.base.errors import HandleError
+from raykv.memory import canonical
+from raykv.memory.cuda.driver import MemoryDriver
+from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, check_pieces, open_device_kv
+from raykv.memory.kv_form import objection
 from raykv.memory.region import Region
-from raykv.messages import KVLayout
+from raykv.protocol.messages import KVLayout
 
 MEMFD = "memfd"
 

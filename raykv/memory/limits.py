@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from raykv.core.room import (
+from raykv.memory.room import (
     MemoryLimit,
     MonitorSettings,
     PoolNeeds,

@@ -12,8 +12,8 @@ import os
 import platform
 from pathlib import Path
 
-from raykv.core.pinning import HugePages, Placement, Placing, huge_pages, placement
-from raykv.errors import HandleError
+from raykv.base.errors import HandleError
+from raykv.memory.placing import HugePages, Placement, Placing, huge_pages, placement
 from raykv.memory.region import Region
 
 logger = logging.getLogger("raykv.node")

@@ -25,15 +25,15 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.core.clearings import Clearings
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import ChunkName, Seal
-from raykv.deadlines import NODE_ROOM_LOOK_S
-from raykv.errors import HandleError
+from raykv.base.clearings import Clearings
+from raykv.base.deadlines import NODE_ROOM_LOOK_S
+from raykv.base.errors import HandleError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Generation, Key, Namespace, Slot
+from raykv.base.ownership import open_own
 from raykv.memory.pages import place_near_gpus, pool_region
 from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
-from raykv.ownership import open_own
-from raykv.types import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Generation, Key, Namespace, Slot
+from raykv.node.slots import ChunkName, Seal
 
 logger = logging.getLogger("raykv.node")
 

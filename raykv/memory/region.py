@@ -17,10 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from raykv.deadlines import POOL_FILE_LOOK_S, POOL_FILE_S
-from raykv.errors import HandleError
+from raykv.base.deadlines import POOL_FILE_LOOK_S, POOL_FILE_S
+from raykv.base.errors import HandleError
+from raykv.base.ownership import open_own
 from raykv.memory.limits import is_in_memory
-from raykv.ownership import open_own
 
 PREFAULT_PIECE_BYTES = 4 << 20
 """A millisecond or two of page faults: how long who maps or closes something waits for it. On a

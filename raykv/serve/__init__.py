@@ -50,12 +50,12 @@ def build_disaggregated_app(args: Mapping[str, Any]) -> Application:
     when no prefill engine answers, the decode engines compute.
 
     Args:
-        args: see `raykv.serve.disaggregated_arguments.DisaggregatedArguments`.
+        args: see `raykv.serve.disaggregated.arguments.DisaggregatedArguments`.
 
     Raises:
         SettingError: an argument is unknown, malformed, or contradicts another one.
     """
-    from raykv.serve.disaggregated import build_disaggregated_app as build
+    from raykv.serve.disaggregated.app import build_disaggregated_app as build
 
     return build(args)
 

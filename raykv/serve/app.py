@@ -10,17 +10,17 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
 from raykv.serve.arguments import AppArguments, IngressArguments, ModelArguments, parse
-from raykv.serve.ingress import IngressReplica
+from raykv.serve.http.ingress import IngressReplica
 from raykv.serve.replica import EngineReplica
-from raykv.serve.route_settings import kv_router_kwargs
+from raykv.serve.router.settings import kv_router_kwargs
 from raykv.serve.validation import complaints
 
 _POLICIES = {
-    "round_robin": "raykv.serve.routing:RoundRobinRouter",
-    "prefix": "raykv.serve.prefix_router:PrefixRouter",
-    "kv": "raykv.serve.kv_router:KVRouter",
+    "round_robin": "raykv.serve.router.round_robin:RoundRobinRouter",
+    "prefix": "raykv.serve.router.prefix_router:PrefixRouter",
+    "kv": "raykv.serve.router.kv_router:KVRouter",
 }
 """Names of request routers; any other is an import path."""
 

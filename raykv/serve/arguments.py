@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from raykv.config import load_settings
-from raykv.deadlines import REPLICA_WAIT_S
-from raykv.errors import SettingError
+from raykv.base.deadlines import REPLICA_WAIT_S
+from raykv.base.errors import SettingError
+from raykv.base.settings import load_settings
 from raykv.serve.command import plan_serve
 from raykv.serve.flags import to_flags
 
@@ -23,9 +23,9 @@ class Strict(BaseModel):
 
 
 class RouterArguments(Strict):
-    """Which replica a request goes to, see `raykv.serve.routing`.
+    """Which replica a request goes to, see `raykv.serve.router.round_robin`.
 
-    `policy`: "kv" asks RayKV where a prompt is, with `kwargs` as in `raykv.serve.route_settings`;
+    `policy`: "kv" asks RayKV where a prompt is, with `kwargs` as in `raykv.serve.router.settings`;
     "power_of_two" is Ray's default; "prefix" remembers texts (Ray's); "round_robin" takes turns; a
     class is any other request router by its import path, which gets `kwargs`.
     """

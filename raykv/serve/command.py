@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from raykv import vllm_command
-from raykv.config import load_settings
-from raykv.deadlines import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S
-from raykv.errors import SettingError, VersionError
+from raykv.base.deadlines import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S
+from raykv.base.errors import SettingError, VersionError
+from raykv.base.settings import load_settings
+from raykv.serve import vllm_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -110,7 +110,7 @@ def serve(
     load_settings(plan.transfer[_EXTRA])
     if not vllm_command.is_installed():
         raise VersionError("vLLM is not installed: pip install 'raykv[gpu]', or 'raykv[cpu]'.")
-    from raykv.actors.cluster import check_reachable, ensure_cluster, stop_started
+    from raykv.cluster.join import check_reachable, ensure_cluster, stop_started
 
     with _stop_requests() as stops:
         joined = ensure_cluster(plan.ray_address)
@@ -134,7 +134,7 @@ def _folder_of(model: str) -> str:
     """`model`, or the folder of the demo's model, which is fetched first if it is not there."""
     if model != SMALL_MODEL:
         return model
-    from raykv.models import smollm2
+    from raykv.serve.models import smollm2
 
     return str(smollm2(progress=lambda line: print(f"raykv: {line}", file=sys.stderr, flush=True)))
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
 
 
 def to_flags(options: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ import ray
 from pydantic import ValidationError
 from ray.serve import Application
 
-from raykv.errors import SettingError, VersionError
+from raykv.base.errors import SettingError, VersionError
 from raykv.serve.command import CONNECTOR
 from raykv.serve.transfer import fill_in, with_raykv
 from raykv.serve.validation import complaints

@@ -13,13 +13,13 @@ import prometheus_client
 import ray
 from ray import serve
 
-from raykv import models, vllm_command
-from raykv.actors.processes import end_children
-from raykv.deadlines import ENGINE_LOOK_S
+from raykv.base.deadlines import ENGINE_LOOK_S
+from raykv.cluster.processes import end_children
+from raykv.serve import models, vllm_command
 from raykv.serve.arguments import ModelArguments, parse, plan_of
 from raykv.serve.command import SMALL_MODEL
-from raykv.serve.http import AsgiApp, Head, HttpRequest, Pieces, drive
-from raykv.serve.metrics import ReplicaMetrics
+from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest, Pieces, drive
+from raykv.serve.http.metrics import ReplicaMetrics
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
 logger = logging.getLogger("ray.serve")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raykv.config import load_settings
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.base.settings import load_settings
 from raykv.serve.command import CONNECTOR, CONNECTORS
 
 SEVERAL = "MultiConnector"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from raykv.errors import SettingError
-from raykv.serve.http import AsgiApp
+from raykv.base.errors import SettingError
+from raykv.serve.http.exchange import AsgiApp
 
 
 async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiApp]:

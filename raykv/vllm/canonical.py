@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from raykv.errors import SettingError
-from raykv.kv_types import CanonicalPages, PageMap
+from raykv.base.errors import SettingError
+from raykv.protocol.kv_types import CanonicalPages, PageMap
 
 logger = logging.getLogger("raykv")
 

@@ -31,32 +31,31 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 
 import raykv
-from raykv.actors.link import LinkTarget
-from raykv.actors.runtime import EngineIdentity, EngineRuntime
-from raykv.config import Settings, load_settings
-from raykv.core.prefixes import ChunkGroup, groups_text
-from raykv.errors import RayKVError
-from raykv.types import MissReason
-from raykv.vllm.adapters import AdapterUse, AdapterUses
+from raykv.base.errors import RayKVError
+from raykv.base.guard import guarded, nothing
+from raykv.base.ids import MissReason
+from raykv.base.settings import Settings, load_settings
+from raykv.engine.runtime import EngineIdentity, EngineRuntime
+from raykv.prompts.prefixes import ChunkGroup, groups_text
 from raykv.vllm.canonical import block_bytes_told
 from raykv.vllm.engine_core import watch_rests
-from raykv.vllm.guard import guarded, nothing
-from raykv.vllm.handover import may_sleep, ordinary_gpu_memory
-from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
-from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.media import may_share_media
-from raykv.vllm.mending import Mender
-from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
-from raykv.vllm.misses import count_by_transfer_type, unregister_metrics
-from raykv.vllm.namespace import engine_facts, namespace_of, traits_of
-from raykv.vllm.params import only_documented
-from raykv.vllm.placement import (
+from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
+from raykv.vllm.identity.media import may_share_media
+from raykv.vllm.identity.namespace import engine_facts, namespace_of, traits_of
+from raykv.vllm.identity.placement import (
     RankPlace,
     node_of_ranks,
     place_of_rank,
     refuse_ranks_elsewhere,
     refuse_several_hosts,
 )
+from raykv.vllm.identity.weight_changes import watch_calls
+from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
+from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.mending import Mender
+from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
+from raykv.vllm.misses import count_by_transfer_type, unregister_metrics
+from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
     refuse_non_causal,
@@ -64,8 +63,9 @@ from raykv.vllm.spec import (
 )
 from raykv.vllm.tracker import track_chunks
 from raykv.vllm.versions import check_vllm_version, vllm_version
-from raykv.vllm.weight_changes import watch_calls
 from raykv.vllm.worker import RayKVConnectorWorker
+from raykv.worker.handover import may_sleep, ordinary_gpu_memory
+from raykv.worker.link import LinkTarget
 
 logger = logging.getLogger("raykv")
 
@@ -239,7 +239,7 @@ class RayKVConnector(OffloadingConnector):
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """See `KVConnectorBase_V1.get_mem_pool_context`: KV in memory that can be shared."""
-        from raykv.vllm.export import SharedAllocation
+        from raykv.worker.export import SharedAllocation
 
         spec = self._worker.spec
         assert isinstance(spec, RayKVOffloadingSpec), spec

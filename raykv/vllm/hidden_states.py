@@ -29,17 +29,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from raykv.actors.job_request import JobRequest
-from raykv.captured import promise, settle
-from raykv.config import Settings
-from raykv.errors import SettingError
-from raykv.messages import Handles, JobResult, KVLayout
-from raykv.state_types import Capture
-from raykv.types import Direction, Refusal
+from raykv.base.errors import SettingError
+from raykv.base.guard import guarded, nothing, report
+from raykv.base.ids import Direction, Refusal
+from raykv.base.settings import Settings
+from raykv.node.states.file import promise, settle
+from raykv.protocol.messages import Handles, JobResult, KVLayout
+from raykv.protocol.state_types import Capture
 from raykv.vllm.connector import RayKVConnector, logged_refusals
-from raykv.vllm.guard import guarded, nothing, report
 from raykv.vllm.metadata import RayKVConnectorMetadata
 from raykv.vllm.worker import RayOffloadingWorker
+from raykv.worker.job import JobRequest
 
 logger = logging.getLogger("raykv")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
-from raykv.actors.job_request import JobRequest
-from raykv.messages import Handles, JobResult, KVLayout
-from raykv.types import Direction, Refusal
+from raykv.base.ids import Direction, Refusal
+from raykv.protocol.messages import Handles, JobResult, KVLayout
 from raykv.vllm.spec import PoolSpec
+from raykv.worker.job import JobRequest
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raykv.core.kv_form import ELEMENT_BYTES, objection
-from raykv.kv_types import ElementOrder, GroupForm, KVForm
+from raykv.memory.kv_form import ELEMENT_BYTES, objection
+from raykv.protocol.kv_types import ElementOrder, GroupForm, KVForm
 from raykv.vllm.canonical import whole_spec
 
 logger = logging.getLogger("raykv")

@@ -2,7 +2,7 @@
 
 A prompt that is found is scheduled at once; the worker waits for each layer before it is computed.
 vLLM recovers from a load that failed by computing the request anew. What its recovery leaves open
-is done here; see `raykv.core.layered`.
+is done here; see `raykv.engine.layered`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from raykv.config import Settings
-from raykv.core.layered import LayeredLoad, LayeredLoads
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.base.settings import Settings
+from raykv.engine.layered import LayeredLoad, LayeredLoads
 
 PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """KV caches of numbers alone: a page that is loaded and computed at once has either one's."""

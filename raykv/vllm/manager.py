@@ -27,16 +27,16 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from raykv.actors.session import Session
-from raykv.core.announcements import Announcements
-from raykv.core.hints import HintBox
-from raykv.core.layered import LayeredLoads
-from raykv.core.requests import FailedLoad
-from raykv.core.view import EngineView
-from raykv.messages import Handle
-from raykv.types import NO_GENERATION, Epoch, Generation, Key, Lookup, MissReason, TokenSource
+from raykv.base.guard import guarded, nothing
+from raykv.base.ids import NO_GENERATION, Epoch, Generation, Key, Lookup, MissReason, TokenSource
+from raykv.engine.announcements import Announcements
+from raykv.engine.hints import HintBox
+from raykv.engine.layered import LayeredLoads
+from raykv.engine.requests import FailedLoad
+from raykv.engine.session import Session
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import Handle
 from raykv.vllm.engine_core import is_resting
-from raykv.vllm.guard import guarded, nothing
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import hint_of, request_options
 from raykv.vllm.spec import PoolSpec

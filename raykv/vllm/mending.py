@@ -19,8 +19,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 
-from raykv.types import Key
-from raykv.vllm import guard
+from raykv.base import guard
+from raykv.base.ids import Key
 from raykv.vllm.manager import RayOffloadingManager
 
 

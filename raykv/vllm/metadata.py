@@ -10,10 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 
-from raykv.actors.link import LinkTarget
-from raykv.breaker_types import BreakerReport
-from raykv.core.requests import FailedLoad
-from raykv.vllm.adapters import AdapterUse
+from raykv.engine.requests import FailedLoad
+from raykv.protocol.told import BreakerReport
+from raykv.vllm.identity.adapters import AdapterUse
+from raykv.worker.link import LinkTarget
 
 
 @dataclass

@@ -17,10 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from raykv.core.view import EngineView
-from raykv.miss_types import MissRecord
-from raykv.types import MissReason, TokenSource
-from raykv.vllm.guard import guarded, nothing
+from raykv.base.guard import guarded, nothing
+from raykv.base.ids import MissReason, TokenSource
+from raykv.engine.view import EngineView
+from raykv.protocol.miss_types import MissRecord
 
 logger = logging.getLogger("raykv")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from raykv.core.hints import Hint
-from raykv.core.requests import RequestOptions
-from raykv.operation_types import MAX_PIN_S, MAX_PRIORITY
+from raykv.engine.hints import Hint
+from raykv.engine.requests import RequestOptions
+from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
 
 logger = logging.getLogger("raykv")
 

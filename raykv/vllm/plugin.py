@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from raykv.parent import end_with_parent
-from raykv.vllm.media import watch_prompts
+from raykv.base.parent import end_with_parent
+from raykv.vllm.identity.media import watch_prompts
 
 logger = logging.getLogger("raykv")
 

@@ -16,20 +16,20 @@ from vllm.v1.kv_offload.base import (
     OffloadingSpec,
 )
 
-from raykv.actors.link import LinkSettings, WorkerLink
-from raykv.config import Settings, load_settings
-from raykv.core.cost import FetchCost, Rates
-from raykv.core.geometry import aligned
-from raykv.core.hints import Allowed, HintBox
-from raykv.core.remote import ChunkSize, RemoteSettings
-from raykv.core.reuse import StoreSampler
-from raykv.core.view import EngineView
-from raykv.errors import SettingError
-from raykv.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
-from raykv.messages import KVLayout
-from raykv.threads import OnFailure, SupervisedThread
-from raykv.types import EngineId
+from raykv.base.errors import SettingError
+from raykv.base.geometry import aligned
+from raykv.base.ids import EngineId
+from raykv.base.settings import Settings, load_settings
+from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.directory.reuse import StoreSampler
+from raykv.engine.cost import FetchCost, Rates
+from raykv.engine.hints import Allowed, HintBox
+from raykv.engine.remote import ChunkSize, RemoteSettings
+from raykv.engine.view import EngineView
+from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
+from raykv.protocol.messages import KVLayout
 from raykv.vllm import canonical
+from raykv.worker.link import LinkSettings, WorkerLink
 
 if TYPE_CHECKING:
     from raykv.vllm.manager import RayOffloadingManager
@@ -160,8 +160,8 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
         """See `OffloadingSpec.get_worker`."""
-        from raykv.vllm.handover import make_link
         from raykv.vllm.worker import RayOffloadingWorker
+        from raykv.worker.handover import make_link
 
         if self.shared_allocation is None:
             link, layout = make_link(self, kv_caches)
@@ -171,7 +171,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def _direct_link(self, kv_caches: CanonicalKVCaches) -> tuple[Any, KVLayout]:
         """The NodeActor maps the KV cache itself."""
-        from raykv.vllm.export import describe
+        from raykv.worker.export import describe
 
         layout, region = describe(
             self.shared_allocation.regions, kv_caches, self.group_ids, self.blocks_per_chunk
@@ -191,7 +191,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         Raises:
             SettingError: the staging memory is too small.
         """
-        from raykv.vllm.staging import StagedLink, StagingMemory
+        from raykv.worker.staging import StagedLink, StagingMemory
 
         memory = StagingMemory(
             kv_caches, self.group_ids, self.blocks_per_chunk, self.settings.staging_bytes

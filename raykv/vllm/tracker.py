@@ -17,12 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
 )
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
 
-from raykv.actors.runtime import EngineIdentity
-from raykv.core.announcements import Announcements
-from raykv.core.descriptions import DescriptionOutbox
-from raykv.description_types import Description, pack_tokens
-from raykv.types import Key
-from raykv.vllm.guard import guarded, nothing
+from raykv.base.guard import guarded, nothing
+from raykv.base.ids import Key
+from raykv.engine.announcements import Announcements
+from raykv.engine.runtime import EngineIdentity
+from raykv.protocol.descriptions import Description, pack_tokens
+from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.spec import RayKVOffloadingSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from raykv.errors import VersionError
+from raykv.base.errors import VersionError
 
 SUPPORTED = ((0, 32), (0, 33))
 """0.32 is tested; 0.33 by its signatures."""

@@ -26,15 +26,14 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkTarget
-from raykv.breaker_types import BreakerReport
-from raykv.core.requests import FailedLoad
-from raykv.deadlines import LINK_CLOSE_S
-from raykv.messages import JobResult, KVLayout
-from raykv.types import Direction, Epoch, Generation, Key
-from raykv.vllm.adapters import AdapterUse, LoadedAdapters, watch_loads
-from raykv.vllm.guard import guarded, report
+from raykv.base.deadlines import LINK_CLOSE_S
+from raykv.base.guard import guarded, report
+from raykv.base.ids import Direction, Epoch, Generation, Key
+from raykv.engine.requests import FailedLoad
+from raykv.protocol.messages import JobResult, KVLayout
+from raykv.protocol.told import BreakerReport
+from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
+from raykv.vllm.identity.weight_changes import WeightWatch, watch_worker
 from raykv.vllm.jobs import (
     RayKVTransferResult,
     all_failed,
@@ -44,10 +43,11 @@ from raykv.vllm.jobs import (
 )
 from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.layered import refuse_layerwise
-from raykv.vllm.links import ALL_LAYERS, Link
 from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
-from raykv.vllm.weight_changes import WeightWatch, watch_worker
+from raykv.worker.front import ALL_LAYERS, Link
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkTarget
 
 logger = logging.getLogger("raykv")
 

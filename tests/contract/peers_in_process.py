@@ -19,17 +19,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from raykv.actors.fetch_client import fetch_request
-from raykv.actors.fetching import FetchService
-from raykv.actors.keeper import PoolKeeper
-from raykv.actors.peers import Bytes, PeerError
-from raykv.actors.reading import ReadService
-from raykv.core.geometry import PoolGeometry
-from raykv.core.remote import FetchOrder
-from raykv.core.requests import Replica
-from raykv.core.slots import ChunkName, SlotState
-from raykv.messages import FetchRequest, FetchResult, Handle, ReadReply, ReadRequest, decode, encode
-from raykv.types import (
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
     SLOT_ALIGNMENT,
     Epoch,
     Generation,
@@ -38,6 +29,23 @@ from raykv.types import (
     NodeId,
     Refusal,
     Slot,
+)
+from raykv.engine.fetches import fetch_request
+from raykv.engine.remote import FetchOrder
+from raykv.engine.requests import Replica
+from raykv.node.fetch import FetchService
+from raykv.node.keeper import PoolKeeper
+from raykv.node.peers import Bytes, PeerError
+from raykv.node.read import ReadService
+from raykv.node.slots import ChunkName, SlotState
+from raykv.protocol.messages import (
+    FetchRequest,
+    FetchResult,
+    Handle,
+    ReadReply,
+    ReadRequest,
+    decode,
+    encode,
 )
 
 PAGE = SLOT_ALIGNMENT

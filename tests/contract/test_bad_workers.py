@@ -16,15 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.actors import wire
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
-from raykv.actors.node_service import NodeService, ServiceSettings
-from raykv.core.geometry import PoolGeometry
-from raykv.core.sanity import believable
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import MAX_GENERATION, SLOT_ALIGNMENT, Direction, Epoch, Refusal
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
-from raykv.messages import (
+from raykv.node.service import NodeService, ServiceSettings
+from raykv.protocol import wire
+from raykv.protocol.check import believable
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachWorker,
     CopyJob,
@@ -37,7 +36,8 @@ from raykv.messages import (
     TensorLayout,
     WorkerAttached,
 )
-from raykv.types import MAX_GENERATION, SLOT_ALIGNMENT, Direction, Epoch, Refusal
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.waiting import wait_until
 
 PAGE = SLOT_ALIGNMENT

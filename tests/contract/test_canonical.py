@@ -20,12 +20,12 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from raykv.base.errors import SettingError
+from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import Planner
-from raykv.errors import SettingError
-from raykv.kv_types import CanonicalPages
 from raykv.memory.handles import check_layout
-from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
-from raykv.types import SLOT_ALIGNMENT, Direction
+from raykv.protocol.kv_types import CanonicalPages
+from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
 from raykv.vllm.canonical import block_bytes, pages_of
 from tests.contract.test_copy_backends import MEMORIES, NEVER, Memory
 

@@ -13,16 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raykv.actors import capturing, wire
-from raykv.actors.capturing import delete_expired
-from raykv.actors.job_request import JobRequest
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
-from raykv.captured import HiddenStates, load_hidden_states, promise, write_states
-from raykv.core.geometry import PoolGeometry
-from raykv.errors import HiddenStatesError
-from raykv.messages import Handles, JobResult
-from raykv.state_types import Capture, CaptureStats
-from raykv.types import Direction, Refusal
+from raykv.base.errors import HiddenStatesError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Direction, Refusal
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.node.states import capturing
+from raykv.node.states.capturing import delete_expired
+from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
+from raykv.protocol import wire
+from raykv.protocol.messages import Handles, JobResult
+from raykv.protocol.state_types import Capture, CaptureStats
+from raykv.worker.job import JobRequest
 from tests.contract.test_worker_link import NUM_BLOCKS, PATIENT, Node, Worker, failures
 from tests.states_reader import DisappointedReader
 from tests.waiting import wait_until

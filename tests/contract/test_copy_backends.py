@@ -21,18 +21,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.cpu import CPUBackend
-from raykv.copy.cuda import CUDABackend, Device, Limits, Place
-from raykv.copy.cuda_calibration import Route, always
-from raykv.copy.cuda_driver import CUDAError
+from raykv.copy.cuda.backend import CUDABackend, Device, Limits, Place
+from raykv.copy.cuda.calibration import Route, always
+from raykv.copy.cuda.driver import CUDAError
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.reference import ReferenceBackend
 from raykv.copy.rows import RowCopier, kernel
 from raykv.memory.region import Region
 from raykv.memory.words import Word
-from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
-from raykv.types import SLOT_ALIGNMENT, Direction
+from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
 from tests.cuda_fake import FakeDriver
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

@@ -9,11 +9,11 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
+from raykv.base.geometry import PoolGeometry
 from raykv.copy.engine import StopSign
 from raykv.copy.rows import RowCopier, Side, by_memmove, kernel
-from raykv.core.geometry import PoolGeometry
 from raykv.memory.words import Word
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from tests.waiting import wait_until
 
 SIZE = 3 << 20

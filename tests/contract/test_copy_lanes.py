@@ -15,19 +15,19 @@ from typing import Any, NoReturn
 
 import pytest
 
-import raykv.actors.attached
-import raykv.actors.copying
-import raykv.actors.lanes
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
+import raykv.node.attached
+import raykv.node.copying
+import raykv.node.lanes
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Direction, Refusal, Slot
 from raykv.copy.cpu import CPUBackend
-from raykv.copy.cuda import CUDABackend, Device, Limits, Place
-from raykv.copy.cuda_calibration import Route, always
-from raykv.copy.cuda_driver import Copies, CUDAError, SourceOrder, Urgency
+from raykv.copy.cuda.backend import CUDABackend, Device, Limits, Place
+from raykv.copy.cuda.calibration import Route, always
+from raykv.copy.cuda.driver import Copies, CUDAError, SourceOrder, Urgency
 from raykv.copy.engine import HOST, CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import SlotState
-from raykv.types import Direction, Refusal, Slot
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.node.slots import SlotState
 from tests.cuda_fake import FakeDriver
 from tests.fake_cuda import GPU, OTHER_GPU, mapped_ranges
 from tests.waiting import wait_until
@@ -210,7 +210,7 @@ def test_chunks_of_a_job_are_one_batch(driven: Driven) -> None:
 def test_job_of_several_spans_is_as_many_batches(
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.copying, "SPAN_BYTES", 3 * PART_BYTES)
+    monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", 3 * PART_BYTES)
     worker = driven.world.worker(num_ranks=1)
     store = driven.batches(lambda: worker.run(STORE, [0, 1, 2, 3], BLOCKS))
     assert store == [3 * NUM_LAYERS, NUM_LAYERS]
@@ -365,14 +365,14 @@ class Gate:
                 gate.done.append((direction, last - first))
                 return done
 
-        monkeypatch.setattr(raykv.actors.attached, "CPUBackend", Gated)
+        monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     made = Gate()
     made.install(monkeypatch)
-    monkeypatch.setattr(raykv.actors.copying, "HOST_SPAN_BYTES", 2 * host_tests.PAGE)
+    monkeypatch.setattr(raykv.node.copying, "HOST_SPAN_BYTES", 2 * host_tests.PAGE)
     return made
 
 
@@ -410,7 +410,7 @@ def in_thread(act: Callable[[], object]) -> threading.Thread:
 def test_store_of_host_memory_lets_a_load_that_runs_end_first(
     gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.lanes, "NODE_GIVE_WAY_S", LONG_S)
+    monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
     assert loader.run(STORE, [0, 1], 5) == [Refusal.NONE] * 2
     loads, stores = threading.Event(), threading.Event()
@@ -437,7 +437,7 @@ def test_store_of_host_memory_lets_a_load_that_runs_end_first(
 def test_load_comes_between_the_spans_of_a_store(
     gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.lanes, "NODE_GIVE_WAY_S", LONG_S)
+    monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
     assert loader.run(STORE, [0, 1], 5) == [Refusal.NONE] * 2
     loading: list[threading.Thread] = []

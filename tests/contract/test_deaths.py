@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
-import raykv.actors.deaths
-from raykv.actors import wire
-from raykv.actors.deaths import DeathWatch
-from raykv.actors.link import LinkSettings
-from raykv.errors import AttachError
+import raykv.cluster.deaths
+from raykv.base.errors import AttachError
+from raykv.base.ids import Direction, Refusal
+from raykv.cluster.deaths import DeathWatch
 from raykv.memory.region import Region
-from raykv.types import Direction, Refusal
+from raykv.protocol import wire
+from raykv.worker.link import LinkSettings
 from tests.contract import test_worker_link as link_tests
 from tests.contract.test_worker_link import Worker, failures
 from tests.waiting import wait_until
@@ -331,7 +331,7 @@ def deaths() -> Iterator[DeathWatch]:
 
 def refuse_peer_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Linux before 6.5."""
-    monkeypatch.setattr(raykv.actors.deaths, "SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(raykv.cluster.deaths, "SO_PEERPIDFD", 9999)
 
 
 @pytest.mark.parametrize("is_old", [False, True])

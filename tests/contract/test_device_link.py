@@ -16,25 +16,31 @@ from typing import Any
 import msgspec
 import pytest
 
-from raykv.actors import wire
-from raykv.actors.devices import Devices, MakeBackend
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
-from raykv.core.geometry import PoolGeometry
-from raykv.errors import HandleError
-from raykv.memory.cuda_driver import DriverError
-from raykv.memory.cuda_kv import DeviceTensor, Grouping, export_kv
+from raykv.base.errors import HandleError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.kv import DeviceTensor, Grouping, export_kv
 from raykv.memory.words import CancelWords
-from raykv.messages import PROTOCOL_VERSION, AttachWorker, Handles, JobResult, WorkerAttached
-from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.node.devices import Devices, MakeBackend
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.protocol import wire
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    AttachWorker,
+    Handles,
+    JobResult,
+    WorkerAttached,
+)
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fake_cuda import EVENT_NAME, GPU, KV_NAME, OTHER_GPU, PAGE, FakeCuda, make_backend
 from tests.links import refusals
 from tests.waiting import wait_until
 
 pytest.importorskip("vllm")
 
-from raykv.vllm.handover import AutoLink, DeviceLink
+from raykv.worker.handover import AutoLink, DeviceLink
 
 NUM_LAYERS = 32
 NUM_BLOCKS = 16
@@ -390,7 +396,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     torch = pytest.importorskip("torch")
     from types import SimpleNamespace
 
-    from raykv.vllm.staging import StagedLink, StagingMemory
+    from raykv.worker.staging import StagedLink, StagingMemory
 
     world.cuda.visible = (OTHER_GPU,)
     cuda = FakeCuda((GPU,))

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-import raykv.actors.disk
-import raykv.tiers.folder
-from raykv.actors.disk import DiskTier
-from raykv.actors.disk_reads import TieredTransport
-from raykv.actors.fetching import FetchService
-from raykv.actors.peers import PendingRead
-from raykv.config import DiskPlace
-from raykv.core.requests import Replica
-from raykv.core.slots import ChunkName
-from raykv.disk_types import Demotions, DiskOrder, disk_of
-from raykv.messages import Handle, ReadRequest
-from raykv.tiers.chunk_file import PART_SUFFIX, ChunkBytes, ChunkFile, write_chunks
-from raykv.tiers.folder import TierFolder
-from raykv.types import EVERY_NAMESPACE, Epoch, Generation, Namespace, NodeId, Refusal, Slot
+import raykv.node.disk.folder
+import raykv.node.disk.tier
+from raykv.base.ids import EVERY_NAMESPACE, Epoch, Generation, Namespace, NodeId, Refusal, Slot
+from raykv.base.settings import DiskPlace
+from raykv.engine.requests import Replica
+from raykv.node.disk.chunk_file import PART_SUFFIX, ChunkBytes, ChunkFile, write_chunks
+from raykv.node.disk.folder import TierFolder
+from raykv.node.disk.reads import TieredTransport
+from raykv.node.disk.tier import DiskTier
+from raykv.node.fetch import FetchService
+from raykv.node.peers import PendingRead
+from raykv.node.slots import ChunkName
+from raykv.protocol.disk import Demotions, DiskOrder, disk_of
+from raykv.protocol.messages import Handle, ReadRequest
 from tests.contract.peers_in_process import (
     NAMESPACE,
     PAGE,
@@ -284,7 +284,7 @@ def test_nothing_is_written_below_the_floor_and_it_says_so(here: Node, make: Mad
 def test_disk_that_fails_for_a_while_is_used_again(
     here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.disk, "DISK_RETRY_S", 0.2)
+    monkeypatch.setattr(raykv.node.disk.tier, "DISK_RETRY_S", 0.2)
     tier = make()
     wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
 
@@ -292,7 +292,7 @@ def test_disk_that_fails_for_a_while_is_used_again(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(raykv.actors.disk, "write_chunks", full)
+        broken.setattr(raykv.node.disk.tier, "write_chunks", full)
         tier.demote(demotions(here.store(key(1))))
         wait_until(lambda: tier.stats().problem == "No space left on device", 10.0, "it fails")
     wait_until(lambda: not tier.stats().problem, 10.0, "it is tried again")
@@ -335,7 +335,7 @@ def test_slow_disk_holds_up_no_store(
         goes_on.wait(20.0)
         return write_chunks(path, namespace, chunks)
 
-    monkeypatch.setattr(raykv.actors.disk, "write_chunks", slow)
+    monkeypatch.setattr(raykv.node.disk.tier, "write_chunks", slow)
     tier = make()
     name = here.store(key(1))
     tier.demote(demotions(name))
@@ -374,9 +374,9 @@ def test_chunks_that_find_no_room_are_said(
     tier = make()
     wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
     names = [here.store(key(number)) for number in range(2)]
-    monkeypatch.setattr(raykv.actors.disk, "MAX_QUEUED", 0)
+    monkeypatch.setattr(raykv.node.disk.tier, "MAX_QUEUED", 0)
     assert not tier.demote_now(demotions(*names), 10.0)
-    monkeypatch.setattr(raykv.actors.disk, "MAX_QUEUED", 2)
+    monkeypatch.setattr(raykv.node.disk.tier, "MAX_QUEUED", 2)
     assert tier.demote_now(demotions(*names), 10.0)
 
 
@@ -436,13 +436,13 @@ def test_file_that_can_not_be_read_for_a_moment_is_no_damage(
     tier = make()
     write(tier, here.store(key(1)))
     end(tier)
-    monkeypatch.setattr(raykv.actors.disk, "DISK_RETRY_S", 0.1)
+    monkeypatch.setattr(raykv.node.disk.tier, "DISK_RETRY_S", 0.1)
 
     def fails(_: Path) -> ChunkFile:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(raykv.tiers.folder, "read_header", fails)
+        broken.setattr(raykv.node.disk.folder, "read_header", fails)
         again = make()
         wait_until(lambda: again.stats().problem == "Input/output error", 10.0, "it says why")
     wait_until(lambda: again.stats().num_chunks == 1, 10.0, "it is tried again")

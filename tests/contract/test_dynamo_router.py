@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from raykv.actors.publisher import Sockets, first_number
-from raykv.core.publication import NodePlace, Publication
-from raykv.core.wire_format import WireFormat
-from raykv.description_types import Description, pack_tokens
-from raykv.event_types import BlockRemoved, BlockStored, EpochBegan
-from raykv.publisher_types import PublisherSettings
-from raykv.types import Namespace, NodeId
+from raykv.base.ids import Namespace, NodeId
+from raykv.protocol.descriptions import Description, pack_tokens
+from raykv.protocol.events import BlockRemoved, BlockStored, EpochBegan
+from raykv.protocol.publisher_types import PublisherSettings
+from raykv.stream.format import WireFormat
+from raykv.stream.publication import NodePlace, Publication
+from raykv.stream.publisher import Sockets, first_number
 from tests.waiting import wait_until
 
 dynamo: Any = pytest.importorskip("dynamo._core")

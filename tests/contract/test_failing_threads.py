@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-import raykv.threads
-from raykv.actors import wire
-from raykv.actors.deaths import DeathWatch
-from raykv.actors.fetch_client import FetchClient, FetchEnded
-from raykv.actors.integrity import Integrity
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
-from raykv.core.geometry import PoolGeometry
-from raykv.core.view import EngineView
-from raykv.errors import ThreadError
-from raykv.types import Direction, EngineId, Refusal
+import raykv.base.threads
+from raykv.base.errors import ThreadError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Direction, EngineId, Refusal
+from raykv.cluster.deaths import DeathWatch
+from raykv.engine.fetches import FetchClient, FetchEnded
+from raykv.engine.view import EngineView
+from raykv.node.integrity import Integrity
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.protocol import wire
 from tests.contract.test_fetch_client import Actor, order
 from tests.contract.test_worker_link import (
     NUM_SLOTS,
@@ -258,7 +258,7 @@ def test_engine_is_heard_of_after_the_thread_that_speaks_for_it_has_failed() -> 
 def test_engine_is_heard_of_once_there_is_a_thread_for_it(
     no_threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.threads, "THREAD_REVIVE_S", 0.0)
+    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
     scheduler = PlayedScheduler()
     _, session = attached(scheduler, heartbeat_s=0.02)
     no_threads.add("raykv-session")
@@ -295,7 +295,7 @@ def test_fetches_end_after_the_thread_that_gives_them_up_has_failed() -> None:
 def test_fetches_are_refused_at_once_while_there_is_no_thread_for_them(
     no_threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.threads, "THREAD_REVIVE_S", 0.0)
+    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
     delivered = list[FetchEnded]()
     client = FetchClient("ns", Actor, LONG_S, with_checksums=True)
     no_threads.add("raykv-fetch-watch")
@@ -313,7 +313,7 @@ def test_fetches_are_refused_at_once_while_there_is_no_thread_for_them(
 def test_jobs_fail_at_once_while_there_is_no_thread_for_the_line_and_are_done_later(
     node: Node, lines: list[Line], no_threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.threads, "THREAD_REVIVE_S", 0.0)
+    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
     no_threads.add("raykv-link")
     lines.append(Line(node, LINK_SETTINGS))
     link = lines[0].link

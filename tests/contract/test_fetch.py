@@ -15,13 +15,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-import raykv.actors.fetching
-from raykv.actors.fetching import PIECE_BYTES, WINDOW
-from raykv.core.remote import FetchOrder
-from raykv.core.requests import Replica
-from raykv.core.slots import ChunkName, SlotState
-from raykv.messages import FetchResult, Handle, Handles, LostReplicas, Replicas
-from raykv.types import Epoch, Generation, Namespace, Refusal, Slot
+import raykv.node.fetch
+from raykv.base.ids import Epoch, Generation, Namespace, Refusal, Slot
+from raykv.engine.remote import FetchOrder
+from raykv.engine.requests import Replica
+from raykv.node.fetch import PIECE_BYTES, WINDOW
+from raykv.node.slots import ChunkName, SlotState
+from raykv.protocol.messages import FetchResult, Handle, Handles, LostReplicas, Replicas
 from tests.contract.peers_in_process import (
     LONG_S,
     NAMESPACE,
@@ -48,7 +48,7 @@ NONE = Refusal.NONE
 
 @pytest.fixture
 def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.actors.fetching, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
 
 
 def state(node: Node, order: FetchOrder) -> SlotState:
@@ -249,7 +249,7 @@ def test_fetch_waits_for_the_reader_of_its_slot(here: Node, source: Node) -> Non
 def test_fetch_gives_up_a_slot_whose_reader_stays(
     here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.fetching, "FETCH_SLOT_WAIT_S", 0.2)
+    monkeypatch.setattr(raykv.node.fetch, "FETCH_SLOT_WAIT_S", 0.2)
     old = here.store(key(1))
     assert here.keeper.begin_load(old) is NONE
     replica = source.replica(source.store(key(0)))

@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-import raykv.actors.fetch_client
-from raykv.actors import names
-from raykv.actors.fetch_client import (
+import raykv.engine.fetches
+from raykv.base.ids import Epoch, Generation, Key, NodeId, Refusal, Slot, make_generation
+from raykv.cluster import names
+from raykv.cluster.breaker import BreakerState, Pauses
+from raykv.engine.fetches import (
     MAX_BYTES,
     MAX_CHUNKS,
     FetchClient,
@@ -23,11 +25,16 @@ from raykv.actors.fetch_client import (
     fetch_request,
     split,
 )
-from raykv.core.breaker import BreakerState, Pauses
-from raykv.core.remote import FetchOrder
-from raykv.core.requests import Replica
-from raykv.messages import PROTOCOL_VERSION, FetchRequest, FetchResult, Handle, decode, encode
-from raykv.types import Epoch, Generation, Key, NodeId, Refusal, Slot, make_generation
+from raykv.engine.remote import FetchOrder
+from raykv.engine.requests import Replica
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    FetchRequest,
+    FetchResult,
+    Handle,
+    decode,
+    encode,
+)
 from tests.contract.peers_in_process import LONG_S, NAMESPACE, key
 from tests.waiting import wait_until
 
@@ -127,8 +134,8 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """Nothing is delivered twice, and the thread ends."""
-    monkeypatch.setattr(raykv.actors.fetch_client, "FETCH_GRACE_S", GRACE_S)
-    monkeypatch.setattr(raykv.actors.fetch_client, "FETCH_LOOK_S", 0.05)
+    monkeypatch.setattr(raykv.engine.fetches, "FETCH_GRACE_S", GRACE_S)
+    monkeypatch.setattr(raykv.engine.fetches, "FETCH_LOOK_S", 0.05)
     made = Engine(Actor())
     yield made
     made.client.stop()
@@ -362,7 +369,7 @@ def test_late_answer_of_one_request_does_not_end_another(engine: Engine) -> None
 def test_orders_that_find_the_queue_full_end_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.fetch_client, "MAX_QUEUED", 2)
+    monkeypatch.setattr(raykv.engine.fetches, "MAX_QUEUED", 2)
     engine.connect()
     engine.actor.reply = answer
     is_found = threading.Event()

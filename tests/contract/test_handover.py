@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.link import LinkSettings
-from raykv.config import Settings, load_settings
-from raykv.errors import SettingError
-from raykv.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
-from raykv.memory.cuda_driver import DriverError
-from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC
+from raykv.base.errors import SettingError
+from raykv.base.settings import Settings, load_settings
+from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC
+from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
+from raykv.worker.link import LinkSettings
 from tests.fake_cuda import PAGE, FakeCuda
 
 pytest.importorskip("torch")
@@ -28,9 +28,9 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from raykv.vllm.handover import AutoLink, DeviceLink, make_link, may_sleep, ordinary_gpu_memory
 from raykv.vllm.spec import RayKVOffloadingSpec
-from raykv.vllm.staging import StagedLink
+from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep, ordinary_gpu_memory
+from raykv.worker.staging import StagedLink
 
 NUM_BLOCKS, PAGE_BYTES = 8, 512
 CONF = "PYTORCH_CUDA_ALLOC_CONF"
@@ -318,7 +318,7 @@ def test_staged_worker_of_a_replicated_engine_comes_as_its_one_part(
             ranks.append(rank)
             super().__init__(rank, *others)
 
-    from raykv.vllm import staging
+    from raykv.worker import staging
 
     monkeypatch.setattr(staging, "StagedLink", Link)
     spec = RayKVOffloadingSpec(offloading_config(1, 2, replicated=True))

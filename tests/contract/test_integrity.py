@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.actors.integrity import Integrity
-from raykv.actors.keeper import PoolKeeper
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import ChunkName, Seal, SlotState
-from raykv.messages import FailedStores, ReadRequest
-from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+from raykv.node.integrity import Integrity
+from raykv.node.keeper import PoolKeeper
+from raykv.node.slots import ChunkName, Seal, SlotState
+from raykv.protocol.messages import FailedStores, ReadRequest
 from tests.contract.peers_in_process import (
     NAMESPACE,
     Network,

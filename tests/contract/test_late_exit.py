@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-import raykv.actors.link
-from raykv.actors.deaths import has_halted, kill
-from raykv.deadlines import LINK_EXIT_LOOK_S, LINK_EXIT_S, LINK_HALT_S
-from raykv.types import Direction, Refusal
+import raykv.worker.link
+from raykv.base.deadlines import LINK_EXIT_LOOK_S, LINK_EXIT_S, LINK_HALT_S
+from raykv.base.ids import Direction, Refusal
+from raykv.cluster.deaths import has_halted, kill
 from tests.contract.test_worker_link import SETTINGS, Node, Worker, failures, node, workers
 from tests.processes import freeze
 from tests.waiting import wait_until
@@ -113,8 +113,8 @@ def test_engine_ends_itself_where_a_gpu_may_still_copy_for_a_node_that_does_not_
     node: Node, tracer: Tracer, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker believes that its memory is not the kind that only threads write to."""
-    monkeypatch.setattr(raykv.actors.link, "MEMFD", "another kind")
-    monkeypatch.setattr(raykv.actors.link, "LINK_LAST_S", LINK_EXIT_S + 1.0)
+    monkeypatch.setattr(raykv.worker.link, "MEMFD", "another kind")
+    monkeypatch.setattr(raykv.worker.link, "LINK_LAST_S", LINK_EXIT_S + 1.0)
     reasons: list[str] = []
     worker = Worker(node, [256], 1, end_engine=reasons.append)
     workers.append(worker)
@@ -131,7 +131,7 @@ def test_store_from_a_gpu_ends_although_the_killed_node_does_not_exit(
     node: Node, tracer: Tracer, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is still read goes into the memory of a NodeActor that says nothing of it any more."""
-    monkeypatch.setattr(raykv.actors.link, "MEMFD", "another kind")
+    monkeypatch.setattr(raykv.worker.link, "MEMFD", "another kind")
     worker = Worker(node, [256], 1)
     workers.append(worker)
     tracer.hold(node.process.pid)

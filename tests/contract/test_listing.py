@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from raykv.core.geometry import PoolGeometry
-from raykv.core.table import Changes, ChunkTable, NodeTable, Uses
-from raykv.types import (
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
     NO_GENERATION,
     SLOT_ALIGNMENT,
     EngineId,
@@ -18,6 +17,7 @@ from raykv.types import (
     NodeId,
     Slot,
 )
+from raykv.directory.table.protocol import Changes, ChunkTable, NodeTable, Uses
 from tests import tables
 
 PAGE = SLOT_ALIGNMENT

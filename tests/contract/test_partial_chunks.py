@@ -16,23 +16,8 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.disk import DiskTier
-from raykv.actors.fetch_client import fetch_request
-from raykv.actors.fetching import FetchService
-from raykv.actors.import_source import EPOCH, GENERATION, ImportSource
-from raykv.actors.job_request import JobRequest
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
-from raykv.actors.peers import Bytes
-from raykv.actors.reading import ReadService
-from raykv.config import DiskPlace
-from raykv.core.geometry import PoolGeometry
-from raykv.core.remote import FetchOrder
-from raykv.core.requests import Replica
-from raykv.core.slots import ChunkName, SlotState
-from raykv.disk_types import Demotions
-from raykv.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
-from raykv.messages import Handle, ReadReply, ReadRequest, decode, encode
-from raykv.types import (
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
     SLOT_ALIGNMENT,
     Blocks,
     Direction,
@@ -43,6 +28,21 @@ from raykv.types import (
     Refusal,
     Slot,
 )
+from raykv.base.settings import DiskPlace
+from raykv.client.import_source import EPOCH, GENERATION, ImportSource
+from raykv.engine.fetches import fetch_request
+from raykv.engine.remote import FetchOrder
+from raykv.engine.requests import Replica
+from raykv.node.disk.tier import DiskTier
+from raykv.node.fetch import FetchService
+from raykv.node.peers import Bytes
+from raykv.node.read import ReadService
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.node.slots import ChunkName, SlotState
+from raykv.protocol.disk import Demotions
+from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
+from raykv.protocol.messages import Handle, ReadReply, ReadRequest, decode, encode
+from raykv.worker.job import JobRequest
 from tests.contract.test_worker_link import Worker, failures
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

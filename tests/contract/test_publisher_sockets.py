@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import zmq
 
-from raykv.actors import publisher
-from raykv.actors.publisher import Sockets, first_number
-from raykv.core.publication import Message
-from raykv.publisher_types import PublisherSettings
+from raykv.protocol.publisher_types import PublisherSettings
+from raykv.stream import publisher
+from raykv.stream.publication import Message
+from raykv.stream.publisher import Sockets, first_number
 from tests.waiting import wait_until
 
 WAIT_MS = 10_000

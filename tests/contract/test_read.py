@@ -16,12 +16,12 @@ import msgspec
 import pytest
 import xxhash
 
-import raykv.actors.fetching
-import raykv.actors.reading
-from raykv.core.breaker import Pauses
-from raykv.core.slots import ChunkName
-from raykv.messages import PROTOCOL_VERSION, Handles, LostReplicas, ReadReply, ReadRequest
-from raykv.types import Generation, Key, Refusal, Slot
+import raykv.node.fetch
+import raykv.node.read
+from raykv.base.ids import Generation, Key, Refusal, Slot
+from raykv.cluster.breaker import Pauses
+from raykv.node.slots import ChunkName
+from raykv.protocol.messages import PROTOCOL_VERSION, Handles, LostReplicas, ReadReply, ReadRequest
 from tests.contract.peers_in_process import (
     LONG_S,
     NAMESPACE,
@@ -179,7 +179,7 @@ def test_question_for_another_life_of_the_node_is_refused_whole(source: Node) ->
 def test_more_than_the_bound_is_refused_unless_it_is_one_chunk(
     source: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.reading, "MAX_READ_BYTES", 2 * PAGE)
+    monkeypatch.setattr(raykv.node.read, "MAX_READ_BYTES", 2 * PAGE)
     small = [source.store(key(i)) for i in range(3)]
     large = source.store(key(3), 3 * PAGE)
     assert read(source, *small) == ([Refusal.BAD_HANDLE] * 3, b"")
@@ -341,7 +341,7 @@ def set_breaker(here: Node, first_s: float, longest_s: float) -> None:
 
 @pytest.fixture
 def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.actors.fetching, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
 
 
 def pause_s(network: Network, here: Node, source: Node, name: ChunkName) -> float:

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import ray
 
-from raykv.actors import cluster, names
-from raykv.actors.runtime import EngineRuntime, leave_ray
-from raykv.actors.session import Session, SessionSettings
-from raykv.breaker_types import BreakerReport
-from raykv.core.breaker import BreakerState, Pauses
-from raykv.core.view import EngineView
-from raykv.errors import ClusterError
-from raykv.messages import EngineAttached, SyncReply, SyncRequest, decode, encode
-from raykv.types import EngineId
+from raykv.base.errors import ClusterError
+from raykv.base.ids import EngineId
+from raykv.cluster import join as cluster
+from raykv.cluster import names
+from raykv.cluster.breaker import BreakerState, Pauses
+from raykv.engine.runtime import EngineRuntime, leave_ray
+from raykv.engine.session import Session, SessionSettings
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import EngineAttached, SyncReply, SyncRequest, decode, encode
+from raykv.protocol.told import BreakerReport
 from tests.waiting import wait_until
 
 LONG_S = 10.0
@@ -201,7 +202,7 @@ import atexit, time
 import ray._private.worker
 calls = []
 ray._private.worker.disconnect = lambda *_: time.sleep(60)
-from raykv.actors.runtime import leave_ray
+from raykv.engine.runtime import leave_ray
 import ray
 assert not leave_ray(ray.shutdown, 0.2)
 """

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
-from raykv.core.geometry import PoolGeometry
-from raykv.errors import SettingError
-from raykv.messages import Handles
-from raykv.types import Direction, Refusal
+from raykv.base.errors import SettingError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Direction, Refusal
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.protocol.messages import Handles
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget
 from tests.links import result_of
 from tests.waiting import wait_until
 
@@ -68,7 +68,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.fixture
 def link(service: NodeService, device: Device) -> Iterator[Any]:
-    from raykv.vllm.staging import StagedLink, StagingMemory
+    from raykv.worker.staging import StagedLink, StagingMemory
 
     memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, STAGING_BLOCKS * sum(PAGES))
     staged = StagedLink(0, memory, LinkSettings())
@@ -195,7 +195,7 @@ def test_staging_memory_is_free_again_after_every_job(service: NodeService, link
 
 
 def test_staging_memory_of_less_than_a_chunk_is_refused(device: Device) -> None:
-    from raykv.vllm.staging import StagingMemory
+    from raykv.worker.staging import StagingMemory
 
     with pytest.raises(SettingError, match="staging_bytes=1000 is less than one chunk"):
         StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, 1000)

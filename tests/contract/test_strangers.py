@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-import raykv.actors.node_service
-from raykv.actors import wire
-from raykv.actors.attached import receive_hello
-from raykv.actors.node_service import NodeService, ServiceSettings, boot_epoch
-from raykv.core.geometry import PoolGeometry
+import raykv.node.service
+from raykv.base.geometry import PoolGeometry
+from raykv.node.attached import receive_hello
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.protocol import wire
 from tests.waiting import wait_until
 
 LONG_S = 10.0
@@ -66,7 +66,7 @@ class FullListener:
 def test_node_takes_connections_again_when_it_has_descriptors_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raykv.actors.node_service, "NODE_ACCEPT_PAUSE_S", 0.01)
+    monkeypatch.setattr(raykv.node.service, "NODE_ACCEPT_PAUSE_S", 0.01)
     name = f"raykv-test/{os.getpid()}/full"
     service = NodeService(ServiceSettings(name, PoolGeometry(4096, 4096)), boot_epoch())
     listener = FullListener(name)

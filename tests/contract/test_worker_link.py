@@ -18,16 +18,16 @@ from pathlib import Path
 
 import pytest
 
-import raykv.actors.link
-from raykv.actors import wire
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
-from raykv.core.geometry import aligned
-from raykv.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
+import raykv.worker.link
+from raykv.base.geometry import aligned
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.base.threads import end_process
 from raykv.memory.region import Region
-from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
-from raykv.threads import end_process
-from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.protocol import wire
+from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
+from raykv.protocol.messages import Handles, JobResult, KVLayout, TensorLayout
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.links import result_of
 from tests.processes import freeze
 from tests.waiting import wait_until
@@ -501,7 +501,7 @@ def ended(line: Line, deadline_s: float) -> list[Refusal]:
 def test_job_fails_at_once_while_there_is_no_node(
     node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.link, "LINK_PAUSES_S", (LONG_S, LONG_S))
+    monkeypatch.setattr(raykv.worker.link, "LINK_PAUSES_S", (LONG_S, LONG_S))
     node.end()
     lines.append(Line(node, PATIENT))
     link = lines[0].link

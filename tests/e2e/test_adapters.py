@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.local_nodes import add_local_node
-from raykv.bench.engine import EngineProcess, started_together
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.cluster.local_nodes import add_local_node
+from raykv.lab.bench.engine import EngineProcess, started_together
+from raykv.lab.bench.prompts import prompt
 from tests.lora import write_adapter
 from tests.waiting import wait_until_quiet
 

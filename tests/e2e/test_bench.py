@@ -53,8 +53,8 @@ def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
 @pytest.mark.extended
 def test_benchmark_for_gpus_runs_on_a_cpu_too() -> None:
     pytest.importorskip("vllm")
-    from raykv.bench import ttft_cuda
-    from raykv.bench.report import Options
+    from raykv.lab.bench import ttft_cuda
+    from raykv.lab.bench.report import Options
 
     result = ttft_cuda.measure(Options(quick=True, repeats=1), {})
     subjects = [row.subject for row in result.rows]

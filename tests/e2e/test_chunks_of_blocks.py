@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import zmq
 
-from raykv.bench.engine import EngineProcess
-from raykv.bench.ports import free_port
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.ports import free_port
+from raykv.lab.bench.prompts import prompt
 from tests.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import ray
 
-from raykv.actors.names import RAY_NAMESPACE
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.cluster.names import RAY_NAMESPACE
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e

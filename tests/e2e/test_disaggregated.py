@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 import pytest
 
-from raykv.actors.local_nodes import add_local_node
-from raykv.bench.completions import Server
-from raykv.bench.disaggregated import APART, Load, Values, deployment
-from raykv.bench.ports import free_port
-from raykv.bench.prompts import prompt
-from raykv.bench.tiny_tokenizer import write_tiny_tokenizer
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.cluster.local_nodes import add_local_node
+from raykv.lab.bench.completions import Server
+from raykv.lab.bench.disaggregated import APART, Load, Values, deployment
+from raykv.lab.bench.ports import free_port
+from raykv.lab.bench.prompts import prompt
+from raykv.lab.bench.tiny_tokenizer import write_tiny_tokenizer
 from raykv.serve import build_disaggregated_app
-from raykv.serve.disaggregated_proxy import COURSE_HEADER
+from raykv.serve.disaggregated.proxy import COURSE_HEADER
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
@@ -106,7 +106,7 @@ def application(
     """One prefill engine on a node of its own, one decode engine on the head node."""
     from ray import serve
 
-    from raykv.models import tiny_llama
+    from raykv.serve.models import tiny_llama
 
     cluster.down()
     node = add_local_node(cluster.address, resources=PREFILL_NODE)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raykv.bench.engine import EngineProcess
-from raykv.bench.prompts import prompt
+from raykv.base.geometry import aligned
 from raykv.cli import app
-from raykv.client import Cluster
-from raykv.core.geometry import aligned
-from raykv.status_types import NodeStatus
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
+from raykv.protocol.status import NodeStatus
 from tests.told import told_after
 from tests.waiting import wait_until, wait_until_quiet
 

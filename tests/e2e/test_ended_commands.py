@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raykv.actors.names import RAY_NAMESPACE
-from raykv.client import Cluster
-from raykv.warden import MARK
+from raykv.client.cluster import Cluster
+from raykv.cluster.names import RAY_NAMESPACE
+from raykv.cluster.warden import MARK
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e

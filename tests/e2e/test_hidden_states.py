@@ -12,10 +12,10 @@ import pytest
 import ray
 
 import raykv
-from raykv.bench.engine import EngineProcess
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
-from raykv.errors import HiddenStatesError
+from raykv.base.errors import HiddenStatesError
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
 from tests.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
 from tests.waiting import wait_until, wait_until_quiet
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from raykv.bench.engine import EngineProcess
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
 from tests.processes import freeze
 from tests.waiting import wait_until, wait_until_quiet
 

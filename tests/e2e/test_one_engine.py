@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raykv.bench.engine import EngineProcess
-from raykv.bench.prompts import prompt
-from raykv.block_hashes import PromptTraits
+from raykv.base.errors import ClusterError
 from raykv.cli import app
-from raykv.client import Cluster
-from raykv.errors import ClusterError
-from raykv.miss_types import MissRecord
-from raykv.sizing import plan
-from raykv.status_types import NodeStatus
+from raykv.client.cluster import Cluster
+from raykv.client.plan import plan
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
+from raykv.prompts.block_hashes import PromptTraits
+from raykv.protocol.miss_types import MissRecord
+from raykv.protocol.status import NodeStatus
 from tests.processes import freeze
 from tests.waiting import wait_until, wait_until_quiet
 

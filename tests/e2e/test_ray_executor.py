@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from raykv.actors import cluster as actors
-from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.bench.engine import EngineProcess
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as actors
+from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
 from tests.ray_executor import ADDRESS, RESOURCE
 from tests.waiting import wait_until_quiet
 

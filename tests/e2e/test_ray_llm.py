@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.cluster.local_nodes import LocalNode, add_local_node
 from tests.processes import freeze
 from tests.ray_llm import (
     ALWAYS_FETCH,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.cluster.local_nodes import LocalNode, add_local_node
 from tests.ray_llm import BLOCK, CHUNKS, TEXT, asked, running, talking_model, tried_here
 
 pytest.importorskip("pyarrow", reason="raykv[llm] is not installed")

@@ -22,10 +22,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from raykv.bench.ports import free_port
-from raykv.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
-from raykv.client import Cluster
-from raykv.models import tiny_llama
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.ports import free_port
+from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from raykv.serve.models import tiny_llama
 from tests.scrapes import scrape
 from tests.waiting import wait_until
 
@@ -246,7 +246,7 @@ def test_tokens_stream_one_by_one_and_client_that_leaves_ends_its_request(served
 
 def test_vllm_bench_ends_without_failed_requests(served: Served, tmp_path: Path) -> None:
     general = served.application["args"]["models"][0]["model"]
-    command = [sys.executable, "-m", "raykv.vllm_command", "bench", "serve"]
+    command = [sys.executable, "-m", "raykv.serve.vllm_command", "bench", "serve"]
     command += ["--backend", "openai", "--base-url", f"http://127.0.0.1:{served.port}"]
     command += ["--endpoint", "/v1/completions", "--model", "general", "--tokenizer", general]
     command += ["--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len", "256"]

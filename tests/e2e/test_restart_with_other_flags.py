@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from raykv.bench.engine import EngineProcess, started_together
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
-from raykv.models import tiny_llama
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess, started_together
+from raykv.lab.bench.prompts import prompt
+from raykv.serve.models import tiny_llama
 from tests.waiting import wait_until_quiet
 
 pytestmark = pytest.mark.e2e

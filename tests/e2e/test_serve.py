@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from raykv import inspect
-from raykv.bench.ports import free_port
-from raykv.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
-from raykv.client import Cluster
-from raykv.errors import ClusterError
-from raykv.miss_types import MissRecord
-from raykv.serve.directory import Directory
-from raykv.serve.vllm_renderer import VLLMRenderer
+from raykv.base.errors import ClusterError
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.ports import free_port
+from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from raykv.protocol.miss_types import MissRecord
+from raykv.serve.router.directory import Directory
+from raykv.serve.router.vllm_renderer import VLLMRenderer
 from tests.dashboard import metrics_of_all_panels
 from tests.metric_lint import complaints
 from tests.scrapes import by_label, names_in, scrape
@@ -85,7 +85,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    from raykv.models import tiny_llama
+    from raykv.serve.models import tiny_llama
 
     cluster.down()
     model = tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from raykv.bench.engine import EngineProcess
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
-from raykv.core.geometry import aligned
+from raykv.base.geometry import aligned
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e

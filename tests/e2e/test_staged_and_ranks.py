@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from raykv import inspect
-from raykv.bench.engine import EngineProcess
-from raykv.bench.prompts import prompt
-from raykv.captured import load_hidden_states
-from raykv.client import Cluster
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
+from raykv.node.states.file import load_hidden_states
 from tests.told import told_after
 from tests.truth_of_kv import assert_as_transformers_computes
 from tests.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers

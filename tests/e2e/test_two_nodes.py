@@ -15,14 +15,14 @@ import pytest
 import ray
 
 import raykv
-from raykv.actors import cluster as actors
-from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.bench.engine import EngineProcess, started_together
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
-from raykv.errors import ClusterError
-from raykv.event_types import NodeLost
-from raykv.status_types import NodeStatus
+from raykv.base.errors import ClusterError
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as actors
+from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.lab.bench.engine import EngineProcess, started_together
+from raykv.lab.bench.prompts import prompt
+from raykv.protocol.events import NodeLost
+from raykv.protocol.status import NodeStatus
 from tests.processes import freeze
 from tests.scrapes import by_label, scrape
 from tests.told import told_after

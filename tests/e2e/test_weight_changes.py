@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from raykv.bench.engine import EngineProcess, started_together
-from raykv.bench.prompts import prompt
-from raykv.client import Cluster
-from raykv.errors import ClusterError
-from raykv.miss_types import MissRecord
-from raykv.models import tiny_llama
+from raykv.base.errors import ClusterError
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess, started_together
+from raykv.lab.bench.prompts import prompt
+from raykv.protocol.miss_types import MissRecord
+from raykv.serve.models import tiny_llama
 from tests.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e

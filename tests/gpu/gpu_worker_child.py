@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from raykv.memory.cuda_bindings import load
-from raykv.memory.cuda_kv import DeviceTensor, ExportedKV, Grouping, export_kv
-from raykv.messages import encode
+from raykv.memory.cuda.bindings import load
+from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
+from raykv.protocol.messages import encode
 
 NUM_LAYERS = 32
 PAGE_BYTES = 16 * 2 * 8 * 128 * 2
@@ -37,7 +37,7 @@ def allocate(num_blocks: int, is_split: bool) -> list[torch.Tensor]:
 
 
 def export(layers: list[torch.Tensor]) -> ExportedKV:
-    """As `raykv.vllm.handover` does it, without vLLM."""
+    """As `raykv.worker.handover` does it, without vLLM."""
     tensors = [
         DeviceTensor(each.data_ptr(), each.shape[0], each.stride(0), each.shape[1])
         for each in layers

@@ -17,20 +17,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from raykv.bench import copy as bench
-from raykv.bench.report import Options
-from raykv.copy.cuda import CUDABackend, Device, Limits, Place, backend
-from raykv.copy.cuda_calibration import Route, always
-from raykv.copy.cuda_driver import CUDADriver, CUDAError, Urgency
-from raykv.copy.cuda_measure import measure
-from raykv.copy.cuda_pages import IndexMover, PageMover, TritonMover, best_mover, cuda_view
+from raykv.base.geometry import MAX_SLAB_BYTES
+from raykv.base.ids import SLOT_ALIGNMENT, Direction
+from raykv.copy.cuda.backend import CUDABackend, Device, Limits, Place, backend
+from raykv.copy.cuda.calibration import Route, always
+from raykv.copy.cuda.driver import CUDADriver, CUDAError, Urgency
+from raykv.copy.cuda.measure import measure
+from raykv.copy.cuda.pages import IndexMover, PageMover, TritonMover, best_mover, cuda_view
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.spans import SPAN_BYTES, spans
-from raykv.core.geometry import MAX_SLAB_BYTES
+from raykv.lab.bench import copy as bench
+from raykv.lab.bench.report import Options
 from raykv.memory.words import Word
-from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
-from raykv.types import SLOT_ALIGNMENT, Direction
+from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
 from tests.cuda_fake import Compute, FakeDriver, WithoutWait
 
 torch = pytest.importorskip("torch")

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
-from raykv.captured import load_hidden_states, promise
-from raykv.memory import cuda_bindings
-from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
-from raykv.messages import Handles
-from raykv.state_types import Capture
-from raykv.types import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.memory.cuda import bindings as cuda_bindings
+from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
+from raykv.node.states.file import load_hidden_states, promise
+from raykv.protocol.messages import Handles
+from raykv.protocol.state_types import Capture
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.gpu.test_cuda_copy import has_gpu
 from tests.links import refusals
 from tests.waiting import wait_until
@@ -79,7 +79,7 @@ def node() -> Iterator[Node]:
 
 
 class Worker:
-    """A rank's KV cache in this process, as `raykv.vllm.handover` hands it over, and its link."""
+    """A rank's KV cache in this process, as `raykv.worker.handover` hands it over, and its link."""
 
     def __init__(self, node: Node, num_layers: int = NUM_LAYERS) -> None:
         shape = (num_layers, NUM_BLOCKS, PAGE_BYTES)

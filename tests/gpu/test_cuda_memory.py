@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from raykv.core.geometry import PoolGeometry
-from raykv.core.sanity import check_device_memory
-from raykv.memory import cuda_bindings
-from raykv.memory.cuda_driver import DriverError
-from raykv.memory.cuda_kv import CUDA_FD, CUDA_IPC, DeviceKV
+from raykv.base.geometry import PoolGeometry
+from raykv.memory.cuda import bindings as cuda_bindings
+from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceKV
+from raykv.memory.cuda.pinning import PoolPinner
 from raykv.memory.handles import open_kv
-from raykv.memory.pinning import PoolPinner
 from raykv.memory.pool import Pool
-from raykv.messages import KVLayout, decode
+from raykv.protocol.check import check_device_memory
+from raykv.protocol.messages import KVLayout, decode
 from tests.waiting import wait_until
 
 pytest.importorskip("torch")
@@ -203,7 +203,7 @@ OPENER = """
 import os, signal, sys
 from raykv.memory import cuda_bindings
 from raykv.memory.handles import open_kv
-from raykv.messages import KVLayout, decode
+from raykv.protocol.messages import KVLayout, decode
 kv = open_kv(decode(bytes.fromhex(sys.argv[1]), KVLayout), [], cuda_bindings.load)
 print("there", flush=True)
 signal.pause()
@@ -211,7 +211,7 @@ signal.pause()
 
 
 def test_worker_goes_on_when_who_opened_its_memory_dies(workers: list[Worker]) -> None:
-    from raykv.messages import encode
+    from raykv.protocol.messages import encode
 
     worker = Worker()
     workers.append(worker)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raykv.actors.cluster import stop_started
+from raykv.cluster.join import stop_started
 from tests.bare import ROOT, bare_surroundings, build_wheel, make_environment
 
 pytest.importorskip("hatchling", reason="raykv[dev] is not installed")

@@ -15,9 +15,12 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from raykv.actors import cluster as clusters
-from raykv.actors.discovery import default_path
-from raykv.block_hashes import (
+from raykv.base.errors import ClusterError, MessageError
+from raykv.cli import app
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.metrics.discovery import default_path
+from raykv.prompts.block_hashes import (
     DEFAULT_SEED,
     HashScheme,
     PromptTraits,
@@ -25,10 +28,7 @@ from raykv.block_hashes import (
     chunk_keys,
     seed_digest,
 )
-from raykv.cli import app
-from raykv.client import Cluster
-from raykv.errors import ClusterError, MessageError
-from raykv.messages import (
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
@@ -40,7 +40,7 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.miss_types import MissRecord
+from raykv.protocol.miss_types import MissRecord
 from tests.one_node import actors_of_one_node
 from tests.waiting import wait_until
 

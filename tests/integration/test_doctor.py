@@ -14,22 +14,23 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typer.testing import CliRunner
 
-import raykv.actors.node
-import raykv.actors.runtime
-from raykv import client_operations
-from raykv.actors import cluster as clusters
-from raykv.actors import names
-from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.actors.runtime import EngineIdentity, EngineRuntime
+import raykv.engine.runtime
+import raykv.node.actor
+from raykv.base.deadlines import NODE_ROOM_LOOK_S
+from raykv.base.errors import ClusterError, SettingError
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId
+from raykv.base.settings import Settings
 from raykv.cli import app
-from raykv.client import Cluster
-from raykv.config import Settings
-from raykv.core.room import MemoryLimit
-from raykv.core.view import EngineView
-from raykv.deadlines import NODE_ROOM_LOOK_S
-from raykv.errors import ClusterError, SettingError
-from raykv.findings import Finding, Severity
-from raykv.messages import (
+from raykv.client import operations as client_operations
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.cluster import names
+from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.engine.runtime import EngineIdentity, EngineRuntime
+from raykv.engine.view import EngineView
+from raykv.memory.room import MemoryLimit
+from raykv.protocol.findings import Finding, Severity
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
@@ -38,7 +39,6 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import SLOT_ALIGNMENT, EngineId
 from tests.one_node import actors_of_one_node
 from tests.processes import freeze
 from tests.waiting import wait_until
@@ -229,7 +229,7 @@ def test_start_of_engine_stops_when_its_node_refuses_the_pool(
     cluster.down()
     # The engine's own control group would allow it; that of the node's actors does not.
     generous = MemoryLimit(1 << 60, 1 << 60, "another control group")
-    monkeypatch.setattr(raykv.actors.runtime, "memory_limit", lambda: generous)
+    monkeypatch.setattr(raykv.engine.runtime, "memory_limit", lambda: generous)
     identity = EngineIdentity("engine", "ns", "tiny", 1, {0: SLOT_ALIGNMENT}, "")
     view = EngineView(EngineId("engine"), [0], 10.0, 8)
     runtime = EngineRuntime(Settings(pool_bytes=TOO_MUCH), view, identity)

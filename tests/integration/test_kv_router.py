@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import ray
 
-from raykv.actors import cluster as actors
-from raykv.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
-from raykv.client import Cluster
-from raykv.core.prefixes import ChunkGroup
-from raykv.core.prompt_keys import PromptTokens
-from raykv.core.prompt_lookup import PromptScheme
-from raykv.deadlines import ROUTE_ANSWER_S, ROUTE_RENDER_S
-from raykv.messages import (
+from raykv.base.deadlines import ROUTE_ANSWER_S, ROUTE_RENDER_S
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as actors
+from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
+from raykv.prompts.lookup import PromptScheme
+from raykv.prompts.prefixes import ChunkGroup
+from raykv.prompts.prompt_keys import PromptTokens
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
@@ -36,8 +36,8 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.serve.http import HttpRequest
-from raykv.serve.route_planner import PlacedRequest
+from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.router.planner import PlacedRequest
 
 pytestmark = pytest.mark.integration
 
@@ -156,7 +156,7 @@ class Routed:
     def __init__(self, replicas: list[Any]) -> None:
         from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 
-        from raykv.serve.kv_router import KVRouter
+        from raykv.serve.router.kv_router import KVRouter
 
         self.router = KVRouter(
             deployment_id=DeploymentID("played", "app"),
@@ -206,7 +206,7 @@ def prompt(seed: int, chunks: int) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def played_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raykv.serve import kv_router
+    from raykv.serve.router import kv_router
 
     monkeypatch.setattr(kv_router, "_vllm_renderer", lambda _flags: tokens_in)
 
@@ -214,7 +214,7 @@ def played_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers have all the time that they need."""
-    from raykv.serve import directory, rendering
+    from raykv.serve.router import directory, rendering
 
     monkeypatch.setattr(directory, "ROUTE_ANSWER_S", LONG_S)
     monkeypatch.setattr(rendering, "ROUTE_RENDER_S", LONG_S)

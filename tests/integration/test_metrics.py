@@ -11,11 +11,12 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from raykv.actors import cluster as clusters
-from raykv.client import Cluster
-from raykv.config import MetricsPlace
-from raykv.core.metric_table import BREAKERS, BUILD, CLUSTER, METRICS, NODE
-from raykv.messages import (
+from raykv.base.ids import MissReason, TokenSource
+from raykv.base.settings import MetricsPlace
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.metrics.table import BREAKERS, BUILD, CLUSTER, METRICS, NODE
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
@@ -24,7 +25,6 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import MissReason, TokenSource
 from tests.dashboard import metrics_of_all_panels
 from tests.metric_lint import complaints
 from tests.scrapes import names_in, scrape

@@ -18,20 +18,20 @@ import ray
 import xxhash
 from typer.testing import CliRunner
 
-from raykv.actors import bequest
-from raykv.actors import cluster as clusters
-from raykv.actors.job_request import JobRequest
-from raykv.actors.link import LinkSettings, LinkTarget, WorkerLink
-from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.actors.session import RayCalls, Session, SessionSettings
+from raykv.base.errors import ChunkFileError, ClusterError, SettingError
+from raykv.base.ids import Direction, EngineId, Generation, Key, Namespace
 from raykv.cli import app
-from raykv.client import Cluster
-from raykv.core.requests import RequestOptions
-from raykv.core.view import EngineView
-from raykv.errors import ChunkFileError, ClusterError, SettingError
-from raykv.event_types import EpochBegan, NodeJoined
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.directory import bequest
+from raykv.engine.requests import RequestOptions
+from raykv.engine.session import RayCalls, Session, SessionSettings
+from raykv.engine.view import EngineView
 from raykv.memory.region import Region
-from raykv.messages import (
+from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
+from raykv.protocol.events import EpochBegan, NodeJoined
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     Handles,
     KVLayout,
@@ -41,8 +41,8 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.tiers.chunk_file import ChunkBytes, write_chunks
-from raykv.types import Direction, EngineId, Generation, Key, Namespace
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration

@@ -11,9 +11,9 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raykv.actors.local_nodes import LocalNode, add_local_node
-from raykv.client import Cluster
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.client.cluster import Cluster
+from raykv.cluster.local_nodes import LocalNode, add_local_node
 
 pytest.importorskip("vllm")
 
@@ -56,7 +56,7 @@ def parallel_config(world_size: int, group: Any = None) -> Any:
 
 def places(group: Any, bundles: list[int]) -> list[Any]:
     """What ranks in these bundles say at the engine's start."""
-    from raykv.vllm.placement import place_of_rank
+    from raykv.vllm.identity.placement import place_of_rank
 
     asked = [
         ray.remote(Rank)
@@ -88,7 +88,7 @@ def test_ranks_that_vllm_places_on_one_node_share_its_pool(
 ) -> None:
     from vllm.v1.executor.ray_utils import get_bundles_sorted_by_node, initialize_ray_cluster
 
-    from raykv.vllm.placement import node_of_ranks, place_of_rank, refuse_ranks_elsewhere
+    from raykv.vllm.identity.placement import node_of_ranks, place_of_rank, refuse_ranks_elsewhere
 
     config = parallel_config(per_node)
     initialize_ray_cluster(config, require_gpu_on_driver=False)
@@ -110,7 +110,7 @@ def test_ranks_that_vllm_places_on_two_nodes_are_refused_before_anything_starts(
 ) -> None:
     from vllm.v1.executor.ray_utils import get_bundles_sorted_by_node, initialize_ray_cluster
 
-    from raykv.vllm.placement import node_of_ranks, refuse_ranks_elsewhere
+    from raykv.vllm.identity.placement import node_of_ranks, refuse_ranks_elsewhere
 
     config = parallel_config(per_node + 1)
     initialize_ray_cluster(config, require_gpu_on_driver=False)
@@ -129,7 +129,7 @@ def test_group_with_bundles_to_spare_is_left_to_vllm_or_to_the_user(
     per_node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an application of Ray Serve has them, for several engines."""
-    from raykv.vllm.placement import node_of_ranks
+    from raykv.vllm.identity.placement import node_of_ranks
 
     bundles = [{"memory": 1.0}, *[{DEVICE: 1.0}] * (per_node + 1)]
     group = placement_group(bundles, "PACK")
@@ -149,6 +149,6 @@ def test_group_with_bundles_to_spare_is_left_to_vllm_or_to_the_user(
 
 
 def test_engine_without_a_placement_group_uses_the_node_of_its_raylet(cluster: Cluster) -> None:
-    from raykv.vllm.placement import node_of_ranks
+    from raykv.vllm.identity.placement import node_of_ranks
 
     assert node_of_ranks(parallel_config(2), DEVICE) == ""

@@ -11,21 +11,21 @@ import ray
 import zmq
 from typer.testing import CliRunner
 
-from raykv.actors import cluster as clusters
-from raykv.actors.keeper import inventory_of
-from raykv.actors.publishing import find_publisher
-from raykv.actors.session import RayCalls, Session, SessionSettings
-from raykv.bench.ports import free_port
+from raykv.base.errors import ClusterError
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Key, Namespace, Slot
 from raykv.cli import app
-from raykv.client import Cluster
-from raykv.core.descriptions import DescriptionOutbox
-from raykv.core.slots import ChunkName
-from raykv.core.view import EngineView
-from raykv.description_types import Description, pack_tokens
-from raykv.errors import ClusterError
-from raykv.messages import PROTOCOL_VERSION, NodeReport, encode
-from raykv.publisher_types import PublisherStatus
-from raykv.types import SLOT_ALIGNMENT, EngineId, Key, Namespace, Slot
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.engine.session import RayCalls, Session, SessionSettings
+from raykv.engine.view import EngineView
+from raykv.lab.bench.ports import free_port
+from raykv.node.keeper import inventory_of
+from raykv.node.slots import ChunkName
+from raykv.protocol.descriptions import Description, pack_tokens
+from raykv.protocol.messages import PROTOCOL_VERSION, NodeReport, encode
+from raykv.protocol.publisher_types import PublisherStatus
+from raykv.stream.descriptions import DescriptionOutbox
+from raykv.stream.publishing import find_publisher
 from tests.one_node import actors_of_one_node, granted
 from tests.waiting import wait_until
 from tests.wire_index import WireIndex

@@ -16,32 +16,8 @@ import pytest
 import ray
 
 import raykv
-from raykv.actors import cluster as clusters
-from raykv.actors.keeper import inventory_of
-from raykv.actors.session import RayCalls, Session, SessionSettings
-from raykv.client import Cluster
-from raykv.core.remote import ChunkSize, FetchOrder, RemoteSettings
-from raykv.core.requests import RequestOptions
-from raykv.core.slots import ChunkName
-from raykv.core.view import EngineView
-from raykv.errors import ClusterError
-from raykv.event_types import (
-    BlockStored,
-    CacheCleared,
-    EpochBegan,
-    EventsMissed,
-    NodeJoined,
-    NodeLost,
-)
-from raykv.messages import (
-    PROTOCOL_VERSION,
-    NodeReport,
-    NodeReportReply,
-    SyncRequest,
-    decode,
-    encode,
-)
-from raykv.types import (
+from raykv.base.errors import ClusterError
+from raykv.base.ids import (
     SLOT_ALIGNMENT,
     EngineId,
     Epoch,
@@ -52,6 +28,30 @@ from raykv.types import (
     NodeId,
     Slot,
     make_generation,
+)
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.engine.requests import RequestOptions
+from raykv.engine.session import RayCalls, Session, SessionSettings
+from raykv.engine.view import EngineView
+from raykv.node.keeper import inventory_of
+from raykv.node.slots import ChunkName
+from raykv.protocol.events import (
+    BlockStored,
+    CacheCleared,
+    EpochBegan,
+    EventsMissed,
+    NodeJoined,
+    NodeLost,
+)
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    NodeReport,
+    NodeReportReply,
+    SyncRequest,
+    decode,
+    encode,
 )
 from tests.one_node import actors_of_one_node, granted
 from tests.waiting import wait_until

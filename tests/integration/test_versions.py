@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import ray
 
-from raykv.actors import cluster as clusters
-from raykv.actors import names
-from raykv.client import Cluster
-from raykv.errors import VersionError
-from raykv.messages import PROTOCOL_VERSION, NodeDescription, encode
+from raykv.base.errors import VersionError
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.cluster import names
+from raykv.protocol.messages import PROTOCOL_VERSION, NodeDescription, encode
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from raykv.core import manager, slots
-from raykv.core.book import PoolBook
-from raykv.core.events import EventLog
-from raykv.core.leases import Generations
-from raykv.core.manager import BlockManager
-from raykv.core.remote import RemoteChunks
-from raykv.core.slots import ChunkName, SlotState, SlotTable
-from raykv.core.table import Lease
-from raykv.core.view import EngineView
-from raykv.types import Epoch, Generation, Namespace, Refusal, Slot
+from raykv.base.ids import Epoch, Generation, Namespace, Refusal, Slot
+from raykv.directory import manager
+from raykv.directory.book import PoolBook
+from raykv.directory.leases import Generations
+from raykv.directory.log import EventLog
+from raykv.directory.manager import BlockManager
+from raykv.directory.table.protocol import Lease
+from raykv.engine.remote import RemoteChunks
+from raykv.engine.view import EngineView
+from raykv.node import slots
+from raykv.node.slots import ChunkName, SlotState, SlotTable
 from tests.simulation.cluster import GENERATIONS_PER_EPOCH
 
 Plant = Callable[[pytest.MonkeyPatch], None]

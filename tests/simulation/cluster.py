@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from raykv.core.geometry import PoolGeometry
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.slots import ChunkName
-from raykv.messages import (
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId, Slot
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.node.slots import ChunkName
+from raykv.protocol.messages import (
     AttachEngine,
     EngineAttached,
     FetchRequest,
@@ -21,7 +22,6 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId, Slot
 from tests.simulation.engine import Engine
 from tests.simulation.fetch import Post, ReadAnswer
 from tests.simulation.node import Node

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raykv.actors.fetch_client import fetch_request
-from raykv.core.remote import ChunkSize, FetchOrder, RemoteSettings
-from raykv.core.requests import FailedLoad, RequestOptions
-from raykv.core.slots import ChunkName
-from raykv.core.view import EngineView
-from raykv.messages import FetchResult, Handle
-from raykv.types import NO_GENERATION, Direction, Key, Lookup, Refusal
+from raykv.base.ids import NO_GENERATION, Direction, Key, Lookup, Refusal
+from raykv.engine.fetches import fetch_request
+from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.engine.requests import FailedLoad, RequestOptions
+from raykv.engine.view import EngineView
+from raykv.node.slots import ChunkName
+from raykv.protocol.messages import FetchResult, Handle
 from tests.simulation.node import Job
 from tests.simulation.session import FetchEnded, Identity, Session
 from tests.simulation.wire import Call

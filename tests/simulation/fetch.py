@@ -1,4 +1,4 @@
-"""Fetches of one node, as `raykv/actors/fetching.py` does them: each chunk is read from one source
+"""Fetches of one node, as `raykv/node/fetch.py` does them: each chunk is read from one source
 after the other; two fetches of one chunk share what is under way.
 """
 
@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from raykv.actors.fetching import Source, wanted
-from raykv.core.slots import ChunkName, SlotState
-from raykv.messages import (
+from raykv.base.ids import Key, Namespace, Refusal
+from raykv.node.fetch import Source, wanted
+from raykv.node.slots import ChunkName, SlotState
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     FetchRequest,
     FetchResult,
@@ -20,7 +21,6 @@ from raykv.messages import (
     ReadReply,
     ReadRequest,
 )
-from raykv.types import Key, Namespace, Refusal
 from tests.simulation.wire import Call
 
 if TYPE_CHECKING:

@@ -23,14 +23,15 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 import raykv
-from raykv.actors.job_request import JobRequest
-from raykv.breaker_types import BreakerReport
-from raykv.core.view import EngineView
-from raykv.messages import Handles, JobResult, KVLayout, Leases, SyncReply, TensorLayout
-from raykv.types import Direction, Refusal
-from raykv.vllm import guard, mending
+from raykv.base import guard
+from raykv.base.ids import Direction, Refusal
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import Handles, JobResult, KVLayout, Leases, SyncReply, TensorLayout
+from raykv.protocol.told import BreakerReport
+from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
+from raykv.worker.job import JobRequest
 from tests.simulation.layered_world import RUBBISH, World
 from tests.unit.test_miss_hooks import CHUNK, FULL, NODE_EPOCH
 

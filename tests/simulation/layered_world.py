@@ -24,10 +24,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from raykv.core.requests import FailedLoad
-from raykv.core.view import EngineView
-from raykv.messages import EngineAttached, Leases, SyncReply
-from raykv.types import EngineId, Epoch, Generation, Key
+from raykv.base.ids import EngineId, Epoch, Generation, Key
+from raykv.engine.requests import FailedLoad
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import EngineAttached, Leases, SyncReply
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager

@@ -1,6 +1,6 @@
 """A NodeActor as the simulation plays it: one job at a time, reads, fetches, and reports.
 
-It does what `raykv/actors/node.py` and its parts do, without threads and real bytes: whatever takes
+It does what `raykv/node/actor.py` and its parts do, without threads and real bytes: whatever takes
 time there is begun by one method here and ended by another.
 """
 
@@ -11,18 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raykv.actors.keeper import failed_columns, inventory_of
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
-from raykv.messages import (
-    PROTOCOL_VERSION,
-    FailedStores,
-    NodeReport,
-    NodeReportReply,
-    ReadReply,
-    ReadRequest,
-)
-from raykv.types import (
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
     SLOT_ALIGNMENT,
     Direction,
     Epoch,
@@ -32,6 +22,16 @@ from raykv.types import (
     NodeId,
     Refusal,
     Slot,
+)
+from raykv.node.keeper import failed_columns, inventory_of
+from raykv.node.slots import Admission, ChunkName, SlotState, SlotTable
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    FailedStores,
+    NodeReport,
+    NodeReportReply,
+    ReadReply,
+    ReadRequest,
 )
 from tests.simulation.fetch import Fetches, Post, ReadAnswer
 from tests.simulation.wire import Call

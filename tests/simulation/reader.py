@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from raykv.core.manager import BlockManager
-from raykv.core.replay import Replay
-from raykv.event_types import events_of
-from raykv.types import Epoch
+from raykv.base.ids import Epoch
+from raykv.directory.manager import BlockManager
+from raykv.protocol.events import events_of
+from raykv.stream.replay import Replay
 
 
 class Reader:

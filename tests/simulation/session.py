@@ -1,4 +1,4 @@
-"""An engine's exchange with the scheduler actor, as `raykv/actors/session.py` does it: one message
+"""An engine's exchange with the scheduler actor, as `raykv/engine/session.py` does it: one message
 at a time; what gets no answer is sent again as it was, and after the second time the engine
 attaches anew.
 """
@@ -9,9 +9,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raykv.core.remote import FetchOrder
-from raykv.core.view import EngineView
-from raykv.messages import (
+from raykv.base.ids import EngineId, Epoch, Generation, Namespace, NodeId, Slot
+from raykv.engine.remote import FetchOrder
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
@@ -20,7 +21,6 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.types import EngineId, Epoch, Generation, Namespace, NodeId, Slot
 from tests.simulation.wire import Call
 
 if TYPE_CHECKING:

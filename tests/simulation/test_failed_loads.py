@@ -15,7 +15,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from raykv.models import tiny_llama
+from raykv.serve.models import tiny_llama
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt
 from tests.unit.test_miss_hooks import CHUNK, FULL

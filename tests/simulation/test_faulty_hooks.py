@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.core.view import EngineView
-from raykv.models import tiny_llama
+from raykv.engine.view import EngineView
+from raykv.serve.models import tiny_llama
 from tests.simulation.hook_world import (
     SCHEDULER_HOOKS,
     WORKER_HOOKS,

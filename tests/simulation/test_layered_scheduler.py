@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.core.layered import LayeredLoads
-from raykv.models import tiny_llama
-from raykv.vllm import guard
+from raykv.base import guard
+from raykv.engine.layered import LayeredLoads
+from raykv.serve.models import tiny_llama
 from raykv.vllm.layered import LayeredScheduling
 from tests.simulation.layered_world import World, WrongAnswerError
 from tests.unit.test_miss_hooks import CHUNK

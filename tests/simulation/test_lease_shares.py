@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from raykv.config import load_settings
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.requests import RequestOptions
-from raykv.core.view import EngineView
-from raykv.messages import (
+from raykv.base.ids import EngineId, Epoch, Key, Lookup, Namespace
+from raykv.base.settings import load_settings
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.engine.requests import RequestOptions
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Handle,
@@ -23,7 +24,6 @@ from raykv.messages import (
     NodeStats,
     SyncReply,
 )
-from raykv.types import EngineId, Epoch, Key, Lookup, Namespace
 
 KIB, MIB = 1 << 10, 1 << 20
 SPACE = Namespace("model")

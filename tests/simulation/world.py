@@ -15,13 +15,13 @@ from itertools import count
 
 import pytest
 
-import raykv.core.events
-import raykv.core.leases
-import raykv.core.mirror
-import raykv.core.snapshots
-from raykv.core.clearings import Clearings
-from raykv.core.manager import ManagerSettings
-from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+import raykv.directory.leases
+import raykv.directory.log
+import raykv.directory.mirror
+import raykv.directory.snapshots
+from raykv.base.clearings import Clearings
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.directory.manager import ManagerSettings
 from tests.simulation.bugs import BUGS
 from tests.simulation.checks import settle
 from tests.simulation.cluster import GENERATIONS_PER_EPOCH, Cluster
@@ -352,10 +352,10 @@ def key(name: str) -> Key:
 def small_pages() -> Iterator[pytest.MonkeyPatch]:
     """Pages of few keys, so that a few chunks make several; undone at the end."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(raykv.core.leases, "MAX_KEYS", 3)
-        patches.setattr(raykv.core.mirror, "MAX_KEYS", 3)
-        patches.setattr(raykv.core.snapshots, "MAX_PAGE", 4)
-        patches.setattr(raykv.core.events.EventLog.page, "__defaults__", (5,))
+        patches.setattr(raykv.directory.leases, "MAX_KEYS", 3)
+        patches.setattr(raykv.directory.mirror, "MAX_KEYS", 3)
+        patches.setattr(raykv.directory.snapshots, "MAX_PAGE", 4)
+        patches.setattr(raykv.directory.log.EventLog.page, "__defaults__", (5,))
         yield patches
 
 

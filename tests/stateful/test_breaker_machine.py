@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from raykv.core.breaker import Breakers, BreakerState, Pauses
+from raykv.cluster.breaker import Breakers, BreakerState, Pauses
 
 PEERS = ("scheduler", "node:a", "node:b")
 FIRST_S, LONGEST_S, TRIAL_S = 2, 9, 20

@@ -27,27 +27,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-import raykv.core.leases
-import raykv.core.mirror
-from raykv.actors.keeper import failed_columns
-from raykv.core.clearings import Clearings
-from raykv.core.geometry import PoolGeometry
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.requests import FailedLoad, RequestOptions
-from raykv.core.slots import Admission, ChunkName, SlotTable
-from raykv.core.view import EngineView
-from raykv.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    FailedStores,
-    Handle,
-    Inventory,
-    NodeReport,
-    SyncReply,
-    SyncRequest,
-)
-from raykv.types import (
+import raykv.directory.leases
+import raykv.directory.mirror
+from raykv.base.clearings import Clearings
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
     NO_GENERATION,
     Direction,
     EngineId,
@@ -58,6 +42,22 @@ from raykv.types import (
     Namespace,
     NodeId,
     Refusal,
+)
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.engine.requests import FailedLoad, RequestOptions
+from raykv.engine.view import EngineView
+from raykv.node.keeper import failed_columns
+from raykv.node.slots import Admission, ChunkName, SlotTable
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    EngineAttached,
+    FailedStores,
+    Handle,
+    Inventory,
+    NodeReport,
+    SyncReply,
+    SyncRequest,
 )
 from tests.tables import use_table
 
@@ -462,8 +462,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     def begin(self, filled: int) -> None:
         self.patches = pytest.MonkeyPatch()
         use_table(self.patches, self.TABLE)
-        self.patches.setattr(raykv.core.leases, "MAX_KEYS", PAGE_KEYS)
-        self.patches.setattr(raykv.core.mirror, "MAX_KEYS", PAGE_KEYS)
+        self.patches.setattr(raykv.directory.leases, "MAX_KEYS", PAGE_KEYS)
+        self.patches.setattr(raykv.directory.mirror, "MAX_KEYS", PAGE_KEYS)
         self.now = 1000.0
         self.manager = BlockManager(Epoch(1), SETTINGS)
         self.highest = NO_GENERATION

@@ -18,11 +18,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import raykv.core.snapshots
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.replay import Replay
-from raykv.event_types import EpochBegan, EventPage, SnapshotPage, events_of
-from raykv.messages import (
+import raykv.directory.snapshots
+from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.protocol.events import EpochBegan, EventPage, SnapshotPage, events_of
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Handles,
@@ -35,7 +35,7 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import EVERY_NAMESPACE, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.stream.replay import Replay
 from tests.tables import use_table
 
 PAGE = 4096
@@ -269,8 +269,8 @@ class EventLogMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.patches = pytest.MonkeyPatch()
-        self.patches.setattr(raykv.core.snapshots, "MAX_PAGE", SNAPSHOT_PAGE)
-        self.patches.setattr(raykv.core.snapshots, "MAX_OPEN", MAX_OPEN)
+        self.patches.setattr(raykv.directory.snapshots, "MAX_PAGE", SNAPSHOT_PAGE)
+        self.patches.setattr(raykv.directory.snapshots, "MAX_OPEN", MAX_OPEN)
         self.now = 1000.0
         use_table(self.patches, self.TABLE)
         self.manager = BlockManager(Epoch(1), SETTINGS)

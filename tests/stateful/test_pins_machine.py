@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from raykv.hint_types import Hints
-from raykv.types import NodeId
+from raykv.base.ids import NodeId
+from raykv.protocol.hint_types import Hints
 from tests.tables import TABLES, use_table
 from tests.unit.test_pins import PAGE, SPACE, Cluster, key
 

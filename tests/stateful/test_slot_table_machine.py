@@ -19,9 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import Admission, ChunkName, SlotState, SlotTable
-from raykv.types import (
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
     ALL_BLOCKS,
     EVERY_NAMESPACE,
     NO_BLOCKS,
@@ -32,6 +31,7 @@ from raykv.types import (
     Refusal,
     Slot,
 )
+from raykv.node.slots import Admission, ChunkName, SlotState, SlotTable
 
 PAGE = 4096
 SLAB = 4

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.core.accounts import MAX_RECORDS, MAX_WAITING, Accounts, TokenAccount
-from raykv.core.requests import Miss
-from raykv.miss_types import MissRecord
-from raykv.types import Key, MissReason
+from raykv.base.ids import Key, MissReason
+from raykv.engine.accounts import MAX_RECORDS, MAX_WAITING, Accounts, TokenAccount
+from raykv.engine.requests import Miss
+from raykv.protocol.miss_types import MissRecord
 
 CHUNK = 32
 EVICTED = Miss(Key(b"first gone\x00\x00\x00\x00"), MissReason.EVICTED)

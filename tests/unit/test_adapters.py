@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-import raykv.adapters as adapters_module
-from raykv.adapters import UNKNOWN, AdapterFiles, named
-from raykv.block_hashes import HashScheme, PromptTraits, block_hashes
-from raykv.errors import SettingError
+import raykv.prompts.adapters as adapters_module
+from raykv.base.errors import SettingError
+from raykv.prompts.adapters import UNKNOWN, AdapterFiles, named
+from raykv.prompts.block_hashes import HashScheme, PromptTraits, block_hashes
 
 LONG_AGO_S = 1_000_000_000
 
@@ -142,7 +142,7 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.core import kv_cache_utils
 
-    from raykv.vllm import adapters
+    from raykv.vllm.identity import adapters
 
     hashed = getattr(kv_cache_utils, adapters.HASHED)
     monkeypatch.setattr(kv_cache_utils, adapters.HASHED, getattr(hashed, "__wrapped__", hashed))
@@ -255,7 +255,7 @@ def load(worker: Any, folder: Path) -> None:
 
 
 def use(folder: Path, *, reloads: bool = False) -> Any:
-    from raykv.vllm.adapters import AdapterUse
+    from raykv.vllm.identity.adapters import AdapterUse
 
     return AdapterUse(1, str(folder), AdapterFiles().content(str(folder)).digest, reloads)
 

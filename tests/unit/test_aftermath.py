@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from raykv.core.aftermath import Aftermath, Killed, Patience, aftermath
+from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
 
 PATIENCE = Patience(exit_s=2.0, last_s=60.0)
 SAFE, WAIT, HOPELESS = Aftermath.SAFE, Aftermath.WAIT, Aftermath.HOPELESS

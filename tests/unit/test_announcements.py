@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.core.announcements import EXPECTED_S, MAX_LOOKS, Announcements
-from raykv.types import Key
+from raykv.base.ids import Key
+from raykv.engine.announcements import EXPECTED_S, MAX_LOOKS, Announcements
 
 KEYS = [Key(b"key %d" % number) for number in range(2 * MAX_LOOKS + 50)]
 

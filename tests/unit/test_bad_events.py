@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import raykv
-from raykv.actors import readers
-from raykv.actors.readers import read_events, take_snapshot
-from raykv.actors.scheduler import SchedulerActor
-from raykv.core.replay import Replay
-from raykv.errors import ClusterError, MessageError, VersionError
-from raykv.event_types import EventPage, EventsMissed, SnapshotPage
-from raykv.messages import PROTOCOL_VERSION, Inventory, NodeReport, encode
-from raykv.types import SLOT_ALIGNMENT, EventKind
+from raykv.base.errors import ClusterError, MessageError, VersionError
+from raykv.base.ids import SLOT_ALIGNMENT, EventKind
+from raykv.directory.actor import SchedulerActor
+from raykv.protocol.events import EventPage, EventsMissed, SnapshotPage
+from raykv.protocol.messages import PROTOCOL_VERSION, Inventory, NodeReport, encode
+from raykv.stream import readers
+from raykv.stream.readers import read_events, take_snapshot
+from raykv.stream.replay import Replay
 
 PAGE = SLOT_ALIGNMENT
 replace = msgspec.structs.replace

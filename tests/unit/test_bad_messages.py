@@ -15,17 +15,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.actors.fetching import FetchService, _bounded
-from raykv.actors.keeper import PoolKeeper
-from raykv.actors.peers import PeerError
-from raykv.actors.reading import ReadService
-from raykv.actors.scheduler import SchedulerActor
-from raykv.core.geometry import PoolGeometry
-from raykv.core.sanity import check_attached, check_fetched, check_partial, check_reply
-from raykv.errors import MessageError, RayKVError, VersionError
-from raykv.event_types import EventPage, SnapshotPage
-from raykv.handshake import receive
-from raykv.messages import (
+from raykv.base.errors import MessageError, RayKVError, VersionError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
+    ALL_BLOCKS,
+    LAST_EPOCH,
+    MAX_EPOCH,
+    MAX_GENERATION,
+    SLOT_ALIGNMENT,
+    Blocks,
+    Epoch,
+    Refusal,
+)
+from raykv.directory.actor import SchedulerActor
+from raykv.node.fetch import FetchService, _bounded
+from raykv.node.keeper import PoolKeeper
+from raykv.node.peers import PeerError
+from raykv.node.read import ReadService
+from raykv.protocol.check import check_attached, check_fetched, check_partial, check_reply
+from raykv.protocol.events import EventPage, SnapshotPage
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     AttachWorker,
@@ -50,17 +60,7 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.metric_types import HistogramData, KeySketch
-from raykv.types import (
-    ALL_BLOCKS,
-    LAST_EPOCH,
-    MAX_EPOCH,
-    MAX_GENERATION,
-    SLOT_ALIGNMENT,
-    Blocks,
-    Epoch,
-    Refusal,
-)
+from raykv.protocol.metric_types import HistogramData, KeySketch
 
 PAGE = SLOT_ALIGNMENT
 BIG = (1 << 64) - 1
@@ -490,8 +490,8 @@ def test_absurd_reads_give_no_bytes(
 def test_answer_that_passes_can_be_applied(
     stored: Handles, granted: Leases, replicas: Replicas, asked: list[bytes]
 ) -> None:
-    from raykv.core.view import EngineView
-    from raykv.types import EngineId
+    from raykv.base.ids import EngineId
+    from raykv.engine.view import EngineView
 
     request = SyncRequest("engine", 1, 1, asked=asked)
     reply = SyncReply(1, 1, 7, stored=stored, granted=granted, replicas=replicas)

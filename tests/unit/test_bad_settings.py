@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.config import Settings, load_settings
-from raykv.errors import SettingError
-from raykv.parsing import MAX_COUNT, MAX_SIZE
+from raykv.base.errors import SettingError
+from raykv.base.parsing import MAX_COUNT, MAX_SIZE
+from raykv.base.settings import Settings, load_settings
 
 NAMES = [f.name for f in fields(Settings)]
 

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from raykv.bench.registry import BENCHMARKS, chosen
-from raykv.bench.report import Options, Result, Row, Verdict, alternate, document, short
+from raykv.base.errors import SettingError
 from raykv.cli import app
-from raykv.errors import SettingError
+from raykv.lab.bench.registry import BENCHMARKS, chosen
+from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, document, short
 
 
 def result() -> Result:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raykv.bench.copy import KIB, LEAST_OF_MEMCPY, OURS, Case, PagedCopy, Sides, cases, run
-from raykv.bench.report import Options
+from raykv.base.ids import Direction
 from raykv.copy.rows import RowCopier
-from raykv.types import Direction
+from raykv.lab.bench.copy import KIB, LEAST_OF_MEMCPY, OURS, Case, PagedCopy, Sides, cases, run
+from raykv.lab.bench.report import Options
 
 
 def test_quick_run_measures_every_case_and_judges_the_budgets() -> None:

@@ -8,8 +8,12 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
-from raykv.bench import copy, copy_cuda, ttft
-from raykv.bench.copy_cuda import (
+from raykv.base.errors import SettingError
+from raykv.base.ids import Direction
+from raykv.cli import app
+from raykv.copy.cuda.driver import CUDAError
+from raykv.lab.bench import copy, copy_cuda, ttft
+from raykv.lab.bench.copy_cuda import (
     ALONE,
     BIG,
     BY_CHUNK,
@@ -26,12 +30,8 @@ from raykv.bench.copy_cuda import (
     cases,
     measure,
 )
-from raykv.bench.matrices import MatrixProcess
-from raykv.bench.report import Options, Result, Row
-from raykv.cli import app
-from raykv.copy.cuda_driver import CUDAError
-from raykv.errors import SettingError
-from raykv.types import Direction
+from raykv.lab.bench.matrices import MatrixProcess
+from raykv.lab.bench.report import Options, Result, Row
 from tests.cuda_fake import FakeDriver
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from raykv.bench import disk
-from raykv.bench.disk import CACHED, DROPPED, FILES, PLAIN_READ, READ, RESTING, TIER, WRITE, WRITING
-from raykv.bench.report import Result
+from raykv.lab.bench import disk
+from raykv.lab.bench.disk import (
+    CACHED,
+    DROPPED,
+    FILES,
+    PLAIN_READ,
+    READ,
+    RESTING,
+    TIER,
+    WRITE,
+    WRITING,
+)
+from raykv.lab.bench.report import Result
 
 
 def written(path: Path) -> Path:

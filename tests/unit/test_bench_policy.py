@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from raykv.bench.policy import optimal_rate, replay, run, unlimited_rate
-from raykv.bench.report import Options
-from raykv.bench.requests import Request, read_trace, synthetic
-from raykv.core.policy import DEFAULT_POLICY, LRU, POLICIES
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES
+from raykv.inspect.trace_files import Request, read_trace, synthetic
+from raykv.lab.bench.policy import optimal_rate, replay, run, unlimited_rate
+from raykv.lab.bench.report import Options
 
 
 def lru_rate(requests: list[Request], capacity: int) -> float:

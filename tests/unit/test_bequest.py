@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from raykv.actors import bequest
-from raykv.actors.scheduler import SchedulerActor
-from raykv.errors import MessageError
-from raykv.messages import PROTOCOL_VERSION, NodeReport, NodeReportReply, decode, encode
-from raykv.operation_types import KeptLife
-from raykv.types import EVERY_NAMESPACE, Epoch, make_generation
+from raykv.base.errors import MessageError
+from raykv.base.ids import EVERY_NAMESPACE, Epoch, make_generation
+from raykv.directory import bequest
+from raykv.directory.actor import SchedulerActor
+from raykv.protocol.messages import PROTOCOL_VERSION, NodeReport, NodeReportReply, decode, encode
+from raykv.protocol.operator import KeptLife
 from tests.waiting import wait_until
 
 FAR = (1 << 30) + 5

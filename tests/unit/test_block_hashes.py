@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.block_hashes import (
+from raykv.base.errors import SettingError
+from raykv.prompts.block_hashes import (
     DEFAULT_SEED,
     HashScheme,
     PromptTraits,
@@ -19,7 +20,6 @@ from raykv.block_hashes import (
     chunk_keys,
     seed_digest,
 )
-from raykv.errors import SettingError
 
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 TRAITS = (
@@ -123,7 +123,7 @@ def test_algorithm_that_is_unknown_is_refused(algorithm: str) -> None:
 
 def test_digest_of_a_seed_tells_seeds_apart_and_is_that_of_the_traits() -> None:
     assert seed_digest("1") != seed_digest("2")
-    namespace = pytest.importorskip("raykv.vllm.namespace")
+    namespace = pytest.importorskip("raykv.vllm.identity.namespace")
     assert namespace.traits_of({"hash_seed": "secret"}) == {"hash_seed": seed_digest("secret")}
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-import raykv.core.breaker
-from raykv.breaker_types import MAX_REASON, MAX_ROWS, BreakerReport
-from raykv.core.breaker import Breakers, BreakerState, Pauses, aged, joined, sentences
-from raykv.messages import (
+import raykv.cluster.breaker
+from raykv.cluster.breaker import Breakers, BreakerState, Pauses, aged, joined, sentences
+from raykv.protocol.messages import (
     NodeStats,
     SyncRequest,
     decode,
     encode,
 )
-from raykv.status_types import EngineStatus, NodeStatus
+from raykv.protocol.status import EngineStatus, NodeStatus
+from raykv.protocol.told import MAX_REASON, MAX_ROWS, BreakerReport
 
 PEER = "node:a"
 PAUSES = Pauses(1.0, 5.0, trial_s=10.0)
@@ -157,7 +157,7 @@ def test_report_names_the_worst_and_counts_all(breakers: Breakers) -> None:
 def test_peers_that_are_remembered_are_bounded_and_bad_ones_stay(
     breakers: Breakers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.breaker, "MAX_PEERS", 3)
+    monkeypatch.setattr(raykv.cluster.breaker, "MAX_PEERS", 3)
     fail(breakers, 0.0)
     for number in range(10):
         begin(breakers, 0.0, f"node:{number}")

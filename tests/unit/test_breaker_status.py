@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raykv.breaker_types import BreakerReport
+from raykv.base.ids import Epoch
 from raykv.cli.status import print_status
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.messages import (
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     NodeReport,
     NodeStats,
     SyncRequest,
 )
-from raykv.status_types import ClusterStatus
-from raykv.types import Epoch
+from raykv.protocol.status import ClusterStatus
+from raykv.protocol.told import BreakerReport
 
 SOURCE = BreakerReport(["node:b"], ["open"], [2], [1.5], ["no [bold] answer"], 1, 2, 3)
 OWN = BreakerReport(["own node"], ["half-open"], [4], [7.0], ["it is gone"], 2, 5, 6)

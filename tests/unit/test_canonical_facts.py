@@ -13,10 +13,10 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
-from raykv.config import load_settings
-from raykv.errors import SettingError
-from raykv.vllm import readers
+from raykv.base.errors import SettingError
+from raykv.base.settings import load_settings
 from raykv.vllm.canonical import block_bytes_told, untold
+from raykv.vllm.identity import readers
 from raykv.vllm.kv_form import _cpu_writer, kv_form_of
 
 HEADS, TOKENS, DIMS = 4, 32, 64

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raykv.base.errors import HandleError
+from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import Planner
-from raykv.core.canonical import MAX_ROWS, Span, objection, shares
-from raykv.errors import HandleError
-from raykv.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
+from raykv.memory.canonical import MAX_ROWS, Span, objection, shares
 from raykv.memory.handles import check_layout
-from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout, decode, encode
-from raykv.types import SLOT_ALIGNMENT, Direction
+from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
+from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout, decode, encode
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 replace = msgspec.structs.replace

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from deploy import sizes
-from raykv.core.capacity import PoolWishes, make_plan
-from raykv.errors import SettingError
-from raykv.plan_types import KVShape
+from raykv.base.errors import SettingError
+from raykv.client.capacity import PoolWishes, make_plan
+from raykv.client.plan_types import KVShape
 
 MIB = 1 << 20
 SHAPE = KVShape(
@@ -132,7 +132,7 @@ def folder(tmp_path: Path, config: dict[str, Any]) -> str:
 
 
 def test_shape_is_read_from_a_models_folder(tmp_path: Path) -> None:
-    from raykv.sizing import plan
+    from raykv.client.plan import plan
 
     model = folder(tmp_path, LLAMA)
     sizes = {"pool_bytes": "64MiB", "blocks_per_chunk": 2}
@@ -177,7 +177,7 @@ def test_shape_is_read_from_a_models_folder(tmp_path: Path) -> None:
 def test_shapes_of_the_manifests_are_what_plan_reads(
     tmp_path: Path, shape: KVShape, numbers: dict[str, int]
 ) -> None:
-    from raykv.sizing import plan
+    from raykv.client.plan import plan
 
     model = folder(tmp_path, {**LLAMA, "max_position_embeddings": 8192, **numbers})
     engine = {"block_size": shape.tokens_per_block, "max_model_len": shape.max_model_len}
@@ -185,7 +185,7 @@ def test_shapes_of_the_manifests_are_what_plan_reads(
 
 
 def test_latent_attention_has_one_vector_for_all_heads(tmp_path: Path) -> None:
-    from raykv.sizing import plan
+    from raykv.client.plan import plan
 
     found = plan(folder(tmp_path, LATENT))
     assert found.shape.is_latent
@@ -203,7 +203,7 @@ def test_latent_attention_has_one_vector_for_all_heads(tmp_path: Path) -> None:
 def test_model_whose_sizes_are_not_known_is_refused(
     tmp_path: Path, config: dict[str, Any], expected: str
 ) -> None:
-    from raykv.sizing import plan
+    from raykv.client.plan import plan
 
     with pytest.raises(SettingError, match=expected):
         plan(folder(tmp_path, config))
@@ -225,7 +225,7 @@ def test_model_whose_sizes_are_not_known_is_refused(
 def test_settings_that_are_wrong_are_refused(
     tmp_path: Path, settings: dict[str, Any], engine: dict[str, Any], expected: str
 ) -> None:
-    from raykv.sizing import plan
+    from raykv.client.plan import plan
 
     with pytest.raises(SettingError, match=expected):
         plan(folder(tmp_path, LLAMA), settings, engine)
@@ -233,7 +233,7 @@ def test_settings_that_are_wrong_are_refused(
 
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    from raykv.sizing import plan
+    from raykv.client.plan import plan
 
     with pytest.raises(SettingError, match="vLLM can't read the model"):
         plan(str(tmp_path))

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv.captured import (
+from raykv.base.errors import HiddenStatesError
+from raykv.node.states.file import (
     LOCK_SUFFIX,
     HiddenStates,
     cleanup_hidden_states,
@@ -25,14 +26,13 @@ from raykv.captured import (
     settle,
     write_states,
 )
-from raykv.errors import HiddenStatesError
 from tests.states_reader import DisappointedReader
 
 torch = pytest.importorskip("torch")
 
 WRITER = """
 import sys, time
-from raykv.captured import promise
+from raykv.node.states.file import promise
 fd = promise(sys.argv[1])
 print("promised", flush=True)
 time.sleep(600)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.core.captures import CaptureIndex, CaptureState, objection
-from raykv.state_types import Capture
+from raykv.node.states.index import CaptureIndex, CaptureState, objection
+from raykv.protocol.state_types import Capture
 
 TTL_S = 10.0
 

@@ -6,11 +6,11 @@ from itertools import islice
 
 import pytest
 
-from raykv.chaos.plan import BLOCK, FaultKind, batches, faults, probe, prompts
-from raykv.chaos.report import MORE_BYTES, MORE_FDS, Answer, FaultSeen, Process, Report
-from raykv.chaos.run import kinds_named
-from raykv.chaos.watch import Stored, Watch
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.lab.chaos.plan import BLOCK, FaultKind, batches, faults, probe, prompts
+from raykv.lab.chaos.report import MORE_BYTES, MORE_FDS, Answer, FaultSeen, Process, Report
+from raykv.lab.chaos.run import kinds_named
+from raykv.lab.chaos.watch import Stored, Watch
 
 KINDS = tuple(FaultKind)
 

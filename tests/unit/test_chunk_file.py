@@ -18,13 +18,13 @@ import pytest
 import xxhash
 from safetensors import safe_open
 
-import raykv.tiers.chunk_file as chunk_file
-import raykv.tiers.folder
-from raykv.core.disk_index import DiskChunk
-from raykv.errors import ChunkFileError, DiskError
-from raykv.tiers.chunk_file import Bytes, ChunkBytes, read_chunk, read_header, write_chunks
-from raykv.tiers.folder import MAX_DAMAGED, TierFolder, unowned_folders
-from raykv.types import ALL_BLOCKS, Blocks, Generation, Key, Namespace
+import raykv.node.disk.chunk_file as chunk_file
+import raykv.node.disk.folder
+from raykv.base.errors import ChunkFileError, DiskError
+from raykv.base.ids import ALL_BLOCKS, Blocks, Generation, Key, Namespace
+from raykv.node.disk.chunk_file import Bytes, ChunkBytes, read_chunk, read_header, write_chunks
+from raykv.node.disk.folder import MAX_DAMAGED, TierFolder, unowned_folders
+from raykv.node.disk.index import DiskChunk
 
 SPACE = Namespace("a" * 32)
 
@@ -313,6 +313,6 @@ def test_folder_that_somebody_looks_at_is_taken_all_the_same(
             waits.append(seconds)
             fcntl.flock(looking, fcntl.LOCK_UN)
 
-        monkeypatch.setattr(raykv.tiers.folder, "time", SimpleNamespace(sleep=wait))
+        monkeypatch.setattr(raykv.node.disk.folder, "time", SimpleNamespace(sleep=wait))
         assert TierFolder(tmp_path).path == left.path
     assert len(waits) == 1

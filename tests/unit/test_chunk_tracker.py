@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.runtime import EngineIdentity
-from raykv.core.announcements import Announcements
-from raykv.core.descriptions import DescriptionOutbox
-from raykv.description_types import Description, rows_of
-from raykv.types import Key
+from raykv.base.ids import Key
+from raykv.engine.announcements import Announcements
+from raykv.engine.runtime import EngineIdentity
+from raykv.protocol.descriptions import Description, rows_of
+from raykv.stream.descriptions import DescriptionOutbox
 
 pytest.importorskip("vllm")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raykv.core.clearings import MAX_NAMESPACES, Clearings
-from raykv.types import EVERY_NAMESPACE, NO_GENERATION, Namespace
+from raykv.base.clearings import MAX_NAMESPACES, Clearings
+from raykv.base.ids import EVERY_NAMESPACE, NO_GENERATION, Namespace
 
 A, B = Namespace("a"), Namespace("b")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.core.requests import RequestOptions
+from raykv.engine.requests import RequestOptions
 from raykv.vllm.params import (
     HINTS,
     PARAMS,

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from raykv.actors import cluster
-from raykv.bench.ports import free_port
-from raykv.errors import ClusterError
+from raykv.base.errors import ClusterError
+from raykv.cluster import join as cluster
+from raykv.lab.bench.ports import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from raykv.breaker_types import BreakerReport
-from raykv.core.cluster_meter import LAG_WINDOW_S, MAX_MODELS
-from raykv.core.label_values import MOST, OTHER, NamespaceLabels
-from raykv.core.manager import BlockManager
-from raykv.core.metric_table import METRICS
-from raykv.messages import (
+from raykv.base.ids import SLOT_ALIGNMENT, Epoch, MissReason
+from raykv.directory.cluster_meter import LAG_WINDOW_S, MAX_MODELS
+from raykv.directory.manager import BlockManager
+from raykv.metrics.label_values import MOST, OTHER, NamespaceLabels
+from raykv.metrics.table import METRICS
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Inventory,
@@ -19,8 +19,8 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.metric_types import HistogramData
-from raykv.types import SLOT_ALIGNMENT, Epoch, MissReason
+from raykv.protocol.metric_types import HistogramData
+from raykv.protocol.told import BreakerReport
 
 PAGE = SLOT_ALIGNMENT
 

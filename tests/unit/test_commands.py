@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 import raykv
 from raykv import cli
-from raykv.catalog_types import Chunk, NodePrefix, PromptChunk, PromptLookup
+from raykv.base.errors import ClusterError, SettingError
 from raykv.cli import app, base, chunks, main
 from raykv.cli.base import EXIT_CODES, ago
-from raykv.errors import ClusterError, SettingError
-from raykv.event_types import BlockStored, Event, NodeLost
-from raykv.operation_types import TransferResult
-from raykv.status_types import ClusterStatus, NamespaceStatus
+from raykv.protocol.events import BlockStored, Event, NodeLost
+from raykv.protocol.operator import TransferResult
+from raykv.protocol.reader import Chunk, NodePrefix, PromptChunk, PromptLookup
+from raykv.protocol.status import ClusterStatus, NamespaceStatus
 from tests.unit.test_rates import engine, node
 
 
@@ -401,7 +401,7 @@ def test_up_starts_no_ray_for_a_wrong_setting(
     monkeypatch: pytest.MonkeyPatch, options: list[str], environment: dict[str, str], said: str
 ) -> None:
     started: list[str | None] = []
-    monkeypatch.setattr("raykv.actors.cluster.ensure_cluster", started.append)
+    monkeypatch.setattr("raykv.cluster.join.ensure_cluster", started.append)
     done = CliRunner().invoke(app, ["up", *options], env=environment)
     assert isinstance(done.exception, SettingError)
     assert said in str(done.exception)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raykv.bench.completions import AnswerError, Server
+from raykv.lab.bench.completions import AnswerError, Server
 
 CHAT = [
     {"choices": [{"delta": {"role": "assistant", "content": ""}}]},

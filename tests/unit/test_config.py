@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from raykv.config import VLLM_KEYS, Settings, load_settings
-from raykv.core.room import check_pool_bytes, default_pool_bytes
-from raykv.errors import SettingError
-from raykv.parsing import parse_size
+from raykv.base.errors import SettingError
+from raykv.base.parsing import parse_size
+from raykv.base.settings import VLLM_KEYS, Settings, load_settings
+from raykv.memory.room import check_pool_bytes, default_pool_bytes
 
 SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s") and "_per_s" not in f.name]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.bench import placing, serve_routing
-from raykv.bench.conversations import Answered, Load, Sums, conversations, sums
-from raykv.bench.registry import BENCHMARKS
-from raykv.bench.report import Options
+from raykv.lab.bench import placing, serve_routing
+from raykv.lab.bench.conversations import Answered, Load, Sums, conversations, sums
+from raykv.lab.bench.registry import BENCHMARKS
+from raykv.lab.bench.report import Options
 
 
 def test_each_turn_has_all_earlier_ones_as_its_beginning() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.core.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost, Rates
-from raykv.core.remote import ChunkSize, RemoteChunks, RemoteSettings
-from raykv.core.requests import Replica, RequestOptions, RequestState
-from raykv.core.stock import LeaseStock
-from raykv.messages import FetchResult, Handle, Leases
-from raykv.types import Epoch, Generation, Key, Lookup, NodeId, Slot
+from raykv.base.ids import Epoch, Generation, Key, Lookup, NodeId, Slot
+from raykv.engine.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost, Rates
+from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
+from raykv.engine.requests import Replica, RequestOptions, RequestState
+from raykv.engine.stock import LeaseStock
+from raykv.protocol.messages import FetchResult, Handle, Leases
 
 MB = 1 << 20
 TOKENS = 100

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.copy.cuda_batches import Rows, batches, cut, direct, merged, rows_of, staged
+from raykv.base.ids import Direction
+from raykv.copy.cuda.batches import Rows, batches, cut, direct, merged, rows_of, staged
 from raykv.copy.plan import CopyRuns
-from raykv.types import Direction
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from raykv.memory.cuda_bindings import CudaMemoryDriver, load
-from raykv.memory.cuda_driver import DriverError, Extent
+from raykv.memory.cuda.bindings import CudaMemoryDriver, load
+from raykv.memory.cuda.driver import DriverError, Extent
 
 GPUS = [uuid.UUID(int=n + 1) for n in range(2)]
 UUIDS = [str(each) for each in GPUS]
@@ -244,8 +244,8 @@ def test_machine_without_cuda_is_told_what_to_install() -> None:
     """In a process of its own: CUDA must not start in this one, even where it could."""
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "from raykv.memory.cuda_bindings import load\n"
-        "from raykv.memory.cuda_driver import DriverError\n"
+        "from raykv.memory.cuda.bindings import load\n"
+        "from raykv.memory.cuda.driver import DriverError\n"
         "try:\n    load()\nexcept DriverError as error:\n    print(error)"
     )
     done = subprocess.run(

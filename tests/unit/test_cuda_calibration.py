@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.copy.cuda_calibration import (
+from raykv.base.ids import Direction
+from raykv.copy.cuda.calibration import (
     MAX_FILE_BYTES,
     USUAL,
     Point,
@@ -23,8 +24,7 @@ from raykv.copy.cuda_calibration import (
     load,
     save,
 )
-from raykv.copy.cuda_driver import DeviceName
-from raykv.types import Direction
+from raykv.copy.cuda.driver import DeviceName
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 KIB = 1 << 10

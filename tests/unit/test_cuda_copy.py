@@ -23,15 +23,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.copy.cuda import CUDABackend, Device, Devices, Limits, Place
-from raykv.copy.cuda_batches import batches, rows_of
-from raykv.copy.cuda_calibration import Route, Table, always
-from raykv.copy.cuda_driver import Copies, CopyDriver, CUDAError, SourceOrder, Urgency
-from raykv.copy.cuda_measure import calibrate_in_background, measure
+from raykv.base.ids import Direction
+from raykv.copy.cuda.backend import CUDABackend, Device, Devices, Limits, Place
+from raykv.copy.cuda.batches import batches, rows_of
+from raykv.copy.cuda.calibration import Route, Table, always
+from raykv.copy.cuda.driver import Copies, CopyDriver, CUDAError, SourceOrder, Urgency
+from raykv.copy.cuda.measure import calibrate_in_background, measure
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.words import Word
-from raykv.types import Direction
 from tests.cuda_fake import Compute, FakeDriver, WithoutWait
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -495,8 +495,8 @@ def test_device_that_broke_before_refuses_a_copy() -> None:
 
 def test_process_that_ends_says_why() -> None:
     code = (
-        "from raykv.copy.cuda import end_process\n"
-        "from raykv.copy.cuda_driver import CUDAError\n"
+        "from raykv.copy.cuda.backend import end_process\n"
+        "from raykv.copy.cuda.driver import CUDAError\n"
         "try:\n"
         "    end_process(CUDAError('the GPU hangs'))\n"
         "finally:\n"

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raykv.copy.cuda_driver import (
+from raykv.base.errors import RayKVError
+from raykv.copy.cuda.driver import (
     Copies,
     CUDADriver,
     CUDAError,
@@ -16,7 +17,6 @@ from raykv.copy.cuda_driver import (
     plain_uuid,
     text_of,
 )
-from raykv.errors import RayKVError
 from tests.unit.test_cuda_copy import UUID
 
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.core.sanity import MAX_PIECES, check_device_memory
-from raykv.errors import HandleError, MessageError
-from raykv.memory.cuda_driver import DriverError
-from raykv.memory.cuda_kv import (
+from raykv.base.errors import HandleError, MessageError
+from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.kv import (
     CUDA_FD,
     CUDA_IPC,
     DeviceKV,
@@ -24,7 +23,8 @@ from raykv.memory.cuda_kv import (
     export_kv,
 )
 from raykv.memory.handles import check_layout, open_kv
-from raykv.messages import KVLayout, TensorLayout, decode, encode
+from raykv.protocol.check import MAX_PIECES, check_device_memory
+from raykv.protocol.messages import KVLayout, TensorLayout, decode, encode
 from tests.fake_cuda import GPU, OTHER_GPU, PAGE, FakeCuda, event_words
 
 replace = msgspec.structs.replace

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raykv.copy.cuda_pages import Addresses, IndexMover, PageMover, TritonMover
+from raykv.copy.cuda.pages import Addresses, IndexMover, PageMover, TritonMover
 
 torch = pytest.importorskip("torch")
 
-KERNEL = "raykv.copy.cuda_kernel"
+KERNEL = "raykv.copy.cuda.kernel"
 
 
 def view(address: int, num_words: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raykv.core.metric_table import METRICS, MetricKind
+from raykv.metrics.table import METRICS, MetricKind
 from tests.dashboard import generator, metrics_of_all_panels
 
 MAKE = generator()

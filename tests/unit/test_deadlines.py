@@ -10,21 +10,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-import raykv.config
-import raykv.deadlines
+import raykv.base.deadlines
+import raykv.base.settings
+from tests import house
+from tests.house import ROOT, is_shell, module_name
 
-ROOT = Path(__file__).parents[2]
-LEFT_OUT = ("raykv/bench/", "raykv/chaos/", "raykv/demo/", "raykv/models.py")
-SOURCES = [
-    path
-    for path in sorted((ROOT / "raykv").rglob("*.py"))
-    if not str(path.relative_to(ROOT)).startswith(LEFT_OUT)
-]
-DEADLINES = "raykv.deadlines"
+LEFT_OUT = ("raykv/lab/", "raykv/serve/models.py")
+SOURCES = [path for path in house.SOURCES if not str(path.relative_to(ROOT)).startswith(LEFT_OUT)]
+DEADLINES = "raykv.base.deadlines"
 
 TIMED = {
     "wait": 0,
@@ -60,47 +56,59 @@ UNTIMED_NAMES = {
 }
 
 BOUNDED = {
-    ("raykv.actors.attached", "send", "sendall"): "SO_SNDTIMEO, set when the worker has attached",
-    ("raykv.actors.node_service", "_accept", "accept"): "waits for strangers; `stop` wakes it",
-    ("raykv.actors.node_service", "_attach", "sendall"): "what is left of NODE_HELLO_S",
-    ("raykv.actors.node_service", "_turn_away", "sendall"): "what is left of NODE_TURN_AWAY_S",
-    ("raykv.captured", "promise", "flock"): "LOCK_NB: it does not wait",
-    ("raykv.captured", "is_expired", "flock"): "LOCK_NB: it does not wait",
-    ("raykv.captured", "wait", "flock"): "a thread for it, which is waited for with a deadline",
-    ("raykv.actors.wire", "receive_with_fds", "recvmsg"): "the socket's own time-out",
-    ("raykv.actors.wire", "send_with_fds", "sendall"): "the socket's own time-out",
-    ("raykv.actors.wire", "send_with_fds", "send_fds"): "the socket's own time-out",
-    ("raykv.actors.link", "_send", "sendall"): "SO_SNDTIMEO, set when the line is up",
-    ("raykv.actors.link", "_await_attached", "recv"): "it is readable",
-    ("raykv.actors.link", "_receive", "recv"): "MSG_DONTWAIT",
-    ("raykv.actors.fetch_client", "_end", "result"): "the call is done",
-    ("raykv.vllm.staging", "wait", "wait"): "of a link: its flush deadline",
+    ("raykv.node.attached", "send", "sendall"): "SO_SNDTIMEO, set when the worker has attached",
+    ("raykv.node.service", "_accept", "accept"): "waits for strangers; `stop` wakes it",
+    ("raykv.node.service", "_attach", "sendall"): "what is left of NODE_HELLO_S",
+    ("raykv.node.service", "_turn_away", "sendall"): "what is left of NODE_TURN_AWAY_S",
+    ("raykv.node.states.file", "promise", "flock"): "LOCK_NB: it does not wait",
+    ("raykv.node.states.file", "is_expired", "flock"): "LOCK_NB: it does not wait",
+    (
+        "raykv.node.states.file",
+        "wait",
+        "flock",
+    ): "a thread for it, which is waited for with a deadline",
+    ("raykv.protocol.wire", "receive_with_fds", "recvmsg"): "the socket's own time-out",
+    ("raykv.protocol.wire", "send_with_fds", "sendall"): "the socket's own time-out",
+    ("raykv.protocol.wire", "send_with_fds", "send_fds"): "the socket's own time-out",
+    ("raykv.worker.link", "_send", "sendall"): "SO_SNDTIMEO, set when the line is up",
+    ("raykv.worker.link", "_await_attached", "recv"): "it is readable",
+    ("raykv.worker.link", "_receive", "recv"): "MSG_DONTWAIT",
+    ("raykv.engine.fetches", "_end", "result"): "the call is done",
+    ("raykv.worker.staging", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.vllm.worker", "wait", "wait"): "of a link: its flush deadline",
-    ("raykv.parent", "_end_after", "select"): "a daemon thread: until the parent has ended",
-    ("raykv.serve.http", "_receive", "wait"): "until the client leaves; `drive` cancels it",
+    ("raykv.base.parent", "_end_after", "select"): "a daemon thread: until the parent has ended",
+    (
+        "raykv.serve.http.exchange",
+        "_receive",
+        "wait",
+    ): "until the client leaves; `drive` cancels it",
     ("raykv.serve.command", "run_server", "wait"): "the process has ended, it is only reaped",
-    ("raykv.actors.cluster", "join", "init"): "Ray gives up by itself; the cluster was reachable",
-    ("raykv.actors.cluster", "_start_lock", "flock"): "LOCK_NB, in a loop with a deadline",
-    ("raykv.actors.cluster", "resolve_node_id", "nodes"): "at the start; Ray's own RPC deadline",
-    ("raykv.tiers.folder", "_try_lock", "flock"): "LOCK_NB",
-    ("raykv.tiers.folder", "_is_held", "flock"): "LOCK_NB",
-    ("raykv.actors.import_source", "import_source", "kill"): "for a person; Ray's own RPC deadline",
-    ("raykv.actors.local_nodes", "_alive", "nodes"): "for a person; Ray's own RPC deadline",
-    ("raykv.actors.cluster", "end_node_actor", "kill"): "for a person; Ray's own RPC deadline",
-    ("raykv.actors.cluster", "describe", "kill"): "off vLLM's threads; Ray's own RPC deadline",
-    ("raykv.actors.cluster", "stop_actors", "kill"): "for a person; Ray's own RPC deadline",
-    ("raykv.actors.cluster", "stop_actors", "get_actor"): "for a person; Ray's own RPC deadline",
-    ("raykv.actors.cluster", "find_scheduler_actor", "get_actor"): "for a person; the same",
-    ("raykv.actors.cluster", "find_node_actor", "get_actor"): "off vLLM's threads; the same",
-    ("raykv.actors.publisher", "_node_places", "nodes"): "a thread of its own; Ray's RPC deadline",
-    ("raykv.actors.publishing", "find_publisher", "get_actor"): "for a person; the same",
-    ("raykv.actors.publishing", "stop_publisher", "kill"): "for a person; the same",
-    ("raykv.actors.peers", "_handle", "get_actor"): "inside of `within`",
-    ("raykv.actors.node", "_call", "get_actor"): "inside of `within`",
-    ("raykv.actors.diagnosis", "_find", "get_actor"): "inside of `ask_ray`",
-    ("raykv.actors.cluster", "named_actors", "list_named_actors"): "for a person; the same",
-    ("raykv.serve.directory", "_look_up", "get_actor"): "a thread of its own; Ray's RPC deadline",
-    ("raykv.client", "close", "shutdown"): "for a person, who can interrupt it",
+    ("raykv.cluster.join", "join", "init"): "Ray gives up by itself; the cluster was reachable",
+    ("raykv.cluster.join", "_start_lock", "flock"): "LOCK_NB, in a loop with a deadline",
+    ("raykv.cluster.join", "resolve_node_id", "nodes"): "at the start; Ray's own RPC deadline",
+    ("raykv.node.disk.folder", "_try_lock", "flock"): "LOCK_NB",
+    ("raykv.node.disk.folder", "_is_held", "flock"): "LOCK_NB",
+    ("raykv.client.import_source", "import_source", "kill"): "for a person; Ray's own RPC deadline",
+    ("raykv.cluster.local_nodes", "_alive", "nodes"): "for a person; Ray's own RPC deadline",
+    ("raykv.cluster.join", "end_node_actor", "kill"): "for a person; Ray's own RPC deadline",
+    ("raykv.cluster.join", "describe", "kill"): "off vLLM's threads; Ray's own RPC deadline",
+    ("raykv.cluster.join", "stop_actors", "kill"): "for a person; Ray's own RPC deadline",
+    ("raykv.cluster.join", "stop_actors", "get_actor"): "for a person; Ray's own RPC deadline",
+    ("raykv.cluster.join", "find_scheduler_actor", "get_actor"): "for a person; the same",
+    ("raykv.cluster.join", "find_node_actor", "get_actor"): "off vLLM's threads; the same",
+    ("raykv.stream.publisher", "_node_places", "nodes"): "a thread of its own; Ray's RPC deadline",
+    ("raykv.stream.publishing", "find_publisher", "get_actor"): "for a person; the same",
+    ("raykv.stream.publishing", "stop_publisher", "kill"): "for a person; the same",
+    ("raykv.node.peers", "_handle", "get_actor"): "inside of `within`",
+    ("raykv.node.actor", "_call", "get_actor"): "inside of `within`",
+    ("raykv.doctor.gather", "_find", "get_actor"): "inside of `ask_ray`",
+    ("raykv.cluster.join", "named_actors", "list_named_actors"): "for a person; the same",
+    (
+        "raykv.serve.router.directory",
+        "_look_up",
+        "get_actor",
+    ): "a thread of its own; Ray's RPC deadline",
+    ("raykv.client.cluster", "close", "shutdown"): "for a person, who can interrupt it",
 }
 """By module, function and call: what bounds a wait that has no time-out."""
 
@@ -171,7 +179,7 @@ def waits(call: ast.Call) -> bool:
         return True
     if name in ("wait_readable", "within"):
         return True
-    if not isinstance(call.func, ast.Attribute) or is_text(call):
+    if not isinstance(call.func, ast.Attribute) or is_text(call) or whole == "logger.exception":
         return False
     return name in TIMED or name in UNTIMED
 
@@ -210,7 +218,7 @@ def unnamed(tree: ast.Module, module: str) -> list[str]:
     return found
 
 
-FRACTIONS = {("raykv.actors.fetching", "_receive")}
+FRACTIONS = {("raykv.node.fetch", "_receive")}
 """Where what is left of a named time is divided."""
 
 
@@ -235,22 +243,13 @@ def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 
 
 NOT_WAITED = {
-    ("raykv.actors.scheduler", "EXPIRY_PAUSE_S"),
+    ("raykv.directory.actor", "EXPIRY_PAUSE_S"),
     ("raykv.vllm.manager", "NO_LEASE_LOG_PAUSE_S"),
-    ("raykv.client_operations", "PIN_S"),
-    ("raykv.operation_types", "MAX_PIN_S"),
+    ("raykv.client.operations", "PIN_S"),
 }
 """Times that nobody waits: between two looks at who is silent, between two lines in a log, and of
 pins.
-Modules of the core and the directory wait for nothing, and get all times as arguments."""
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
-
-
-def is_pure(module: str) -> bool:
-    return module.startswith(("raykv.core.", "raykv.directory."))
+Pure modules wait for nothing, and get all times as arguments."""
 
 
 def test_every_wait_has_a_deadline() -> None:
@@ -265,7 +264,7 @@ def test_every_time_to_wait_is_named() -> None:
     found = []
     for path in SOURCES:
         module = module_name(path)
-        if module == DEADLINES or is_pure(module):
+        if module == DEADLINES or not is_shell(module):
             continue
         found += [
             complaint
@@ -278,7 +277,7 @@ def test_every_time_to_wait_is_named() -> None:
 def test_pure_modules_wait_for_nothing() -> None:
     for path in SOURCES:
         module = module_name(path)
-        if is_pure(module):
+        if not is_shell(module):
             calls = calls_of(ast.parse(path.read_text()), module)
             assert not [place for place, call in calls if waits(call)], module
 
@@ -293,7 +292,7 @@ def test_list_of_bounded_waits_has_nothing_that_is_not_there() -> None:
 
 
 def test_every_named_time_has_a_reason_and_is_used() -> None:
-    path = ROOT / "raykv" / "deadlines.py"
+    path = ROOT / "raykv" / "base" / "deadlines.py"
     body = ast.parse(path.read_text()).body
     users = "".join(other.read_text() for other in SOURCES if other != path)
     named = 0
@@ -334,7 +333,7 @@ def test_every_named_time_has_a_reason_and_is_used() -> None:
     ],
 )
 def test_wait_without_a_deadline_is_found(source: str) -> None:
-    assert len(untimed(ast.parse(source), "raykv.actors.node")) == 1
+    assert len(untimed(ast.parse(source), "raykv.node.actor")) == 1
 
 
 @pytest.mark.parametrize(
@@ -354,7 +353,7 @@ def test_wait_without_a_deadline_is_found(source: str) -> None:
 )
 def test_wait_with_a_named_deadline_is_fine(source: str) -> None:
     tree = ast.parse(source)
-    assert untimed(tree, "raykv.actors.node") == unnamed(tree, "raykv.actors.node") == []
+    assert untimed(tree, "raykv.node.actor") == unnamed(tree, "raykv.node.actor") == []
 
 
 @pytest.mark.parametrize(
@@ -374,12 +373,12 @@ def test_wait_with_a_named_deadline_is_fine(source: str) -> None:
     ],
 )
 def test_number_that_somebody_waits_for_is_found(source: str) -> None:
-    assert len(unnamed(ast.parse(source), "raykv.actors.node")) == 1
+    assert len(unnamed(ast.parse(source), "raykv.node.actor")) == 1
 
 
 def test_deadlines_that_users_count_on_are_named() -> None:
     """Sync, fetch, copy job, attach, flush, shutdown."""
     for setting in ("rpc", "fetch", "load", "store", "attach", "flush"):
-        assert getattr(raykv.config.Settings, f"{setting}_deadline_s") > 0
+        assert getattr(raykv.base.settings.Settings, f"{setting}_deadline_s") > 0
     for name in ("SESSION_STOP_S", "LINK_CLOSE_S", "LEAVE_S", "NODE_STOP_S"):
-        assert 0 < getattr(raykv.deadlines, name) <= 5
+        assert 0 < getattr(raykv.base.deadlines, name) <= 5

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raykv.core.departures import Departures
-from raykv.types import MissReason
+from raykv.base.departures import Departures
+from raykv.base.ids import MissReason
 
 EVICTED, CLEARED = MissReason.EVICTED, MissReason.CLEARED
 

@@ -17,11 +17,11 @@ import yamllint.linter
 
 import raykv
 from deploy import render, sizes
-from raykv.config import load_settings
-from raykv.core.container import ContainerMemory
-from raykv.core.metric_table import METRICS
-from raykv.core.room import MonitorSettings, PoolNeeds, monitor_limit, objection
-from raykv.parsing import parse_size
+from raykv.base.parsing import parse_size
+from raykv.base.settings import load_settings
+from raykv.memory.container import ContainerMemory
+from raykv.memory.room import MonitorSettings, PoolNeeds, monitor_limit, objection
+from raykv.metrics.table import METRICS
 from tests.manifests import (
     ALL_OPTIONS,
     DEPLOY,

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.actors.scheduler import SchedulerActor
-from raykv.core.descriptions import ANSWER_BYTES, ROW_BYTES, DescriptionBook, DescriptionOutbox
-from raykv.core.sanity import check_descriptions
-from raykv.description_types import (
+from raykv.base.errors import MessageError
+from raykv.directory.actor import SchedulerActor
+from raykv.protocol.check import check_descriptions
+from raykv.protocol.descriptions import (
     Description,
     Descriptions,
     is_whole,
@@ -17,8 +17,8 @@ from raykv.description_types import (
     page_of,
     rows_of,
 )
-from raykv.errors import MessageError
-from raykv.messages import SyncRequest, decode, encode
+from raykv.protocol.messages import SyncRequest, decode, encode
+from raykv.stream.descriptions import ANSWER_BYTES, ROW_BYTES, DescriptionBook, DescriptionOutbox
 
 BLOCK = 4
 

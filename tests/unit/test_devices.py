@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from raykv.actors.devices import VISIBLE, see_all_gpus
+from raykv.node.devices import VISIBLE, see_all_gpus
 
 
 @pytest.mark.parametrize("value", ["", "0", "1,2", "GPU-00112233", "-1", "NoDevFiles"])

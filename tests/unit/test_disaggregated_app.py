@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("ray.serve")
 
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
 from raykv.serve import build_disaggregated_app
 from raykv.serve.arguments import IngressArguments, parse
-from raykv.serve.disaggregated import DisaggregatedIngressReplica
-from raykv.serve.disaggregated_arguments import DisaggregatedModelArguments
+from raykv.serve.disaggregated.app import DisaggregatedIngressReplica
+from raykv.serve.disaggregated.arguments import DisaggregatedModelArguments
 from tests.asgi import Client
 from tests.serve_handle import Handle, Pieces
 

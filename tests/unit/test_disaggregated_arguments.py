@@ -13,12 +13,12 @@ pytest.importorskip("ray.serve")
 from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
-from raykv.config import load_settings
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.base.settings import load_settings
 from raykv.serve import build_disaggregated_app
 from raykv.serve.arguments import ModelArguments, parse, plan_of
-from raykv.serve.disaggregated_arguments import DisaggregatedArguments, DisaggregatedModelArguments
-from raykv.serve.disaggregated_requests import Handover
+from raykv.serve.disaggregated.arguments import DisaggregatedArguments, DisaggregatedModelArguments
+from raykv.serve.disaggregated.requests import Handover
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "serve" / "disaggregated.yaml"
 

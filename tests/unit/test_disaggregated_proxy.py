@@ -15,11 +15,11 @@ pytest.importorskip("ray.serve")
 
 from ray.exceptions import ActorDiedError
 
-import raykv.serve.disaggregated_proxy as proxy
-from raykv.serve.disaggregated_proxy import COURSE_HEADER, DisaggregatedBackend
-from raykv.serve.disaggregated_requests import COMPLETIONS, Course, Handover
-from raykv.serve.http import Head, HttpRequest, Pieces
-from raykv.serve.metrics import ReplicaMetrics
+import raykv.serve.disaggregated.proxy as proxy
+from raykv.serve.disaggregated.proxy import COURSE_HEADER, DisaggregatedBackend
+from raykv.serve.disaggregated.requests import COMPLETIONS, Course, Handover
+from raykv.serve.http.exchange import Head, HttpRequest, Pieces
+from raykv.serve.http.metrics import ReplicaMetrics
 
 Script = Callable[[], Awaitable[int]]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.serve.disaggregated_requests import (
+from raykv.serve.disaggregated.requests import (
     CHAT,
     COMPLETIONS,
     PARAMS,
@@ -19,7 +19,7 @@ from raykv.serve.disaggregated_requests import (
     probe,
     split,
 )
-from raykv.serve.http import HttpRequest
+from raykv.serve.http.exchange import HttpRequest
 
 ALWAYS = Handover(min_prompt_tokens=0, bytes_per_token=1.0, pin_s=20.0)
 HEADERS = [(b"content-type", b"application/json"), (b"Content-Length", b"7"), (b"x-a", b"b")]

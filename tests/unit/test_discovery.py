@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raykv.actors.discovery import FILE_NAME, Discovery, TargetsFile
+from raykv.metrics.discovery import FILE_NAME, Discovery, TargetsFile
 
 
 def test_file_is_one_group_as_prometheus_reads_it(tmp_path: Path) -> None:

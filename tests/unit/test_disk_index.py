@@ -6,9 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from raykv.core.clearings import Clearings
-from raykv.core.disk_index import DiskChunk, DiskIndex
-from raykv.types import (
+from raykv.base.clearings import Clearings
+from raykv.base.ids import (
     EVERY_NAMESPACE,
     GENERATIONS_PER_EPOCH,
     Epoch,
@@ -17,6 +16,7 @@ from raykv.types import (
     Namespace,
     make_generation,
 )
+from raykv.node.disk.index import DiskChunk, DiskIndex
 
 A, B = Namespace("a"), Namespace("b")
 

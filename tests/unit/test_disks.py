@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from raykv.core.clearings import Clearings
-from raykv.core.disks import MAX_DEMOTED, MAX_STALE, MAX_SWEPT, Disks
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.table import Changes
-from raykv.disk_types import DiskChunks, DiskNews, DiskOrder, DiskStats, disk_of
-from raykv.messages import (
+from raykv.base.clearings import Clearings
+from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
+from raykv.directory.disks import MAX_DEMOTED, MAX_STALE, MAX_SWEPT, Disks
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.directory.table.protocol import Changes
+from raykv.protocol.disk import DiskChunks, DiskNews, DiskOrder, DiskStats, disk_of
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Inventory,
@@ -24,8 +25,7 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.operation_types import TransferOrder
-from raykv.types import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
+from raykv.protocol.operator import TransferOrder
 from tests.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import ray
 
-from raykv import client_operations
-from raykv.actors import cluster
-from raykv.client_operations import Operations
-from raykv.disk_types import Demotions
-from raykv.messages import PROTOCOL_VERSION, FetchResult, Handles, Replicas, encode
-from raykv.operation_types import TransferGrant, TransferOrder, TransferResult
-from raykv.types import Refusal
+from raykv.base.ids import Refusal
+from raykv.client import operations as client_operations
+from raykv.client.operations import Operations
+from raykv.cluster import join as cluster
+from raykv.protocol.disk import Demotions
+from raykv.protocol.messages import PROTOCOL_VERSION, FetchResult, Handles, Replicas, encode
+from raykv.protocol.operator import TransferGrant, TransferOrder, TransferResult
 
 GRANT = TransferGrant(
     PROTOCOL_VERSION,

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from raykv.core.doctor import CHECKS, MANY_STORED, diagnose
-from raykv.core.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
-from raykv.core.room import RESERVE_BYTES
-from raykv.disk_types import DiskStats
-from raykv.doctor import exit_code, print_findings
-from raykv.findings import Finding, HostFacts, LimitFacts, Place, Severity, UnownedFolder
-from raykv.messages import NodeDescription
-from raykv.status_types import ClusterStatus, EngineStatus, NodeStatus
+from raykv.cli.doctor_text import exit_code, print_findings
+from raykv.doctor.checks import CHECKS, MANY_STORED, diagnose
+from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
+from raykv.memory.room import RESERVE_BYTES
+from raykv.protocol.disk import DiskStats
+from raykv.protocol.findings import Finding, HostFacts, LimitFacts, Place, Severity, UnownedFolder
+from raykv.protocol.messages import NodeDescription
+from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
 GIB = 1 << 30
 PROTOCOL = 7

@@ -9,11 +9,11 @@ import sys
 import psutil
 import pytest
 
-from raykv.parent import end_with_parent
+from raykv.base.parent import end_with_parent
 
 CHILD = """
 import os, sys, time
-from raykv.parent import end_with_parent
+from raykv.base.parent import end_with_parent
 parent = os.getppid()
 if sys.argv[1] == "told":
     assert end_with_parent(parent)

@@ -10,9 +10,9 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.engine.core import EngineCore
 
-from raykv.core.view import EngineView
-from raykv.messages import EngineAttached, Leases, SyncReply
-from raykv.types import EngineId, Key
+from raykv.base.ids import EngineId, Key
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import EngineAttached, Leases, SyncReply
 from raykv.vllm.engine_core import RESETS, is_resting, watch_rests
 from raykv.vllm.manager import RayOffloadingManager
 

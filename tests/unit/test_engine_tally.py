@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.breaker_types import BreakerReport
-from raykv.core.engine_tally import MAX_ENGINES, EngineTally
-from raykv.core.hyperloglog import HyperLogLog
-from raykv.core.metric_table import LATENCY_BOUNDS, LOOKUPS
-from raykv.messages import SyncRequest
-from raykv.metric_types import HistogramData
-from raykv.types import MissReason, TokenSource
+from raykv.base.ids import MissReason, TokenSource
+from raykv.directory.engine_tally import MAX_ENGINES, EngineTally
+from raykv.metrics.hyperloglog import HyperLogLog
+from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
+from raykv.protocol.messages import SyncRequest
+from raykv.protocol.metric_types import HistogramData
+from raykv.protocol.told import BreakerReport
 
 
 def message(engine: str, seq: int, **counters: int) -> SyncRequest:

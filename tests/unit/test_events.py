@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.core.events import MAX_PAGE, EventLog
-from raykv.core.table import Changes
-from raykv.event_types import (
+from raykv.base.ids import Epoch, Generation, Key, Namespace, NodeId, Slot
+from raykv.directory.log import MAX_PAGE, EventLog
+from raykv.directory.table.protocol import Changes
+from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
     CacheCleared,
@@ -17,8 +18,7 @@ from raykv.event_types import (
     NodeLost,
     events_of,
 )
-from raykv.messages import decode, encode
-from raykv.types import Epoch, Generation, Key, Namespace, NodeId, Slot
+from raykv.protocol.messages import decode, encode
 
 EPOCH = Epoch(3)
 NODE, OTHER = NodeId("node"), NodeId("other")

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from raykv.actors import exposition
-from raykv.actors.exposition import MAX_CONNECTIONS, PORTS_TRIED, Collect, MetricsServer, _Families
-from raykv.config import MetricsPlace
-from raykv.core.metric_table import LATENCY_BOUNDS, METRICS, histograms, number, numbers
-from raykv.core.node_meter import NodeMeter, PoolContents
-from raykv.core.slots import SlotState
-from raykv.deadlines import METRICS_CLIENT_S
-from raykv.messages import NodeStats
-from raykv.metric_types import HistogramData, MetricFamily
-from raykv.types import Direction, Namespace, Refusal
+from raykv.base.deadlines import METRICS_CLIENT_S
+from raykv.base.ids import Direction, Namespace, Refusal
+from raykv.base.settings import MetricsPlace
+from raykv.metrics import server as exposition
+from raykv.metrics.server import MAX_CONNECTIONS, PORTS_TRIED, Collect, MetricsServer, _Families
+from raykv.metrics.table import LATENCY_BOUNDS, METRICS, histograms, number, numbers
+from raykv.node.meter import NodeMeter, PoolContents
+from raykv.node.slots import SlotState
+from raykv.protocol.messages import NodeStats
+from raykv.protocol.metric_types import HistogramData, MetricFamily
 from tests.metric_lint import complaints
 from tests.waiting import wait_until
 

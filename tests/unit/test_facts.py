@@ -24,10 +24,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from raykv.errors import SettingError
-from raykv.vllm import readers
-from raykv.vllm.facts import CANNOT_MATTER, FACTS, PLACES, fields_that_cannot_matter
-from raykv.vllm.namespace import engine_facts, namespace_of
+from raykv.base.errors import SettingError
+from raykv.vllm.identity import readers
+from raykv.vllm.identity.facts import CANNOT_MATTER, FACTS, PLACES, fields_that_cannot_matter
+from raykv.vllm.identity.namespace import engine_facts, namespace_of
 
 TOKENS = 32
 

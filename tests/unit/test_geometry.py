@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.core.geometry import MAX_SLAB_BYTES, TARGET_SLABS, PoolGeometry, aligned
-from raykv.types import SLOT_ALIGNMENT, Slot
+from raykv.base.geometry import MAX_SLAB_BYTES, TARGET_SLABS, PoolGeometry, aligned
+from raykv.base.ids import SLOT_ALIGNMENT, Slot
 
 PAGE = SLOT_ALIGNMENT
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from raykv.errors import HandleError
+from raykv.base.errors import HandleError
 from raykv.memory.handles import check_layout, open_kv, part_bytes
-from raykv.messages import KVLayout, TensorLayout
+from raykv.protocol.messages import KVLayout, TensorLayout
 
 TENSOR = TensorLayout(offset=100, num_blocks=10, block_stride=80, page_bytes=64)
 END = 100 + 9 * 80 + 64

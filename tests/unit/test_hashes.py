@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raykv.types import Key, group_of
+from raykv.base.ids import Key, group_of
 
 pytest.importorskip("vllm")
 

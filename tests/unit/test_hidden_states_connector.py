@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raykv.actors.job_request import JobRequest
-from raykv.captured import load_hidden_states, promise
-from raykv.config import Settings
-from raykv.errors import HiddenStatesError, SettingError
-from raykv.messages import JobResult
-from raykv.types import Refusal
+from raykv.base.errors import HiddenStatesError, SettingError
+from raykv.base.ids import Refusal
+from raykv.base.settings import Settings
+from raykv.node.states.file import load_hidden_states, promise
+from raykv.protocol.messages import JobResult
+from raykv.worker.job import JobRequest
 
 hidden_states = pytest.importorskip("raykv.vllm.hidden_states")
-readers = pytest.importorskip("raykv.vllm.readers")
+readers = pytest.importorskip("raykv.vllm.identity.readers")
 
 BLOCK = 4
 

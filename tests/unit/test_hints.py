@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-import raykv.core.hints
-from raykv.core.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
-from raykv.core.sanity import check_sync
-from raykv.errors import MessageError
-from raykv.hint_types import Hints
-from raykv.messages import SyncRequest
-from raykv.types import Key
+import raykv.engine.hints
+from raykv.base.errors import MessageError
+from raykv.base.ids import Key
+from raykv.engine.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
+from raykv.protocol.check import check_sync
+from raykv.protocol.hint_types import Hints
+from raykv.protocol.messages import SyncRequest
 
 BOTH = Hint(pin_s=60.0, priority=3)
 
@@ -76,7 +76,7 @@ def test_long_prompt_is_told_in_pieces_first_chunks_first() -> None:
 
 
 def test_queue_is_bounded_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.core.hints, "MAX_QUEUED", 3)
+    monkeypatch.setattr(raykv.engine.hints, "MAX_QUEUED", 3)
     hints, counters = told(Allowed.PIN, Hint(pin_s=5), count=5)
     assert hints.pinned == keys(3)
     assert (counters["hinted_chunks"], counters["hinted_chunks_dropped"]) == (3, 2)

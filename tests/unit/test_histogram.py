@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.core.ages import SPAN_BITS, StoreTimes
-from raykv.core.histogram import Histogram
-from raykv.metric_types import HistogramData
+from raykv.directory.ages import SPAN_BITS, StoreTimes
+from raykv.metrics.histogram import Histogram
+from raykv.protocol.metric_types import HistogramData
 
 BOUNDS = (0.5, 1.0, 4.0)
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 pytest.importorskip("pandas")
 
 from raykv import inspect
-from raykv.bench.policy import replay
-from raykv.core.policy import POLICIES
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.directory.table.policies import POLICIES
 from raykv.inspect.curves import stack_distances
 from raykv.inspect.frames import frame
 from raykv.inspect.traces import Trace
+from raykv.lab.bench.policy import replay
 
 # Requests
 

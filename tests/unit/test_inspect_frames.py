@@ -21,16 +21,16 @@ mpl.use("agg")
 from matplotlib.axes import Axes
 
 from raykv import inspect
-from raykv.client import Cluster
-from raykv.core.replay import Replay
-from raykv.errors import ClusterError, SettingError
-from raykv.event_types import BlockRemoved, BlockStored, Event, EventsMissed, NodeJoined
+from raykv.base.errors import ClusterError, SettingError
+from raykv.base.ids import Key, Namespace
+from raykv.client.cluster import Cluster
 from raykv.inspect.frames import TABLES, frame
 from raykv.inspect.sources import chunk_places, known_tokens
 from raykv.inspect.traces import Trace
-from raykv.miss_types import Explanation, MissRecord, RequestPage
-from raykv.status_types import ClusterStatus, EngineStatus, NodeStatus
-from raykv.types import Key, Namespace
+from raykv.protocol.events import BlockRemoved, BlockStored, Event, EventsMissed, NodeJoined
+from raykv.protocol.miss_types import Explanation, MissRecord, RequestPage
+from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
+from raykv.stream.replay import Replay
 from tests.waiting import wait_until
 
 KEY = bytes(range(32)) + b"\0\0\0\1"

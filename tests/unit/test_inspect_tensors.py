@@ -14,18 +14,18 @@ pytest.importorskip("torch")
 import torch
 
 from raykv import inspect
-from raykv.actors import inspection
-from raykv.actors.inspection import ChunkPlace
-from raykv.actors.peers import Bytes, PeerError
-from raykv.client import Cluster
-from raykv.core.replay import Replay
-from raykv.errors import ClusterError
-from raykv.event_types import BlockStored, NodeJoined
+from raykv.base.errors import ClusterError
+from raykv.base.ids import Blocks, Generation, Key, Namespace, NodeId, Refusal, Slot
+from raykv.client import chunks as inspection
+from raykv.client.chunks import ChunkPlace
+from raykv.client.cluster import Cluster
 from raykv.inspect import tensors
-from raykv.kv_types import ElementOrder, GroupForm, KVForm
-from raykv.messages import PROTOCOL_VERSION, ReadReply, ReadRequest, decode, encode
-from raykv.status_types import ClusterStatus, NodeStatus
-from raykv.types import Blocks, Generation, Key, Namespace, NodeId, Refusal, Slot
+from raykv.node.peers import Bytes, PeerError
+from raykv.protocol.events import BlockStored, NodeJoined
+from raykv.protocol.kv_types import ElementOrder, GroupForm, KVForm
+from raykv.protocol.messages import PROTOCOL_VERSION, ReadReply, ReadRequest, decode, encode
+from raykv.protocol.status import ClusterStatus, NodeStatus
+from raykv.stream.replay import Replay
 
 SLOT_BYTES = 4096
 

@@ -11,13 +11,13 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from raykv.actors.job_request import JobRequest
+from raykv.base.ids import Direction
 from raykv.copy.plan import Planner
-from raykv.messages import Handles, JobResult, KVLayout, TensorLayout
-from raykv.types import Direction
+from raykv.protocol.messages import Handles, JobResult, KVLayout, TensorLayout
 from raykv.vllm.jobs import RayKVTransferResult, job_request
 from raykv.vllm.spec import PoolSpec
 from raykv.vllm.worker import RayOffloadingWorker
+from raykv.worker.job import JobRequest
 
 
 class PlayedLink:

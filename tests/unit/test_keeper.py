@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import raykv.actors.keeper
-from raykv.actors.integrity import Integrity
-from raykv.actors.keeper import PoolKeeper, inventory_of
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import ChunkName, SlotState
-from raykv.messages import FailedStores, Inventory
-from raykv.types import NO_GENERATION, SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+import raykv.node.keeper
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import NO_GENERATION, SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+from raykv.node.integrity import Integrity
+from raykv.node.keeper import PoolKeeper, inventory_of
+from raykv.node.slots import ChunkName, SlotState
+from raykv.protocol.messages import FailedStores, Inventory
 
 PAGE = SLOT_ALIGNMENT
 GEOMETRY = PoolGeometry(16 * PAGE, 4 * PAGE)
@@ -131,7 +131,7 @@ def test_store_of_another_slot_size_waits_for_the_readers_of_the_slab(
 def test_waiting_store_is_woken_by_the_last_reader(
     keeper: PoolKeeper, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.keeper, "SLOT_LOOK_S", 2 * LONG_S)
+    monkeypatch.setattr(raykv.node.keeper, "SLOT_LOOK_S", 2 * LONG_S)
     store(keeper, chunk(1))
     assert keeper.begin_load(chunk(1)) is NONE
     storing = threads.submit(begin, keeper, chunk(2), LONG_S)
@@ -143,7 +143,7 @@ def test_waiting_store_is_woken_by_the_last_reader(
 def test_waiting_store_is_woken_by_the_last_writer(
     keeper: PoolKeeper, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.actors.keeper, "SLOT_LOOK_S", 2 * LONG_S)
+    monkeypatch.setattr(raykv.node.keeper, "SLOT_LOOK_S", 2 * LONG_S)
     assert begin(keeper, chunk(1)) is NONE
     storing = threads.submit(begin, keeper, chunk(2), LONG_S)
     assert_waits(storing)
@@ -289,7 +289,7 @@ def test_chunks_are_reported_once_in_the_order_in_which_they_became_ready(
 def test_oldest_chunks_are_not_reported_when_too_many_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raykv.actors.keeper, "MAX_UNREPORTED", 3)
+    monkeypatch.setattr(raykv.node.keeper, "MAX_UNREPORTED", 3)
     keeper = PoolKeeper(GEOMETRY, "")
     names = [chunk(i + 1, slot=i, key=bytes([i])) for i in range(5)]
     store(keeper, *names)

@@ -9,11 +9,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from raykv.core.kv_form import MAX_FORMS, Forms, layers_of, objection, part_bytes, tokens_per_chunk
-from raykv.errors import HandleError
-from raykv.kv_types import ElementOrder, GroupForm, KVForm
+from raykv.base.errors import HandleError
 from raykv.memory.handles import MEMFD, check_layout
-from raykv.messages import KVLayout, TensorLayout, decode, encode
+from raykv.memory.kv_form import (
+    MAX_FORMS,
+    Forms,
+    layers_of,
+    objection,
+    part_bytes,
+    tokens_per_chunk,
+)
+from raykv.protocol.kv_types import ElementOrder, GroupForm, KVForm
+from raykv.protocol.messages import KVLayout, TensorLayout, decode, encode
 
 TOKENS, HEADS, DIMS = 4, 2, 3
 LAYERS = ["layer.0", "layer.1", "layer.2"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raykv.core.layered import LayeredLoad, LayeredLoads
+from raykv.engine.layered import LayeredLoad, LayeredLoads
 
 HASHES = [b"%d" % at for at in range(6)]
 

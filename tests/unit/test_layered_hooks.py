@@ -12,7 +12,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.v1.kv_offload.base import ReqContext
 
-from raykv.core.layered import LayeredLoads
+from raykv.engine.layered import LayeredLoads
 from raykv.vllm.layered import LayeredScheduling
 from tests.unit.test_miss_hooks import CHUNK, Engine, PlayedRequest, key
 

@@ -14,17 +14,17 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from raykv.actors.job_request import JobRequest
-from raykv.breaker_types import BreakerReport
-from raykv.messages import JobResult, KVLayout, TensorLayout
-from raykv.types import Refusal
-from raykv.vllm.adapters import LoadedAdapters
+from raykv.base.ids import Refusal
+from raykv.protocol.messages import JobResult, KVLayout, TensorLayout
+from raykv.protocol.told import BreakerReport
 from raykv.vllm.connector import RayKVConnector
-from raykv.vllm.links import ALL_LAYERS
+from raykv.vllm.identity.adapters import LoadedAdapters
+from raykv.vllm.identity.weight_changes import WeightWatch
 from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.spec import PoolSpec
-from raykv.vllm.weight_changes import WeightWatch
 from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
+from raykv.worker.front import ALL_LAYERS
+from raykv.worker.job import JobRequest
 
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
 

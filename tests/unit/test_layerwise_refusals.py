@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from raykv.config import load_settings
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.base.settings import load_settings
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.spec import refuse_non_causal

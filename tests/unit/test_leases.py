@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from raykv.core.leases import RECENT, count_stored, lease_share, split
-from raykv.core.members import Engine
-from raykv.core.stock import SHARE, LeaseStock
-from raykv.messages import Leases
-from raykv.types import EngineId, Namespace, NodeId
+from raykv.base.ids import EngineId, Namespace, NodeId
+from raykv.directory.leases import RECENT, count_stored, lease_share, split
+from raykv.directory.members import Engine
+from raykv.engine.stock import SHARE, LeaseStock
+from raykv.protocol.messages import Leases
 
 NO_MIRROR: Any = None
 

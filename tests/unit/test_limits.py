@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from raykv.core.room import MemoryLimit, monitor_settings
 from raykv.memory.limits import (
     is_in_memory,
     memory_limit,
@@ -15,6 +14,7 @@ from raykv.memory.limits import (
     ray_monitor,
     worker_limits,
 )
+from raykv.memory.room import MemoryLimit, monitor_settings
 
 GIB = 1 << 30
 TOTAL = 64 * GIB

@@ -7,12 +7,23 @@ from dataclasses import dataclass
 
 import pytest
 
-import raykv.core.mirror
-from raykv.core.clearings import MAX_NAMESPACES
-from raykv.core.leases import Generations
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.reuse import MIN_SAMPLE, SOME
-from raykv.messages import (
+import raykv.directory.mirror
+from raykv.base.clearings import MAX_NAMESPACES
+from raykv.base.ids import (
+    EVERY_NAMESPACE,
+    GENERATIONS_PER_EPOCH,
+    SLOT_ALIGNMENT,
+    EngineId,
+    Epoch,
+    Key,
+    Namespace,
+    NodeId,
+    make_generation,
+)
+from raykv.directory.leases import Generations
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.directory.reuse import MIN_SAMPLE, SOME
+from raykv.protocol.messages import (
     MAX_KEYS,
     PROTOCOL_VERSION,
     AttachEngine,
@@ -26,17 +37,6 @@ from raykv.messages import (
     NodeStats,
     SyncReply,
     SyncRequest,
-)
-from raykv.types import (
-    EVERY_NAMESPACE,
-    GENERATIONS_PER_EPOCH,
-    SLOT_ALIGNMENT,
-    EngineId,
-    Epoch,
-    Key,
-    Namespace,
-    NodeId,
-    make_generation,
 )
 from tests.tables import TABLES, use_table
 
@@ -637,7 +637,7 @@ def test_engine_is_told_the_last_of_several_chunks_of_a_key(desk: Desk) -> None:
 def test_engine_gets_a_snapshot_when_it_has_let_too_many_changes_pile_up(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.mirror, "MAX_PENDING_CHANGES", 4)
+    monkeypatch.setattr(raykv.directory.mirror, "MAX_PENDING_CHANGES", 4)
     desk.attach("second")
     desk.sync("second")
     desk.store(b"a", b"b")
@@ -650,7 +650,7 @@ def test_engine_gets_a_snapshot_when_it_has_let_too_many_changes_pile_up(
 def test_changes_do_not_pile_up_for_an_engine_that_stays_idle(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.mirror, "MAX_PENDING_CHANGES", 4)
+    monkeypatch.setattr(raykv.directory.mirror, "MAX_PENDING_CHANGES", 4)
     desk.attach("second")
     desk.sync("second")
     for _ in range(20):

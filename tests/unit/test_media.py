@@ -20,8 +20,9 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.input_processor import InputProcessor
 
-from raykv.vllm import media, plugin
-from raykv.vllm.media import NAMED_BY_CLIENT, is_ours, may_share_media
+from raykv.vllm import plugin
+from raykv.vllm.identity import media
+from raykv.vllm.identity.media import NAMED_BY_CLIENT, is_ours, may_share_media
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -215,7 +216,7 @@ import vllm.plugins
 vllm.plugins.load_general_plugins()
 vllm.plugins.load_general_plugins()
 import vllm.v1.engine.async_llm, vllm.v1.engine.core
-from raykv.vllm import media, plugin
+from raykv.vllm.identity import media
 from vllm.renderers.base import BaseRenderer
 method = BaseRenderer._process_tokens.__wrapped__
 print(media._is_watching, hasattr(method, "__wrapped__"))

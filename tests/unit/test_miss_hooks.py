@@ -20,13 +20,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.core.requests import FailedLoad
-from raykv.core.view import EngineView
-from raykv.messages import EngineAttached, Handles, SyncReply
-from raykv.miss_types import MissRecord
-from raykv.types import EngineId, Epoch, Generation, Key
-from raykv.vllm import media
+from raykv.base.ids import EngineId, Epoch, Generation, Key
+from raykv.engine.requests import FailedLoad
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import EngineAttached, Handles, SyncReply
+from raykv.protocol.miss_types import MissRecord
 from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.identity import media
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.metadata import RayKVWorkerMetadata
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import raykv.core.miss_log
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.miss_log import MAX_RECORDS, MAX_TOLD
-from raykv.messages import (
+import raykv.directory.miss_log
+from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Namespace
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.directory.miss_log import MAX_RECORDS, MAX_TOLD
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Inventory,
@@ -17,8 +18,7 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.miss_types import Explanations, MissRecord
-from raykv.types import SLOT_ALIGNMENT, Epoch, Namespace
+from raykv.protocol.miss_types import Explanations, MissRecord
 from tests.tables import TABLES, use_table
 
 EXPIRY_S = 10.0
@@ -214,12 +214,12 @@ def test_nodes_that_came_to_have_the_other_namespace_are_seen_after_a_while(desk
     assert "never_stored" in desk.reason("a")
     desk.attach("other", "two", "other model")
     desk.store("other", "two", "other model", "a")
-    desk.now += raykv.core.miss_log.PLACES_S
+    desk.now += raykv.directory.miss_log.PLACES_S
     assert "other_namespace" in desk.reason("a")
 
 
 def test_search_in_other_namespaces_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.core.miss_log, "MAX_PLACES", 0)
+    monkeypatch.setattr(raykv.directory.miss_log, "MAX_PLACES", 0)
     desk.attach("other", "two", "other model")
     desk.store("other", "two", "other model", "a")
     assert "never_stored" in desk.reason("a")

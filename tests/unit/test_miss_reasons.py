@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from raykv.core.cost import FetchCost, Rates
-from raykv.core.remote import ChunkSize, FetchOrder, RemoteSettings
-from raykv.core.requests import FailedLoad, RequestOptions
-from raykv.core.view import EngineView
-from raykv.messages import (
+from raykv.base.ids import EngineId, Epoch, Generation, Key, Lookup, MissReason, NodeId, Refusal
+from raykv.engine.cost import FetchCost, Rates
+from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.engine.requests import FailedLoad, RequestOptions
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import (
     EngineAttached,
     FetchResult,
     Handles,
@@ -20,7 +21,6 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.types import EngineId, Epoch, Generation, Key, Lookup, MissReason, NodeId, Refusal
 
 EPOCH, NODE_EPOCH = 5, 70
 QUERY_S, PENDING_S, STORE_S, FETCH_S = 1.0, 2.0, 4.0, 10.0

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from raykv.core.requests import RequestOptions
-from raykv.core.view import EngineView
-from raykv.messages import EngineAttached, SyncReply
-from raykv.types import EngineId, Key, Lookup, MissReason
-from raykv.vllm import guard
+from raykv.base import guard
+from raykv.base.ids import EngineId, Key, Lookup, MissReason
+from raykv.engine.requests import RequestOptions
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import EngineAttached, SyncReply
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.spec import use_our_spec

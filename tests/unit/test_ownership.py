@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import raykv.directory.cache
-from raykv import captured
-from raykv.actors import cluster
-from raykv.actors.discovery import TargetsFile
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import ChunkName
-from raykv.errors import ClusterError, DiskError, HandleError, HiddenStatesError
+import raykv.directory.table.flat.cache
+from raykv.base.errors import ClusterError, DiskError, HandleError, HiddenStatesError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot
+from raykv.base.ownership import make_own_folder, open_own, write_own
+from raykv.cluster import join as cluster
 from raykv.memory.pool import Pool
 from raykv.memory.region import Region
-from raykv.ownership import make_own_folder, open_own, write_own
-from raykv.tiers.folder import TierFolder, unowned_folders
-from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot
+from raykv.metrics.discovery import TargetsFile
+from raykv.node.disk.folder import TierFolder, unowned_folders
+from raykv.node.slots import ChunkName
+from raykv.node.states import file as captured
 
 STRANGER = 12_345
 
@@ -313,11 +313,11 @@ def test_compiled_code_is_not_loaded_from_a_folder_that_may_be_anothers(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    expected = raykv.directory.cache.folder()
+    expected = raykv.directory.table.flat.cache.folder()
     assert expected.parent == tmp_path
     expected.rmdir()
     spoil(expected, how)
-    assert raykv.directory.cache.folder().parent != tmp_path
+    assert raykv.directory.table.flat.cache.folder().parent != tmp_path
 
 
 def test_lock_that_is_this_users_own_is_taken(tmp_path: Path) -> None:

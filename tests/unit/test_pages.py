@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from raykv.core.pinning import HugePages, Placement, Placing
-from raykv.errors import HandleError
+from raykv.base.errors import HandleError
 from raykv.memory import pages
 from raykv.memory.pages import gpu_nodes, memory_nodes, place_near_gpus, pool_region, wanted_pages
+from raykv.memory.placing import HugePages, Placement, Placing
 from raykv.memory.region import Region
 
 HUGE = 2 << 20

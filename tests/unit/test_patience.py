@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from raykv.actors.patience import within
+from raykv.cluster.ask import within
 
 LONG_S = 10.0
 

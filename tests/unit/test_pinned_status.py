@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from raykv.base.ids import Epoch
 from raykv.cli.status import print_status
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.messages import PROTOCOL_VERSION, NodeReport, NodeStats
-from raykv.status_types import ClusterStatus
-from raykv.types import Epoch
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.protocol.messages import PROTOCOL_VERSION, NodeReport, NodeStats
+from raykv.protocol.status import ClusterStatus
 
 POOL_BYTES = 1 << 20
 

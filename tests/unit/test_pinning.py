@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.core import pinning
-from raykv.core.geometry import PoolGeometry
-from raykv.core.pinning import MOST_PIECE_BYTES, HugePages, Placement, Placing, pin_pieces
-from raykv.memory.cuda_driver import DriverError
-from raykv.memory.pinning import PoolPinner
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT
+from raykv.memory import placing as pinning
+from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.pinning import PoolPinner
+from raykv.memory.placing import MOST_PIECE_BYTES, HugePages, Placement, Placing, pin_pieces
 from raykv.memory.pool import Pool
-from raykv.types import SLOT_ALIGNMENT
 from tests.fake_cuda import GPU, FakeCuda
 from tests.waiting import wait_until
 

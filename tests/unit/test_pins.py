@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import raykv.core.pins
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.pins import FAVOUR_S, LOOK_S
-from raykv.disk_types import DiskNews, DiskStats
-from raykv.hint_types import Hints
-from raykv.messages import (
+import raykv.directory.pins
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.directory.pins import FAVOUR_S, LOOK_S
+from raykv.protocol.disk import DiskNews, DiskStats
+from raykv.protocol.hint_types import Hints
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Inventory,
@@ -20,8 +21,7 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.operation_types import PinAnswer, PinOrder
-from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.protocol.operator import PinAnswer, PinOrder
 from tests.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
@@ -331,7 +331,7 @@ def test_later_hint_makes_a_pin_longer_never_shorter(one: Cluster) -> None:
 
 
 def test_names_are_bounded(one: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.core.pins, "MAX_PINNED", 4)
+    monkeypatch.setattr(raykv.directory.pins, "MAX_PINNED", 4)
     one.sync("a", hints=Hints([key(number) for number in range(6)], [20.0] * 6))
     pinned = one.manager.pins.pinned(one.now)
     assert (pinned.client_chunks, pinned.hints_refused) == (2, 4)
@@ -340,7 +340,7 @@ def test_names_are_bounded(one: Cluster, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_number_of_pins_is_bounded(one: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.core.pins, "MAX_PINS", 1)
+    monkeypatch.setattr(raykv.directory.pins, "MAX_PINS", 1)
     one.pin(0)
     assert "there are 1 pins already" in one.pin(1, pin_id="other").error
     assert not one.pin(1).error

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import CopyRuns, PlanError, Planner
-from raykv.messages import CopyJob, Handles, KVLayout, TensorLayout
-from raykv.types import SLOT_ALIGNMENT, Direction
+from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
 
 PAGE = 64
 Run = tuple[int, int, int]

@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from raykv.config import Settings, load_settings
-from raykv.core import worth
-from raykv.core.arc import ARC
-from raykv.core.manager import ManagerSettings
-from raykv.core.policy import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
-from raykv.core.s3fifo import S3FIFO
-from raykv.core.worth import Worth
+from raykv.base.settings import Settings, load_settings
+from raykv.directory.manager import ManagerSettings
+from raykv.directory.table import worth
+from raykv.directory.table.arc import ARC
+from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
+from raykv.directory.table.s3fifo import S3FIFO
+from raykv.directory.table.worth import Worth
 
 A, B, C, D = (("model", name) for name in (b"a", b"b", b"c", b"d"))
 

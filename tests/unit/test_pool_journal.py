@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import raykv.memory.pool
-from raykv.actors.keeper import PoolKeeper
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import ChunkName
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
 from raykv.memory.pool import Pool
-from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+from raykv.node.keeper import PoolKeeper
+from raykv.node.slots import ChunkName
 
 PAGE = SLOT_ALIGNMENT
 GEOMETRY = PoolGeometry(16 * PAGE, 4 * PAGE)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.catalog_types import PrefixPage, PrefixQuery
-from raykv.core.prefix_answers import check_prefix_page, check_prefix_query, prefix_page
-from raykv.core.prefixes import ChunkGroup, groups_text, loadable_tokens
-from raykv.errors import MessageError
-from raykv.messages import MAX_KEYS, PROTOCOL_VERSION
+from raykv.base.errors import MessageError
+from raykv.directory.prefix_answers import check_prefix_page, check_prefix_query, prefix_page
+from raykv.prompts.prefixes import ChunkGroup, groups_text, loadable_tokens
+from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION
+from raykv.protocol.reader import PrefixPage, PrefixQuery
 
 NODES = ["n0", "n1", "n2"]
 GROUPS = st.lists(

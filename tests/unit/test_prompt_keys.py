@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.block_hashes import HashScheme, PromptTraits, block_hashes
-from raykv.core import prompt_keys
-from raykv.core.prefixes import ChunkGroup
-from raykv.core.prompt_keys import BLOCKS_OF_A_STRETCH, PromptHasher, PromptTokens
-from raykv.core.prompt_lookup import PromptScheme
+from raykv.prompts import prompt_keys
+from raykv.prompts.block_hashes import HashScheme, PromptTraits, block_hashes
+from raykv.prompts.lookup import PromptScheme
+from raykv.prompts.prefixes import ChunkGroup
+from raykv.prompts.prompt_keys import BLOCKS_OF_A_STRETCH, PromptHasher, PromptTokens
 
 SCHEME = PromptScheme(HashScheme("sha256", "seed", 4), (ChunkGroup(0, 4), ChunkGroup(1, 8, 2)))
 STRETCH = 4 * BLOCKS_OF_A_STRETCH

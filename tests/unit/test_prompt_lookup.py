@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.block_hashes import DEFAULT_SEED, RANDOM, HashScheme, PromptTraits, seed_digest
-from raykv.core.prefixes import ChunkGroup, groups_text, loadable_tokens, parse_groups
-from raykv.core.prompt_lookup import PromptScheme, choose_namespace, look_up, scheme_of
-from raykv.errors import ClusterError, SettingError
-from raykv.status_types import NamespaceStatus
+from raykv.base.errors import ClusterError, SettingError
+from raykv.prompts.block_hashes import DEFAULT_SEED, RANDOM, HashScheme, PromptTraits, seed_digest
+from raykv.prompts.lookup import PromptScheme, choose_namespace, look_up, scheme_of
+from raykv.prompts.prefixes import ChunkGroup, groups_text, loadable_tokens, parse_groups
+from raykv.protocol.status import NamespaceStatus
 
 FULL = ChunkGroup(0, 32)
 WINDOW = ChunkGroup(1, 32, 2)

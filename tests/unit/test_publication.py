@@ -10,21 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import raykv.core.publication as module
-from raykv.core.publication import (
-    ASK_AGAIN_S,
-    ASK_LATE_S,
-    UNDESCRIBED_S,
-    UNPLACED_S,
-    Message,
-    NodePlace,
-    Publication,
-)
-from raykv.core.replay import Replay
-from raykv.core.wire_format import WireFormat
-from raykv.core.wire_stream import ChunkId
-from raykv.description_types import Description, pack_tokens
-from raykv.event_types import (
+import raykv.stream.publication as module
+from raykv.base.ids import Key, Namespace, NodeId
+from raykv.protocol.descriptions import Description, pack_tokens
+from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
     CacheCleared,
@@ -34,8 +23,19 @@ from raykv.event_types import (
     NodeLost,
     SnapshotPage,
 )
-from raykv.messages import Inventory
-from raykv.types import Key, Namespace, NodeId
+from raykv.protocol.messages import Inventory
+from raykv.stream.format import WireFormat
+from raykv.stream.publication import (
+    ASK_AGAIN_S,
+    ASK_LATE_S,
+    UNDESCRIBED_S,
+    UNPLACED_S,
+    Message,
+    NodePlace,
+    Publication,
+)
+from raykv.stream.replay import Replay
+from raykv.stream.wire import ChunkId
 from tests.wire_index import WireIndex
 
 FIRST = 1000

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-import raykv.core.questions
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.questions import FEW_NODES, MAX_TOLD
-from raykv.messages import (
+import raykv.directory.questions
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.directory.questions import FEW_NODES, MAX_TOLD
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Handles,
@@ -21,7 +22,6 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
 from tests.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
@@ -433,7 +433,7 @@ def test_announcement_at_a_lease_that_was_never_granted_is_not_believed(desk: De
 def test_oldest_announcements_are_forgotten_above_the_bound(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.questions, "MAX_ANNOUNCED", 3)
+    monkeypatch.setattr(raykv.directory.questions, "MAX_ANNOUNCED", 3)
     handles = desk.announce("one", "abc")
     assert desk.pending("abc") == "abc"
     desk.sync("one", announced=Handles([b"a"], handles.slots[:1], handles.generations[:1]))
@@ -444,7 +444,7 @@ def test_oldest_announcements_are_forgotten_above_the_bound(
 def test_announcements_that_have_ended_make_room_for_others(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.questions, "MAX_ANNOUNCED", 3)
+    monkeypatch.setattr(raykv.directory.questions, "MAX_ANNOUNCED", 3)
     handles = desk.announce("one", "abc")
     desk.sync("one", released=Leases([0], handles.slots[2:], handles.generations[2:]))
     desk.announce("two", "d")

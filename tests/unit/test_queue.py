@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from raykv.base.ids import Direction
 from raykv.copy.engine import HOST, JobQueue, LaneName
-from raykv.types import Direction
 
 LOAD, STORE = LaneName(HOST, Direction.LOAD), LaneName(HOST, Direction.STORE)
 GPU_LOAD, GPU_STORE = LaneName("gpu", Direction.LOAD), LaneName("gpu", Direction.STORE)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from raykv.core.rates import TokenSources, Transfers, progress, token_sources
-from raykv.status_types import ClusterStatus, EngineStatus, NodeStatus
+from raykv.cli.rates import TokenSources, Transfers, progress, token_sources
+from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
 
 def node(stored: int, epoch: int = 1, node_id: str = "n") -> NodeStatus:

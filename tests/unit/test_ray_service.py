@@ -18,8 +18,8 @@ import yaml
 
 import raykv.serve
 from deploy import render
-from raykv.config import load_settings
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
+from raykv.base.settings import load_settings
 from raykv.serve.arguments import AppArguments, parse
 from tests.manifests import (
     DEPLOY,

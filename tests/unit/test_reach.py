@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from raykv.core.reach import MAX_AT_ONCE, MAX_REGISTERS, MAX_WAITING, Reach, WantedKeys
-from raykv.types import Epoch
+from raykv.base.ids import Epoch
+from raykv.metrics.reach import MAX_AT_ONCE, MAX_REGISTERS, MAX_WAITING, Reach, WantedKeys
 
 
 def key(number: int) -> bytes:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from typer.main import get_command
 
+from raykv.base.settings import Settings
 from raykv.cli import app
-from raykv.config import Settings
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

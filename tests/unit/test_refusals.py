@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raykv.errors import SettingError, VersionError
+from raykv.base.errors import SettingError, VersionError
 from raykv.vllm.versions import check_vllm_version
 
 pytest.importorskip("vllm")
@@ -23,7 +23,11 @@ def config(**fields: Any) -> Any:
 
 
 def test_plain_engine_is_accepted() -> None:
-    from raykv.vllm.placement import RankPlace, refuse_ranks_elsewhere, refuse_several_hosts
+    from raykv.vllm.identity.placement import (
+        RankPlace,
+        refuse_ranks_elsewhere,
+        refuse_several_hosts,
+    )
     from raykv.vllm.spec import refuse_unsupported
 
     refuse_unsupported(config())
@@ -73,7 +77,7 @@ def test_unsupported_setting_is_refused_by_name(fields: dict[str, Any], named: s
 def test_engine_that_is_told_to_start_ranks_elsewhere_is_refused(
     fields: dict[str, Any], named: str
 ) -> None:
-    from raykv.vllm.placement import refuse_several_hosts
+    from raykv.vllm.identity.placement import refuse_several_hosts
 
     with pytest.raises(SettingError, match=named):
         refuse_several_hosts(parallel(**fields))
@@ -90,7 +94,7 @@ def test_engine_whose_ranks_say_that_they_are_elsewhere_does_not_start(
     nodes: list[str], named: str
 ) -> None:
     from raykv.vllm.connector import RayKVConnector
-    from raykv.vllm.placement import RankPlace
+    from raykv.vllm.identity.placement import RankPlace
 
     stopped: list[str] = []
     runtime = SimpleNamespace(node_id="here", stop=lambda: stopped.append("here"))
@@ -116,7 +120,7 @@ def test_transfer_takes_arguments_of_later_vllm() -> None:
     """vLLM 0.33 calls `submit_load(..., expedited=False)`."""
     import numpy as np
 
-    from raykv.messages import KVLayout
+    from raykv.protocol.messages import KVLayout
     from raykv.vllm.spec import PoolSpec
     from raykv.vllm.worker import RayOffloadingWorker
 

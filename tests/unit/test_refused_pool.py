@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-import raykv.actors.node
-from raykv.actors.node import NodeActor
-from raykv.errors import SettingError
-from raykv.findings import HostFacts, HostQuestion, Place
-from raykv.messages import FetchRequest, Handles, NodeDescription, Replicas, decode, encode
+import raykv.node.actor
+from raykv.base.errors import SettingError
+from raykv.node.actor import NodeActor
+from raykv.protocol.findings import HostFacts, HostQuestion, Place
+from raykv.protocol.messages import FetchRequest, Handles, NodeDescription, Replicas, decode, encode
 
 POOL_BYTES = 1 << 60
 
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> NodeActor:
-    monkeypatch.setattr(raykv.actors.node, "NODE_ROOM_GRACE_S", 0.0)
+    monkeypatch.setattr(raykv.node.actor, "NODE_ROOM_GRACE_S", 0.0)
     return NodeActor("node", "raykv/test-refused", POOL_BYTES, 1 << 20, "")
 
 
@@ -43,7 +43,7 @@ def test_fetch_is_refused_with_the_reason(refused: NodeActor) -> None:
 
 
 def test_pool_file_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.actors.node, "NODE_ROOM_GRACE_S", 0.0)
+    monkeypatch.setattr(raykv.node.actor, "NODE_ROOM_GRACE_S", 0.0)
     actor = NodeActor("node", "raykv/test-no-file", 1 << 20, 1 << 20, "/nowhere/pool")
     assert "/nowhere/pool" in decode(actor.describe(), NodeDescription).refusal
 
@@ -51,7 +51,7 @@ def test_pool_file_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPa
 def test_journal_that_is_a_link_is_a_refusal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(raykv.actors.node, "NODE_ROOM_GRACE_S", 0.0)
+    monkeypatch.setattr(raykv.node.actor, "NODE_ROOM_GRACE_S", 0.0)
     (tmp_path / "pool.new").symlink_to(tmp_path / "target")
     path = str(tmp_path / "pool")
     actor = NodeActor("node", "raykv/test-link", 1 << 20, 1 << 20, path)

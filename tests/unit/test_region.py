@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raykv.errors import HandleError
+from raykv.base.errors import HandleError
 from raykv.memory.region import PREFAULT_PIECE_BYTES, Region, yield_to_others
 
 SIZE = 3 * 4096 + 100

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import raykv.core.view
-from raykv.core.cost import FetchCost, Rates
-from raykv.core.remote import ChunkSize, FetchOrder, RemoteSettings
-from raykv.core.requests import PREFILLED_REPEATS, Replica, RequestOptions
-from raykv.core.view import EngineView
-from raykv.messages import (
+import raykv.engine.view
+from raykv.base.ids import EngineId, Epoch, Generation, Key, Lookup, NodeId, Refusal, Slot
+from raykv.engine.cost import FetchCost, Rates
+from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.engine.requests import PREFILLED_REPEATS, Replica, RequestOptions
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import (
     MAX_KEYS,
     EngineAttached,
     FetchResult,
@@ -25,7 +26,6 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.types import EngineId, Epoch, Generation, Key, Lookup, NodeId, Refusal, Slot
 
 HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 EPOCH, NODE_EPOCH = 5, 70
@@ -366,7 +366,7 @@ def test_requests_ask_together_and_all_get_the_answer(view: EngineView) -> None:
 def test_questions_go_out_page_by_page_and_no_request_begins_with_too_many(
     view: EngineView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.view, "MAX_ASKED", 10)
+    monkeypatch.setattr(raykv.engine.view, "MAX_ASKED", 10)
     view.ask("r", keys("abcdefghijklm"))
     start(view, "other")
     view.ask("other", keys("nopqr"))

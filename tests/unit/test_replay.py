@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-import raykv.core.snapshots
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.replay import Replay
-from raykv.event_types import (
+import raykv.directory.snapshots
+from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
     CacheCleared,
@@ -22,7 +22,7 @@ from raykv.event_types import (
     SnapshotPage,
     events_of,
 )
-from raykv.messages import (
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Handles,
@@ -34,7 +34,7 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
+from raykv.stream.replay import Replay
 
 PAGE = SLOT_ALIGNMENT
 EXPIRY_S = 5.0
@@ -427,7 +427,7 @@ CHANGES = (
 
 @pytest.fixture
 def pages_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.core.snapshots, "MAX_PAGE", 2)
+    monkeypatch.setattr(raykv.directory.snapshots, "MAX_PAGE", 2)
 
 
 def busy_desk() -> Desk:

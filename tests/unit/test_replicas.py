@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raykv.core.replicas import ReplicaIndex
-from raykv.core.table import Name
-from raykv.types import Key, Namespace, NodeId
+from raykv.base.ids import Key, Namespace, NodeId
+from raykv.directory.table.protocol import Name
+from raykv.directory.table.replicas import ReplicaIndex
 
 ONE, TWO, THREE = NodeId("one"), NodeId("two"), NodeId("three")
 MODEL, SECOND = Namespace("model"), Namespace("second")

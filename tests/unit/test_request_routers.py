@@ -10,8 +10,8 @@ import pytest
 
 from raykv.serve.app import router_config
 from raykv.serve.arguments import ModelArguments
-from raykv.serve.http import HttpRequest
-from raykv.serve.prefix_router import PrefixRouter
+from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.router.prefix_router import PrefixRouter
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from raykv.core.requests import RequestOptions
-from raykv.core.reuse import (
+from raykv.directory.reuse import (
     LEAST_REUSE,
     MIN_SAMPLE,
     PROBE_LOADS,
@@ -12,6 +11,7 @@ from raykv.core.reuse import (
     ReuseGauge,
     StoreSampler,
 )
+from raykv.engine.requests import RequestOptions
 
 
 def test_all_is_stored_before_the_sample_is_large_enough() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.core.room import (
+from raykv.memory.room import (
     RESERVE_BYTES,
     MemoryLimit,
     MonitorSettings,

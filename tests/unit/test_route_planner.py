@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from raykv.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
-from raykv.catalog_types import PrefixPage, PrefixQuery, SpacePage
-from raykv.core.breaker import Pauses
-from raykv.core.prefixes import ChunkGroup
-from raykv.core.prompt_keys import PromptHasher, PromptKeys, PromptTokens
-from raykv.core.prompt_lookup import PromptScheme
-from raykv.core.routing import Replica
-from raykv.deadlines import ROUTE_ANSWER_S
-from raykv.errors import SettingError
-from raykv.messages import MAX_KEYS, PROTOCOL_VERSION, decode, encode
-from raykv.serve import directory as directories
-from raykv.serve import rendering
+from raykv.base.deadlines import ROUTE_ANSWER_S
+from raykv.base.errors import SettingError
+from raykv.cluster.breaker import Pauses
+from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
+from raykv.prompts.lookup import PromptScheme
+from raykv.prompts.prefixes import ChunkGroup
+from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
+from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION, decode, encode
+from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
+from raykv.protocol.status import NamespaceStatus
 from raykv.serve.arguments import ModelArguments
-from raykv.serve.directory import Directory, FoundPrompt
 from raykv.serve.fallbacks import Fallback
-from raykv.serve.http import HttpRequest
-from raykv.serve.rendering import MOST_BODY_BYTES, PromptRenderer
-from raykv.serve.route_planner import PlacedRequest, RoutePlanner
-from raykv.serve.route_settings import RouteSettings, kv_router_kwargs, parse_route_settings
-from raykv.status_types import NamespaceStatus
+from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.router import directory as directories
+from raykv.serve.router import rendering
+from raykv.serve.router.directory import Directory, FoundPrompt
+from raykv.serve.router.planner import PlacedRequest, RoutePlanner
+from raykv.serve.router.rank import Replica
+from raykv.serve.router.rendering import MOST_BODY_BYTES, PromptRenderer
+from raykv.serve.router.settings import RouteSettings, kv_router_kwargs, parse_route_settings
 
 GROUP = ChunkGroup(0, 16)
 SCHEME = PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), (GROUP,))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.core.routing import PromptPlace, RecentPrompts, Replica, Weights, rank
-from raykv.errors import SettingError
-from raykv.types import Key
+from raykv.base.errors import SettingError
+from raykv.base.ids import Key
+from raykv.serve.router.rank import PromptPlace, RecentPrompts, Replica, Weights, rank
 
 WEIGHTS = Weights(load=0.05, fetch=0.25, request=256)
 A, B, C = Replica("a", "node1"), Replica("b", "node2"), Replica("c", "node2")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.errors import SettingError
+from raykv.base.errors import SettingError
 from raykv.serve.app import build_app
 from raykv.serve.arguments import AppArguments, ModelArguments, parse, plan_of
 from raykv.serve.flags import to_flags
@@ -234,7 +234,7 @@ def test_router_of_any_import_path_gets_its_arguments() -> None:
     from raykv.serve.app import router_config
 
     assert router_config(parse(ModelArguments, MODEL)) is None
-    path = "raykv.serve.routing:RoundRobinRouter"
+    path = "raykv.serve.router.round_robin:RoundRobinRouter"
     for policy in (path, "round_robin"):
         router = {"policy": policy, "kwargs": {"a": 1}}
         mine = router_config(parse(ModelArguments, {**MODEL, "router": router}))

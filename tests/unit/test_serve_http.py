@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from raykv.serve import http
-from raykv.serve.http import Head, HttpRequest, drive
+from raykv.serve.http import exchange as http
+from raykv.serve.http.exchange import Head, HttpRequest, drive
 from tests.asgi import app_of, body, start
 
 Send = Callable[[Any], Awaitable[None]]

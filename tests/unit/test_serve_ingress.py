@@ -11,11 +11,11 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
-from raykv.serve import ingress as module
-from raykv.serve.answer import BrokenAnswerError
-from raykv.serve.http import Head, HttpRequest
-from raykv.serve.ingress import Ingress, NoReplicaError, ReplicaBackend, ServedModel
-from raykv.serve.metrics import ReplicaMetrics
+from raykv.serve.http import ingress as module
+from raykv.serve.http.answer import BrokenAnswerError
+from raykv.serve.http.exchange import Head, HttpRequest
+from raykv.serve.http.ingress import Ingress, NoReplicaError, ReplicaBackend, ServedModel
+from raykv.serve.http.metrics import ReplicaMetrics
 from tests.asgi import Client
 from tests.serve_handle import Handle, Pieces
 

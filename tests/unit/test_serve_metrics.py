@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from raykv.serve.metrics import ReplicaMetrics, merge
+from raykv.serve.http.metrics import ReplicaMetrics, merge
 
 AWKWARD = 'a "b" \\ {c}, d="e"\nf'
 

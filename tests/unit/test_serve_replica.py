@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from raykv import models
+from raykv.serve import models
 from raykv.serve import replica as module
 from raykv.serve.arguments import ModelArguments, parse
-from raykv.serve.http import AsgiApp, Head, HttpRequest
+from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest
 from raykv.serve.replica import EngineReplica
 from tests.asgi import app_of, body, start
 

@@ -13,7 +13,7 @@ from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
 import raykv.serve
-from raykv.config import load_settings
+from raykv.base.settings import load_settings
 from raykv.serve.app import build_app
 from raykv.serve.arguments import AppArguments, ModelArguments, parse, plan_of
 
@@ -85,7 +85,7 @@ def test_vllm_knows_all_options() -> None:
 
 def test_what_vllm_does_not_know_is_refused_in_one_sentence() -> None:
     pytest.importorskip("vllm")
-    from raykv.errors import SettingError
+    from raykv.base.errors import SettingError
     from raykv.serve.vllm_app import parse_flags
 
     for flag in ("--max-modle-len=1", "--max-model-len=many", "--dtype=float3"):

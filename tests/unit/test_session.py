@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from raykv.actors.session import MAX_INBOX, Session, SessionSettings
-from raykv.core.reach import Reach
-from raykv.core.requests import RequestOptions
-from raykv.core.view import EngineView
-from raykv.messages import AttachEngine, EngineAttached, SyncReply, SyncRequest, decode, encode
-from raykv.types import EngineId, Key
+from raykv.base.ids import EngineId, Key
+from raykv.engine.requests import RequestOptions
+from raykv.engine.session import MAX_INBOX, Session, SessionSettings
+from raykv.engine.view import EngineView
+from raykv.metrics.reach import Reach
+from raykv.protocol.messages import (
+    AttachEngine,
+    EngineAttached,
+    SyncReply,
+    SyncRequest,
+    decode,
+    encode,
+)
 from tests.waiting import wait_until
 
 DEADLINE_S = 10.0

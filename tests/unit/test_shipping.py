@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from raykv.base.errors import ChunkFileError, SettingError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace
 from raykv.cli.switch import refuse_without_place
-from raykv.core.disk_index import DiskChunk
-from raykv.core.geometry import PoolGeometry
-from raykv.disk_types import Kept
-from raykv.errors import ChunkFileError, SettingError
-from raykv.shipping import _chosen, first_that_fit, refuse_foreign
-from raykv.status_types import NamespaceStatus
-from raykv.tiers.chunk_file import ChunkFile
-from raykv.types import SLOT_ALIGNMENT, Generation, Key, Namespace
+from raykv.client.ship import _chosen, first_that_fit, refuse_foreign
+from raykv.node.disk.chunk_file import ChunkFile
+from raykv.node.disk.index import DiskChunk
+from raykv.protocol.disk import Kept
+from raykv.protocol.status import NamespaceStatus
 
 TRAITS = {"model": "x", "dtype": "float32", "weights_version": "", "kv_layout": "a"}
 

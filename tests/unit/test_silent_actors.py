@@ -12,11 +12,13 @@ import ray
 from typer.testing import CliRunner
 
 import raykv
-from raykv.actors import deployment, diagnosis, names
-from raykv.actors.node import CONCURRENCY, NodeActor
+from raykv.base.errors import ClusterError
 from raykv.cli import app
-from raykv.core.wishes import NodeFacts
-from raykv.errors import ClusterError
+from raykv.client import pools as deployment
+from raykv.cluster import names
+from raykv.doctor import gather as diagnosis
+from raykv.node.actor import CONCURRENCY, NodeActor
+from raykv.node.wishes import NodeFacts
 
 
 class Refs:

@@ -13,14 +13,16 @@ import ray
 import typer
 
 import raykv
-from raykv.actors import cluster, deployment, publishing, readers
+from raykv.base.errors import ClusterError
+from raykv.base.ids import Generation, Key, Namespace
 from raykv.cli import app, main
-from raykv.client import Cluster
-from raykv.core.wishes import NodeFacts
-from raykv.errors import ClusterError
-from raykv.publisher_types import PublisherSettings
-from raykv.tiers.chunk_file import ChunkBytes, write_chunks
-from raykv.types import Generation, Key, Namespace
+from raykv.client import pools as deployment
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as cluster
+from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
+from raykv.node.wishes import NodeFacts
+from raykv.protocol.publisher_types import PublisherSettings
+from raykv.stream import publishing, readers
 
 KEY = "00" * 36
 
@@ -85,7 +87,7 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     chunk = ChunkBytes(Key(bytes(36)), Generation(1), 0, np.zeros(4096, np.uint8))
     write_chunks(tmp_path / "chunks.safetensors", Namespace("model"), [chunk])
-    for module in (raykv, raykv.client):
+    for module in (raykv, raykv.client.cluster):
         monkeypatch.setattr(module, "connect", lambda _=None: made)
     joined = type("Joined", (), {"started": False, "address": made.address})
     monkeypatch.setattr(cluster, "ensure_cluster", lambda _: joined)

@@ -11,17 +11,8 @@ from typing import Any
 
 import pytest
 
-from raykv.core.geometry import PoolGeometry
-from raykv.core.slots import (
-    Admission,
-    ChunkName,
-    FailedStore,
-    Seal,
-    SlotState,
-    SlotTable,
-    StoreAnswer,
-)
-from raykv.types import (
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
     ALL_BLOCKS,
     MAX_GENERATION,
     NO_BLOCKS,
@@ -33,6 +24,15 @@ from raykv.types import (
     Namespace,
     Refusal,
     Slot,
+)
+from raykv.node.slots import (
+    Admission,
+    ChunkName,
+    FailedStore,
+    Seal,
+    SlotState,
+    SlotTable,
+    StoreAnswer,
 )
 
 EMPTY, WRITING, READY = SlotState.EMPTY, SlotState.WRITING, SlotState.READY

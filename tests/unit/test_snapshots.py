@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-import raykv.core.snapshots
-from raykv.core.book import PoolBook
-from raykv.core.geometry import PoolGeometry
-from raykv.core.members import Node
-from raykv.core.snapshots import MAX_OPEN, Snapshots
-from raykv.core.table import Chunk
-from raykv.event_types import SnapshotPage
-from raykv.messages import decode, encode
-from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Namespace, NodeId, Slot
+import raykv.directory.snapshots
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Namespace, NodeId, Slot
+from raykv.directory.book import PoolBook
+from raykv.directory.members import Node
+from raykv.directory.snapshots import MAX_OPEN, Snapshots
+from raykv.directory.table.protocol import Chunk
+from raykv.protocol.events import SnapshotPage
+from raykv.protocol.messages import decode, encode
 from tests.tables import TABLES, default_table, use_table
 
 PAGE = SLOT_ALIGNMENT
@@ -29,7 +29,7 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def two_chunks_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.core.snapshots, "MAX_PAGE", 2)
+    monkeypatch.setattr(raykv.directory.snapshots, "MAX_PAGE", 2)
 
 
 def node(name: str, keys: str = "", epoch: int = 7) -> Node:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.copy.cuda import CUDABackend, Device, Limits, Place
-from raykv.copy.cuda_batches import batches, rows_of
-from raykv.copy.cuda_calibration import Route, always
-from raykv.copy.cuda_driver import CUDAError
+from raykv.base.ids import Direction
+from raykv.copy.cuda.backend import CUDABackend, Device, Limits, Place
+from raykv.copy.cuda.batches import batches, rows_of
+from raykv.copy.cuda.calibration import Route, always
+from raykv.copy.cuda.driver import CUDAError
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.spans import SPAN_BYTES, Span, spans
-from raykv.types import Direction
 from tests.cuda_fake import FakeDriver
 
 SLAB = 64

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-import raykv.core.manager
-from raykv.core.book import PoolBook
-from raykv.core.dict_table import DictTable
-from raykv.core.geometry import PoolGeometry
-from raykv.core.manager import BlockManager, ManagerSettings
-from raykv.core.table import Changes, Chunk, Name
-from raykv.messages import (
+import raykv.directory.manager
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Namespace, NodeId
+from raykv.directory.book import PoolBook
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.directory.table.dicts import DictTable
+from raykv.directory.table.protocol import Changes, Chunk, Name
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     Handles,
@@ -22,7 +23,6 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.types import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Namespace, NodeId
 from tests.tables import TABLES, default_table, use_table
 
 PAGE = SLOT_ALIGNMENT
@@ -151,7 +151,7 @@ def test_spare_that_is_not_held_here_is_not_noted() -> None:
 @pytest.fixture
 def s3fifo(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that remembers what it has evicted; the flat table has none such."""
-    monkeypatch.setattr(raykv.core.manager, "DictTable", lambda _: DictTable("s3fifo"))
+    monkeypatch.setattr(raykv.directory.manager, "DictTable", lambda _: DictTable("s3fifo"))
 
 
 @pytest.mark.usefixtures("s3fifo")

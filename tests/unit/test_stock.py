@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from raykv.core.remote import FetchOrder
-from raykv.core.requests import RequestOptions
-from raykv.core.stock import LeaseStock
-from raykv.core.view import EngineView
-from raykv.messages import (
+from raykv.base.ids import EngineId, Epoch, Generation, Key, Lookup, Refusal, Slot
+from raykv.engine.remote import FetchOrder
+from raykv.engine.requests import RequestOptions
+from raykv.engine.stock import LeaseStock
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import (
     MAX_KEYS,
     EngineAttached,
     FetchResult,
@@ -22,7 +23,6 @@ from raykv.messages import (
     SyncReply,
     SyncRequest,
 )
-from raykv.types import EngineId, Epoch, Generation, Key, Lookup, Refusal, Slot
 
 
 def handle(slot: int, generation: int) -> Handle:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from raykv.actors.attached import AttachedWorker
 from raykv.copy.engine import StopSign
 from raykv.memory.handles import MEMFD, open_kv
 from raykv.memory.region import Region
 from raykv.memory.words import NUM_WORDS, CancelWords, Word
-from raykv.messages import PROTOCOL_VERSION, AttachWorker, KVLayout, TensorLayout
+from raykv.node.attached import AttachedWorker
+from raykv.protocol.messages import PROTOCOL_VERSION, AttachWorker, KVLayout, TensorLayout
 
 LAYOUT = KVLayout(MEMFD, 4096, 1, [TensorLayout(0, 64, 64, 64)], [0], [[0]])
 

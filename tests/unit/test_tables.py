@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from raykv.core.dict_table import DictTable
-from raykv.core.geometry import PoolGeometry
-from raykv.core.policy import DEFAULT_POLICY, POLICIES
-from raykv.core.table import Changes, ChunkTable, Found, NodeTable
-from raykv.directory import FLAT_POLICIES, cache, open_table
-from raykv.types import (
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
     NO_GENERATION,
     SLOT_ALIGNMENT,
     EngineId,
@@ -25,6 +21,11 @@ from raykv.types import (
     NodeId,
     Slot,
 )
+from raykv.directory.table.choose import FLAT_POLICIES, open_table
+from raykv.directory.table.dicts import DictTable
+from raykv.directory.table.flat import cache
+from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
+from raykv.directory.table.protocol import Changes, ChunkTable, Found, NodeTable
 from tests import tables
 
 PAGE = SLOT_ALIGNMENT
@@ -220,7 +221,7 @@ def test_stored_chunks_that_need_thought_are_left_out(node: NodeTable) -> None:
 def test_table_of_dicts_serves_where_numba_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "raykv.directory.flat_table", None)
+    monkeypatch.setitem(sys.modules, "raykv.directory.table.flat.flat_table", None)
     with caplog.at_level(logging.WARNING):
         made: ChunkTable = open_table("lru")
     assert isinstance(made, DictTable)
@@ -246,7 +247,7 @@ def test_compiled_code_is_kept_apart_for_each_state_of_its_sources(
     assert first.parent == tmp_path
     other = tmp_path / "worth.py"
     other.write_text("NUM_QUEUES = 4")
-    monkeypatch.setattr("raykv.core.worth.__file__", str(other))
+    monkeypatch.setattr("raykv.directory.table.worth.__file__", str(other))
     assert cache.folder() != first
 
 
@@ -256,7 +257,7 @@ def test_compiled_code_goes_elsewhere_if_a_folder_is_not_to_be_had(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(blocked))
-    monkeypatch.setattr("raykv.directory.cache.__file__", str(blocked / "cache.py"))
+    monkeypatch.setattr("raykv.directory.table.flat.cache.__file__", str(blocked / "cache.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert cache.folder().parent == tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))

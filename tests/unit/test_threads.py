@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import raykv.threads
-from raykv.threads import MAX_FAILURES, OnFailure, SupervisedThread, num_failed, start_thread
+import raykv.base.threads
+from raykv.base.threads import MAX_FAILURES, OnFailure, SupervisedThread, num_failed, start_thread
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = ("raykv/bench/", "raykv/chaos/", "raykv/demo/", "raykv/models.py", "raykv/threads.py")
+LEFT_OUT = ("raykv/lab/", "raykv/serve/models.py", "raykv/base/threads.py")
 SOURCES = [
     path
     for path in sorted((ROOT / "raykv").rglob("*.py"))
@@ -32,12 +32,21 @@ STARTERS = {
     "run_coroutine_threadsafe",
 }
 WATCHED = {
-    ("raykv.serve.rendering", "ThreadPoolExecutor"): "a request takes its answer, or what failed",
-    ("raykv.serve.http", "create_task"): "it is awaited for the end of each answer",
-    ("raykv.serve.ingress", "create_task"): "both are awaited by the request that they are for",
-    ("raykv.serve.disaggregated_proxy", "create_task"): "what it calls says False for all errors",
+    (
+        "raykv.serve.router.rendering",
+        "ThreadPoolExecutor",
+    ): "a request takes its answer, or what failed",
+    ("raykv.serve.http.exchange", "create_task"): "it is awaited for the end of each answer",
+    (
+        "raykv.serve.http.ingress",
+        "create_task",
+    ): "both are awaited by the request that they are for",
+    ("raykv.serve.disaggregated.proxy", "create_task"): "what it calls says False for all errors",
     ("raykv.serve.replica", "create_task"): "awaited by the next request once the engine is dead",
-    ("raykv.serve.directory", "create_task"): "begun again by the next question when it is done",
+    (
+        "raykv.serve.router.directory",
+        "create_task",
+    ): "begun again by the next question when it is done",
 }
 """By module and call: who notices that it has failed."""
 
@@ -60,7 +69,7 @@ def starts(tree: ast.Module, module: str) -> Iterator[str]:
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         if name in STARTERS and (module, name) not in WATCHED:
-            yield f"{module}, line {node.lineno}: {name} dies silently; see raykv.threads"
+            yield f"{module}, line {node.lineno}: {name} dies silently; see raykv.base.threads"
 
 
 def module_of(path: Path) -> str:
@@ -95,7 +104,7 @@ def test_list_of_watched_threads_has_nothing_that_is_not_there() -> None:
     ],
 )
 def test_thread_that_nobody_supervises_is_found(source: str) -> None:
-    assert len(list(starts(ast.parse(source), "raykv.actors.node"))) == 1
+    assert len(list(starts(ast.parse(source), "raykv.node.actor"))) == 1
 
 
 class Failing:
@@ -115,7 +124,7 @@ class Failing:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.threads, "THREAD_PAUSES_S", (0.001, 0.01))
+    monkeypatch.setattr(raykv.base.threads, "THREAD_PAUSES_S", (0.001, 0.01))
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(3), MemoryError()])
@@ -152,7 +161,7 @@ def test_thread_that_ran_well_for_a_while_counts_its_failures_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else an actor would end after some failures in a year."""
-    monkeypatch.setattr(raykv.threads, "THREAD_WELL_S", 0.0)
+    monkeypatch.setattr(raykv.base.threads, "THREAD_WELL_S", 0.0)
     body = Failing(3 * MAX_FAILURES, ValueError("a bug"))
     start_thread("raykv-test", body, OnFailure.END_PROCESS)
     assert body.has_ended.wait(TIMES_S)
@@ -160,7 +169,7 @@ def test_thread_that_ran_well_for_a_while_counts_its_failures_anew(
 
 ENDLESS = """
 import time
-from raykv.threads import OnFailure, start_thread
+from raykv.base.threads import OnFailure, start_thread
 
 def fail():
     raise ValueError("a bug")
@@ -182,8 +191,8 @@ def test_process_of_an_actor_ends_when_its_thread_fails_again_and_again() -> Non
 
 LIMITED = """
 import os, resource
-from raykv.errors import ThreadError
-from raykv.threads import OnFailure, SupervisedThread, num_failed
+from raykv.base.errors import ThreadError
+from raykv.base.threads import OnFailure, SupervisedThread, num_failed
 
 if os.getuid() == 0:  # who is not limited
     os.setuid(65534)
@@ -199,8 +208,8 @@ assert num_failed() == 2
 thread.join(0)
 resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 assert not thread.revive()  # not before a pause
-import raykv.threads
-raykv.threads.THREAD_REVIVE_S = 0
+import raykv.base.threads
+raykv.base.threads.THREAD_REVIVE_S = 0
 thread._revive_at = 0
 thread.revive()
 thread.join(10)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from raykv.bench.tiny_tokenizer import SPECIAL_TOKENS, write_tiny_tokenizer
-from raykv.errors import SettingError
-from raykv.tokens import tokens_of_chat, tokens_of_text
+from raykv.base.errors import SettingError
+from raykv.lab.bench.tiny_tokenizer import SPECIAL_TOKENS, write_tiny_tokenizer
+from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 
 pytest.importorskip("transformers")
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.actors.scheduler import SchedulerActor
-from raykv.core import miss_log
-from raykv.core.accounts import MAX_NAMED, MAX_NAMES_BYTES, MAX_RECORDS, Accounts
-from raykv.core.members import Engine
-from raykv.core.mirror import Mirror
-from raykv.core.miss_log import MissLog
-from raykv.core.sanity import check_sync
-from raykv.errors import MessageError
-from raykv.messages import (
+from raykv.base.errors import MessageError
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Namespace, NodeId
+from raykv.directory import miss_log
+from raykv.directory.actor import SchedulerActor
+from raykv.directory.members import Engine
+from raykv.directory.mirror import Mirror
+from raykv.directory.miss_log import MissLog
+from raykv.engine.accounts import MAX_NAMED, MAX_NAMES_BYTES, MAX_RECORDS, Accounts
+from raykv.protocol.check import check_sync
+from raykv.protocol.messages import (
     PROTOCOL_VERSION,
     AttachEngine,
     EngineAttached,
@@ -21,8 +22,7 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.miss_types import CHUNK_NAME_BYTES, MissRecord, RequestPage
-from raykv.types import SLOT_ALIGNMENT, EngineId, Namespace, NodeId
+from raykv.protocol.miss_types import CHUNK_NAME_BYTES, MissRecord, RequestPage
 
 
 def key(number: int) -> bytes:

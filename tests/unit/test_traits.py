@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from raykv.actors.session import Session, SessionSettings
-from raykv.client import WHOLE_NAMESPACE
-from raykv.core.view import EngineView
-from raykv.messages import (
+from raykv.base.ids import EngineId
+from raykv.client.cluster import WHOLE_NAMESPACE
+from raykv.engine.session import Session, SessionSettings
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import (
     AttachEngine,
     EngineAttached,
     SyncReply,
@@ -19,9 +20,8 @@ from raykv.messages import (
     decode,
     encode,
 )
-from raykv.types import EngineId
-from raykv.vllm.namespace import namespace_of, traits_of
-from raykv.vllm.readers import RANDOM_SEED
+from raykv.vllm.identity.namespace import namespace_of, traits_of
+from raykv.vllm.identity.readers import RANDOM_SEED
 
 FACTS: dict[str, Any] = {
     "config": {"layers": 4, "words": list(range(30))},

@@ -10,7 +10,7 @@ import pytest
 import ray.serve
 
 from raykv import serve
-from raykv.errors import SettingError, VersionError
+from raykv.base.errors import SettingError, VersionError
 from raykv.serve.transfer import fill_in, with_raykv
 
 EXTRA = "kv_connector_extra_config"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-import raykv.core.transfers
-from raykv.core.transfers import OWNER
-from raykv.disk_types import DiskChunks, DiskNews
-from raykv.messages import PROTOCOL_VERSION, Inventory, LostReplicas
-from raykv.operation_types import (
+import raykv.directory.transfers
+from raykv.base.ids import NodeId
+from raykv.directory.transfers import OWNER
+from raykv.protocol.disk import DiskChunks, DiskNews
+from raykv.protocol.messages import PROTOCOL_VERSION, Inventory, LostReplicas
+from raykv.protocol.operator import (
     Released,
     ReleaseOrder,
     TransferEnd,
     TransferGrant,
     TransferOrder,
 )
-from raykv.types import NodeId
 from tests.tables import TABLES, use_table
 from tests.unit.test_pins import PAGE, SPACE, Cluster, key
 
@@ -243,7 +243,7 @@ def test_nothing_is_lent_by_a_node_without_a_pool_or_while_paused(two: Cluster) 
 
 
 def test_transfers_are_bounded(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.core.transfers, "MAX_TRANSFERS", 1)
+    monkeypatch.setattr(raykv.directory.transfers, "MAX_TRANSFERS", 1)
     lend(two, 0)
     assert "1 transfers are under way" in lend(two, 1, name="other").error
     end(two)
@@ -290,7 +290,7 @@ def test_replica_that_is_pinned_is_given_up_only_for_one_that_is_pinned_too(two:
 def test_replicas_of_many_nodes_are_looked_for_piece_by_piece(
     two: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.core.transfers, "_MAX_FOUND", 2)
+    monkeypatch.setattr(raykv.directory.transfers, "_MAX_FOUND", 2)
     grant = lend(two, *range(5))
     arrive(two, grant, *range(5))
     assert release(two, *range(5)).dropped == 5

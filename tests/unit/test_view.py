@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
-from raykv.core.requests import FailedLoad, RequestOptions
-from raykv.core.reuse import StoreSampler
-from raykv.core.view import EngineView
-from raykv.messages import MAX_KEYS, EngineAttached, Handle, Handles, Leases, SyncReply, SyncRequest
-from raykv.types import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot
+from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot
+from raykv.directory.reuse import StoreSampler
+from raykv.engine.requests import FailedLoad, RequestOptions
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import (
+    MAX_KEYS,
+    EngineAttached,
+    Handle,
+    Handles,
+    Leases,
+    SyncReply,
+    SyncRequest,
+)
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 DEADLINE_S = 2.0

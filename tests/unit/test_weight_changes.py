@@ -13,8 +13,8 @@ pytest.importorskip("vllm", exc_type=ImportError)
 import torch
 from vllm.v1.engine.core import EngineCore
 
-from raykv.vllm import weight_changes as weights
-from raykv.vllm.weight_changes import Effect, WeightWatch, checksum, effect_of, watch_model
+from raykv.vllm.identity import weight_changes as weights
+from raykv.vllm.identity.weight_changes import Effect, WeightWatch, checksum, effect_of, watch_model
 
 
 class Model(torch.nn.Module):

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from raykv.errors import SettingError
-from raykv.vllm.weights import (
+from raykv.base.errors import SettingError
+from raykv.vllm.identity.weights import (
     ALL_SAMPLES,
     MOST_SAMPLES,
     SAMPLE_BYTES,

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 import raykv
 from raykv import cli
-from raykv.actors import cluster as clusters
-from raykv.client import Cluster
-from raykv.errors import ClusterError
-from raykv.miss_types import Explanation, Explanations, MissRecord
-from raykv.types import MissReason
-from raykv.why_miss import ADVICE, advice
+from raykv.base.errors import ClusterError
+from raykv.base.ids import MissReason
+from raykv.cli.why_miss import ADVICE, advice
+from raykv.client.cluster import Cluster
+from raykv.cluster import join as clusters
+from raykv.protocol.miss_types import Explanation, Explanations, MissRecord
 
 RECORD = MissRecord(
     "cmpl-7-0-abcd", 1000, 96, 640, {"incomplete_chunk": 8, "evicted": 256}, b"\xab\xcd"

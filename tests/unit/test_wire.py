@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.actors import wire
-from raykv.messages import CopyJob, Handles, JobBatch
+from raykv.protocol import wire
+from raykv.protocol.messages import CopyJob, Handles, JobBatch
 
 
 def batch(*cancelled: int) -> JobBatch:

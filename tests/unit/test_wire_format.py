@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from raykv.core.wire_format import WireFormat, batch
-from raykv.description_types import Description, pack_tokens
-from raykv.types import Key
+from raykv.base.ids import Key
+from raykv.protocol.descriptions import Description, pack_tokens
+from raykv.stream.format import WireFormat, batch
 
 FIRST, SECOND, PARENT = (bytes(range(n, n + 32)) for n in (0, 50, 100))
 

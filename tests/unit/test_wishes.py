@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from raykv.base.errors import MessageError, SettingError
 from raykv.cli.operate import parse_duration
-from raykv.client_operations import _ordered
-from raykv.core.sanity import check_end, check_pin, check_release, check_transfer, check_wish
-from raykv.core.wishes import NodeFacts, geometry_of, usual_nodes, wants
-from raykv.errors import MessageError, SettingError
-from raykv.operation_types import (
+from raykv.client.operations import _ordered
+from raykv.node.wishes import NodeFacts, geometry_of, usual_nodes, wants
+from raykv.protocol.check import check_end, check_pin, check_release, check_transfer, check_wish
+from raykv.protocol.operator import (
     MAX_ORDERED,
     NodeUp,
     PinOrder,

@@ -29,7 +29,7 @@ sys.meta_path = [BareFinder if each is PathFinder else each for each in sys.meta
 
 PUBLIC_NAMES = """
 import importlib
-for package in ("raykv", "raykv.demo", "raykv.inspect", "raykv.serve"):
+for package in ("raykv", "raykv.lab.demo", "raykv.inspect", "raykv.serve"):
     module = importlib.import_module(package)
     for name in module.__all__:
         getattr(module, name)
@@ -66,7 +66,7 @@ main()
 HIDDEN_STATES = """
 import numpy, raykv
 from pathlib import Path
-from raykv.captured import HiddenStates, write_states
+from raykv.node.states.file import HiddenStates, write_states
 path = sys.argv[1]
 for dtype, raw in (("bfloat16", numpy.array([[[0x3f80, 0xc040]]], "u2")),
                    ("float16", numpy.array([[[0x3c00, 0xc200]]], "u2")),
@@ -82,12 +82,15 @@ for dtype, raw in (("bfloat16", numpy.array([[[0x3f80, 0xc040]]], "u2")),
 """
 
 WITH_EXTRAS = (
-    "raykv.actors.publisher",  # events
-    "raykv.bench.example_states",
-    "raykv.bench.hidden_states",
-    "raykv.bench.in_process",
-    "raykv.bench.ttft",
-    "raykv.copy.cuda_kernel",
+    "raykv.stream.publisher",  # events
+    "raykv.lab.bench.example_states",
+    "raykv.lab.bench.hidden_states",
+    "raykv.lab.bench.in_process",
+    "raykv.lab.bench.ttft",
+    "raykv.copy.cuda.kernel",
+    "raykv.worker.export",
+    "raykv.worker.handover",
+    "raykv.worker.staging",
     "raykv.serve",
     "raykv.vllm",
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raykv.errors import HandleError
+from raykv.base.errors import HandleError
 from raykv.memory.words import NUM_WORDS, CancelWords
 
 

@@ -1,1 +1,0 @@
-"""Ray actors and the threads that talk to them: thin shells around `raykv.core`."""

@@ -1,0 +1,1 @@
+"""What everything else is written in: ids, errors, settings, deadlines, parsing, threads."""

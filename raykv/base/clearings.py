@@ -1,0 +1,74 @@
+"""Up to which generation chunks are void: of some namespaces, and of all, known or not.
+
+Whoever has cleared something, or has heard of it, keeps one of these and tells it with every
+message: the scheduler actor, the NodeActors, their disks and pool files. So what was away when the
+cache was cleared, or is taken up later, is void wherever it comes to.
+
+Invariants:
+1. `of` never falls, whatever is taken in, in whatever order.
+2. A namespace has a floor of its own only if that is above the floor of all namespaces.
+3. At most `MAX_NAMESPACES` have one: beyond that, the lowest of these floors becomes that of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
+
+from raykv.base.ids import EVERY_NAMESPACE, NO_GENERATION, Generation, Namespace
+
+MAX_NAMESPACES = 256
+"""Floors of single namespaces: with them a report stays well under Ray's 100 KiB inline limit."""
+
+
+@dataclass
+class Clearings:
+    """Floors, at first those that are given; see the module's docstring."""
+
+    first: InitVar[Mapping[str, int] | None] = None
+    _floors: dict[Namespace, Generation] = field(default_factory=dict, init=False)
+
+    def __post_init__(self, first: Mapping[str, int] | None) -> None:
+        self.take(first or {})
+
+    def of(self, namespace: Namespace) -> Generation:
+        """The generation up to which chunks of a namespace are void."""
+        every = self._floors.get(EVERY_NAMESPACE, NO_GENERATION)
+        return max(every, self._floors.get(namespace, NO_GENERATION))
+
+    def cover(self, namespace: Namespace, generation: int) -> bool:
+        """Whether a chunk of a namespace at a generation is void."""
+        return generation <= self.of(namespace)
+
+    @property
+    def highest(self) -> Generation:
+        """The highest of all floors."""
+        return max(self._floors.values(), default=NO_GENERATION)
+
+    def take(self, told: Mapping[str, int]) -> set[Namespace]:
+        """Take in floors by namespace, `EVERY_NAMESPACE` among them; returns what rose."""
+        risen = set()
+        for name, floor in told.items():
+            namespace = Namespace(name)
+            if not self.cover(namespace, floor):
+                self._floors[namespace] = Generation(floor)
+                risen.add(namespace)
+        while len(self._floors.keys() - {EVERY_NAMESPACE}) > MAX_NAMESPACES:
+            own = (floor for name, floor in self._floors.items() if name != EVERY_NAMESPACE)
+            self._floors[EVERY_NAMESPACE] = min(own)
+            risen.add(EVERY_NAMESPACE)
+            self._drop_covered()
+        if risen:
+            self._drop_covered()
+        return risen
+
+    def _drop_covered(self) -> None:
+        every = self._floors.get(EVERY_NAMESPACE, NO_GENERATION)
+        for name, floor in list(self._floors.items()):
+            if name != EVERY_NAMESPACE and floor <= every:
+                del self._floors[name]
+
+    @property
+    def told(self) -> dict[str, int]:
+        """All floors, as they stand in messages and files; a copy."""
+        return {str(name): int(floor) for name, floor in self._floors.items()}

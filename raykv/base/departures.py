@@ -1,0 +1,59 @@
+"""Why chunks are not there that were, or that might have been: what is remembered of keys.
+
+              note                     half of the bound is reached            again
+   (unknown) ──────► remembered, young ───────────────────────────► old ───────────────► (unknown)
+
+It is for people only: nothing is decided by it. What happened last to a key counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, TypeVar
+
+from raykv.base.ids import MissReason
+from raykv.engine.requests import RequestState
+
+V = TypeVar("V")
+
+MAX_REMEMBERED = 65_536
+"""Keys, at least half of which are the latest ones."""
+
+
+@dataclass
+class Departures(Generic[V]):
+    """Keys, and what is known of them: a reason, or that and more.
+
+    `most` keys are remembered.
+    """
+
+    most: int = MAX_REMEMBERED
+    _young: dict[bytes, V] = field(default_factory=dict)
+    _old: dict[bytes, V] = field(default_factory=dict)
+
+    def note(self, keys: Iterable[bytes], known: V) -> None:
+        """These are not there (any more); of very many only the first."""
+        half = self.most // 2
+        if len(self._young) >= half:
+            self._old, self._young = self._young, {}
+        self._young.update(dict.fromkeys(islice(keys, half), known))
+
+    def get(self, key: bytes) -> V | None:
+        """What is known of a key."""
+        found = self._young.get(key)
+        return self._old.get(key) if found is None else found
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+
+def explain(
+    request: RequestState, departures: Departures[MissReason], *, is_attached: bool
+) -> None:
+    """Give a request's latest MISS the reason that an engine remembers, if it has none yet."""
+    miss = request.miss
+    if miss is not None and miss.reason is MissReason.NEVER_STORED:
+        unknown = MissReason.NEVER_STORED if is_attached else MissReason.NOT_ATTACHED
+        request.missed(miss.key, departures.get(miss.key) or unknown)

@@ -1,0 +1,237 @@
+"""Identifiers and enums that every part of RayKV shares (DESIGN words, one meaning each)."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum, StrEnum
+from typing import NamedTuple, NewType
+
+NodeId = NewType("NodeId", str)
+"""Ray's node id, hex."""
+
+EngineId = NewType("EngineId", str)
+"""vLLM's `engine_id`: one per engine process and data-parallel rank."""
+
+Namespace = NewType("Namespace", str)
+"""Digest of everything that makes the KV bytes of two engines interchangeable."""
+
+EVERY_NAMESPACE = Namespace("")
+"""Names all of them where floors of namespaces are told, those too that nobody knows now."""
+
+Key = NewType("Key", bytes)
+"""vLLM's offload key: block hash followed by the KV group index (4 bytes, big endian)."""
+
+Slot = NewType("Slot", int)
+"""A chunk-sized place in one node's pool: its byte offset divided by `SLOT_ALIGNMENT`."""
+
+Generation = NewType("Generation", int)
+"""The n-th use of a slot: scheduler epoch and counter in one ordered number."""
+
+Epoch = NewType("Epoch", int)
+"""The n-th life of an actor. Only the order of two epochs of the same actor means anything."""
+
+SLOT_ALIGNMENT = 4096
+"""Bytes. Slots start on page boundaries, so that pieces of the pool can be pinned and mapped."""
+
+NO_GENERATION = Generation(0)
+"""Older than any generation that is ever granted: a load that names it is refused."""
+
+MAX_KEY_BYTES = 128
+"""Of an offload key; vLLM's longest has 36."""
+
+MAX_BLOCKS = 1 << 32
+"""Of a chunk."""
+
+
+class Blocks(NamedTuple):
+    """Blocks of a chunk that follow each other, by their numbers in it."""
+
+    first: int
+    length: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a chunk can have these, at least one."""
+        return 0 <= self.first < self.first + self.length <= MAX_BLOCKS
+
+    def has(self, wanted: Blocks) -> bool:
+        """Whether all that is wanted is among these; that is so if nothing is."""
+        if not wanted.length:
+            return True
+        ends_inside = wanted.first + wanted.length <= self.first + self.length
+        return wanted.length > 0 and self.first <= wanted.first and ends_inside
+
+
+ALL_BLOCKS = Blocks(0, MAX_BLOCKS)
+"""Of a chunk that is whole, however many it has."""
+
+NO_BLOCKS = Blocks(0, 0)
+
+_COUNTER_BITS = 32
+
+GENERATIONS_PER_EPOCH = 1 << 31
+"""Of the generations of one epoch so many are granted before the next one begins: half of what
+the counter can count. 85,000 a second, what one scheduler actor can do at most, take 7 hours."""
+
+LAST_EPOCH = (1 << 31) - 2
+"""The last one whose generations, and the one after each, are below 2**63."""
+
+MAX_EPOCH = LAST_EPOCH - (1 << 20)
+"""A scheduler actor rises above the epochs that others claim to have heard of, up to this one. So
+whatever is claimed there are later ones left, which nobody can have heard of but from itself."""
+
+MAX_GENERATION = Generation((LAST_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS) - 1))
+"""The last one of `LAST_EPOCH`."""
+
+
+def make_generation(epoch: Epoch, counter: int) -> Generation:
+    """Pack the scheduler actor's epoch and its grant counter; later grants compare higher."""
+    assert 0 <= counter < 1 << _COUNTER_BITS, counter
+    return Generation((epoch << _COUNTER_BITS) | counter)
+
+
+def epoch_of(generation: Generation) -> Epoch:
+    """The scheduler epoch under which `generation` was granted."""
+    return Epoch(generation >> _COUNTER_BITS)
+
+
+def group_of(key: Key) -> int:
+    """The KV group index that vLLM packs into the last four bytes of an offload key."""
+    return int.from_bytes(key[-4:], "big")
+
+
+class Lookup(Enum):
+    """Answer to a lookup; the names are those of vLLM's `LookupResult`."""
+
+    MISS = "miss"
+    HIT = "hit"
+    HIT_PENDING = "hit_pending"
+    RETRY = "retry"
+
+
+class Direction(IntEnum):
+    """Way of a copy: a store moves KV cache to pool, a load moves pool to KV cache."""
+
+    STORE = 0
+    LOAD = 1
+
+
+class EventKind(IntEnum):
+    """What happened to the directory; see `raykv.directory.log`."""
+
+    EPOCH_BEGAN = 0
+    BLOCK_STORED = 1
+    BLOCK_REMOVED = 2
+    NODE_JOINED = 3
+    NODE_LOST = 4
+    CACHE_CLEARED = 5
+
+
+class Refusal(IntEnum):
+    """Why one chunk of a copy job did not happen. `NONE` means that it did."""
+
+    NONE = 0
+    STALE = 1
+    """The slot has moved on to another generation, or holds another key."""
+    WRITING = 2
+    """The slot is being written; a load of it would read half a chunk."""
+    CLEARED = 3
+    """The namespace was cleared after this generation was granted."""
+    BAD_HANDLE = 4
+    """No slot can be at that place of the pool, or the node has another epoch."""
+    CANCELLED = 5
+    """The engine gave the job up before it was done."""
+    QUEUE_FULL = 6
+    """The node's copy queue is at its bound."""
+    NODE_LOST = 7
+    """The NodeActor died or could not be reached."""
+    COPY_FAILED = 8
+    """The back end reported an error while it copied."""
+    POISONED = 9
+    """Another rank of the same store failed."""
+    CORRUPT = 10
+    """The bytes are not those that were sent, or not those that were stored."""
+    TOO_LATE = 11
+    """There was no time left, or no answer in time."""
+    BREAKER_OPEN = 12
+    """Who has the chunk did not answer a short while ago, and is not asked again yet."""
+    PARTIAL = 13
+    """Only some of the chunk's blocks were stored, and others were wanted."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the chunk is to be forgotten by every engine, not only by this job's.
+
+        That is so of a chunk that lacks blocks, too: nobody would store it whole while it is known.
+        """
+        return self in (
+            Refusal.STALE,
+            Refusal.CLEARED,
+            Refusal.BAD_HANDLE,
+            Refusal.CORRUPT,
+            Refusal.PARTIAL,
+        )
+
+
+class TokenSource(StrEnum):
+    """Where a prompt token's KV came from: every token of an ended request has one of these."""
+
+    COMPUTED = "computed"
+    OWN_CACHE = "own_cache"
+    """It was in vLLM's own cache."""
+    SAME_NODE = "same_node"
+    """Loaded from the pool of the engine's node."""
+    OTHER_NODE = "other_node"
+    """Loaded from there too, but fetched from another node for it."""
+    DISK = "disk"
+    """Loaded from there too, but brought back from a disk for it."""
+
+
+class MissReason(StrEnum):
+    """Why tokens of a prompt were not loaded. The first missing chunk decides for all behind it."""
+
+    INCOMPLETE_CHUNK = "incomplete_chunk"
+    """Less than a whole chunk was left: mostly the prompt's end."""
+    OPTED_OUT = "opted_out"
+    """The request did not want to load (all of) it, or wants what only computing gives."""
+    ADAPTER_UNKNOWN = "adapter_unknown"
+    """The files of the request's LoRA adapter can't be read, or are not those that were loaded."""
+    MEDIA_UNKNOWN = "media_unknown"
+    """Images or sound of the request go by names that its client gave, or may do so."""
+    WEIGHTS_CHANGED = "weights_changed"
+    """The engine got other weights while it ran, and has left the cache for good."""
+    PAUSED = "paused"
+    """The cache was switched off with `raykv pause`."""
+    NOT_ATTACHED = "not_attached"
+    """The engine had not reached the scheduler actor yet."""
+    NEVER_STORED = "never_stored"
+    """Nobody knows anything of the chunk: it was not stored, or long ago."""
+    STORES_OFF = "stores_off"
+    """It was computed here, and not to be stored: by that request, or because the cache was off."""
+    STORE_FAILED = "store_failed"
+    """It was computed here, and its store failed."""
+    POOL_FULL = "pool_full"
+    """There was no free slot: to store it when it was computed, or to fetch it into."""
+    EVICTED = "evicted"
+    """It was given up for other chunks."""
+    CLEARED = "cleared"
+    """The cache was emptied."""
+    OTHER_NAMESPACE = "other_namespace"
+    """Only engines with another model, or another layout of the KV cache, have it."""
+    PENDING_TOO_LONG = "pending_too_long"
+    """It was being stored, and not there when the request could not wait any more."""
+    UNANSWERED = "unanswered"
+    """The scheduler actor did not say in time who has it."""
+    FETCH_SLOWER = "fetch_slower"
+    """Another node, or a disk, has it, and computing was measured to be faster than fetching."""
+    FETCH_FAILED = "fetch_failed"
+    """Another node, or a disk, had it, and it did not come, or not in time."""
+    NODE_LOST = "node_lost"
+    """The NodeActor that had it was gone, or the engine could not reach its own."""
+    LOAD_FAILED = "load_failed"
+    """It was here, and its copy into the engine's KV cache failed."""
+    BREAKER_OPEN = "breaker_open"
+    """Who should have been asked had failed too often, and was left alone for a while."""
+    ABORTED = "aborted"
+    """The request ended before it was scheduled, or while it loaded."""
+    OTHER = "other"
+    """None of these; a failed hook of the connector, for example."""

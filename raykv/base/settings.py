@@ -1,0 +1,306 @@
+"""Every setting of RayKV: parsed once, checked, frozen.
+
+A setting comes from `kv_connector_extra_config`, else from the variable `RAYKV_<NAME>`, else from
+its default here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from raykv.base.errors import SettingError
+from raykv.base.parsing import (
+    MAX_SHOWN,
+    count,
+    endpoint,
+    flag,
+    one_of,
+    parse_size,
+    port,
+    rate,
+    seconds,
+    share,
+    shown,
+    text,
+    topic,
+)
+
+VLLM_KEYS = frozenset(
+    {
+        "block_size",
+        "blocks_per_chunk",
+        "canonical_layout",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "spec_name",
+        "spec_module_path",
+    }
+)
+"""Keys of `kv_connector_extra_config` that keep vLLM's meaning; RayKV passes them on."""
+
+ENV_PREFIX = "RAYKV_"
+
+OTHER_VARIABLES = frozenset({"RAYKV_LOG_LEVEL"})
+"""Variables with our prefix that are not settings of an engine."""
+
+
+def _setting(default: Any, parse: Callable[[str, Any], Any], text: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "text": text})
+
+
+@dataclass(frozen=True)
+class MetricsPlace:
+    """Where an actor shows its metrics; see the settings whose names begin with `metrics_`."""
+
+    port: str = "auto"
+    address: str = ""
+    sd_path: str = ""
+
+
+@dataclass(frozen=True)
+class DiskPlace:
+    """Where a NodeActor keeps what its pool gives up; `path` empty: nowhere. Sizes in bytes.
+
+    `most_bytes` None: half of what is free when it starts.
+    """
+
+    path: str = ""
+    most_bytes: int | None = None
+    floor_bytes: int = 4 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of an engine; the README's table is made of the texts here."""
+
+    pool_bytes: int | None = _setting(
+        None,
+        parse_size,
+        "RAM that this node lends. Default: a quarter of what machine or control group have free",
+    )
+    pool_path: str = _setting(
+        "", text, "A file for the pool, which then survives its NodeActor. Default: anonymous RAM"
+    )
+    disk_path: str = _setting(
+        "", text, "A folder on each node's disk for what pools give up. Default: it is forgotten"
+    )
+    disk_bytes: int | None = _setting(
+        None, parse_size, "What may lie there, per node. Default: half of what is free at the start"
+    )
+    disk_free_bytes: int = _setting(
+        4 << 30, parse_size, "Nothing is written while that file system has less than this free"
+    )
+    ray_address: str = _setting(
+        "",
+        text,
+        "The Ray cluster. Default: RAY_ADDRESS, else the one on this host, else a new local one",
+    )
+    node_id: str = _setting(
+        "", text, "The Ray node of this engine. Default: that of the raylet it connects to"
+    )
+    weights_version: str = _setting(
+        "",
+        text,
+        "Tells weights apart beside their content; needed where that can't be read: object storage",
+    )
+    eviction_policy: str = _setting(
+        "worth",
+        one_of("worth", "lru", "arc", "s3fifo"),
+        "Order in which chunks are given up: worth, lru, arc or s3fifo",
+    )
+    lease_slots: int = _setting(
+        1024,
+        count,
+        "Most free slots that an engine holds per KV group, to store into between two exchanges "
+        "with the scheduler actor; all engines of a node hold at most a quarter of its pool",
+    )
+    kv_handover: str = _setting(
+        "auto",
+        one_of("auto", "ipc", "staged"),
+        "How the NodeActor gets at the KV cache: mapped (ipc: CUDA IPC on GPUs), copied by the "
+        "engine through staging memory (staged), or mapped where it can be (auto)",
+    )
+    staging_bytes: int = _setting(
+        256 << 20, parse_size, "Host memory for the staged hand-over, per rank"
+    )
+    load_deadline_s: float = _setting(
+        5.0, seconds, "A load that takes longer is given up and the tokens are computed"
+    )
+    store_deadline_s: float = _setting(
+        30.0, seconds, "A store that takes longer is given up; nobody waits for it"
+    )
+    flush_deadline_s: float = _setting(
+        5.0, seconds, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
+    )
+    layerwise_loads: bool = _setting(
+        False,
+        flag,
+        "A loaded prompt is computed at once, each layer as soon as its KV is there: sooner where "
+        "few requests run; where many do, all of the step wait for it. Only for plain full "
+        "attention, with async_scheduling=False",
+    )
+    durable_stores: bool = _setting(
+        False,
+        flag,
+        "A step of the engine ends when its chunks are in the pool, so that an answered request's "
+        "are there; it waits for them, at most flush_deadline_s. One step after the answer comes "
+        "its last chunk, if it ends right before the answer's last token and async_scheduling is "
+        "on (vLLM's default), or if the answer filled it and it is of a draft model's KV group",
+    )
+    lookup_deadline_s: float = _setting(
+        2.0, seconds, "Longest wait of a request for chunks that are still being stored"
+    )
+    query_deadline_s: float = _setting(
+        1.0, seconds, "Longest wait of a request to hear what other nodes have"
+    )
+    fetch_deadline_s: float = _setting(
+        10.0, seconds, "Longest wait of a request for chunks on their way from another node"
+    )
+    stop_unused_stores: bool = _setting(
+        True,
+        flag,
+        "While less than 3 of 100 stored chunks are loaded again, only one request in 16 stores; "
+        "never before the pools have been filled once, and 2,048 chunks were stored",
+    )
+    fetch_checksums: bool = _setting(
+        True, flag, "Check every chunk that comes from another node (XXH3)"
+    )
+    fetch_bytes_per_s: float | None = _setting(
+        None, rate, "Speed of a fetch when it is compared with computing. Default: measured"
+    )
+    prefill_tokens_per_s: float | None = _setting(
+        None, rate, "Speed of computing when it is compared with a fetch. Default: measured"
+    )
+    pin_share: float = _setting(
+        0.25,
+        share,
+        "Share of each pool that pins may take, at most; those of requests take half of that at "
+        "most. The first engine decides, or `raykv up`",
+    )
+    client_hints: str = _setting(
+        "none",
+        one_of("none", "priority", "pin"),
+        "What requests may ask for in kv_transfer_params: nothing, raykv_priority, or raykv_pin_s "
+        "as well",
+    )
+    cancel_grace_s: float = _setting(
+        2.0,
+        seconds,
+        "Time for the NodeActor to confirm that it gave up a copy; then it is ended, since a late "
+        "copy could write into another request's blocks",
+    )
+    attach_deadline_s: float = _setting(
+        60.0, seconds, "Longest wait at start for the actors; then the engine runs without them"
+    )
+    rpc_deadline_s: float = _setting(
+        5.0, seconds, "Longest wait for one answer of an actor, in background threads only"
+    )
+    heartbeat_s: float = _setting(
+        1.0, seconds, "Pause between exchanges with the scheduler actor when there is no news"
+    )
+    metrics_port: str = _setting(
+        "auto",
+        port,
+        "Port of the actors' metrics, on each node: any free one (auto), a number (where it is "
+        "taken, one of the 15 after it), or off",
+    )
+    metrics_address: str = _setting(
+        "", text, "Address that the metrics listen at. Default: the node's, as Ray has it"
+    )
+    metrics_sd_path: str = _setting(
+        "",
+        text,
+        "File on Ray's head node that tells Prometheus of all targets. Default: "
+        "`raykv_metrics_sd.json` in Ray's session directory",
+    )
+    hidden_states_path: str = _setting(
+        "",
+        text,
+        "Folder for files of hidden states, or off. Default: raykv_hidden_states in the temporary "
+        "folder",
+    )
+    hidden_states_bytes: int = _setting(
+        1 << 30, parse_size, "RAM per node for hidden states, beside the pool"
+    )
+    hidden_states_ttl_s: float = _setting(
+        600.0, seconds, "For so long they are kept, and their files until somebody cleans them up"
+    )
+    hidden_states_client_paths: bool = _setting(
+        False, flag, "Requests may name the file of their hidden states: any file of the server"
+    )
+    describe_chunks: bool = _setting(
+        False,
+        flag,
+        "Tell the scheduler actor the token ids of stored chunks, for readers of events",
+    )
+    events_endpoint: str = _setting(
+        "",
+        endpoint,
+        "Where the cluster's events are published in vLLM's format, on Ray's head node, as in "
+        "tcp://*:5557; includes describe_chunks. Default: nowhere",
+    )
+    events_replay_endpoint: str = _setting(
+        "", endpoint, "Where subscribers ask for events that they have missed. Default: nowhere"
+    )
+    events_topic: str = _setting(
+        "kv@{node}@{model}",
+        topic,
+        "The stream of a chunk's events; it may name {node}, {ip}, {host}, {model}, {namespace}",
+    )
+    events_format: str = _setting(
+        "map", one_of("map", "array"), "Events as vLLM writes them now (map), or did (array)"
+    )
+    events_hashes: str = _setting(
+        "int",
+        one_of("int", "bytes"),
+        "Block hashes as vLLM publishes them: their low 64 bits (int), or whole (bytes)",
+    )
+
+    @property
+    def metrics_place(self) -> MetricsPlace:
+        """The three settings of metrics."""
+        return MetricsPlace(self.metrics_port, self.metrics_address, self.metrics_sd_path)
+
+    @property
+    def disk_place(self) -> DiskPlace:
+        """The three settings of the disk."""
+        return DiskPlace(self.disk_path, self.disk_bytes, self.disk_free_bytes)
+
+
+def load_settings(
+    extra_config: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> Settings:
+    """Read all settings.
+
+    Raises:
+        SettingError: a key is unknown, or a value is not allowed; the text names both.
+    """
+    known = {f.name: f for f in fields(Settings)}
+    for key in extra_config:
+        if not isinstance(key, str):
+            raise SettingError(f"a setting of RayKV has the name {shown(key)}, which is no text")
+        if key not in known and key not in VLLM_KEYS:
+            raise SettingError(_unknown("setting", key, {*known, *VLLM_KEYS}))
+    values: dict[str, Any] = {}
+    for variable, value in environment.items():
+        if not variable.startswith(ENV_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in known:
+            names = {ENV_PREFIX + n.upper() for n in known}
+            raise SettingError(_unknown("environment variable", variable, names))
+        values[name] = known[name].metadata["parse"](variable, value)
+    for key, value in extra_config.items():
+        if key in known:
+            values[key] = known[key].metadata["parse"](key, value)
+    return Settings(**values)
+
+
+def _unknown(what: str, name: str, allowed: set[str]) -> str:
+    close = difflib.get_close_matches(name[:MAX_SHOWN], allowed, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(sorted(allowed))}"
+    return f"unknown {what} {shown(name)} of RayKV: {hint}"

@@ -1,0 +1,1 @@
+"""`raykv.connect()`: the cluster from outside, composed of parts."""

@@ -1,0 +1,455 @@
+"""The public API for people and programs beside the engines: look into the cache, switch it.
+
+import raykv
+cluster = raykv.connect()
+print(cluster.status())
+for event in cluster.events(since=0):
+    print(event)
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import ray
+
+from raykv.base.deadlines import CLIENT_S, KEEP_S, STATES_READ_S, TRANSFER_LOOK_S
+from raykv.base.errors import ClusterError
+from raykv.client import pools as deployment
+from raykv.client import states
+from raykv.client.chunks import read_requests
+from raykv.client.listing import Reader
+from raykv.client.operations import Operations
+from raykv.client.plan import plan
+from raykv.client.plan_types import Plan
+from raykv.cluster import join as cluster
+from raykv.doctor import gather as diagnosis
+from raykv.doctor.checks import diagnose
+from raykv.prompts.block_hashes import PLAIN, PromptTraits
+from raykv.protocol.descriptions import Description
+from raykv.protocol.disk import Kept
+from raykv.protocol.events import Event
+from raykv.protocol.findings import Finding
+from raykv.protocol.miss_types import Explanation, RequestPage
+from raykv.protocol.publisher_types import PublisherSettings, PublisherStatus
+from raykv.protocol.reader import Chunk, PromptLookup
+from raykv.protocol.status import ClusterStatus, NodeStatus
+from raykv.stream.publishing import publish, publisher_status, stop_publisher
+from raykv.stream.readers import describe, read_events, take_snapshot
+from raykv.stream.replay import Replay
+
+WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
+"""All digits of a namespace."""
+
+
+class Cluster(Operations):
+    """RayKV in a Ray cluster. Use as a context manager, or `close` it."""
+
+    def __init__(self, address: str, joined_here: bool) -> None:
+        self.address = address
+        self._joined_here = joined_here
+
+    def status(self) -> ClusterStatus:
+        """Nodes, engines and what they hold, as of now.
+
+        Raises:
+            ClusterError: RayKV does not run in this cluster, or does not answer.
+        """
+        known = cluster.status(self._scheduler(), CLIENT_S)
+        return msgspec.structs.replace(
+            known,
+            nodes=[_fresh(node) for node in known.nodes],
+            refused=diagnosis.refusals({node.node_id for node in known.nodes}),
+        )
+
+    def doctor(self) -> list[Finding]:
+        """What is wrong with the cluster, and how to mend it; takes seconds if somebody is silent.
+
+        Raises:
+            ClusterError: Ray itself does not answer.
+        """
+        return diagnose(diagnosis.gather())
+
+    def pause(self) -> None:
+        """Switch the cache off: engines see misses and store nothing within about a second.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        self._ask("set_paused", True)
+
+    def resume(self) -> None:
+        """Switch the cache on again; what it holds is still there.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        self._ask("set_paused", False)
+
+    def clear(
+        self,
+        namespace: str | None = None,
+        *,
+        watch: Callable[[list[str]], None] = lambda _: None,
+    ) -> None:
+        """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
+
+        Engines see misses with their next exchange, and store anew; nothing that was stored or
+        begun before is ever loaded after that, nor what a node or a disk has that is away now and
+        comes later. `watch` is told the ids of nodes that have not noted it after a second, if
+        there are any: they are waited for, 15 s at most.
+
+        Args:
+            namespace: as `status` shows it, or the beginning of it; a whole name (32 digits) need
+                not be known now. None: all, known or not.
+            watch: see above.
+
+        Raises:
+            ClusterError: RayKV does not run here, or there is no such namespace; or a node has not
+                said that its disk has noted it: should all of RayKV end now, what is there may come
+                back. So it may for a NodeActor that is dead, which is no error.
+        """
+        if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
+            namespace = self._full_namespace(namespace)
+        # Before, so that nothing stands between the clearing and the nodes' hearing of it.
+        nodes = cluster.status(self._scheduler(), CLIENT_S).nodes
+        diskless = {node.node_id for node in nodes if not node.disk.path}
+        cleared = self._ask("clear", namespace)
+        deployment.note_clearing(cleared, CLIENT_S, watch, diskless)
+        give_up_at = time.monotonic() + CLIENT_S
+        while not self._ask("has_kept_clearings"):
+            if time.monotonic() > give_up_at:
+                raise ClusterError(
+                    "cleared, but Ray's head node has not noted it yet: should the scheduler actor "
+                    "end now, what is on nodes that are away may come back. Is the head node well?"
+                )
+            time.sleep(TRANSFER_LOOK_S)
+
+    # Chunks
+
+    def chunks(
+        self,
+        *,
+        namespace: str | None = None,
+        node: str | None = None,
+        key: bytes | str = b"",
+        group: int | None = None,
+        order: str = "",
+        limit: int | None = None,
+        tier: str = "",
+    ) -> Iterator[Chunk]:
+        """The chunks that are held, one for each pool and disk that has it, page by page.
+
+        A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
+        or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
+
+        Args:
+            namespace: only of this one, which may be the beginning of a name.
+            node: only on this one; the same.
+            key: only those whose key, or its hexadecimal digits, begins so.
+            group: only of this KV group.
+            order: by age, idle, hits or size, what has most of it first; "": by node and slot, and
+                each node's disk after its pool.
+            limit: the first ones only. An order without a limit has all in memory here.
+            tier: only in pools ("ram"), or on disks ("disk").
+
+        Raises:
+            ClusterError: RayKV does not run here or does not answer, or an argument can't be meant.
+        """
+        return self._reader.chunks(namespace, node, key, group, order, limit, tier)
+
+    def chunk(self, key: bytes | str) -> list[Chunk]:
+        """The replicas of the chunk whose key, or its hexadecimal digits, begins so; may be none.
+
+        Raises:
+            ClusterError: several keys begin so, or RayKV does not run here or does not answer.
+        """
+        return self._reader.chunk(key)
+
+    def lookup(
+        self,
+        tokens: Sequence[int] | None = None,
+        *,
+        text: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        model: str | None = None,
+        namespace: str | None = None,
+        traits: PromptTraits = PLAIN,
+    ) -> PromptLookup:
+        """Where the chunks of a prompt are, and how much of it each node could load.
+
+        Args:
+            tokens: the prompt; or
+            text: that, as `/v1/completions` takes it; or
+            messages: those of a chat, as `/v1/chat/completions` takes them. Text and messages need
+                the tokenizer of `model`, by default that of the namespace's engines.
+            model: as its engines call it, or the last part of that.
+            namespace: or the beginning of one. Needed only if a model has several.
+            traits: what separates the prompt from others with the same tokens: salt, adapter.
+
+        Raises:
+            ClusterError: RayKV does not run here or does not answer; there is not exactly one such
+                namespace; or none of its engines has been seen since the scheduler actor began.
+            SettingError: the engines' hashes can't be made here, or there is no such tokenizer.
+        """
+        return self._reader.lookup(tokens, text, messages, model, namespace, traits)
+
+    def plan(
+        self,
+        model: str,
+        settings: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """`raykv.plan`: it asks nobody in the cluster."""
+        return plan(model, settings, engine)
+
+    def _full_namespace(self, beginning: str) -> str:
+        return self._reader.full_namespace(beginning)
+
+    @property
+    def _reader(self) -> Reader:
+        return Reader(self._scheduler, lambda: cluster.status(self._scheduler(), CLIENT_S))
+
+    def why_miss(self, request_id: str) -> list[Explanation]:
+        """Why tokens of a request were not loaded; known about a second after it has ended.
+
+        Args:
+            request_id: as the API's answer has it, or the beginning of it; vLLM appends to it.
+
+        Returns:
+            The requests whose ids begin so, the newest first, at most 16 of the latest 4,096.
+
+        Raises:
+            ClusterError: RayKV does not run here, does not answer, or knows no such request.
+        """
+        known = cluster.why_miss(self._scheduler(), request_id, CLIENT_S)
+        if not known.found:
+            raise ClusterError(
+                f"no request whose id begins with {request_id!r} is among the latest "
+                f"{known.num_known} that have ended: it may still run, be older than those or than "
+                "the scheduler actor, or have been answered by an engine without RayKV"
+            )
+        return known.found
+
+    def requests(self, after: int = 0) -> RequestPage:
+        """Requests that have ended, all over the cluster, and what became of their tokens.
+
+        Args:
+            after: the number of the last one that is known; a page's `first` and the length of
+                its `found` give that of the next one.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return read_requests(self._scheduler(), after)
+
+    # Events
+
+    def events(
+        self, since: int | tuple[int, int] | None = None, *, follow: bool = True
+    ) -> Iterator[Event]:
+        """All that happens to the directory, in order and without gaps.
+
+        When events before the next one are not kept any more, an `EventsMissed` comes first: what
+        is known from earlier may be wrong then, and `snapshot` gives it anew. After a restart of
+        the scheduler actor its new life is told from its beginning, `EpochBegan`.
+
+        Args:
+            since: the number of the last event that is known (0: from the epoch's beginning), or
+                its epoch and number. None: only what happens from now on.
+            follow: wait for more at the end; else stop there.
+
+        Raises:
+            ClusterError: RayKV does not run here, its scheduler actor does not answer for half a
+                minute, or `since` is no place.
+            VersionError: the scheduler actor is of another version.
+        """
+        return read_events(self._scheduler, since, follow=follow)
+
+    def snapshot(self) -> Replay:
+        """What is where now; go on with `events(since=snapshot.place)` and `snapshot.apply`.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return take_snapshot(self._scheduler)
+
+    def tokens_of(
+        self, keys: Iterable[bytes], namespace: str | None = None
+    ) -> dict[bytes, Description]:
+        """What is inside of chunks, by offload key, where an engine has said so.
+
+        Engines say it under the setting `describe_chunks`, or with `events_endpoint`. A chunk of a
+        prompt with a `cache_salt` is never described.
+
+        Args:
+            keys: as `snapshot` and `events` have them.
+            namespace: None: any in which a key is known.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return {row.key: row for row in describe(self._scheduler, keys, namespace)}
+
+    def publish(self, settings: PublisherSettings) -> PublisherStatus:
+        """Have all events published in vLLM's format, from Ray's head node, until `down`.
+
+        Subscribers can place chunks of engines with `describe_chunks`; of others they get bare
+        hashes.
+
+        Raises:
+            ClusterError: RayKV does not run here, a publisher runs that was set up in another way,
+                or its sockets can't be bound.
+        """
+        self._scheduler()
+        return publish(settings)
+
+    def publisher(self) -> PublisherStatus | None:
+        """What the publisher of events does; None: there is none.
+
+        Raises:
+            ClusterError: it does not answer.
+        """
+        return publisher_status()
+
+    def stop_publishing(self) -> bool:
+        """End the publisher; False: there was none. An engine that attaches may start it again."""
+        return stop_publisher()
+
+    def hidden_states(
+        self, request_id: str, *, node_id: str | None = None, timeout_s: float = STATES_READ_S
+    ) -> Any:
+        """The hidden states of a request that has ended, as a Ray object reference.
+
+        `ray.get` of it gives `HiddenStates`; on the node where they are, without a copy. The states
+        stay in that node's memory until `hidden_states_ttl_s` is over or others need the room
+        (`hidden_states_bytes`); what the reference stands for stays as long as the reference.
+
+        Args:
+            request_id: as the engine's answer has it, or `hidden_states_request` in its
+                `kv_transfer_params`.
+            node_id: `hidden_states_node` in these; without it all nodes are asked.
+            timeout_s: longest wait for the states to be copied, 30 s at most.
+
+        Raises:
+            HiddenStatesError: no node knows the request. `ray.get` raises it too, wrapped in a
+                `ray.exceptions.RayTaskError`: the capture has failed, and why; or several requests
+                are called so.
+            ClusterError: Ray does not answer.
+        """
+        return states.reference(request_id, node_id, timeout_s)
+
+    def keep(self, deadline_s: float = KEEP_S) -> list[Kept]:
+        """Have all that the pools hold where it outlives the actors: on disks, in pool files.
+
+        Returns:
+            A row for each node; what a node does not answer is a problem in its row.
+
+        Raises:
+            ClusterError: Ray does not answer.
+        """
+        return deployment.keep_pools(deadline_s)
+
+    def down(self) -> int:
+        """End all of RayKV's actors and free their pools; returns how many there were.
+
+        Engines that still run go on without the cache, and start the actors again.
+        """
+        return cluster.stop_actors(CLIENT_S)
+
+    def close(self) -> None:
+        """Leave the cluster, if `connect` joined it."""
+        if self._joined_here:
+            ray.shutdown()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _scheduler(self) -> Any:
+        actor = cluster.find_scheduler_actor()
+        if actor is None:
+            raise ClusterError(
+                f"RayKV does not run in the Ray cluster at {self.address}: no engine with "
+                "RayKVConnector has started there"
+            )
+        return actor
+
+
+def connect(ray_address: str | None = None) -> Cluster:
+    """Join the cluster that is named, else the one on this host.
+
+    Raises:
+        ClusterError: there is none, there are several, or it can't be reached.
+    """
+    if ray.is_initialized():
+        return Cluster(cluster.current_address(), joined_here=False)
+    address = cluster.find_cluster(ray_address)
+    if address is None:
+        raise ClusterError("no Ray cluster runs on this host; name one with --ray-address")
+    cluster.join(address)
+    return Cluster(cluster.current_address(), joined_here=True)
+
+
+def events(
+    since: int | tuple[int, int] | None = None,
+    *,
+    follow: bool = True,
+    ray_address: str | None = None,
+) -> Iterator[Event]:
+    """`Cluster.events` of the cluster that `connect` finds; it is left at the end."""
+    with connect(ray_address) as connected:
+        yield from connected.events(since, follow=follow)
+
+
+def hidden_states(
+    request_id: str, *, node_id: str | None = None, timeout_s: float = STATES_READ_S
+) -> Any:
+    """`Cluster.hidden_states` of the Ray cluster that this process is in, else of this host's.
+
+    This process stays in it: the reference would be worth nothing outside.
+    """
+    return connect().hidden_states(request_id, node_id=node_id, timeout_s=timeout_s)
+
+
+def clear(namespace: str | None = None, *, ray_address: str | None = None) -> None:
+    """`Cluster.clear` of the cluster that `connect` finds."""
+    with connect(ray_address) as connected:
+        connected.clear(namespace)
+
+
+def _fresh(node: NodeStatus) -> NodeStatus:
+    """`node` with counters from its NodeActor, where it answers."""
+    actor = cluster.find_node_actor(node.node_id)
+    if actor is None:
+        return node
+    try:
+        stats = cluster.describe(actor, CLIENT_S).stats
+    except ClusterError:
+        return node
+    return msgspec.structs.replace(
+        node,
+        prefaulted_bytes=stats.prefaulted_bytes,
+        used_bytes=stats.used_bytes,
+        bytes_stored=stats.bytes_stored,
+        bytes_loaded=stats.bytes_loaded,
+        bytes_fetched=stats.bytes_fetched,
+        bytes_sent=stats.bytes_sent,
+        chunks_refused=stats.chunks_refused,
+        num_workers=stats.num_workers,
+        quarantined=stats.quarantined,
+        breakers=stats.breakers,
+        locked_bytes=stats.locked_bytes,
+    )

@@ -1,0 +1,99 @@
+"""Files of chunks as the source of fetches: an actor that answers as a NodeActor does, and no more.
+
+It lives on the node where the files can be read, as long as an import runs. NodeActors fetch from
+it into slots that were lent to the import, so that all that holds for fetches holds here: leases,
+deadlines, checksums, and nothing is READY before all of it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.base.deadlines import IMPORT_START_S
+from raykv.base.errors import ChunkFileError, ClusterError, cause_of, first_line
+from raykv.base.ids import Key, Refusal
+from raykv.cluster import names
+from raykv.node.disk.chunk_file import read_chunk, read_header
+from raykv.node.disk.index import DiskChunk
+from raykv.node.peers import Bytes
+from raykv.node.read import ChunkRead, answer
+from raykv.node.slots import ChunkName
+from raykv.protocol.check import check_read
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import ReadRequest, encode
+
+EPOCH = 1
+"""Of every such actor: it has one life."""
+
+GENERATION = 1
+"""Of every chunk in files: these do not change."""
+
+MAX_SLAB_BYTES = 1 << 40
+
+
+class ImportSource:
+    """Runs as the Ray actor `import:<id>`; it ends with the process that has made it."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self._chunks: dict[Key, tuple[Path, DiskChunk]] = {}
+        for path in map(Path, paths):
+            for chunk in read_header(path).chunks:
+                self._chunks[chunk.key] = (path, chunk)
+
+    def num_chunks(self) -> int:
+        """In all files."""
+        return len(self._chunks)
+
+    def read(self, raw: bytes) -> tuple[bytes, Bytes]:
+        """`ReadRequest` → `ReadReply` and the bytes, as of a NodeActor."""
+        request = receive(raw, ReadRequest, "a NodeActor", "the import")
+        check_read(request, MAX_SLAB_BYTES)
+        reply, data = answer(request, EPOCH, self._read_one)
+        return encode(reply), data
+
+    def _read_one(self, name: ChunkName, into: Bytes) -> ChunkRead:
+        path, chunk = self._chunks.get(name.key, (None, None))
+        if path is None or chunk is None or chunk.num_bytes != len(into):
+            return ChunkRead(Refusal.STALE)
+        try:
+            read_chunk(path, chunk, into)
+        except ChunkFileError:
+            return ChunkRead(Refusal.CORRUPT)
+        except OSError:
+            return ChunkRead(Refusal.COPY_FAILED)
+        return ChunkRead(Refusal.NONE, chunk.checksum, chunk.blocks)
+
+
+@contextmanager
+def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[str]:
+    """An `ImportSource` on a node, which is this process's; gives its name as a source of fetches.
+
+    Raises:
+        ClusterError: it does not start, or can't read the files.
+    """
+    source = f"{names.IMPORT_PREFIX}{name}"
+    actor: Any = (
+        ray.remote(ImportSource)
+        .options(
+            name=source,
+            namespace=names.RAY_NAMESPACE,
+            num_cpus=0,
+            max_concurrency=4,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote([str(path.resolve()) for path in paths])
+    )
+    try:
+        try:
+            ray.get(actor.num_chunks.remote(), timeout=IMPORT_START_S)
+        except Exception as error:
+            raise ClusterError(f"the files can't be read: {first_line(cause_of(error))}") from error
+        yield source
+    finally:
+        ray.kill(actor)

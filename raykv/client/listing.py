@@ -1,0 +1,188 @@
+"""What `raykv.client.cluster.Cluster` tells of chunks and of prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import nsmallest
+from typing import Any
+
+import msgspec
+
+from raykv.base.errors import ClusterError
+from raykv.base.ids import MAX_KEY_BYTES
+from raykv.client.catalog import MOST_FIRST, list_chunks, nodes_with
+from raykv.prompts.adapters import named
+from raykv.prompts.block_hashes import PLAIN, PromptTraits
+from raykv.prompts.lookup import choose_namespace, look_up, scheme_of
+from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
+from raykv.protocol.disk import is_disk, node_of
+from raykv.protocol.messages import PROTOCOL_VERSION
+from raykv.protocol.reader import (
+    DISK,
+    MAX_PAGE,
+    ORDERS,
+    RAM,
+    TIERS,
+    Chunk,
+    ChunkQuery,
+    PromptLookup,
+)
+from raykv.protocol.status import ClusterStatus
+
+LONG_KEY = 16
+"""Bytes of a key from which on it is looked for as a whole first."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How to ask: `find` returns the scheduler actor, `status` what it knows."""
+
+    find: Callable[[], Any]
+    status: Callable[[], ClusterStatus]
+
+    def chunks(
+        self,
+        namespace: str | None = None,
+        node: str | None = None,
+        key: bytes | str = b"",
+        group: int | None = None,
+        order: str = "",
+        limit: int | None = None,
+        tier: str = "",
+    ) -> Iterator[Chunk]:
+        """See `Cluster.chunks`."""
+        if tier not in ("", *TIERS):
+            raise ClusterError(f"tier={tier!r}: chunks are in {' or '.join(TIERS)}")
+        if order not in ("", *ORDERS):
+            raise ClusterError(f"order={order!r}: chunks can be listed by {', '.join(ORDERS)}")
+        if limit is not None and limit < 1:
+            raise ClusterError(f"limit={limit}: a listing has at least one chunk")
+        wanted = key.hex() if isinstance(key, bytes) else key.lower()
+        query = ChunkQuery(
+            PROTOCOL_VERSION,
+            self.full_namespace(namespace) if namespace else "",
+            self.full_node(node) if node else "",
+            _whole_bytes(wanted),
+            group,
+            tier=tier,
+        )
+        # Half a byte is looked at here only.
+        is_exact = len(wanted) % 2 == 0
+        if order and is_exact and limit is not None and limit <= MOST_FIRST:
+            query = msgspec.structs.replace(query, order=order, limit=limit)
+        elif limit is not None and not wanted:
+            query = msgspec.structs.replace(query, limit=min(limit, MAX_PAGE))
+        found = (
+            chunk for chunk in list_chunks(self.find, query) if chunk.key.hex().startswith(wanted)
+        )
+        return _first(found, order, limit)
+
+    def chunk(self, key: bytes | str) -> list[Chunk]:
+        """See `Cluster.chunk`."""
+        wanted = key.hex() if isinstance(key, bytes) else key.lower()
+        found: list[Chunk] = []
+        whole = _whole_bytes(wanted)
+        if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
+            known = self.status()
+            for space in sorted({*known.namespaces, *known.disk_chunks}):
+                for source in sorted(nodes_with(self.find, space, [whole])[0]):
+                    tier = DISK if is_disk(source) else RAM
+                    found += self.chunks(space, node_of(source), whole, tier=tier)
+        found = found or list(self.chunks(key=wanted))
+        keys = sorted({chunk.key.hex() for chunk in found})
+        if len(keys) > 1:
+            raise ClusterError(
+                f"{len(keys)} chunks have keys that begin with {wanted!r}: give more digits, as in "
+                f"{', '.join(keys[:3])}"
+            )
+        return sorted(found, key=lambda each: (each.namespace, each.node_id, each.tier != RAM))
+
+    def lookup(
+        self,
+        tokens: Sequence[int] | None,
+        text: str | None,
+        messages: Sequence[Mapping[str, Any]] | None,
+        model: str | None,
+        namespace: str | None,
+        traits: PromptTraits = PLAIN,
+    ) -> PromptLookup:
+        """See `Cluster.lookup`."""
+        if sum(given is not None for given in (tokens, text, messages)) != 1:
+            raise ClusterError("a lookup is for tokens, for a text, or for messages: give one")
+        space = choose_namespace(self.status().spaces, model, namespace)
+        seed = os.environ.get("PYTHONHASHSEED")
+        scheme = scheme_of(space, [] if seed is None else [seed])
+        if text is not None:
+            tokens = tokens_of_text(model or space.model, text)
+        elif messages is not None:
+            tokens = tokens_of_chat(model or space.model, [dict(each) for each in messages])
+        assert tokens is not None
+        ask = partial(nodes_with, self.find, space.namespace)
+        return look_up(space, scheme, tokens, named(traits), ask)
+
+    def full_namespace(self, beginning: str) -> str:
+        """The one namespace that begins so; `status` shows the first digits only."""
+        known = self.status()
+        names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
+        if not any(name.startswith(beginning) for name in names):
+            # What only lies on disks is meant when it is named.
+            names |= known.disk_chunks.keys()
+        return _the_one("namespace", beginning, names)
+
+    def full_node(self, beginning: str) -> str:
+        """The one node that begins so."""
+        return _the_one("node", beginning, {node.node_id for node in self.status().nodes})
+
+
+def _the_one(what: str, beginning: str, names: set[str]) -> str:
+    if not names:
+        raise ClusterError(f"the cache has no {what} yet: no engine has attached to it")
+    found = sorted(name for name in names if name.startswith(beginning))
+    if len(found) != 1:
+        count = f"no {what}" if not found else f"{len(found)} {what}s"
+        raise ClusterError(
+            f"{count} of the cache begins with {beginning!r}; there are {', '.join(sorted(names))}"
+        )
+    return found[0]
+
+
+def _whole_bytes(digits: str) -> bytes:
+    """What hexadecimal digits begin with.
+
+    Raises:
+        ClusterError: they are none, or too many.
+    """
+    try:
+        whole = bytes.fromhex(digits[: len(digits) // 2 * 2])
+        int(digits or "0", 16)
+    except ValueError:
+        raise ClusterError(f"the key {digits!r} is not in hexadecimal digits") from None
+    if len(digits) > 2 * MAX_KEY_BYTES:
+        raise ClusterError(f"the key {digits[:16]!r}... has {len(digits)} digits, too many")
+    return whole
+
+
+def _first(found: Iterator[Chunk], order: str, limit: int | None) -> Iterator[Chunk]:
+    """The first chunks in an order, in it."""
+    if not order:
+        for number, chunk in enumerate(found, 1):
+            yield chunk
+            if number == limit:
+                return
+    elif limit is None:
+        yield from sorted(found, key=partial(_rank, order))
+    else:
+        yield from nsmallest(limit, found, key=partial(_rank, order))
+
+
+def _rank(order: str, chunk: Chunk) -> tuple[float, str, bytes, str]:
+    first = {
+        "age": -chunk.age_s,
+        "idle": -chunk.idle_s,
+        "hits": -chunk.hits,
+        "size": -chunk.num_bytes,
+    }
+    return first[order], chunk.namespace, chunk.key, chunk.node_id

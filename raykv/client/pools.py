@@ -1,0 +1,250 @@
+"""NodeActors ahead of time: made on nodes before an engine starts there, and waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.base.deadlines import KEEP_GRACE_S, UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S
+from raykv.base.errors import ClusterError, RayKVError, first_line
+from raykv.base.settings import DiskPlace, MetricsPlace
+from raykv.cluster import join as cluster
+from raykv.cluster import names
+from raykv.doctor.gather import ask_all, ask_ray
+from raykv.memory.room import default_pool_bytes, human_bytes, tightest
+from raykv.node.wishes import NodeFacts, geometry_of, wants
+from raykv.protocol.disk import Kept
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import NodeDescription
+from raykv.protocol.operator import NodeUp, PoolWish
+
+MAX_STARTING = 32
+"""Nodes whose actors are made at the same time."""
+
+Watch = Callable[[Sequence[NodeUp]], None]
+
+
+def facts_of(node: Mapping[str, Any]) -> NodeFacts:
+    """What `ray.nodes` says of a node."""
+    return NodeFacts(
+        node_id=str(node["NodeID"]),
+        hostname=str(node.get("NodeManagerHostname", "")),
+        resources=dict(node.get("Resources") or {}),
+        labels=dict(node.get("Labels") or {}),
+    )
+
+
+def live_nodes() -> list[NodeFacts]:
+    """The cluster's nodes.
+
+    Raises:
+        ClusterError: Ray does not answer.
+    """
+    return [facts_of(node) for node in ask_ray(ray.nodes) if node["Alive"]]
+
+
+def name_of(node: NodeFacts) -> str:
+    """Of its NodeActor."""
+    return names.node_actor(node.node_id)
+
+
+def make_node_actor(address: str, node_id: str, wish: PoolWish) -> Any:
+    """A node's NodeActor, made as the wish says if there is none. Takes seconds if the wish leaves
+    it to the node how large its pool is.
+
+    Raises:
+        ClusterError: the node does not say how much memory it has.
+    """
+    found = cluster.find_node_actor(node_id)
+    if found is not None:
+        return found
+    pool_bytes = wish.pool_bytes
+    if pool_bytes is None:
+        pool_bytes = default_pool_bytes(_free_bytes_on(node_id))
+    geometry = geometry_of(wish, pool_bytes)
+    return cluster.node_actor(
+        address,
+        node_id,
+        geometry.pool_bytes,
+        geometry.slab_bytes,
+        wish.pool_path,
+        MetricsPlace(*wish.metrics),
+        DiskPlace(*wish.disk),
+    )
+
+
+def _free_bytes_on(node_id: str) -> int:
+    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(_free_bytes).options(num_cpus=0, max_retries=0, scheduling_strategy=affinity)
+    try:
+        return int(ray.get(task.remote(), timeout=UP_MEMORY_S))
+    except Exception as error:
+        raise ClusterError(
+            f"node {node_id[:12]} does not say how much memory it has free "
+            f"({first_line(error)}): set pool_bytes"
+        ) from error
+
+
+def _free_bytes() -> int:
+    """In a worker process of a node: what its memory limits leave."""
+    from raykv.memory.limits import worker_limits
+
+    return tightest(worker_limits()).free_bytes
+
+
+def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> list[NodeUp]:
+    """Have a NodeActor on every node that the wish means, its pool prefaulted.
+
+    Args:
+        address: of the cluster.
+        wish: which nodes, and what pools.
+        deadline_s: for all of it.
+        watch: called with how far all nodes are, several times a second.
+
+    Raises:
+        ClusterError: no node is meant, or Ray does not answer.
+    """
+    give_up_at = time.monotonic() + deadline_s
+    nodes = [node for node in live_nodes() if wants(wish, node)]
+    if not nodes:
+        which = ", ".join(wish.node_ids) if wish.node_ids else wish.on
+        raise ClusterError(f"no live node of the cluster matches {which!r}: `ray status` shows all")
+    there = set(ask_ray(cluster.named_actors))
+    states = {
+        node.node_id: NodeUp(node.node_id, node.hostname, is_new=name_of(node) not in there)
+        for node in nodes
+    }
+    actors: dict[str, Any] = {}
+    with ThreadPoolExecutor(min(MAX_STARTING, len(nodes))) as pool:
+        for node, made in zip(
+            nodes, pool.map(lambda node: _made(address, node, wish), nodes), strict=True
+        ):
+            if isinstance(made, str):
+                states[node.node_id] = msgspec.structs.replace(states[node.node_id], error=made)
+            else:
+                actors[node.node_id] = made
+    while True:
+        _look(actors, states, wish)
+        watch(list(states.values()))
+        if all(state.is_ready for state in states.values()):
+            return list(states.values())
+        if time.monotonic() > give_up_at:
+            return [_late(state, deadline_s) for state in states.values()]
+        time.sleep(UP_LOOK_S)
+
+
+def _made(address: str, node: NodeFacts, wish: PoolWish) -> Any:
+    """The actor, or why there is none."""
+    try:
+        return make_node_actor(address, node.node_id, wish)
+    except Exception as error:
+        return first_line(error)
+
+
+def _look(actors: Mapping[str, Any], states: dict[str, NodeUp], wish: PoolWish) -> None:
+    """Ask all that are not ready how far they are; who does not answer is as it was."""
+    asked = {node_id: actor for node_id, actor in actors.items() if not states[node_id].is_ready}
+    questions = dict.fromkeys(asked, lambda actor: actor.describe.remote())
+    for node_id, answer in ask_all(asked, questions, UP_ANSWER_S).items():
+        if answer.error:
+            continue
+        try:
+            told = receive(answer.value, NodeDescription, "the NodeActor", "this process")
+        except RayKVError as error:
+            states[node_id] = msgspec.structs.replace(states[node_id], error=str(error))
+            continue
+        note = ""
+        if wish.pool_bytes is not None and told.pool_bytes != wish.pool_bytes:
+            note = (
+                f"it has a pool of {human_bytes(told.pool_bytes)} already, which stays as it is: "
+                "`raykv down` frees it"
+            )
+        states[node_id] = msgspec.structs.replace(
+            states[node_id],
+            pool_bytes=told.pool_bytes,
+            prefaulted_bytes=told.prefaulted_bytes,
+            error=told.refusal,
+            note=note,
+        )
+
+
+def _late(state: NodeUp, deadline_s: float) -> NodeUp:
+    if state.is_ready:
+        return state
+    done = f"{human_bytes(state.prefaulted_bytes)} of {human_bytes(state.pool_bytes)} prefaulted"
+    how_far = done if state.pool_bytes else "no answer of its NodeActor"
+    return msgspec.structs.replace(state, error=f"not ready within {deadline_s:g} s: {how_far}")
+
+
+def keep_pools(deadline_s: float) -> list[Kept]:
+    """Have all NodeActors write what their pools hold to where it outlives them; a row each.
+
+    Raises:
+        ClusterError: Ray does not answer.
+    """
+    actors = node_actors()
+    questions = {name: lambda actor: actor.keep.remote(deadline_s) for name in actors}
+    answers = ask_all(actors, questions, deadline_s + KEEP_GRACE_S)
+    found = []
+    for name, answer in sorted(answers.items()):
+        if answer.error:
+            node_id = name.removeprefix(names.NODE_PREFIX)
+            found.append(Kept(node_id, problem=answer.error))
+        else:
+            found.append(receive(answer.value, Kept, "the NodeActor", "the client"))
+    return found
+
+
+def note_clearing(
+    cleared: Mapping[str, int],
+    deadline_s: float,
+    watch: Callable[[list[str]], None] = lambda _: None,
+    diskless: Collection[str] = (),
+) -> None:
+    """Have all nodes discard namespaces up to generations, and note it on their disks.
+
+    `watch` is told the nodes that have not answered after a second, if there are any. Those of
+    `diskless` have no disk, and hear of it from the scheduler actor too.
+
+    Raises:
+        ClusterError: a node that is alive has not said in time that its disk has noted it.
+    """
+    actors = node_actors()
+    told = dict(cleared)
+    questions = {
+        name: lambda actor: actor.note_clearing.remote(told, deadline_s) for name in actors
+    }
+    answers = ask_all(
+        actors,
+        questions,
+        deadline_s + KEEP_GRACE_S,
+        lambda waiting: watch([name.removeprefix(names.NODE_PREFIX) for name in waiting]),
+    )
+    # One that is dead hears of it when it is back, if anybody is left to tell it.
+    late = {
+        name.removeprefix(names.NODE_PREFIX)
+        for name, answer in answers.items()
+        if answer.value is not True and not answer.is_dead
+    }.difference(diskless)
+    if late and (late := late & {node.node_id for node in live_nodes()}):
+        raise ClusterError(
+            f"cleared, but the disks of {', '.join(sorted(late))} have not noted it yet: `raykv "
+            "status` or `raykv doctor` say why. Should all of RayKV end now, what is there may "
+            "come back"
+        )
+
+
+def node_actors() -> dict[str, Any]:
+    """All NodeActors by name."""
+    return {
+        name: actor
+        for name in cluster.named_actors()
+        if name.startswith(names.NODE_PREFIX)
+        and (actor := cluster.find_node_actor(name.removeprefix(names.NODE_PREFIX))) is not None
+    }

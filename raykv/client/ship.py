@@ -1,0 +1,451 @@
+"""Chunks out of a cluster into files, and back into another one: a part of `Cluster`.
+
+The files are those of the disk tier (`raykv/node/disk/chunk_file.py`), and say what KV they have: a
+cluster whose engines can't use it refuses them by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import ray
+
+import raykv
+from raykv.base.deadlines import (
+    EXPORT_READ_S,
+    IMPORT_NODE_S,
+    IMPORT_S,
+    TRANSFER_LOOK_S,
+    TRANSFER_S,
+)
+from raykv.base.errors import ChunkFileError, ClusterError, SettingError, cause_of, first_line
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Generation, Key, Namespace, Refusal
+from raykv.client.import_source import EPOCH, GENERATION, import_source
+from raykv.cluster import join as cluster
+from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
+from raykv.protocol.check import check_partial
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    Handles,
+    ReadReply,
+    ReadRequest,
+    Replicas,
+    encode,
+)
+from raykv.protocol.operator import (
+    Exported,
+    PinOrder,
+    TransferGrant,
+    TransferOrder,
+    TransferResult,
+)
+from raykv.protocol.reader import DISK, Chunk
+from raykv.protocol.status import ClusterStatus, NamespaceStatus
+
+FILE_BYTES = 256 << 20
+"""Of chunks in one file of a folder."""
+
+PIECE_BYTES = 16 << 20
+"""Of one read."""
+
+PAGE_CHUNKS = 256
+
+HERE = "this process"
+
+logger = logging.getLogger("raykv")
+
+Watch = Callable[[TransferResult], None]
+
+
+class Shipping:
+    """Methods of `Cluster`; the abstract ones are its own."""
+
+    def status(self) -> ClusterStatus:
+        """See `Cluster.status`."""
+        raise NotImplementedError
+
+    def chunks(self, *, namespace: str | None = None) -> Iterator[Chunk]:
+        """See `Cluster.chunks`."""
+        raise NotImplementedError
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+    def _namespace(self, beginning: str) -> str:
+        raise NotImplementedError
+
+    def _node(self, beginning: str) -> str:
+        raise NotImplementedError
+
+    def _fetch_lent(
+        self, order: TransferOrder, sources: Replicas, deadline_s: float, so_far: TransferResult
+    ) -> TransferResult:
+        raise NotImplementedError
+
+    # Out
+
+    def export_chunks(
+        self,
+        path: str | Path,
+        *,
+        keys: Sequence[bytes | str] | None = None,
+        pin_id: str = "",
+        namespace: str = "",
+        most_bytes: int | None = None,
+    ) -> Exported:
+        """Write chunks of one namespace, in pools and on disks, to files that another cluster can
+        import.
+
+        Args:
+            path: a folder, which must be new or empty; or one file, if it ends in `.safetensors`:
+                then all of it is in memory for a while.
+            keys: these chunks; those of a prompt are `cluster.lookup(text=…).keys`.
+            pin_id: those of a pin instead. Default: all of the namespace.
+            namespace: as `status` shows it, or the beginning of it; may be left out if there is one
+                only.
+            most_bytes: no more than so many; the most used chunks are taken then.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
+            SettingError: the path is in use or can't be written (the files that are there are
+                whole), a key is none, or no chunk was found.
+        """
+        target = Path(path)
+        if pin_id:
+            order = self._pin(pin_id)
+            space, wanted = order.namespace, {Key(key) for key in order.keys}
+        else:
+            space = self._namespace(namespace)
+            wanted = set() if keys is None else _chosen(keys)
+        found = self._found(space, wanted, most_bytes)
+        if not found:
+            raise SettingError(f"no chunk of that kind is in namespace {space[:12]}")
+        facts = self._facts(space)
+        is_file = target.suffix == SUFFIX
+        _refuse_used(target, is_file=is_file)
+        written = Exported(str(target), space, asked=len(wanted) or len(found))
+        limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
+        for part in _parts(found, limit):
+            chunks = self._read(space, part)
+            if not chunks:
+                continue
+            name = target if is_file else target / f"{written.files:06d}{SUFFIX}"
+            try:
+                name.parent.mkdir(parents=True, exist_ok=True)
+                num_bytes = write_chunks(name, Namespace(space), chunks, facts)
+            except OSError as error:
+                why = error.strerror or error
+                raise SettingError(f"{name} can't be written: {why}") from error
+            written = msgspec.structs.replace(
+                written,
+                files=written.files + 1,
+                chunks=written.chunks + len(chunks),
+                num_bytes=written.num_bytes + num_bytes,
+            )
+        return written
+
+    def _pin(self, pin_id: str) -> PinOrder:
+        raw = self._ask("pin_order", pin_id)
+        if not raw:
+            raise ClusterError(f"there is no pin {pin_id!r}")
+        return receive(raw, PinOrder, "the scheduler actor", HERE)
+
+    def _found(self, space: str, wanted: set[Key], most_bytes: int | None) -> list[list[Chunk]]:
+        """Replicas of each chunk, those in pools first; the most used chunks first."""
+        replicas: dict[bytes, list[Chunk]] = {}
+        for chunk in self.chunks(namespace=space):
+            if not wanted or chunk.key in wanted:
+                replicas.setdefault(chunk.key, []).append(chunk)
+        for each in replicas.values():
+            each.sort(key=lambda chunk: chunk.tier == DISK)
+        found = sorted(
+            replicas.values(),
+            key=lambda each: (-sum(one.hits for one in each), min(one.idle_s for one in each)),
+        )
+        if most_bytes is None:
+            return found
+        taken, left = [], most_bytes
+        for each in found:
+            left -= each[0].num_bytes
+            if left < 0:
+                break
+            taken.append(each)
+        return taken
+
+    def _facts(self, space: str) -> dict[str, str]:
+        """What the files say of their KV."""
+        known = next((each for each in self.status().spaces if each.namespace == space), None)
+        known = known or NamespaceStatus(space)
+        return {
+            "raykv_version": raykv.__version__,
+            "model": known.model,
+            "traits": msgspec.json.encode(known.traits).decode(),
+        }
+
+    def _read(self, space: str, part: Iterable[list[Chunk]]) -> list[ChunkBytes]:
+        """The bytes of chunks, from whichever node still has them."""
+        epochs = {node.node_id: node.epoch for node in self.status().nodes}
+        read: list[ChunkBytes] = []
+        waiting = [list(each) for each in part]
+        while waiting:
+            by_source: dict[tuple[str, str], list[list[Chunk]]] = {}
+            for each in waiting:
+                by_source.setdefault((each[0].node_id, each[0].tier), []).append(each)
+            waiting = []
+            for (node_id, _), chunks in by_source.items():
+                came = _read_from(node_id, epochs.get(node_id, 0), space, [c[0] for c in chunks])
+                read += came.values()
+                missed = [each[1:] for each in chunks if each[0].key not in came]
+                waiting += [each for each in missed if each]
+        return read
+
+    # In
+
+    def import_chunks(
+        self,
+        path: str | Path,
+        node_id: str = "",
+        *,
+        deadline_s: float = IMPORT_S,
+        watch: Watch = lambda _: None,
+    ) -> TransferResult:
+        """Bring the chunks of files into a node's pool, the first ones of as many as it has room
+        for beside what is pinned or in use there. Others are evicted for them; what the import has
+        brought is not, also for a minute after it, in which others may find no room. What does not
+        come is no error: the result counts it, as `no_room` what is beyond that.
+
+        Args:
+            path: what `export_chunks` has written, where this process can read it.
+            node_id: Ray's, or the beginning of it. Default: the node with the most room.
+            deadline_s: for all of them.
+            watch: called after every page with the result so far.
+
+        Raises:
+            ChunkFileError: a file is damaged, or none of these.
+            ClusterError: RayKV does not run here, or does not answer, or can lend nothing now.
+            SettingError: there are no files, or the engines here can't use such KV.
+        """
+        began = time.monotonic()
+        files = [read_header(each) for each in _paths(Path(path))]
+        refuse_foreign(files, self.status().spaces)
+        target = self._node(node_id) if node_id else self._roomiest()
+        asked = sum(len(file.chunks) for file in files)
+        # More can't come, and need not be asked for.
+        files = first_that_fit(files, self._geometry(target))
+        no_room = asked - sum(len(file.chunks) for file in files)
+        result = TransferResult(asked=asked, no_room=no_room)
+        name = uuid.uuid4().hex
+        here = cluster.resolve_node_id("")
+        with import_source(name, [file.path for file in files], here) as source:
+            for number, file in enumerate(files):
+                for start in range(0, len(file.chunks), PAGE_CHUNKS):
+                    left_s = deadline_s - (time.monotonic() - began)
+                    page = file.chunks[start : start + PAGE_CHUNKS]
+                    if left_s <= 0:
+                        refusals = Counter(result.refusals)
+                        refusals[Refusal.TOO_LATE.name] += len(page)
+                        result = msgspec.structs.replace(result, refusals=dict(refusals))
+                        continue
+                    order = TransferOrder(
+                        PROTOCOL_VERSION,
+                        f"{name}-{number}-{start}",
+                        str(file.namespace),
+                        target,
+                        [chunk.key for chunk in page],
+                        [chunk.num_bytes for chunk in page],
+                        series_id=name,
+                    )
+                    left_s = min(left_s, TRANSFER_S)
+                    result = self._fetch_lent(order, _only(source), left_s, result)
+                    seconds = time.monotonic() - began
+                    result = msgspec.structs.replace(result, seconds=seconds)
+                    watch(result)
+        return result
+
+    def _geometry(self, node_id: str) -> PoolGeometry | None:
+        """Of a node's pool, if it is known."""
+        known = [node for node in self.status().nodes if node.node_id == node_id]
+        if not known or not 0 < known[0].slab_bytes <= known[0].pool_bytes:
+            return None
+        return PoolGeometry(known[0].pool_bytes, known[0].slab_bytes)
+
+    def _roomiest(self) -> str:
+        give_up_at = time.monotonic() + IMPORT_NODE_S
+        while not (nodes := self.status().nodes):
+            if time.monotonic() > give_up_at:
+                raise ClusterError("no node has a pool: `raykv up` makes them")
+            time.sleep(TRANSFER_LOOK_S)
+        return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
+
+
+def _only(source: str) -> Replicas:
+    return Replicas([source], [EPOCH], [], [], [], [])
+
+
+def with_rows(sources: Replicas, grant: TransferGrant) -> Replicas:
+    """The one source for all that was granted, or what the grant says itself."""
+    if not sources.nodes:
+        return grant.sources
+    count = len(grant.handles)
+    return msgspec.structs.replace(
+        sources,
+        key_index=list(range(count)),
+        node_index=[0] * count,
+        slots=[0] * count,
+        generations=[GENERATION] * count,
+    )
+
+
+def raw_keys(keys: Sequence[bytes | str]) -> list[bytes]:
+    """Offload keys as bytes.
+
+    Raises:
+        SettingError: one is none.
+    """
+    raw: list[bytes] = []
+    for key in keys:
+        try:
+            raw.append(bytes.fromhex(key) if isinstance(key, str) else bytes(key))
+        except ValueError:
+            raise SettingError(f"the key {key!r} is no hexadecimal number") from None
+        if not 0 < len(raw[-1]) <= MAX_KEY_BYTES:
+            raise SettingError(f"the key {key!r} has {len(raw[-1])} bytes, not 1 to 128")
+    return raw
+
+
+def _chosen(keys: Sequence[bytes | str]) -> set[Key]:
+    """Raises:
+    SettingError: one is none, or there are none.
+    """
+    if not (chosen := set(map(Key, raw_keys(keys)))):
+        raise SettingError("no keys: a prompt that is shorter than a chunk has none")
+    return chosen
+
+
+def _refuse_used(path: Path, *, is_file: bool) -> None:
+    if is_file and path.exists():
+        raise SettingError(f"{path} is there already: export to another place")
+    if not is_file and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise SettingError(f"{path} is no empty folder: export to another place")
+
+
+def _parts(found: Sequence[list[Chunk]], most_bytes: int) -> Iterator[list[list[Chunk]]]:
+    part: list[list[Chunk]] = []
+    num_bytes = 0
+    for each in found:
+        if part and num_bytes + each[0].num_bytes > most_bytes:
+            yield part
+            part, num_bytes = [], 0
+        part.append(each)
+        num_bytes += each[0].num_bytes
+    if part:
+        yield part
+
+
+def _read_from(
+    node_id: str, epoch: int, space: str, chunks: Sequence[Chunk]
+) -> dict[bytes, ChunkBytes]:
+    """What a node still has of chunks, all in its pool or all on its disk."""
+    actor = cluster.find_node_actor(node_id)
+    came: dict[bytes, ChunkBytes] = {}
+    if actor is None:
+        return came
+    for part in _parts([[chunk] for chunk in chunks], PIECE_BYTES):
+        page = [each[0] for each in part]
+        handles = Handles(
+            [chunk.key for chunk in page],
+            [chunk.slot for chunk in page],
+            [chunk.generation for chunk in page],
+        )
+        sizes = [chunk.num_bytes for chunk in page]
+        on_disk = page[0].tier == DISK
+        request = ReadRequest(PROTOCOL_VERSION, space, epoch, handles, sizes, from_disk=on_disk)
+        try:
+            raw, data = ray.get(actor.read.remote(encode(request)), timeout=EXPORT_READ_S)
+        except ray.exceptions.RayError as error:
+            # Another node may have them.
+            what = first_line(cause_of(error))
+            logger.warning("node %s can't be read: %s", node_id[:12], what)
+            return came
+        reply = receive(raw, ReadReply, "the NodeActor", HERE)
+        check_partial(reply.partial, len(page))
+        checksums = iter(reply.checksums)
+        end = 0
+        for number, (chunk, refusal) in enumerate(zip(page, reply.refusals, strict=True)):
+            if refusal == Refusal.NONE:
+                part_of = np.array(data[end : end + chunk.num_bytes])
+                came[chunk.key] = ChunkBytes(
+                    Key(chunk.key),
+                    Generation(chunk.generation),
+                    next(checksums),
+                    part_of,
+                    reply.partial.get(number, ALL_BLOCKS),
+                )
+                end += chunk.num_bytes
+    return came
+
+
+def _paths(path: Path) -> list[Path]:
+    paths = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    if not paths or not paths[0].is_file():
+        raise SettingError(f"{path} is no file of chunks, and no folder of such files")
+    return paths
+
+
+def first_that_fit(files: Sequence[ChunkFile], geometry: PoolGeometry | None) -> list[ChunkFile]:
+    """The first chunks of files, as many as a pool holds together if nothing else is in it."""
+    if geometry is None:
+        return list(files)
+    sizes = (chunk.num_bytes for file in files for chunk in file.chunks)
+    left = geometry.num_that_fit(sizes)
+    found = []
+    for file in files:
+        found.append(replace(file, chunks=file.chunks[:left]))
+        left -= len(found[-1].chunks)
+    return found
+
+
+def refuse_foreign(files: Sequence[ChunkFile], spaces: Sequence[NamespaceStatus]) -> None:
+    """Refuse KV that no engine here can use, as far as engines are known here.
+
+    Raises:
+        SettingError: it says in what it differs from that of the engine that is the nearest.
+        ChunkFileError: the files are of several namespaces.
+    """
+    names = sorted({str(file.namespace) for file in files})
+    if len(names) > 1:
+        raise ChunkFileError(f"the files are of {len(names)} namespaces: import one at a time")
+    known = [space for space in spaces if space.traits]
+    if not known or names[0] in {space.namespace for space in known}:
+        return
+    facts = files[0].facts
+    try:
+        traits = msgspec.json.decode(facts.get("traits", "{}"), type=dict[str, str])
+    except msgspec.MsgspecError:
+        traits = {}
+    differences = {space.namespace: _differences(traits, space.traits) for space in known}
+    nearest = min(known, key=lambda space: len(differences[space.namespace]))
+    told = "; ".join(differences[nearest.namespace]) or "what their traits do not say"
+    raise SettingError(
+        f"{files[0].path} has KV of {facts.get('model') or 'an unknown model'} that no engine here "
+        f"can use: from that of {nearest.model} it differs in {told}"
+    )
+
+
+def _differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
+    return [
+        f"{name} ({theirs.get(name, 'unknown')}, here {ours.get(name, 'unknown')})"
+        for name in sorted(theirs.keys() | ours.keys())
+        if theirs.get(name) != ours.get(name)
+    ]

@@ -1,0 +1,1 @@
+"""Finding and joining Ray, actors by name, one way to ask them, breakers, processes."""

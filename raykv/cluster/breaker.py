@@ -1,0 +1,258 @@
+"""Circuit breakers: who does not answer is left alone for a while, then asked once.
+
+               failed                 the pause is over, begin
+   CLOSED ───────────────► OPEN ────────────────────────────────► HALF_OPEN
+     ▲ ▲                    │ ▲                                    │    │
+     │ └────────────────────┘ └───────── failed (longer pause) ────┘    │
+     │    worked (a late answer)                                        │
+     └────────────────────────────────── worked ────────────────────────┘
+
+Every call begins with `begin`, whose number says what its outcome is about, and ends with one of
+`worked`, `failed` and `forget`. Not thread-safe: the caller locks.
+
+Invariants:
+1. A breaker is CLOSED if and only if its last call that counted has not failed.
+2. While a breaker is OPEN no call begins before its pause is over; then one does, the trial, and no
+   other until that has ended or its time is up.
+3. The outcome of a call that began before the breaker's last change counts, but opens nothing; an
+   answer always closes.
+4. `opened` <= `failed`: nothing opens without a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from itertools import compress, count
+
+from raykv.protocol.told import MAX_REASON, MAX_ROWS, BreakerReport
+
+MAX_PEERS = 1024
+"""Peers that are remembered; beyond it the longest known ones that are CLOSED are forgotten."""
+
+_MOST_DOUBLINGS = 30
+
+
+class BreakerState(Enum):
+    """See the module's diagram."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """In seconds: after the first failure, doubled with each further one, up to the longest.
+
+    A trial whose end nobody told after `trial_s` is over, and another one may begin.
+    """
+
+    first_s: float
+    longest_s: float
+    trial_s: float = 60.0
+
+    def after(self, num_failures: int) -> float:
+        """How long a peer is left alone after so many failures in a row."""
+        doublings = min(num_failures - 1, _MOST_DOUBLINGS)
+        return float(min(self.longest_s, self.first_s * 2**doublings))
+
+
+@dataclass(slots=True)
+class _Breaker:
+    """`round` is the number of calls that begin now: another one after each change of state."""
+
+    round: int
+    state: BreakerState = BreakerState.CLOSED
+    failures: int = 0
+    since: float = 0.0
+    next_at: float = 0.0
+    reason: str = ""
+
+
+class Breakers:
+    """One breaker per peer; see the module's docstring. All times are of one monotonic clock."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        self.pauses = pauses
+        self.num_opened = 0
+        self.num_failed = 0
+        self.num_refused = 0
+        self._rounds = count(1)
+        self._by_peer: dict[str, _Breaker] = {}
+
+    # Calls
+
+    def begin(self, peer: str, now: float) -> int | None:
+        """A call is about to be made: its number, or None if it must not be."""
+        if self.refuses(peer, now):
+            return None
+        breaker = self._known(peer)
+        if breaker.state is not BreakerState.CLOSED:
+            self._change(breaker, BreakerState.HALF_OPEN)
+            breaker.next_at = now + self.pauses.trial_s
+        return breaker.round
+
+    def refuses(self, peer: str, now: float) -> bool:
+        """Whether no call may begin now; that counts as a refusal."""
+        is_refused = self.wait_s(peer, now) > 0
+        self.num_refused += is_refused
+        return is_refused
+
+    def worked(self, peer: str) -> bool:
+        """A call was answered. True: the peer had not answered before, and does again."""
+        breaker = self._known(peer)
+        if breaker.state is BreakerState.CLOSED:
+            return False
+        self._change(breaker, BreakerState.CLOSED)
+        breaker.failures = 0
+        return True
+
+    def failed(self, peer: str, number: int, now: float, reason: str) -> bool:
+        """A call was not answered, or wrongly. True: its peer is left alone from now on."""
+        self.num_failed += 1
+        breaker = self._known(peer)
+        if number != breaker.round:
+            return False
+        was_closed = breaker.state is BreakerState.CLOSED
+        if was_closed:
+            self.num_opened += 1
+            breaker.since = now
+        self._change(breaker, BreakerState.OPEN)
+        breaker.failures += 1
+        breaker.next_at = now + self.pauses.after(breaker.failures)
+        breaker.reason = reason[:MAX_REASON]
+        return was_closed
+
+    def forget(self, peer: str, number: int, now: float) -> None:
+        """A call has ended without saying anything about its peer: another trial may begin."""
+        breaker = self._known(peer)
+        if number == breaker.round and breaker.state is BreakerState.HALF_OPEN:
+            self._change(breaker, BreakerState.OPEN)
+            breaker.next_at = now
+
+    def _known(self, peer: str) -> _Breaker:
+        breaker = self._by_peer.get(peer)
+        if breaker is None:
+            self._make_room()
+            breaker = self._by_peer[peer] = _Breaker(next(self._rounds))
+        return breaker
+
+    def _make_room(self) -> None:
+        if len(self._by_peer) >= MAX_PEERS:
+            closed = [p for p, b in self._by_peer.items() if b.state is BreakerState.CLOSED]
+            oldest = closed[0] if closed else next(iter(self._by_peer))
+            del self._by_peer[oldest]
+
+    def _change(self, breaker: _Breaker, state: BreakerState) -> None:
+        breaker.state = state
+        breaker.round = next(self._rounds)
+
+    # Looking
+
+    def state_of(self, peer: str) -> BreakerState:
+        """CLOSED for strangers."""
+        breaker = self._by_peer.get(peer)
+        return BreakerState.CLOSED if breaker is None else breaker.state
+
+    def is_closed(self, peer: str) -> bool:
+        """Whether calls may be made as one likes."""
+        return self.state_of(peer) is BreakerState.CLOSED
+
+    def wait_s(self, peer: str, now: float) -> float:
+        """How long no call may begin; 0 if one may now."""
+        breaker = self._by_peer.get(peer)
+        if breaker is None or breaker.state is BreakerState.CLOSED:
+            return 0.0
+        return max(0.0, breaker.next_at - now)
+
+    def failures_of(self, peer: str) -> int:
+        """Failures in a row."""
+        breaker = self._by_peer.get(peer)
+        return 0 if breaker is None else breaker.failures
+
+    def report(self, now: float, but: str | None = None) -> BreakerReport:
+        """What is not closed, most failures first; rows of peers whose names begin with `but`,
+        which are never asked again, are left out.
+        """
+        known = [(p, b) for p, b in self._by_peer.items() if but is None or not p.startswith(but)]
+        bad = [(p, b) for p, b in known if b.state is not BreakerState.CLOSED]
+        bad = sorted(bad, key=lambda row: -row[1].failures)[:MAX_ROWS]
+        return BreakerReport(
+            peers=[peer for peer, _ in bad],
+            states=[breaker.state.value for _, breaker in bad],
+            failures=[breaker.failures for _, breaker in bad],
+            seconds=[now - breaker.since for _, breaker in bad],
+            reasons=[breaker.reason for _, breaker in bad],
+            opened=self.num_opened,
+            failed=self.num_failed,
+            refused=self.num_refused,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and idle moments."""
+        assert len(self._by_peer) <= MAX_PEERS, len(self._by_peer)
+        assert self.num_opened <= self.num_failed, (self.num_opened, self.num_failed)
+        for peer, breaker in self._by_peer.items():
+            is_closed = breaker.state is BreakerState.CLOSED
+            assert is_closed == (breaker.failures == 0), (peer, breaker)
+
+
+def joined(reports: Iterable[BreakerReport]) -> BreakerReport:
+    """One report of several."""
+    reports = list(reports)
+    return BreakerReport(
+        peers=[peer for each in reports for peer in each.peers][:MAX_ROWS],
+        states=[state for each in reports for state in each.states][:MAX_ROWS],
+        failures=[number for each in reports for number in each.failures][:MAX_ROWS],
+        seconds=[age_s for each in reports for age_s in each.seconds][:MAX_ROWS],
+        reasons=[reason for each in reports for reason in each.reasons][:MAX_ROWS],
+        opened=sum(each.opened for each in reports),
+        failed=sum(each.failed for each in reports),
+        refused=sum(each.refused for each in reports),
+    )
+
+
+def aged(report: BreakerReport, seconds: float) -> BreakerReport:
+    """A report as it would be so much later, had nothing happened."""
+    return joined(
+        [
+            BreakerReport(
+                report.peers,
+                report.states,
+                report.failures,
+                [age_s + seconds for age_s in report.seconds],
+                report.reasons,
+                report.opened,
+                report.failed,
+                report.refused,
+            )
+        ]
+    )
+
+
+def without(report: BreakerReport, peer: str) -> BreakerReport:
+    """A report without the rows of one peer; the sums stay."""
+    kept = [each != peer for each in report.peers]
+    return BreakerReport(
+        list(compress(report.peers, kept)),
+        list(compress(report.states, kept)),
+        list(compress(report.failures, kept)),
+        list(compress(report.seconds, kept)),
+        list(compress(report.reasons, kept)),
+        report.opened,
+        report.failed,
+        report.refused,
+    )
+
+
+def sentences(report: BreakerReport) -> list[str]:
+    """For people, one for each breaker that is not closed."""
+    columns = zip(
+        report.peers, report.states, report.failures, report.seconds, report.reasons, strict=True
+    )
+    return [
+        f"{peer} is {state} for {seconds:.0f} s, {failures} failures in a row: {reason}"
+        for peer, state, failures, seconds, reason in columns
+    ]

@@ -1,0 +1,476 @@
+"""Which Ray cluster, which node, and RayKV's actors in it: find, start, stop.
+
+The cluster is the one that is named (setting, then `RAY_ADDRESS`), else the only one that runs on
+this host, else a new local one that outlives its creator. Never Ray's bare "auto", which joins
+whatever cluster started last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.base.deadlines import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
+from raykv.base.errors import ClusterError, VersionError, first_line
+from raykv.base.ownership import open_own
+from raykv.base.settings import DiskPlace, MetricsPlace
+from raykv.cluster import names
+from raykv.cluster.processes import argument, command_lines, group_of, is_raylet, stop_group
+from raykv.cluster.ray_messages import log_errors
+from raykv.directory import bequest
+from raykv.directory.actor import SchedulerActor
+from raykv.directory.pins import SHARE
+from raykv.node.actor import CONCURRENCY, NodeActor
+from raykv.protocol.handshake import introduction, receive
+from raykv.protocol.messages import PROTOCOL_VERSION, NodeDescription, decode
+from raykv.protocol.miss_types import Explanations
+from raykv.protocol.status import ClusterStatus
+
+logger = logging.getLogger("raykv.cluster")
+
+GCS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+MOST_GCS_PATIENCE_S = "2000000"
+"""23 days: Ray counts it in milliseconds of 31 bits."""
+
+HEAD_RESOURCE = "node:__internal_head__"
+"""What Ray gives the head node alone, 1.0 of it."""
+
+SHARE_OF_HEAD = 0.001
+
+KEEP_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+ANY_PORT = MetricsPlace()
+"""For the metrics of actors that nobody has settings for."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A cluster, and whether `ensure_cluster` started it."""
+
+    address: str
+    started: bool
+
+
+def running_clusters() -> list[str]:
+    """Addresses (host:port of the GCS) of the Ray clusters with a raylet on this host."""
+    found = {
+        argument(arguments, "gcs-address")
+        for _, arguments in command_lines()
+        if is_raylet(arguments)
+    }
+    return sorted(address for address in found if address)
+
+
+def find_cluster(ray_address: str | None) -> str | None:
+    """The cluster to join, or None if there is none on this host and none was named.
+
+    Raises:
+        ClusterError: several clusters run on this host and none was named.
+    """
+    named = ray_address or os.environ.get("RAY_ADDRESS")
+    if named == "local":
+        return None
+    if named and named != "auto":
+        return named
+    running = running_clusters()
+    if len(running) > 1:
+        raise ClusterError(
+            f"{len(running)} Ray clusters run on this host: {', '.join(running)}. Name one with "
+            "the setting ray_address, or with RAY_ADDRESS"
+        )
+    return running[0] if running else None
+
+
+def ensure_cluster(ray_address: str | None) -> Joined:
+    """The cluster to join; a new local one if there is none.
+
+    Processes that call this at the same time agree on one cluster.
+
+    Raises:
+        ClusterError: several run and none was named, or none could be started.
+    """
+    with _start_lock():
+        found = find_cluster(ray_address)
+        if found is not None:
+            return Joined(found, started=False)
+        return Joined(_start_local(), started=True)
+
+
+@contextmanager
+def _start_lock() -> Iterator[None]:
+    """One starter per user and host at a time."""
+    path = Path(tempfile.gettempdir()) / f"raykv-start-{os.getuid()}.lock"
+    give_up_at = time.monotonic() + 2 * RAY_START_S
+    try:
+        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise ClusterError(
+            f"no local Ray cluster can be looked for or started: {error.strerror}. Remove it, or "
+            "set TMPDIR to a folder of your own"
+        ) from error
+    with os.fdopen(fd, "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up_at:
+                    raise ClusterError(f"another process holds {path} and does not end") from None
+                time.sleep(RAY_LOOK_S)
+        yield
+
+
+def _start_local() -> str:
+    """`ray start --head` on a free port, detached from us."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    _make_token()
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    # Whoever reaches Ray runs code: without a token that would be the whole network.
+    environment.setdefault("RAY_AUTH_MODE", "token")
+    with tempfile.TemporaryFile("w+") as output:
+        starter = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+        try:
+            code = starter.wait(RAY_START_S)
+        except subprocess.TimeoutExpired as error:
+            stop_group(starter.pid)
+            raise ClusterError(f"`ray start` did not end in {RAY_START_S:.0f} s") from error
+        address = _address_of_group(starter.pid)
+        if code or address is None:
+            output.seek(0)
+            raise ClusterError(f"`ray start` failed: {output.read().strip()[-2000:]}")
+    logger.info("started a local Ray cluster at %s; `raykv down --with-ray` stops it", address)
+    return address
+
+
+def _address_of_group(group: int) -> str | None:
+    """GCS address of the cluster whose processes `ray start` left in its process group."""
+    for process, arguments in command_lines():
+        if is_raylet(arguments) and group_of(process) == group:
+            return argument(arguments, "gcs-address")
+    return None
+
+
+def _make_token() -> None:
+    """Have Ray's authentication token in the user's folder, unless this user does without."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
+    with contextlib.suppress(subprocess.SubprocessError):
+        subprocess.run(command, capture_output=True, timeout=RAY_START_S, check=False)
+
+
+def _use_token() -> None:
+    """Use this user's token, if there is one; a cluster without authentication ignores it."""
+    try:
+        from ray._private.authentication import authentication_token_setup as setup
+
+        # It says each time that a token is used, which is as it should be.
+        logging.getLogger(setup.__name__).setLevel(logging.ERROR)
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except Exception as error:
+        logger.debug("no authentication token is used: %s", error)
+
+
+def stop_started(address: str) -> None:
+    """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
+    raylets = [
+        process
+        for process, arguments in command_lines()
+        if is_raylet(arguments) and argument(arguments, "gcs-address") == address
+    ]
+    for raylet in raylets:
+        stop_group(group_of(raylet))
+
+
+def join(address: str) -> None:
+    """Make this process a driver of the cluster; nothing if it already is part of one.
+
+    Raises:
+        ClusterError: the cluster can't be reached.
+    """
+    if ray.is_initialized():
+        return
+    _use_token()
+    check_reachable(address)
+    log_errors()
+    try:
+        with _fresh_randomness(), _outliving_the_cluster(), _keeping_handlers():
+            ray.init(
+                address=address,
+                namespace=names.RAY_NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+            )
+    except Exception as error:
+        raise ClusterError(
+            f"cannot join the Ray cluster at {address}: {first_line(error)}. Is it running, and "
+            "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
+            "of the user who started it)?"
+        ) from error
+
+
+@contextmanager
+def _fresh_randomness() -> Iterator[None]:
+    """Python's generator differs from that of other processes; afterwards it goes on as before.
+
+    Ray draws the id under which a driver subscribes to messages from it. vLLM seeds it, with the
+    same number in all engines: drivers of one id take each other's place at the GCS for ever, which
+    costs half a core there and a quarter in each of them.
+    """
+    before = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+@contextmanager
+def _keeping_handlers() -> Iterator[None]:
+    """Who handles SIGTERM goes on to do so: Ray's own handler would end the process on the spot."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _outliving_the_cluster() -> Iterator[None]:
+    """What joins Ray meanwhile goes on when the cluster's GCS is gone for longer than a minute.
+
+    Ray would end the process then, and an engine with it. It reads this when it starts.
+    """
+    is_set = GCS_PATIENCE in os.environ
+    os.environ.setdefault(GCS_PATIENCE, MOST_GCS_PATIENCE_S)
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[GCS_PATIENCE]
+
+
+def check_reachable(address: str) -> None:
+    """Ray itself tries for minutes to reach a cluster that is not there.
+
+    Raises:
+        ClusterError: nobody listens at the address.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if not port.isdigit():
+            raise ValueError("it is not of the form host:port")
+        socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"no Ray cluster can be reached at {address!r}: {error}. Check ray_address, or "
+            "RAY_ADDRESS"
+        ) from error
+
+
+def current_address() -> str:
+    """GCS address of the cluster that this process has joined."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def resolve_node_id(node_id: str) -> str:
+    """`node_id`, or the node of the raylet that this process is connected to.
+
+    Raises:
+        ClusterError: there is no such node alive.
+    """
+    if not node_id:
+        return str(ray.get_runtime_context().get_node_id())
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    if node_id not in alive:
+        raise ClusterError(f"node_id={node_id!r} is no live node of the cluster: {sorted(alive)}")
+    return node_id
+
+
+def scheduler_actor(
+    address: str,
+    eviction_policy: str,
+    pin_share: float = SHARE,
+    metrics: MetricsPlace = ANY_PORT,
+) -> Any:
+    """The scheduler actor, created if there is none; creators that race get the same one.
+
+    It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
+    of any other node does not cost the directory.
+    """
+    options = {
+        "name": names.SCHEDULER,
+        "namespace": names.RAY_NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "num_cpus": 0,
+        # An actor that needs nothing goes to any node, whatever affinity it has.
+        "resources": {HEAD_RESOURCE: SHARE_OF_HEAD},
+        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
+    }
+    made = ray.remote(SchedulerActor).options(**options)
+    return made.remote(address, eviction_policy, pin_share, metrics)
+
+
+def find_scheduler_actor() -> Any | None:
+    """The scheduler actor, if there is one."""
+    try:
+        return ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def node_actor(
+    address: str,
+    node_id: str,
+    pool_bytes: int,
+    slab_bytes: int,
+    pool_path: str,
+    metrics: MetricsPlace = ANY_PORT,
+    disk: DiskPlace | None = None,
+) -> Any:
+    """The NodeActor of a node, created there if there is none."""
+    options = {
+        "name": names.node_actor(node_id),
+        "namespace": names.RAY_NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        # It asks for no GPU and yet serves all of them: Ray must not hide them.
+        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0", KEEP_GPUS: "1"}},
+    }
+    socket_name = names.node_socket(address, node_id)
+    return (
+        ray.remote(concurrency_groups=CONCURRENCY)(NodeActor)
+        .options(**options)
+        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, metrics, disk)
+    )
+
+
+def find_node_actor(node_id: str) -> Any | None:
+    """The NodeActor of a node, if there is one."""
+    try:
+        return ray.get_actor(names.node_actor(node_id), namespace=names.RAY_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def end_node_actor(node_id: str) -> None:
+    """End a node's NodeActor, if there is one: else it waits for a node that is gone."""
+    actor = find_node_actor(node_id)
+    if actor is not None:
+        ray.kill(actor, no_restart=True)
+
+
+def describe(actor: Any, timeout_s: float) -> NodeDescription:
+    """Ask a NodeActor what it is.
+
+    Raises:
+        ClusterError: it does not answer in time, or has died.
+        VersionError: it is of another RayKV; if it has no engines it was ended, and the next call
+            to `node_actor` makes one of ours.
+    """
+    try:
+        raw: bytes = ray.get(actor.describe.remote(), timeout=timeout_s)
+        known = introduction(raw)
+        if known.version == PROTOCOL_VERSION:
+            return receive(raw, NodeDescription, "the NodeActor", "this process")
+    except Exception as error:
+        raise ClusterError(f"the NodeActor does not answer: {first_line(error)}") from error
+    what = (
+        f"the NodeActor runs RayKV {known.raykv_version} (protocol {known.version}), "
+        f"this process speaks protocol {PROTOCOL_VERSION}"
+    )
+    if known.num_workers:
+        raise VersionError(f"{what}; engines use it, so it stays: this one runs without the cache")
+    ray.kill(actor, no_restart=True)
+    raise VersionError(f"{what}; nobody uses it, so it is replaced", is_mended=True)
+
+
+@contextmanager
+def _answering_scheduler() -> Iterator[None]:
+    """Whatever goes wrong with the question inside is a `ClusterError` of the scheduler actor."""
+    try:
+        yield
+    except Exception as error:
+        raise ClusterError(f"the scheduler actor does not answer: {first_line(error)}") from error
+
+
+def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
+    """What the scheduler actor knows.
+
+    Raises:
+        ClusterError: it does not answer in time.
+    """
+    with _answering_scheduler():
+        raw = ray.get(scheduler.status.remote(), timeout=timeout_s)
+        return receive(raw, ClusterStatus, "the scheduler actor", "this process")
+
+
+def why_miss(scheduler: Any, beginning: str, timeout_s: float) -> Explanations:
+    """What became of the tokens of requests whose ids begin so.
+
+    Raises:
+        ClusterError: the scheduler actor does not answer in time.
+    """
+    with _answering_scheduler():
+        raw = ray.get(scheduler.why_miss.remote(beginning), timeout=timeout_s)
+        return decode(raw, Explanations)
+
+
+def named_actors() -> list[str]:
+    """Names of RayKV's actors in the cluster."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [entry["name"] for entry in found if entry["namespace"] == names.RAY_NAMESPACE]
+
+
+def stop_actors(timeout_s: float) -> int:
+    """End all of RayKV's actors in the cluster; returns how many there were.
+
+    The scheduler actor goes first, and what it has left to its next life, since it would make
+    NodeActors anew. What was cleared stays so: disks and pool files outlive the actors.
+    """
+    ours = sorted(named_actors(), key=lambda name: name != names.SCHEDULER)
+    bequest.forget_all(but=[bequest.LIFE])
+    for name in ours:
+        try:
+            ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
+        except ValueError:
+            logger.debug("%s has ended by itself", name)
+    give_up_at = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_at and named_actors():
+        time.sleep(RAY_LOOK_S)
+    # It may have written meanwhile.
+    bequest.forget_all(but=[bequest.LIFE])
+    return len(ours)

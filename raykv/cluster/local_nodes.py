@@ -1,0 +1,77 @@
+"""Further Ray nodes on this host: for trying out on one machine what belongs on several."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+
+from raykv.base.deadlines import RAY_LOOK_S, RAY_START_S
+from raykv.base.errors import ClusterError
+from raykv.cluster.join import join
+from raykv.cluster.processes import stop_group
+
+OBJECT_STORE_BYTES = 512 << 20
+"""Enough for the pieces of fetches that are under way."""
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """A raylet that `add_local_node` started."""
+
+    node_id: str
+    process_group: int
+
+    def stop(self) -> None:
+        """End the node with all that runs on it."""
+        stop_group(self.process_group)
+
+
+def add_local_node(
+    address: str,
+    object_store_bytes: int = OBJECT_STORE_BYTES,
+    resources: Mapping[str, float] | None = None,
+) -> LocalNode:
+    """Start one more Ray node on this host, in a process group of its own; joins the cluster.
+
+    `resources` are custom ones, which it has beside this host's.
+
+    Raises:
+        ClusterError: it did not start.
+    """
+    join(address)
+    before = _alive()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
+    command += ["--disable-usage-stats", f"--object-store-memory={object_store_bytes}"]
+    command += [f"--resources={json.dumps(dict(resources or {}))}"]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    environment.setdefault("RAY_AUTH_MODE", "token")
+    with tempfile.TemporaryFile("w+") as output:
+        starter = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+        give_up_at = time.monotonic() + RAY_START_S
+        while time.monotonic() < give_up_at and starter.poll() in (None, 0):
+            new = _alive() - before
+            if new and starter.poll() == 0:
+                return LocalNode(new.pop(), starter.pid)
+            time.sleep(RAY_LOOK_S)
+        stop_group(starter.pid)
+        output.seek(0)
+        raise ClusterError(f"no further Ray node started: {output.read().strip()[-2000:]}")
+
+
+def _alive() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

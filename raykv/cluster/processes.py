@@ -1,0 +1,87 @@
+"""Ray's processes on this host: found by their command lines, ended with what they have started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from raykv.base.deadlines import RAY_STOP_S
+
+
+def stop_group(group: int) -> None:
+    """End Ray's processes in a process group, and what they have started.
+
+    Ray's helpers carry its package in their command line; whatever else shares the group stays.
+    """
+    members = [
+        process
+        for process, arguments in command_lines()
+        if group_of(process) == group and _is_ray(arguments)
+    ]
+    everyone = {process.pid: process for process in members}
+    for process in members:
+        everyone |= {child.pid: child for child in _children(process)}
+    for process in everyone.values():
+        _quietly(process.terminate)
+    _, alive = psutil.wait_procs(list(everyone.values()), timeout=RAY_STOP_S)
+    for process in alive:
+        _quietly(process.kill)
+    psutil.wait_procs(alive, timeout=RAY_STOP_S)
+
+
+def group_of(process: psutil.Process) -> int:
+    """Its process group; -1: it has ended."""
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return -1
+
+
+def _is_ray(arguments: list[str]) -> bool:
+    """Whether a command line is that of one of Ray's own processes."""
+    return any("/ray/" in argument or "ray.scripts" in argument for argument in arguments)
+
+
+def command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Every process of this host whose command line can be read."""
+    for process in psutil.process_iter(["cmdline"]):
+        arguments = process.info["cmdline"]
+        if arguments:
+            yield process, arguments
+
+
+def is_raylet(arguments: list[str]) -> bool:
+    """Whether a command line is that of a raylet."""
+    return Path(arguments[0]).name == "raylet"
+
+
+def argument(arguments: list[str], wanted: str) -> str | None:
+    """Value of `--wanted=value` or `--wanted_with_underscores=value` on a command line."""
+    for each in arguments:
+        name, _, value = each.partition("=")
+        if name.startswith("--") and name[2:].replace("_", "-") == wanted:
+            return value
+    return None
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _quietly(action: Any) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        action()
+
+
+def end_children() -> None:
+    """Kill whatever this process has started, and what that has started."""
+    for child in _children(psutil.Process()):
+        _quietly(child.kill)

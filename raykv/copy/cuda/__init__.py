@@ -1,0 +1,1 @@
+"""Copies on GPUs: streams, batches, the gathering kernel, what a device was measured to do."""

@@ -1,0 +1,134 @@
+"""From the rows of a copy to batches that a device is given: cut, bounded, staged. Pure.
+
+1. No copy goes on over an end in `CopyRuns.chunk_ends`, although both sides may: CUDA refuses a
+   copy that touches two pieces of memory which were pinned one by one. The pool's pieces divide
+   no slot, and no slab: chunks of one slab may be joined before (`raykv.copy.spans`).
+2. A batch has a bounded number of bytes and of runs: what is on its way when a copy is stopped is
+   at most some batches. (Batches of more than 50,000 runs were seen to hang a driver.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from raykv.base.ids import Direction
+from raykv.copy.cuda.driver import Copies
+from raykv.copy.cuda.pages import WORD_BYTES
+from raykv.copy.plan import Column, CopyRuns
+
+CUT_BYTES = 32 << 20
+"""A larger run is cut at such multiples of the pool's offset."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs of bytes: offsets in the KV cache and in the pool, sizes, and the chunk of each.
+
+    Chunks are numbered in the order of the rows.
+    """
+
+    kv: Column
+    pool: Column
+    size: Column
+    chunk: Column
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def some(self, part: slice | Column) -> Rows:
+        """A part of the rows."""
+        return Rows(self.kv[part], self.pool[part], self.size[part], self.chunk[part])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return int(self.size.sum())
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the KV cache's side is made of whole 64-bit words, which kernels move."""
+        return not bool(np.bitwise_or.reduce(self.kv | self.size) % WORD_BYTES)
+
+
+def rows_of(runs: CopyRuns, first: int, last: int, cut_bytes: int = CUT_BYTES) -> Rows:
+    """Rows [first, last) of a plan, which has merged those of a chunk."""
+    some = slice(first, last)
+    chunk = np.searchsorted(runs.chunk_ends, np.arange(first, last), side="right")
+    return cut(Rows(runs.kv[some], runs.pool[some], runs.size[some], chunk), cut_bytes)
+
+
+def merged(rows: Rows) -> Rows:
+    """Join each row to the one before it where both sides go on without a gap, in a chunk."""
+    if len(rows) < 2:
+        return rows
+    joins = rows.kv[:-1] + rows.size[:-1] == rows.kv[1:]
+    joins &= rows.pool[:-1] + rows.size[:-1] == rows.pool[1:]
+    joins &= rows.chunk[:-1] == rows.chunk[1:]
+    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    sizes = np.add.reduceat(rows.size, starts)
+    return Rows(rows.kv[starts], rows.pool[starts], sizes, rows.chunk[starts])
+
+
+def cut(rows: Rows, cut_bytes: int) -> Rows:
+    """Cut the rows where the pool's offset is a multiple of `cut_bytes`."""
+    first = rows.pool // cut_bytes
+    last = (rows.pool + rows.size - 1) // cut_bytes
+    if np.array_equal(first, last):
+        return rows
+    counts = last - first + 1
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    whole = rows.some(np.repeat(np.arange(len(rows)), counts))
+    edge = (np.repeat(first, counts) + within) * cut_bytes
+    begin = np.maximum(edge, whole.pool)
+    end = np.minimum(edge + cut_bytes, whole.pool + whole.size)
+    return Rows(whole.kv + begin - whole.pool, begin, end - begin, whole.chunk)
+
+
+def batches(rows: Rows, most_bytes: int, most_runs: int) -> Iterator[Rows]:
+    """The rows in order, in batches within both bounds; a row that is larger has its own."""
+    if 0 < len(rows) <= most_runs and rows.num_bytes <= most_bytes:
+        yield rows
+        return
+    ends = np.cumsum(rows.size)
+    start, done = 0, 0
+    while start < len(rows):
+        stop = int(np.searchsorted(ends, done + most_bytes, side="right"))
+        stop = max(start + 1, min(stop, start + most_runs))
+        yield rows.some(slice(start, stop))
+        start, done = stop, int(ends[stop - 1])
+
+
+def direct(rows: Rows, direction: Direction, kv_address: int, pool_address: int) -> Copies:
+    """Copies between a KV cache and the pool, at these addresses."""
+    kv, pool = _at(kv_address, rows.kv), _at(pool_address, rows.pool)
+    to, source = (pool, kv) if direction is Direction.STORE else (kv, pool)
+    return Copies(to, source, _at(0, rows.size))
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The two steps of a copy through a buffer of the device.
+
+    `pages` are between KV cache and buffer, within the device; `blocks` between buffer and pool.
+    A store does the pages first, a load the blocks.
+    """
+
+    pages: Copies
+    blocks: Copies
+
+
+def staged(
+    rows: Rows, direction: Direction, kv_address: int, pool_address: int, buffer: int
+) -> Staged:
+    """The rows one behind the other in the buffer; neighbours in a slot make one block there."""
+    place = np.cumsum(rows.size) - rows.size
+    pages = direct(Rows(rows.kv, place, rows.size, rows.chunk), direction, kv_address, buffer)
+    packed = merged(Rows(place, rows.pool, rows.size, rows.chunk))
+    return Staged(pages, direct(packed, direction, buffer, pool_address))
+
+
+def _at(address: int, offsets: Column) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return offsets.astype(np.uint64) + np.uint64(address)

@@ -1,1 +1,0 @@
-"""State machines of RayKV: plain Python, no Ray, torch, threads, clock or randomness."""

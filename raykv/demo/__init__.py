@@ -1,5 +1,0 @@
-"""`raykv demo`: ask a real model about long documents, with and without RayKV, and compare."""
-
-from raykv.demo.run import run_demo
-
-__all__ = ["run_demo"]

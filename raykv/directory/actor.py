@@ -1,0 +1,362 @@
+"""SchedulerActor: the cluster's one directory of chunks, a thin shell around `BlockManager`.
+
+Guarantees of its calls: each is idempotent (callers repeat what got no answer), none blocks, none
+calls another actor. Times come from this host's monotonic clock; the state itself knows no clock.
+A message of another version, or one that can't be meant, raises and changes nothing.
+
+Pins, the operator's wish for pools, what was cleared and how far generations have come outlive this
+process: a thread that nobody waits for keeps them in Ray's internal store, so what was ordered
+within the last moment may be lost. Who clears asks whether that is kept (`has_kept_clearings`); the
+NodeActors remember it too, and their disks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+import raykv
+from raykv.base.deadlines import METRICS_COLLECT_S
+from raykv.base.errors import MessageError, VersionError
+from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace
+from raykv.base.settings import MetricsPlace
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.directory.pins import SHARE
+from raykv.directory.prefix_answers import check_prefix_query
+from raykv.directory.steward import Steward
+from raykv.directory.table.choose import open_table
+from raykv.metrics.discovery import Discovery, TargetsFile, default_path
+from raykv.metrics.server import MetricsServer
+from raykv.metrics.table import numbers
+from raykv.protocol.check import (
+    MAX_NUMBER,
+    check_attach,
+    check_chunk_query,
+    check_end,
+    check_pin,
+    check_release,
+    check_report,
+    check_sync,
+    check_transfer,
+    check_where_query,
+    check_wish,
+    require,
+)
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import (
+    MAX_KEYS,
+    AttachEngine,
+    EngineAttached,
+    NodeReport,
+    SyncRequest,
+    decode,
+    encode,
+)
+from raykv.protocol.metric_types import ClusterMetrics, MetricFamily
+from raykv.protocol.operator import (
+    KeptLife,
+    PinOrder,
+    PoolWish,
+    ReleaseOrder,
+    TransferEnd,
+    TransferOrder,
+)
+from raykv.protocol.reader import ChunkQuery, PrefixQuery, WhereQuery
+from raykv.stream.descriptions import DescriptionBook
+
+logger = logging.getLogger("raykv.scheduler")
+
+_EPOCH_ZERO = 1_735_689_600
+"""2025-01-01 in Unix time: epochs are seconds since then, which fit into 31 bits until 2093."""
+
+HERE, OPERATOR = "the scheduler actor", "the operator"
+
+EXPIRY_PAUSE_S = 0.25
+"""Looking for who has been silent too long takes a while in a large cluster."""
+
+
+class SchedulerActor:
+    """Runs as the detached Ray actor `scheduler` in the namespace `raykv`."""
+
+    def __init__(
+        self,
+        address: str,
+        eviction_policy: str,
+        pin_share: float = SHARE,
+        metrics: MetricsPlace | None = None,
+    ) -> None:
+        self._address = address
+        settings = ManagerSettings(eviction_policy=eviction_policy, pin_share=pin_share)
+        self._steward = Steward(address)
+        pins, last = self._steward.start(), self._steward.life
+        # Above every earlier life's epoch, also if the host's clock has gone back. Should Ray have
+        # lost what that one has left, the NodeActors' reports raise it.
+        epoch = Epoch(max(int(time.time()) - _EPOCH_ZERO, last.epoch + 1))
+        table = open_table(eviction_policy)
+        self._manager = BlockManager(epoch, settings, table, last.cleared)
+        self._keep_life()
+        self._descriptions = DescriptionBook()
+        self._expires_at = 0.0
+        for order in pins:
+            self._manager.pins.pin(order, time.monotonic())
+        self._metrics: MetricsServer | None = None
+        if metrics is not None:
+            try:
+                self._show_metrics(metrics)
+            except Exception:
+                # A constructor that raised would be run again by Ray for ever.
+                logger.exception("the scheduler actor lives without metrics")
+
+    def _show_metrics(self, place: MetricsPlace) -> None:
+        """Serve them from threads, which get all that they show by a call, in its turn."""
+        here = ray.get_runtime_context().current_actor
+        self._metrics = server = MetricsServer(
+            place, ray.util.get_node_ip_address(), lambda: _collected(here)
+        )
+        path = Path(place.sd_path) if place.sd_path else default_path()
+        if place.port != "off" and path is not None:
+            own = [server.address] if server.address else []
+            file = TargetsFile(path, self._address)
+            Discovery(file, lambda: own + _targets(here)).start()
+
+    def attach(self, raw: bytes) -> bytes:
+        """`AttachEngine` → `EngineAttached`, which says so if the message is refused."""
+        with self._measured("attach") as now:
+            try:
+                message = receive(raw, AttachEngine, "the engine", HERE)
+                check_attach(message)
+            except (VersionError, MessageError) as error:
+                return encode(EngineAttached(self._manager.epoch, error=str(error)))
+            return encode(self._manager.attach_engine(message, now))
+
+    def sync(self, raw: bytes) -> bytes:
+        """`SyncRequest` → `SyncReply`."""
+        with self._measured("sync") as now:
+            request = receive(raw, SyncRequest, "the engine", HERE)
+            check_sync(request)
+            self._descriptions.take(request.described)
+            reply = self._manager.sync(request, now)
+            if request.clear:
+                self._keep_life()
+            self._manager.meter.synced(request, reply)
+            return encode(reply)
+
+    def report(self, raw: bytes) -> bytes:
+        """`NodeReport` → `NodeReportReply`."""
+        with self._measured("report") as now:
+            report = receive(raw, NodeReport, "the NodeActor", HERE)
+            check_report(report)
+            return encode(self._manager.node_report(report, now))
+
+    def events(self, epoch: int, after: int) -> bytes:
+        """→ `EventPage`: what follows a place of the event log."""
+        with self._measured("events") as now:
+            _require_numbers(epoch, after)
+            page = self._manager.events(Epoch(epoch), after)
+            self._manager.meter.read_events(after, page, now)
+            return encode(page)
+
+    def snapshot(self, cursor: int) -> bytes:
+        """→ `SnapshotPage`; 0 begins a new snapshot, a page's cursor asks for the next one."""
+        self._tick()
+        _require_numbers(cursor)
+        return encode(self._manager.snapshot(cursor))
+
+    def detach(self, engine_id: str) -> None:
+        """End an engine's session; its chunks stay."""
+        require(isinstance(engine_id, str), f"the id {engine_id!r}")
+        self._manager.detach_engine(EngineId(engine_id))
+
+    def set_paused(self, paused: bool) -> None:
+        """Switch the cache off or on for all engines."""
+        require(isinstance(paused, bool), f"paused={paused!r}")
+        self._manager.set_paused(paused)
+
+    def clear(self, namespace: str | None) -> dict[str, int]:
+        """Empty a namespace, or all; up to which generation each was ever cleared."""
+        is_text = namespace is None or isinstance(namespace, str)
+        require(is_text and namespace != EVERY_NAMESPACE, f"the namespace {namespace!r}")
+        cleared = self._manager.clear(None if namespace is None else Namespace(namespace))
+        self._keep_life()
+        self._descriptions.forget(namespace)
+        return cleared
+
+    def has_kept_clearings(self) -> bool:
+        """Whether this actor's next life will know of all clearings so far."""
+        return self._steward.has_kept_life
+
+    def describe_chunks(self, keys: list[bytes], namespace: str | None = None) -> bytes:
+        """→ `Descriptions` of the chunks that are described, in order, as many as fit."""
+        require(isinstance(keys, list), "keys that are no list")
+        require(all(isinstance(key, bytes) for key in keys), "keys that are no bytes")
+        require(len(keys) <= MAX_KEYS, f"{len(keys)} keys: at most {MAX_KEYS} are described")
+        require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
+        return encode(self._descriptions.page(keys, namespace))
+
+    # Operators
+
+    def pin(self, raw: bytes) -> bytes:
+        """`PinOrder` → `PinAnswer`."""
+        now = self._tick()
+        order = receive(raw, PinOrder, OPERATOR, HERE)
+        check_pin(order)
+        answer = self._manager.pins.pin(order, now)
+        if not answer.error:
+            self._steward.keep_pin(order)
+        return encode(answer)
+
+    def unpin(self, pin_id: str) -> bool:
+        """End a pin; False if there is none of that id."""
+        now = self._tick()
+        require(isinstance(pin_id, str), f"the id {pin_id!r}")
+        self._steward.forget_pin(pin_id)
+        return self._manager.pins.unpin(pin_id, now)
+
+    def pin_order(self, pin_id: str) -> bytes:
+        """→ `PinOrder`; empty if there is no such pin."""
+        self._tick()
+        require(isinstance(pin_id, str), f"the id {pin_id!r}")
+        order = self._manager.pins.order_of(pin_id)
+        return b"" if order is None else encode(order)
+
+    def pins(self) -> bytes:
+        """→ `Pinned`."""
+        return encode(self._manager.pins.pinned(self._tick()))
+
+    def lend(self, raw: bytes) -> bytes:
+        """`TransferOrder` → `TransferGrant`."""
+        now = self._tick()
+        order = receive(raw, TransferOrder, OPERATOR, HERE)
+        check_transfer(order)
+        manager = self._manager
+        return encode(manager.transfers.lend(order, now, paused=manager.paused))
+
+    def end_transfer(self, raw: bytes) -> None:
+        """`TransferEnd`."""
+        message = receive(raw, TransferEnd, OPERATOR, HERE)
+        check_end(message)
+        self._manager.transfers.end(message)
+
+    def release(self, raw: bytes) -> bytes:
+        """`ReleaseOrder` → `Released`."""
+        self._tick()
+        order = receive(raw, ReleaseOrder, OPERATOR, HERE)
+        check_release(order)
+        return encode(self._manager.transfers.release(order))
+
+    def wish(self, raw: bytes) -> None:
+        """`PoolWish`: nodes that match it get a NodeActor from now on, when they join too."""
+        wish = receive(raw, PoolWish, OPERATOR, HERE)
+        check_wish(wish)
+        self._steward.set_wish(wish)
+
+    def status(self) -> bytes:
+        """→ `ClusterStatus`."""
+        now = self._tick()
+        status = self._manager.status(self._address, raykv.__version__, now)
+        server = self._metrics
+        metrics = "" if server is None else server.address or server.problem
+        return encode(msgspec.structs.replace(status, metrics=metrics))
+
+    def metrics(self) -> bytes:
+        """→ `ClusterMetrics`."""
+        now = self._tick()
+        meter = self._manager.meter
+        meter.follow(now)
+        build = numbers("raykv_build_info", {(raykv.__version__, "scheduler"): 1})
+        families = meter.families(now, is_paused=self._manager.paused)
+        return encode(ClusterMetrics([build, *families]))
+
+    def targets(self) -> list[str]:
+        """Where the NodeActors show their metrics."""
+        self._tick()
+        return self._manager.meter.targets()
+
+    def why_miss(self, beginning: str) -> bytes:
+        """→ `Explanations` of the requests whose ids begin so."""
+        now = self._tick()
+        return encode(self._manager.why_miss(beginning, now))
+
+    def chunks(self, raw: bytes) -> bytes:
+        """`ChunkQuery` → `ChunkPage`: a page of a listing; nothing is kept for the next one."""
+        now = self._tick()
+        query = receive(raw, ChunkQuery, "the reader", HERE)
+        check_chunk_query(query)
+        return encode(self._manager.catalog.page(query, now))
+
+    def where(self, raw: bytes) -> bytes:
+        """`WhereQuery` → `WherePage`: who has chunks; none is pinned for that."""
+        self._tick()
+        query = receive(raw, WhereQuery, "the reader", HERE)
+        check_where_query(query)
+        return encode(self._manager.catalog.where(query))
+
+    def prefixes(self, raw: bytes) -> bytes:
+        """`PrefixQuery` → `PrefixPage`: how much of prompts each node has, for routers."""
+        self._tick()
+        query = receive(raw, PrefixQuery, "the router", HERE)
+        check_prefix_query(query)
+        return encode(self._manager.catalog.prefixes(query))
+
+    def spaces(self) -> bytes:
+        """→ `SpacePage`."""
+        self._tick()
+        return encode(self._manager.catalog.space_page())
+
+    def requests(self, after: int) -> bytes:
+        """→ `RequestPage`: what became of the requests after the one of that number."""
+        now = self._tick()
+        _require_numbers(after)
+        return encode(self._manager.misses.page(self._manager.epoch, after, now))
+
+    def ping(self) -> str:
+        """RayKV's version here; answers once the actor is up."""
+        return raykv.__version__
+
+    @contextmanager
+    def _measured(self, call: str) -> Iterator[float]:
+        """The time at which a call begins; how long it takes is counted."""
+        began = self._tick()
+        try:
+            yield began
+        finally:
+            now = time.monotonic()
+            self._manager.meter.called(call, now - began, now)
+
+    def _keep_life(self) -> None:
+        self._steward.keep_life(KeptLife(self._manager.granting, self._manager.cleared))
+
+    def _tick(self) -> float:
+        now = time.monotonic()
+        if now >= self._expires_at:
+            self._expires_at = now + EXPIRY_PAUSE_S
+            self._keep_life()
+            self._manager.expire(now)
+            for pin_id in self._manager.pins.expire(now):
+                self._steward.forget_pin(pin_id)
+        return now
+
+
+def _collected(here: Any) -> list[MetricFamily]:
+    """In threads of this actor: what it shows, collected when its turn comes."""
+    raw: bytes = ray.get(here.metrics.remote(), timeout=METRICS_COLLECT_S)
+    return decode(raw, ClusterMetrics).families
+
+
+def _targets(here: Any) -> list[str]:
+    """In a thread of this actor, like `_collected`."""
+    found: list[str] = ray.get(here.targets.remote(), timeout=METRICS_COLLECT_S)
+    return found
+
+
+def _require_numbers(*places: object) -> None:
+    for number in places:
+        is_number = isinstance(number, int) and abs(number) <= MAX_NUMBER
+        require(is_number, "a place of the event log, or of a snapshot, that is no number")

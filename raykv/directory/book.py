@@ -1,0 +1,366 @@
+"""The directory's book of one node's pool: which slot is free, leased or held, and by what.
+
+            lend                      hold
+   free ────────────► leased ───────────────► held
+     ▲                   │ end_lease            │
+     └───────────────────┴──────────────────────┘ drop, eviction
+
+The slots themselves are in a table (`table/protocol.py`); here is which slab has which slot size,
+what to believe of who says that something is in a slot, and who is told. Chunks that another node
+has too are given up first, the others by the policy. A slot size gets slabs from others up to its
+fair share, and all there are from one that lies idle.
+
+Invariants:
+1. Per slot size: free + leased + held slots are all slots of the slabs of that size.
+2. A slot is leased to one engine at most, and a leased slot holds no chunk.
+3. A slab has one slot size, or none and is listed as free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from raykv.base.clearings import Clearings
+from raykv.base.ids import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
+from raykv.directory.table.protocol import Changes, Chunk, Lease, Name, NodeTable
+from raykv.protocol.messages import Handles, Leases
+
+IDLE_S = 60.0
+"""Chunks of a slot size that nobody has stored or loaded for so long must make room for others."""
+
+
+class PoolBook:
+    """See the module's docstring.
+
+    Args:
+        table: of the node's slots, with nothing in it.
+        on_changes: told of all chunks that come or go, except those that are cleared.
+    """
+
+    def __init__(self, table: NodeTable, on_changes: Callable[[Changes], None]) -> None:
+        self.table = table
+        self.geometry = table.geometry
+        self._on_changes = on_changes
+        self._free_slabs = list(range(self.geometry.num_slabs - 1, -1, -1))
+        self._slabs: dict[int, set[int]] = {}
+        # The lowest generation that may be stored in a slab after it had other slot sizes.
+        self._floors: dict[int, Generation] = {}
+        # Has chunks of a slot size that are kept by preference be evicted all the same, when
+        # nothing else is left: returns how many.
+        self.give_way: Callable[[int, int], int] = lambda _slot_bytes, _count: 0
+
+    # Looking
+
+    def find(self, namespace: Namespace, key: Key) -> Chunk | None:
+        """The chunk of that name, if it is held."""
+        return self.table.find(namespace, key)
+
+    def names(self) -> list[Name]:
+        """All chunks; for tests."""
+        held = self.table.held_at(self.table.places())
+        return [(space, Key(key)) for space, key in zip(held.namespaces, held.keys, strict=True)]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all namespaces."""
+        return sum(self.table.sizes().values())
+
+    @property
+    def num_free(self) -> int:
+        """Free slots in slabs that have a slot size already."""
+        return sum(self.table.num_free(size) for size in self._slabs)
+
+    # Chunks
+
+    def hold(self, name: Name, chunk: Chunk) -> None:
+        """Learn of a chunk whose slot is claimed, or was leased for it."""
+        namespace, key = name
+        self.drop(namespace, key, replaced=True)
+        self.table.hold(name, chunk)
+        self._on_changes(Changes(True, namespace, [key], [chunk.slot], [chunk.generation]))
+
+    def store(
+        self, came: Changes, slot_bytes: Sequence[int], cleared: Generation, *, from_free: bool
+    ) -> list[int]:
+        """Learn of all chunks that need no thought; see `NodeTable.store`."""
+        others = self.table.store(came, slot_bytes, cleared, from_free=from_free)
+        if others:
+            skipped = set(others)
+            came = came.at([number for number in range(len(came)) if number not in skipped])
+        if len(came):
+            self._on_changes(came)
+        return others
+
+    def drop(self, namespace: Namespace, key: Key, *, replaced: bool = False) -> None:
+        """Forget a chunk and free its slot; nothing if it is not held."""
+        chunk = self.table.drop(namespace, key)
+        if chunk is not None:
+            slots, generations = [chunk.slot], [chunk.generation]
+            self._on_changes(Changes(False, namespace, [key], slots, generations, replaced))
+
+    def drop_all(self, namespace: Namespace, refused: Handles) -> None:
+        """Forget chunks that the node does not have, where they are still believed in."""
+        for key, generation in zip(refused.keys, refused.generations, strict=True):
+            chunk = self.find(namespace, Key(key))
+            if chunk is not None and chunk.generation == generation:
+                self.drop(namespace, Key(key))
+
+    def drop_cleared(self, cleared: Clearings) -> None:
+        """Forget every chunk that is void; takes as long as there are chunks."""
+        held = self.table.held_at(list(self.table.places()))
+        rows = [
+            row
+            for row, name in enumerate(held.namespaces)
+            if cleared.cover(name, held.generations[row])
+        ]
+        for namespace, some in _by_namespace(held.namespaces, rows).items():
+            gone = Changes(
+                False,
+                namespace,
+                [held.keys[row] for row in some],
+                [held.slots[row] for row in some],
+                [held.generations[row] for row in some],
+            )
+            for key in gone.keys:
+                self.table.drop(namespace, Key(key))
+            self._on_changes(gone)
+
+    def drop_overwritten(self, writes: Iterable[Chunk]) -> None:
+        """Forget what can't be there any more, since its place was given to one of `writes`.
+
+        A place is the slot itself, and the whole slab if that has got another slot size.
+        """
+        slots: dict[Slot, Generation] = {}
+        slabs: dict[int, Chunk] = {}
+        for chunk in sorted(writes, key=lambda chunk: chunk.generation):
+            slots[chunk.slot] = chunk.generation
+            slabs[self.geometry.slab_of(chunk.slot)] = chunk
+        if not slots:
+            return
+        for name, chunk in self.table.chunks_in(slabs):
+            if self._is_overwritten(chunk, slots, slabs):
+                self.drop(*name)
+
+    def _is_overwritten(
+        self, chunk: Chunk, slots: dict[Slot, Generation], slabs: dict[int, Chunk]
+    ) -> bool:
+        newest = slabs.get(self.geometry.slab_of(chunk.slot))
+        if newest is not None and newest.slot_bytes != chunk.slot_bytes:
+            return chunk.generation < newest.generation
+        return chunk.generation < slots.get(chunk.slot, NO_GENERATION)
+
+    # Places
+
+    def claim_place(self, chunk: Chunk) -> bool:
+        """Take a certain slot out of the free ones; False if it can't be there.
+
+        Its slab comes along if nothing else is in it.
+        """
+        if not self.geometry.is_place(chunk.slot, chunk.slot_bytes):
+            return False
+        self._claim_slab(self.geometry.slab_of(chunk.slot), chunk.slot_bytes)
+        if self.table.lowest(chunk.slot, chunk.slot_bytes) is None:
+            return False
+        self.table.claim(chunk.slot, chunk.slot_bytes)
+        return True
+
+    def claim_slabs(self, slots: Sequence[int], slot_bytes: Sequence[int]) -> None:
+        """Have the unused slabs of many slots ready; who names a slab first sets its slot size."""
+        seen: set[int] = set()
+        for slot, size in zip(slots, slot_bytes, strict=True):
+            slab = self.geometry.slab_of(Slot(slot))
+            if slab not in seen and self.geometry.is_place(Slot(slot), size):
+                seen.add(slab)
+                if slab in self._free_slabs:
+                    self._claim_slab(slab, size)
+
+    def _claim_slab(self, slab: int, slot_bytes: int) -> None:
+        if slab in self._slabs_of(slot_bytes):
+            return
+        if slab in self._free_slabs:
+            self._free_slabs.remove(slab)
+            self._give_slab(slot_bytes, slab)
+        for other in list(self._slabs):
+            if other != slot_bytes and self._is_unused(other, slab):
+                self._empty_slab(other, slab)
+                self._give_slab(slot_bytes, slab)
+
+    def _is_unused(self, slot_bytes: int, slab: int) -> bool:
+        """Whether the slab has that slot size, and all slots of it are free."""
+        slots = self.geometry.slots_of(slab, slot_bytes)
+        return slab in self._slabs[slot_bytes] and all(
+            self.table.lowest(slot, slot_bytes) is not None for slot in slots
+        )
+
+    def adopt(self, name: Name, chunk: Chunk) -> None:
+        """Hold a chunk that was stored without a lease that we know of, if its slot is free and
+        nothing newer was ever there.
+        """
+        if self.may_come(chunk) and self.claim_place(chunk):
+            self.hold(name, chunk)
+
+    def outlive(self, chunk: Chunk) -> None:
+        """A free slot has had a chunk that nobody needs: no lease from before it is good."""
+        if self.may_come(chunk) and self.claim_place(chunk):
+            self.table.release(chunk.slot, chunk.slot_bytes, Generation(chunk.generation + 1))
+
+    def may_come(self, chunk: Chunk) -> bool:
+        """Whether nothing newer was in a chunk's place, nor this chunk itself."""
+        lowest = self.table.lowest(chunk.slot, chunk.slot_bytes)
+        return lowest is None or lowest <= chunk.generation
+
+    def is_settled(self, chunk: Chunk) -> bool:
+        """Whether it is known that a chunk's place holds nothing older: it is leased, or free."""
+        if self.table.lowest(chunk.slot, chunk.slot_bytes) is not None:
+            return True
+        return self.is_leased_at(chunk.slot, chunk.generation)
+
+    # Leases
+
+    def leases(self) -> dict[Slot, Lease]:
+        """All of them; a copy."""
+        return self.table.leases()
+
+    def is_leased_to(self, engine_id: EngineId, slot: Slot) -> bool:
+        """Whether the engine has a lease of the slot."""
+        lease = self.table.lease_of(slot)
+        return lease is not None and lease.engine_id == engine_id
+
+    def is_leased_at(self, slot: Slot, generation: int) -> bool:
+        """Whether a slot is leased at exactly that generation."""
+        return self.table.is_leased_at(slot, generation)
+
+    def lease_at(self, slot: Slot, generation: int) -> Lease | None:
+        """The lease of a slot, if it is still at that generation."""
+        lease = self.table.lease_of(slot)
+        return lease if lease is not None and lease.generation == generation else None
+
+    def end_lease(self, slot: Slot, lease: Lease) -> None:
+        """The lease is over without a chunk: the slot is free."""
+        self.table.end_lease(slot, lease.generation)
+
+    def release(self, leases: Leases) -> None:
+        """Leases that are given back; those that are over already don't matter."""
+        for released, generation in zip(leases.slots, leases.generations, strict=True):
+            lease = self.lease_at(Slot(released), generation)
+            if lease is not None:
+                self.end_lease(Slot(released), lease)
+
+    def end_older_lease(self, chunk: Chunk) -> None:
+        """A lease that is older than what was stored in its slot is no good to anybody."""
+        lease = self.table.lease_of(chunk.slot)
+        if lease is not None and lease.generation < chunk.generation:
+            self.end_lease(chunk.slot, lease)
+
+    def end_leases(self, engine_id: EngineId) -> None:
+        """All leases of an engine are over."""
+        for slot, lease in self.leases().items():
+            if lease.engine_id == engine_id:
+                self.end_lease(slot, lease)
+
+    def make_room(self, slot_bytes: int, count: int, now: float) -> None:
+        """Free up to `count` slots: those of unused slabs, then by eviction."""
+        self.table.use(slot_bytes, now)
+        while self.table.num_free(slot_bytes) < count and self._free_slabs:
+            self._give_slab(slot_bytes, self._free_slabs.pop())
+        self._evict(slot_bytes, count, now)
+        while self.table.num_free(slot_bytes) < count and self._reclaim_slab(slot_bytes, now):
+            pass
+        missing = count - self.table.num_free(slot_bytes)
+        if missing > 0 and self.give_way(slot_bytes, missing):
+            self._evict(slot_bytes, count, now)
+
+    def _evict(self, slot_bytes: int, count: int, now: float) -> None:
+        missing = count - self.table.num_free(slot_bytes)
+        if missing > 0:
+            for changes in self.table.evict(slot_bytes, missing, now):
+                self._on_changes(changes)
+
+    # Slabs
+
+    def _reclaim_slab(self, slot_bytes: int, now: float) -> bool:
+        """Move one slab here: from a class that lies idle, else from one that has more than its
+        fair share while this one has less; False if there is none.
+        """
+        others = [size for size, slabs in self._slabs.items() if size != slot_bytes and slabs]
+        share = self.geometry.num_slabs // (len(others) + 1)
+        idle = [size for size in others if now - self.table.used_at(size) > IDLE_S]
+        if not idle and (not others or len(self._slabs_of(slot_bytes)) >= share):
+            return False
+        donor = max(idle or others, key=lambda size: len(self._slabs[size]))
+        leased = {self.geometry.slab_of(slot) for slot in self.leases()}
+        movable = self._slabs[donor] - leased - self.table.pinned_slabs(now)
+        if not movable:
+            return False
+        slab = self._oldest_slab(donor, movable)
+        self._empty_slab(donor, slab)
+        self._give_slab(slot_bytes, slab)
+        return True
+
+    def _oldest_slab(self, donor: int, movable: set[int]) -> int:
+        """One without chunks, else that of the chunk which is the first to be given up."""
+        held: set[int] = set()
+        first: int | None = None
+        for slot in self.table.candidates(donor):
+            slab = self.geometry.slab_of(slot)
+            held.add(slab)
+            if first is None and slab in movable:
+                first = slab
+            if first is not None and movable <= held:
+                break
+        empty = movable - held
+        if empty:
+            return min(empty)
+        assert first is not None, movable
+        return first
+
+    def _empty_slab(self, donor: int, slab: int) -> None:
+        """Evict all that a slab holds and take it out of its class."""
+        slots = self.geometry.slots_of(slab, donor)
+        places = list(self.table.places_from(slots[0], len(slots)).places)
+        if places:
+            held, hits = self.table.held_at(places), self.table.uses_at(places).hits
+            for namespace, rows in _by_namespace(held.namespaces, range(len(held))).items():
+                gone = Changes(
+                    False,
+                    namespace,
+                    [held.keys[row] for row in rows],
+                    [held.slots[row] for row in rows],
+                    [held.generations[row] for row in rows],
+                    hits=[hits[row] for row in rows],
+                )
+                for key in gone.keys:
+                    self.table.drop(namespace, Key(key))
+                self._on_changes(gone)
+        self._slabs[donor].remove(slab)
+        highest = self.table.take_slab(slab, donor)
+        self._floors[slab] = max(self._floors.get(slab, NO_GENERATION), highest)
+
+    def _slabs_of(self, slot_bytes: int) -> set[int]:
+        return self._slabs.setdefault(slot_bytes, set())
+
+    def _give_slab(self, slot_bytes: int, slab: int) -> None:
+        self._slabs_of(slot_bytes).add(slab)
+        self.table.give_slab(slab, slot_bytes, self._floors.get(slab, NO_GENERATION))
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and idle moments."""
+        self.table.check()
+        slabs = [*self._free_slabs, *(slab for some in self._slabs.values() for slab in some)]
+        assert sorted(slabs) == list(range(self.geometry.num_slabs)), slabs
+        held = self.table.held_at(self.table.places())
+        sizes = [*held.slot_bytes, *(lease.slot_bytes for lease in self.leases().values())]
+        for size, some in self._slabs.items():
+            total = len(some) * self.geometry.slots_per_slab(size)
+            count = sizes.count(size) + self.table.num_free(size)
+            assert count == total, (size, count, total)
+
+
+def _by_namespace(
+    namespaces: Sequence[Namespace], rows: Iterable[int]
+) -> dict[Namespace, list[int]]:
+    """Some rows, by namespace."""
+    found: dict[Namespace, list[int]] = {}
+    for row in rows:
+        found.setdefault(namespaces[row], []).append(row)
+    return found

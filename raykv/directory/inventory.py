@@ -1,0 +1,117 @@
+"""What a NodeActor reports to hold, taken into the directory's book of its pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from raykv.base.clearings import Clearings
+from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot
+from raykv.directory.book import PoolBook
+from raykv.directory.members import Node
+from raykv.directory.table.protocol import Changes, Chunk, Name
+from raykv.protocol.messages import FailedStores, Inventory, LostReplicas, NodeReport
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Chunks of one namespace that came, with their slot sizes."""
+
+    came: Changes
+    slot_bytes: list[int]
+
+    def row(self, number: int) -> tuple[Name, Chunk]:
+        came = self.came
+        slot, generation = Slot(came.slots[number]), Generation(came.generations[number])
+        chunk = Chunk(slot, generation, self.slot_bytes[number])
+        return (came.namespace, Key(came.keys[number])), chunk
+
+
+def _parts(inventory: Inventory) -> Iterator[_Part]:
+    """The rows of an inventory, from one change of the namespace to the next."""
+    start = 0
+    for index, rows in groupby(inventory.namespace_index):
+        part = slice(start, start + len(list(rows)))
+        namespace = Namespace(inventory.namespaces[index])
+        columns = inventory.keys[part], inventory.slots[part], inventory.generations[part]
+        yield _Part(Changes(True, namespace, *columns), inventory.slot_bytes[part])
+        start = part.stop
+
+
+def take_inventory(node: Node, report: NodeReport, cleared: Clearings) -> None:
+    """One page of all READY chunks; slots that an engine has declared stay leased to it, unless the
+    page has the very chunk that was stored there.
+    """
+    if node.inventory_complete:
+        return
+    for part in _parts(report.stored):
+        lowest = cleared.of(part.came.namespace)
+        if min(part.came.generations) > lowest:
+            node.book.claim_slabs(part.came.slots, part.slot_bytes)
+        for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=True):
+            name, chunk = part.row(number)
+            if chunk.generation > lowest:
+                _take_held(node.book, name, chunk)
+    node.inventory_complete = report.last_page
+    # What was reported before is in it.
+    node.last_seq = max(node.last_seq, report.seq)
+
+
+def _take_held(book: PoolBook, name: Name, chunk: Chunk) -> None:
+    """A chunk is on the node: believe it if its slot is free, or leased for it or earlier."""
+    book.end_older_lease(chunk)
+    lease = book.lease_at(chunk.slot, chunk.generation)
+    if lease is not None or book.claim_place(chunk):
+        book.hold(name, chunk)
+
+
+def take_stored(node: Node, stored: Inventory, cleared: Clearings) -> None:
+    """Hold what was stored: at its lease, or in a slot that is free.
+
+    The lease may be unknown here: its engine has not declared it since this actor began, or was
+    given up. What was stored may have come over chunks that are still believed in, even if it is
+    void because its namespace was cleared since.
+    """
+    strange: list[tuple[Name, Chunk]] = []
+    for part in _parts(stored):
+        lowest = cleared.of(part.came.namespace)
+        for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=False):
+            name, chunk = part.row(number)
+            is_void = chunk.generation <= lowest
+            if not node.book.is_leased_at(chunk.slot, chunk.generation):
+                strange.append((name, chunk))
+            elif is_void:
+                node.book.table.end_lease(chunk.slot, Generation(chunk.generation + 1))
+            else:
+                node.book.hold(name, chunk)
+    node.book.drop_overwritten(chunk for _, chunk in strange)
+    for name, chunk in strange:
+        node.book.end_older_lease(chunk)
+        held = node.book.find(*name)
+        is_void = cleared.cover(name[0], chunk.generation)
+        if not is_void and (held is None or held.generation < chunk.generation):
+            node.book.adopt(name, chunk)
+        else:
+            node.book.outlive(chunk)
+
+
+def take_failed(node: Node, failed: FailedStores) -> None:
+    """Forget what was overwritten by a store that has failed.
+
+    Only what was stored into a lease from before this actor began can be still believed in.
+    """
+    columns = zip(failed.slots, failed.generations, failed.slot_bytes, strict=True)
+    writes = [Chunk(Slot(slot), Generation(gen), size) for slot, gen, size in columns]
+    node.book.drop_overwritten(chunk for chunk in writes if not node.book.is_settled(chunk))
+    for chunk in writes:
+        node.book.end_older_lease(chunk)
+
+
+def drop_lost(nodes: Mapping[NodeId, Node], namespace: Namespace, lost: LostReplicas) -> None:
+    """Forget what sources said they do not have, unless it has come there again since."""
+    for source, key, generation in zip(lost.nodes, lost.keys, lost.generations, strict=True):
+        node = nodes.get(NodeId(source))
+        chunk = None if node is None else node.book.find(namespace, Key(key))
+        if node is not None and chunk is not None and chunk.generation == generation:
+            node.book.drop(namespace, Key(key))

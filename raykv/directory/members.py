@@ -1,0 +1,130 @@
+"""Nodes and engines as the block manager knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from raykv.base.ids import EngineId, Epoch, Namespace, NodeId
+from raykv.cluster.breaker import aged, without
+from raykv.directory.book import PoolBook
+from raykv.directory.mirror import Mirror
+from raykv.protocol.messages import NodeStats, SyncReply, SyncRequest
+from raykv.protocol.status import EngineStatus, NodeStatus
+from raykv.protocol.told import OWN_NODE, BreakerReport
+
+if TYPE_CHECKING:
+    from raykv.directory.pins import Pins
+
+NEWS_S = 3.0
+"""A node that has reported within it says how things are: it does so every second."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A NodeActor that has reported, and the book of its pool."""
+
+    node_id: NodeId
+    epoch: Epoch
+    book: PoolBook
+    last_report: float
+    settled_at: float
+    last_seq: int = 0
+    inventory_complete: bool = False
+    stats: NodeStats = field(default_factory=NodeStats)
+    pid: int = 0
+    hostname: str = ""
+    raykv_version: str = ""
+
+
+@dataclass(slots=True)
+class Engine:
+    """An attached engine; `reply` is the last answer, for a message that comes again."""
+
+    engine_id: EngineId
+    node_id: NodeId
+    namespace: Namespace
+    model: str
+    num_ranks: int
+    slot_bytes: dict[int, int]
+    last_seen: float
+    attached_at: float
+    mirror: Mirror
+    reply: SyncReply | None = None
+    versions: str = ""
+    void: bool = False
+    cleared: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+    # Chunks; what is long ago counts for less.
+    stored_lately: int = 0
+    traits: dict[str, str] = field(default_factory=dict)
+    breakers: BreakerReport = field(default_factory=BreakerReport)
+
+    def take_news(self, request: SyncRequest) -> None:
+        """What a message says of the engine itself."""
+        self.counters = request.counters or self.counters
+        self.breakers = request.breakers
+
+
+def _breakers(engine: Engine, node: Node | None, now: float) -> BreakerReport:
+    """As its own exchanges say, but for lines that have come back since.
+
+    Workers speak with the engine's steps only: while it has no requests it does not hear that a
+    line is there again, but the node does.
+    """
+    told = aged(engine.breakers, now - engine.last_seen)
+    if node is None or now - node.last_report > NEWS_S:
+        return told
+    is_back = node.stats.ranks.get(engine.engine_id, 0) >= engine.num_ranks
+    return without(told, OWN_NODE) if is_back else told
+
+
+def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
+    """A picture of a node for people."""
+    pinned = pins.on_node(node)
+    return NodeStatus(
+        node_id=node.node_id,
+        epoch=node.epoch,
+        hostname=node.hostname,
+        pid=node.pid,
+        pool_bytes=node.stats.pool_bytes,
+        prefaulted_bytes=node.stats.prefaulted_bytes,
+        used_bytes=node.stats.used_bytes,
+        free_slots=node.book.num_free,
+        leased_slots=node.book.table.num_leases,
+        chunks=node.book.num_chunks,
+        bytes_stored=node.stats.bytes_stored,
+        bytes_loaded=node.stats.bytes_loaded,
+        chunks_refused=node.stats.chunks_refused,
+        bytes_fetched=node.stats.bytes_fetched,
+        bytes_sent=node.stats.bytes_sent,
+        num_workers=node.stats.num_workers,
+        age_s=now - node.last_report,
+        raykv_version=node.raykv_version,
+        quarantined=node.stats.quarantined,
+        breakers=aged(node.stats.breakers, now - node.last_report),
+        locked_bytes=node.stats.locked_bytes,
+        pinned_chunks=pinned.kept_chunks,
+        pinned_bytes=pinned.kept_bytes,
+        metrics=node.stats.metrics_address or node.stats.metrics_problem,
+        disk=node.stats.disk,
+        slab_bytes=node.book.geometry.slab_bytes,
+    )
+
+
+def engine_status(engine: Engine, node: Node | None, now: float) -> EngineStatus:
+    """A picture of an engine for people."""
+    leases = [] if node is None else node.book.leases().values()
+    return EngineStatus(
+        engine_id=engine.engine_id,
+        node_id=engine.node_id,
+        namespace=engine.namespace,
+        model=engine.model,
+        num_ranks=engine.num_ranks,
+        leased_slots=sum(lease.engine_id == engine.engine_id for lease in leases),
+        age_s=now - engine.attached_at,
+        versions=engine.versions,
+        counters=engine.counters,
+        traits=engine.traits,
+        breakers=_breakers(engine, node, now),
+    )

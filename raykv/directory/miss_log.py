@@ -1,0 +1,211 @@
+"""What became of the latest requests' tokens, all over the cluster: for `raykv why-miss`.
+
+An engine tells of each request that has ended. Of a chunk that it knows nothing about the scheduler
+actor may know more: that it was given up on another node, or that other engines have it under
+another namespace. That is looked up once, when the record comes, for one key.
+
+Nothing of it outlives the scheduler actor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from raykv.base.departures import Departures
+from raykv.base.ids import Key, MissReason, Namespace, NodeId
+from raykv.directory.members import Engine, Node
+from raykv.protocol.miss_types import Explanation, Explanations, MissRecord, RequestPage
+
+MAX_RECORDS = 4096
+"""Requests; the oldest are forgotten."""
+
+MAX_NAMES_BYTES = 16 << 20
+"""Of the names of all chunks of the requests that are remembered."""
+
+MAX_PAGE = 128
+"""Requests in one page of all of them."""
+
+MAX_PAGE_NAMES_BYTES = 48 << 10
+"""Of chunks' names in a page, unless one request alone has more: the page stays under 100 KiB."""
+
+MAX_TOLD = 16
+"""Requests in one answer."""
+
+MAX_LISTED = 16_384
+"""Chunks that are remembered when all of a node, or of a namespace, go at once."""
+
+MAX_PLACES = 64
+"""Nodes, or namespaces there, that are searched for a key of another namespace."""
+
+PLACES_S = 5.0
+"""How long it is not looked again which namespaces are on which nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A record, and where it came from; `at` by the caller's clock."""
+
+    record: MissRecord
+    engine_id: str
+    node_id: str
+    namespace: str
+    model: str
+    at: float
+
+    def has_id(self, beginning: str) -> bool:
+        """Whether the request's id begins so; vLLM numbers the answers of one request before it."""
+        number, underscore, rest = self.record.request_id.partition("_")
+        own = rest if underscore and number.isdigit() else self.record.request_id
+        return own.startswith(beginning) or self.record.request_id.startswith(beginning)
+
+    def told(self, now: float) -> Explanation:
+        """For who asks at that time."""
+        return Explanation(
+            record=self.record,
+            engine_id=self.engine_id,
+            node_id=self.node_id,
+            namespace=self.namespace,
+            model=self.model,
+            age_s=now - self.at,
+        )
+
+
+class MissLog:
+    """Args:
+    nodes: all nodes, kept up to date by the block manager.
+    """
+
+    def __init__(self, nodes: Mapping[NodeId, Node]) -> None:
+        self._nodes = nodes
+        # The newest one has the number `_num_taken`.
+        self._entries: deque[_Entry] = deque()
+        self._num_taken = 0
+        self._names_bytes = 0
+        self._departures: Departures[tuple[Namespace, MissReason]] = Departures()
+        self._places: list[tuple[NodeId, Namespace]] = []
+        self._places_at = float("-inf")
+
+    # What goes
+
+    def gone(self, namespace: Namespace, keys: Iterable[bytes], reason: MissReason) -> None:
+        """Chunks have left a node."""
+        self._departures.note(keys, (namespace, reason))
+
+    def lost(self, node: Node) -> None:
+        """A node is lost; to be called while its table is still there."""
+        table = node.book.table
+        held = table.held_at(table.places()[:MAX_LISTED])
+        for namespace in set(held.namespaces):
+            names = zip(held.namespaces, held.keys, strict=True)
+            self.gone(
+                namespace, (key for name, key in names if name == namespace), MissReason.NODE_LOST
+            )
+
+    def cleared(self, namespace: Namespace) -> None:
+        """A namespace is about to be emptied."""
+        tables = [node.book.table for node in self._nodes.values()]
+        held = (
+            table.held_at(table.places(namespace)[:MAX_LISTED], namespace).keys
+            for table in tables
+            if table.holds_any(namespace)
+        )
+        keys = islice(chain.from_iterable(held), MAX_LISTED)
+        self.gone(namespace, keys, MissReason.CLEARED)
+
+    # Records
+
+    def take(self, engine: Engine, records: Iterable[MissRecord], now: float) -> dict[str, int]:
+        """Requests of an engine have ended.
+
+        Returns:
+            Tokens by reason that the engine took for never stored.
+        """
+        better: Counter[str] = Counter()
+        for record in records:
+            known = self._refined(record, engine.namespace, now)
+            if known is not record:
+                better.update(known.missed)
+                better.subtract(record.missed)
+            self._remember(
+                _Entry(known, engine.engine_id, engine.node_id, engine.namespace, engine.model, now)
+            )
+        return dict(+better)
+
+    def _remember(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+        self._num_taken += 1
+        self._names_bytes += len(entry.record.chunks)
+        while len(self._entries) > MAX_RECORDS or self._names_bytes > MAX_NAMES_BYTES:
+            self._names_bytes -= len(self._entries.popleft().record.chunks)
+
+    def _refined(self, record: MissRecord, namespace: Namespace, now: float) -> MissRecord:
+        """With a better reason than that the engine does not know the chunk, if there is one."""
+        if MissReason.NEVER_STORED not in record.missed or not record.missing:
+            return record
+        reason = str(self._reason(Key(record.missing), namespace, now))
+        if reason == MissReason.NEVER_STORED:
+            return record
+        missed = dict(record.missed)
+        missed[reason] = missed.pop(MissReason.NEVER_STORED) + missed.get(reason, 0)
+        return MissRecord(
+            request_id=record.request_id,
+            prompt=record.prompt,
+            own=record.own,
+            loaded=record.loaded,
+            missed=missed,
+            missing=record.missing,
+            fetched=record.fetched,
+            disk=record.disk,
+            chunks=record.chunks,
+            chunk_tokens=record.chunk_tokens,
+        )
+
+    def _reason(self, key: Key, namespace: Namespace, now: float) -> MissReason:
+        known = self._departures.get(key)
+        if known is not None and known[0] == namespace:
+            return known[1]
+        if self._is_elsewhere(key, namespace, now):
+            return MissReason.OTHER_NAMESPACE
+        return MissReason.NEVER_STORED
+
+    def _is_elsewhere(self, key: Key, namespace: Namespace, now: float) -> bool:
+        """Whether another namespace has a chunk of that key: the same tokens, other bytes."""
+        if now - self._places_at >= PLACES_S:
+            self._places_at = now
+            self._places = [
+                (node.node_id, name)
+                for node in self._nodes.values()
+                for name in node.book.table.sizes()
+            ]
+        others = ((at, name) for at, name in self._places if name != namespace)
+        return any(
+            node_id in self._nodes and self._nodes[node_id].book.find(name, key) is not None
+            for node_id, name in islice(others, MAX_PLACES)
+        )
+
+    def find(self, beginning: str, now: float) -> Explanations:
+        """What is known of the requests whose ids begin so, the newest first."""
+        found = (entry for entry in reversed(self._entries) if entry.has_id(beginning))
+        return Explanations(
+            found=[entry.told(now) for entry in islice(found, MAX_TOLD)],
+            num_known=len(self._entries),
+        )
+
+    def page(self, epoch: int, after: int, now: float) -> RequestPage:
+        """The requests that have ended after the one of that number, the oldest first.
+
+        Those that are forgotten are left out: then the first one's number is not the next.
+        """
+        oldest = self._num_taken - len(self._entries) + 1
+        first = max(oldest, after + 1)
+        found: list[Explanation] = []
+        names_bytes = 0
+        for entry in islice(self._entries, first - oldest, first - oldest + MAX_PAGE):
+            names_bytes += len(entry.record.chunks)
+            if found and names_bytes > MAX_PAGE_NAMES_BYTES:
+                break
+            found.append(entry.told(now))
+        return RequestPage(epoch=epoch, first=first, last=self._num_taken, found=found)

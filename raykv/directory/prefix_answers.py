@@ -1,0 +1,117 @@
+"""How much of prompts the nodes have: what a router of requests asks, and what it is told.
+
+The answer has one number for each prompt and node instead of a row for each chunk and replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from raykv.base.errors import MessageError
+from raykv.base.ids import MAX_KEY_BYTES
+from raykv.prompts.prefixes import ChunkGroup, parse_groups
+from raykv.protocol.check import MAX_NUMBER, require
+from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION
+from raykv.protocol.reader import PrefixPage, PrefixQuery
+
+MAX_NODES_OF_A_KEY = 32
+"""A chunk that is on more nodes is told of so many: it bounds what an answer costs. The others look
+as if they lacked it: a little less is sent there."""
+
+MAX_CHUNK_TOKENS = 1 << 24
+MAX_NAME = 256
+
+
+def check_prefix_query(query: PrefixQuery) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    require(0 < len(query.namespace) <= MAX_NAME, f"a namespace {query.namespace[:MAX_NAME]!r}")
+    require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
+    is_key = all(0 < len(key) <= MAX_KEY_BYTES for key in query.keys)
+    require(is_key, f"keys that are empty, or longer than {MAX_KEY_BYTES} bytes")
+    require(len(query.chunks) <= MAX_NAME, f"chunks described in {len(query.chunks)} letters")
+    num_groups = len(_groups(query.chunks))
+    counts = query.counts
+    require(all(0 <= count <= MAX_KEYS for count in counts), f"counts of keys {counts[:4]}")
+    require(len(counts) <= MAX_KEYS, f"{len(counts)} counts of keys")
+    is_whole = len(counts) % num_groups == 0 and sum(counts) == len(query.keys)
+    require(is_whole, f"{len(counts)} counts that do not fit {len(query.keys)} keys")
+
+
+def _groups(text: str) -> list[ChunkGroup]:
+    try:
+        groups = parse_groups(text)
+    except ValueError as error:
+        raise MessageError(f"a message that can't be meant: chunks {text!r} ({error})") from error
+    names = {group.group for group in groups}
+    require(len(names) == len(groups), f"chunks {text!r} with a KV group twice")
+    step = lcm(*(group.tokens for group in groups))
+    require(step <= MAX_CHUNK_TOKENS, f"chunks {text!r}, which end together every {step} tokens")
+    return groups
+
+
+def check_prefix_page(page: PrefixPage, num_prompts: int) -> None:
+    """An answer to a question about so many prompts.
+
+    Raises:
+        MessageError: it can't be meant.
+    """
+    require(len(page.anywhere) == num_prompts, f"an answer for {len(page.anywhere)} prompts")
+    is_table = len(page.tokens) == num_prompts * len(page.nodes)
+    require(is_table, f"{len(page.tokens)} numbers for {len(page.nodes)} nodes")
+    is_number = all(0 <= count <= MAX_NUMBER for count in (*page.tokens, *page.anywhere))
+    require(is_number, "numbers of tokens that are none")
+
+
+def prefix_page(
+    query: PrefixQuery,
+    nodes: Sequence[str],
+    key_index: Sequence[int],
+    node_index: Sequence[int],
+) -> PrefixPage:
+    """The answer to `query`, given the replicas that there are: rows as in `WherePage`."""
+    groups = parse_groups(query.chunks)
+    # One more row: whether any node has it.
+    there = np.zeros((len(nodes) + 1, len(query.keys)), dtype=np.bool_)
+    there[np.asarray(node_index, np.int64), np.asarray(key_index, np.int64)] = True
+    there[-1] = there[:-1].any(axis=0)
+    rows, first = [], 0
+    for at in range(0, len(query.counts), len(groups)):
+        parts = {}
+        for group, count in zip(groups, query.counts[at : at + len(groups)], strict=True):
+            parts[group.group] = there[:, first : first + count]
+            first += count
+        rows.append(_loadable(groups, parts, len(nodes) + 1))
+    return PrefixPage(
+        PROTOCOL_VERSION,
+        [str(node) for node in nodes],
+        [int(tokens) for row in rows for tokens in row[:-1]],
+        [int(row[-1]) for row in rows],
+    )
+
+
+def _loadable(groups: Sequence[ChunkGroup], parts: dict[int, Any], num_rows: int) -> list[int]:
+    """`loadable_tokens` of one prompt for all rows at once; `parts` by group, a column a chunk."""
+    step = lcm(*(group.tokens for group in groups))
+    longest = min(parts[group.group].shape[1] * group.tokens for group in groups) // step
+    ends = np.arange(1, longest + 1) * step
+    reaches = np.ones((num_rows, longest), dtype=np.bool_)
+    for group in groups:
+        counts = ends // group.tokens
+        needed = counts if group.window is None else np.minimum(group.window, counts)
+        reaches &= _runs(parts[group.group])[:, counts - 1] >= needed
+    # The last end that is reached, by row.
+    found = np.where(reaches, ends, 0).max(axis=1, initial=0)
+    return [int(tokens) for tokens in found]
+
+
+def _runs(part: Any) -> Any:
+    """How many columns without a gap end with each column, by row."""
+    columns = np.arange(part.shape[1])
+    gaps = np.maximum.accumulate(np.where(part, -1, columns), axis=1)
+    return columns - gaps

@@ -1,0 +1,153 @@
+"""Who has which chunk: an engine's questions about other nodes, answered out of their books.
+
+A chunk that an engine is storing is announced before it is there, with the lease that it is stored
+at: who asks for it is told to wait. An announcement ends with its lease.
+
+Invariant: a replica that is told is pinned, so that it is not evicted before it can be fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot
+from raykv.directory.disks import Disks
+from raykv.directory.inventory import drop_lost
+from raykv.directory.members import Engine, Node
+from raykv.directory.table.protocol import Changes, ChunkTable, Name
+from raykv.protocol.messages import Handles, LostReplicas, Replicas
+
+MAX_TOLD = 2
+"""Replicas told per key: one to fetch from, and one for when that fails."""
+
+FEW_NODES = 16
+"""So many are put in order for every question."""
+
+RANKING_S = 0.5
+"""Else the order of their loads is used for so long: nodes report it once a second."""
+
+_NEVER = float("-inf")
+
+MAX_ANNOUNCED = 262_144
+"""Beyond it the oldest announcements are forgotten: who asks for them is told that they miss."""
+
+
+class Questions:
+    """Args:
+    nodes: all nodes, kept up to date by the block manager.
+    table: of all their chunks.
+    disks: who has what is in no pool.
+    """
+
+    def __init__(self, nodes: dict[NodeId, Node], table: ChunkTable, disks: Disks) -> None:
+        self._nodes = nodes
+        self._table = table
+        self._disks = disks
+        self._announced: dict[Name, tuple[NodeId, Slot, Generation]] = {}
+        # The least loaded node first, of all and of each host.
+        self._ranked: tuple[NodeId, ...] = ()
+        self._of_host: dict[str, list[NodeId]] = {}
+        self._ranked_at = _NEVER
+
+    def nodes_changed(self) -> None:
+        """A node has come, or gone."""
+        self._ranked_at = _NEVER
+
+    def announce(self, engine: Engine, handles: Handles) -> None:
+        """An engine is storing chunks at its leases."""
+        columns = zip(handles.keys, handles.slots, handles.generations, strict=True)
+        for key, slot, generation in columns:
+            name = (engine.namespace, Key(key))
+            self._announced.pop(name, None)
+            self._announced[name] = (engine.node_id, Slot(slot), Generation(generation))
+        if len(self._announced) > MAX_ANNOUNCED:
+            self.forget_stale()
+
+    def stored(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Chunks are there: nobody has to wait for them."""
+        if self._announced:
+            for key in keys:
+                self._announced.pop((namespace, Key(key)), None)
+
+    @property
+    def num_announced(self) -> int:
+        """Chunks that somebody was storing when that was looked at last."""
+        return len(self._announced)
+
+    def forget_stale(self) -> None:
+        """Drop announcements whose leases have ended, and the oldest above the bound."""
+        alive = [name for name in self._announced if self._is_announced(name)]
+        self._announced = {name: self._announced[name] for name in alive[-MAX_ANNOUNCED:]}
+
+    def forget_namespace(self, namespace: Namespace) -> None:
+        """All its leases have ended."""
+        for name in [name for name in self._announced if name[0] == namespace]:
+            del self._announced[name]
+
+    def _is_announced(self, name: Name) -> bool:
+        announced = self._announced.get(name)
+        if announced is None:
+            return False
+        node_id, slot, generation = announced
+        node = self._nodes.get(node_id)
+        return node is not None and node.book.is_leased_at(slot, generation)
+
+    def answer(
+        self, engine: Engine, asked: Sequence[bytes], now: float, pinned_until: float
+    ) -> Replicas:
+        """Where the keys are; those on the engine's own node too."""
+        if not asked:
+            return Replicas()
+        first = self._first(engine, now)
+        found = self._table.ask(
+            engine.namespace, asked, self._ranked, first, MAX_TOLD, pinned_until
+        )
+        replicas = Replicas(
+            nodes=[str(node_id) for node_id in found.nodes],
+            node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
+            key_index=found.key_index,
+            node_index=found.node_index,
+            slots=found.slots,
+            generations=found.generations,
+        )
+        for position in found.missing:
+            name = (engine.namespace, Key(asked[position]))
+            if self._is_announced(name):
+                replicas.pending.append(position)
+            else:
+                self._disks.add_sources(replicas, position, name, engine.node_id, MAX_TOLD)
+        return replicas
+
+    def gone(self, node_id: NodeId, changes: Changes) -> None:
+        """Chunks left a pool: those that were evicted from the last one are offered to its disk."""
+        if changes.hits and self._disks.is_open(node_id):
+            if self._ranked_at == _NEVER:
+                self._rank(_NEVER)
+            found = self._table.ask(changes.namespace, changes.keys, self._ranked, (), 1, None)
+            self._disks.demote(node_id, changes, found.missing)
+
+    def lost(self, namespace: Namespace, lost: LostReplicas) -> None:
+        """Sources have said that they do not have chunks."""
+        drop_lost(self._nodes, namespace, lost)
+        self._disks.drop_lost(namespace, lost)
+
+    def _first(self, engine: Engine, now: float) -> list[NodeId]:
+        """The sources that go before the least loaded: the own node, then those on its host."""
+        if len(self._nodes) <= FEW_NODES or now - self._ranked_at >= RANKING_S:
+            self._rank(now)
+        own = self._nodes.get(engine.node_id)
+        if own is None:
+            return []
+        others = [each for each in self._of_host.get(own.hostname, ()) if each != own.node_id]
+        return [own.node_id, *others]
+
+    def _rank(self, now: float) -> None:
+        nodes = sorted(
+            self._nodes.values(),
+            key=lambda node: (node.stats.queued_jobs + node.stats.reading, node.node_id),
+        )
+        self._ranked = tuple(node.node_id for node in nodes)
+        self._of_host = {}
+        for node in nodes:
+            self._of_host.setdefault(node.hostname, []).append(node.node_id)
+        self._ranked_at = now

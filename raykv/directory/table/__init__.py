@@ -1,0 +1,1 @@
+"""The directory's table of chunks: its protocol, eviction orders, and its variants."""

@@ -1,0 +1,484 @@
+"""The table of slots and chunks in plain Python: dicts, and any eviction policy."""
+
+from __future__ import annotations
+
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from operator import itemgetter
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import EngineId, Generation, Key, Namespace, NodeId, Slot
+from raykv.directory.table.policies import LRU, POLICIES, EvictionPolicy
+from raykv.directory.table.protocol import Changes, Chunk, Found, Held, Lease, Name, Stretch, Uses
+from raykv.directory.table.records import Clock, Records
+from raykv.directory.table.replicas import ReplicaIndex
+
+
+@dataclass(slots=True)
+class _SlotClass:
+    """All slots of one size; `free` has the longest free slot first, each with the lowest
+    generation that may still be stored there.
+
+    `spares` orders the chunks that another node has too, by their last use, `policy` all others.
+    For the policy, a chunk that becomes a spare is evicted, so that it may remember its uses.
+    """
+
+    policy: EvictionPolicy[tuple[str, bytes]]
+    spares: LRU[tuple[str, bytes]] = field(default_factory=LRU)
+    free: OrderedDict[Slot, Generation] = field(default_factory=OrderedDict)
+    claimed: set[Slot] = field(default_factory=set)
+    used_at: float = 0.0
+
+    def release(self, slot: Slot, lowest: Generation) -> None:
+        assert slot not in self.free, slot
+        self.free[slot] = lowest
+
+    def forget(self, name: Name) -> None:
+        self.policy.remove(name)
+        self.spares.remove(name)
+
+    def evict(self, name: Name) -> None:
+        """The chunk is given up for lack of room; `forget` has nothing left to do."""
+        self.policy.evicted(name)
+        self.spares.evicted(name)
+
+    def candidates(self) -> Iterator[tuple[str, bytes]]:
+        return chain(self.spares.candidates(), self.policy.candidates())
+
+
+class DictTable:
+    """A `ChunkTable` of dictionaries; `eviction_policy` is a name in `POLICIES`."""
+
+    def __init__(self, eviction_policy: str) -> None:
+        self._make_policy = POLICIES[eviction_policy]
+        self._nodes: dict[NodeId, DictNodeTable] = {}
+        self._index = ReplicaIndex()
+        # Of the last question, and the ranks that follow from it.
+        self._ranked: tuple[NodeId, ...] = ()
+        self._ranks: dict[NodeId, int] = {}
+        self._clock = Clock()
+
+    def set_clock(self, now: float) -> None:
+        """See `ChunkTable.set_clock`."""
+        self._clock.now = now
+
+    def add_node(self, node_id: NodeId, geometry: PoolGeometry) -> DictNodeTable:
+        """See `ChunkTable.add_node`."""
+        assert node_id not in self._nodes, node_id
+
+        def moved(name: Name, came: bool) -> None:
+            self._moved(node_id, name, came=came)
+
+        made = self._nodes[node_id] = DictNodeTable(geometry, self._make_policy, moved, self._clock)
+        return made
+
+    def remove_node(self, node_id: NodeId) -> None:
+        """See `ChunkTable.remove_node`; the chunks that others have too go in eviction order."""
+        lost = self._nodes.pop(node_id)
+        spares = lost.spares()
+        for name in spares:
+            self._moved(node_id, name, came=False)
+        for name in set(lost.names()).difference(spares):
+            self._index.remove(name, node_id)
+
+    def _moved(self, node_id: NodeId, name: Name, *, came: bool) -> None:
+        """A chunk came to a node, or went: those who hold it alone, or no longer, are to know."""
+        if came:
+            holders = self._index.add(name, node_id)
+            affected = holders if len(holders) == 2 else holders[-1:]
+        else:
+            holders = self._index.remove(name, node_id)
+            affected = holders if len(holders) == 1 else ()
+        for holder in affected:
+            self._nodes[holder].set_spare(name, len(holders) > 1)
+
+    def ask(
+        self,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        ranked: tuple[NodeId, ...],
+        first: Sequence[NodeId],
+        most: int,
+        until: float | None,
+    ) -> Found:
+        """See `ChunkTable.ask`."""
+        if ranked is not self._ranked:
+            self._ranked = ranked
+            self._ranks = {node_id: rank for rank, node_id in enumerate(ranked)}
+        ranks = ChainMap(
+            {node_id: at - len(first) for at, node_id in enumerate(first)}, self._ranks
+        )
+        found = Found([], [], [], [], [], [])
+        numbers: dict[NodeId, int] = {}
+        for position, key in enumerate(keys):
+            holders = sorted(self._index.nodes((namespace, Key(key))), key=ranks.__getitem__)
+            for node_id in holders[:most]:
+                node = self._nodes[node_id]
+                if until is not None:
+                    node.pin(namespace, [key], until)
+                chunk = node.held(namespace, Key(key))
+                found.key_index.append(position)
+                found.node_index.append(numbers.setdefault(node_id, len(numbers)))
+                found.slots.append(chunk.slot)
+                found.generations.append(chunk.generation)
+            if not holders:
+                found.missing.append(position)
+        found.nodes.extend(numbers)
+        return found
+
+    def check(self) -> None:
+        """See `ChunkTable.check`."""
+        for node in self._nodes.values():
+            node.check()
+        indexed = {
+            (name, node_id) for name in self._index.names() for node_id in self._index.nodes(name)
+        }
+        held = {(name, node_id) for node_id, node in self._nodes.items() for name in node.names()}
+        assert indexed == held, indexed ^ held
+        for node in self._nodes.values():
+            shared = {name for name in node.names() if len(self._index.nodes(name)) > 1}
+            assert set(node.spares()) == shared, shared
+
+
+class DictNodeTable:
+    """See `raykv.directory.table.protocol.NodeTable`.
+
+    Args:
+        geometry: of the node's pool.
+        make_policy: an empty one.
+        moved: told of each chunk that comes (True) or goes.
+        clock: that of all nodes.
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        make_policy: Callable[[], EvictionPolicy[tuple[str, bytes]]],
+        moved: Callable[[Name, bool], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self._make_policy = make_policy
+        self._moved = moved
+        self._classes: dict[int, _SlotClass] = {}
+        self._leases: dict[Slot, Lease] = {}
+        self._chunks: dict[Namespace, dict[Key, Chunk]] = {}
+        self._pinned: dict[Name, float] = {}
+        self._records = Records(geometry, clock or Clock())
+
+    def _class_of(self, slot_bytes: int) -> _SlotClass:
+        found = self._classes.get(slot_bytes)
+        if found is None:
+            found = _SlotClass(self._make_policy())
+            self._classes[slot_bytes] = found
+        return found
+
+    # Slabs
+
+    def give_slab(self, slab: int, slot_bytes: int, lowest: Generation) -> None:
+        """See `NodeTable.give_slab`."""
+        slot_class = self._class_of(slot_bytes)
+        for slot in self.geometry.slots_of(slab, slot_bytes):
+            slot_class.release(slot, lowest)
+
+    def take_slab(self, slab: int, slot_bytes: int) -> Generation:
+        """See `NodeTable.take_slab`."""
+        free = self._class_of(slot_bytes).free
+        return max(free.pop(slot) for slot in self.geometry.slots_of(slab, slot_bytes))
+
+    # Free slots
+
+    def num_free(self, slot_bytes: int) -> int:
+        """See `NodeTable.num_free`."""
+        return len(self._class_of(slot_bytes).free)
+
+    def lowest(self, slot: Slot, slot_bytes: int) -> Generation | None:
+        """See `NodeTable.lowest`."""
+        return self._class_of(slot_bytes).free.get(slot)
+
+    def claim(self, slot: Slot, slot_bytes: int) -> None:
+        """See `NodeTable.claim`."""
+        slot_class = self._class_of(slot_bytes)
+        del slot_class.free[slot]
+        slot_class.claimed.add(slot)
+
+    def release(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
+        """See `NodeTable.release`."""
+        slot_class = self._class_of(slot_bytes)
+        slot_class.claimed.remove(slot)
+        slot_class.release(slot, lowest)
+
+    # Leases
+
+    @property
+    def num_leases(self) -> int:
+        """See `NodeTable.num_leases`."""
+        return len(self._leases)
+
+    def lend(
+        self, slot_bytes: int, count: int, engine_id: EngineId, group: int, first: Generation
+    ) -> list[Slot]:
+        """See `NodeTable.lend`."""
+        free = self._class_of(slot_bytes).free
+        slots = [free.popitem(last=False)[0] for _ in range(min(count, len(free)))]
+        for number, slot in enumerate(slots):
+            generation = Generation(first + number)
+            self._leases[slot] = Lease(engine_id, group, generation, slot_bytes)
+        return slots
+
+    def lend_at(self, slot: Slot, lease: Lease) -> None:
+        """See `NodeTable.lend_at`."""
+        self._class_of(lease.slot_bytes).claimed.remove(slot)
+        self._leases[slot] = lease
+
+    def lease_of(self, slot: Slot) -> Lease | None:
+        """See `NodeTable.lease_of`."""
+        return self._leases.get(slot)
+
+    def is_leased_at(self, slot: Slot, generation: int) -> bool:
+        """See `NodeTable.is_leased_at`."""
+        lease = self._leases.get(slot)
+        return lease is not None and lease.generation == generation
+
+    def leases(self) -> dict[Slot, Lease]:
+        """See `NodeTable.leases`."""
+        return dict(self._leases)
+
+    def end_lease(self, slot: Slot, lowest: Generation) -> None:
+        """See `NodeTable.end_lease`."""
+        lease = self._leases.pop(slot)
+        self._class_of(lease.slot_bytes).release(slot, lowest)
+
+    # Chunks
+
+    def find(self, namespace: Namespace, key: Key) -> Chunk | None:
+        """See `NodeTable.find`."""
+        return self._chunks.get(namespace, {}).get(key)
+
+    def store(
+        self, came: Changes, slot_bytes: Sequence[int], cleared: Generation, *, from_free: bool
+    ) -> list[int]:
+        """See `NodeTable.store`."""
+        held = self._chunks.get(came.namespace, {})
+        others = []
+        rows = zip(came.keys, came.slots, came.generations, slot_bytes, strict=True)
+        for number, (key, place, generation, size) in enumerate(rows):
+            slot = Slot(place)
+            lease = self._leases.get(slot)
+            if lease is not None:
+                fits = (lease.generation, lease.slot_bytes) == (generation, size)
+            else:
+                fits = from_free and slot in self._class_of(size).free
+            if not fits or generation <= cleared or key in held:
+                others.append(number)
+                continue
+            if lease is None:
+                self.claim(slot, size)
+            chunk = Chunk(slot, Generation(generation), size)
+            self.hold((came.namespace, Key(key)), chunk)
+            held = self._chunks[came.namespace]
+        return others
+
+    def hold(self, name: Name, chunk: Chunk) -> None:
+        """See `NodeTable.hold`."""
+        namespace, key = name
+        slot_class = self._class_of(chunk.slot_bytes)
+        if self._leases.pop(chunk.slot, None) is None:
+            slot_class.claimed.remove(chunk.slot)
+        chunks = self._chunks.setdefault(namespace, {})
+        assert key not in chunks, name
+        chunks[key] = chunk
+        self._records.came(name, chunk.slot)
+        slot_class.policy.add(name)
+        self._moved(name, True)
+
+    def drop(self, namespace: Namespace, key: Key) -> Chunk | None:
+        """See `NodeTable.drop`."""
+        chunk = self._chunks.get(namespace, {}).pop(key, None)
+        if chunk is None:
+            return None
+        name = (namespace, key)
+        self._pinned.pop(name, None)
+        self._records.went(name)
+        slot_class = self._class_of(chunk.slot_bytes)
+        slot_class.forget(name)
+        slot_class.release(chunk.slot, Generation(chunk.generation + 1))
+        self._moved(name, False)
+        return chunk
+
+    def held(self, namespace: Namespace, key: Key) -> Chunk:
+        """A chunk that is held."""
+        return self._chunks[namespace][key]
+
+    def set_spare(self, name: Name, is_spare: bool) -> None:
+        """Whether another node has the chunk too; for the table of all nodes."""
+        slot_class = self._class_of(self._chunks[name[0]][name[1]].slot_bytes)
+        if is_spare == (name in slot_class.spares):
+            return
+        slot_class.evict(name)
+        (slot_class.spares if is_spare else slot_class.policy).add(name)
+
+    def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
+        """See `NodeTable.evict`."""
+        victims: list[Name] = []
+        for namespace, key in self._class_of(slot_bytes).candidates():
+            if len(victims) == count:
+                break
+            name = (Namespace(namespace), Key(key))
+            if self._pinned.get(name, now) <= now:
+                victims.append(name)
+        gone: list[Changes] = []
+        for namespace, names in groupby(victims, key=itemgetter(0)):
+            keys = [key for _, key in names]
+            hits = [self._records.of((namespace, key)).hits for key in keys]
+            for key in keys:
+                self._class_of(slot_bytes).evict((namespace, key))
+            dropped = [self.drop(namespace, key) for key in keys]
+            slots = [chunk.slot for chunk in dropped if chunk is not None]
+            generations = [chunk.generation for chunk in dropped if chunk is not None]
+            gone.append(Changes(False, namespace, keys, slots, generations, hits=hits))
+        return gone
+
+    def candidates(self, slot_bytes: int) -> Iterator[Slot]:
+        """See `NodeTable.candidates`."""
+        for namespace, key in self._class_of(slot_bytes).candidates():
+            yield self._chunks[Namespace(namespace)][Key(key)].slot
+
+    def clear(self, namespace: Namespace) -> None:
+        """See `NodeTable.clear`."""
+        for key in list(self._chunks.get(namespace, {})):
+            self.drop(namespace, key)
+        self._chunks.pop(namespace, None)
+
+    def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, Chunk]]:
+        """See `NodeTable.chunks_in`."""
+        return [(name, self.held(*name)) for name in self._records.in_slabs(slabs)]
+
+    # Use
+
+    def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """See `NodeTable.touch`."""
+        for key in keys:
+            chunk = self.find(namespace, Key(key))
+            if chunk is not None:
+                slot_class = self._class_of(chunk.slot_bytes)
+                slot_class.policy.touch((namespace, key))
+                slot_class.spares.touch((namespace, key))
+                self._records.used((namespace, Key(key)))
+
+    def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
+        """See `NodeTable.pin`."""
+        for key in keys:
+            if self.find(namespace, Key(key)) is not None:
+                self.pinned(namespace, Key(key), until)
+
+    def pinned(self, namespace: Namespace, key: Key, until: float) -> Chunk:
+        """A chunk that is held, and pinned now."""
+        chunk = self._chunks[namespace][key]
+        self._pinned[namespace, key] = max(until, self._pinned.get((namespace, key), until))
+        self.use(chunk.slot_bytes, until)
+        return chunk
+
+    def protect(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
+        """See `NodeTable.protect`."""
+        for key in keys:
+            if self.find(namespace, Key(key)) is not None:
+                self._pinned[namespace, Key(key)] = until
+
+    def pinned_slabs(self, now: float) -> set[int]:
+        """See `NodeTable.pinned_slabs`."""
+        names = [name for name, until in self._pinned.items() if until > now]
+        return {self.geometry.slab_of(self._chunks[space][key].slot) for space, key in names}
+
+    def forget_pins(self, now: float) -> None:
+        """See `NodeTable.forget_pins`."""
+        self._pinned = {name: until for name, until in self._pinned.items() if until > now}
+
+    def use(self, slot_bytes: int, now: float) -> None:
+        """See `NodeTable.use`."""
+        slot_class = self._class_of(slot_bytes)
+        slot_class.used_at = max(slot_class.used_at, now)
+
+    def used_at(self, slot_bytes: int) -> float:
+        """See `NodeTable.used_at`."""
+        return self._class_of(slot_bytes).used_at
+
+    # Listing
+
+    def sizes(self) -> dict[Namespace, int]:
+        """See `NodeTable.sizes`."""
+        return {name: len(chunks) for name, chunks in self._chunks.items()}
+
+    def holds_any(self, namespace: Namespace) -> bool:
+        """See `NodeTable.holds_any`."""
+        return bool(self._chunks.get(namespace))
+
+    def names(self) -> list[Name]:
+        """All chunks."""
+        return [(name, key) for name, chunks in self._chunks.items() for key in chunks]
+
+    def places(self, namespace: Namespace | None = None) -> Sequence[Name]:
+        """See `NodeTable.places`: here they are names."""
+        if namespace is None:
+            return self.names()
+        return [(namespace, key) for key in self._chunks.get(namespace, {})]
+
+    def held_at(self, places: Sequence[Name], namespace: Namespace | None = None) -> Held:
+        """See `NodeTable.held_at`."""
+        assert namespace is None or all(name[0] == namespace for name in places), namespace
+        found = [(name, self.find(*name)) for name in places]
+        chunks = [(name, chunk) for name, chunk in found if chunk is not None]
+        return Held(
+            namespaces=[name[0] for name, _ in chunks],
+            keys=[name[1] for name, _ in chunks],
+            slots=[chunk.slot for _, chunk in chunks],
+            generations=[chunk.generation for _, chunk in chunks],
+            slot_bytes=[chunk.slot_bytes for _, chunk in chunks],
+        )
+
+    def places_from(self, first: Slot, most: int, namespace: Namespace | None = None) -> Stretch:
+        """See `NodeTable.places_from`."""
+        return self._records.stretch(first, most, namespace)
+
+    def uses_at(self, places: Sequence[Name]) -> Uses:
+        """See `NodeTable.uses_at`."""
+        chunks = [self.held(*name) for name in places]
+        records = [self._records.of(name) for name in places]
+        return Uses(
+            slot_bytes=[chunk.slot_bytes for chunk in chunks],
+            stored_at=[record.stored_at for record in records],
+            used_at=[record.used_at for record in records],
+            hits=[record.hits for record in records],
+            is_spare=[
+                name in self._class_of(chunk.slot_bytes).spares
+                for name, chunk in zip(places, chunks, strict=True)
+            ],
+        )
+
+    def spares(self) -> list[Name]:
+        """See `NodeTable.spares`: in eviction order."""
+        return [
+            (Namespace(namespace), Key(key))
+            for slot_class in self._classes.values()
+            for namespace, key in slot_class.spares.candidates()
+        ]
+
+    def check(self) -> None:
+        """See `NodeTable.check`."""
+        for size, slot_class in self._classes.items():
+            leased = [slot for slot, lease in self._leases.items() if lease.slot_bytes == size]
+            held = [
+                (chunk.slot, (namespace, key))
+                for namespace, chunks in self._chunks.items()
+                for key, chunk in chunks.items()
+                if chunk.slot_bytes == size
+            ]
+            states = [*slot_class.free, *slot_class.claimed, *leased, *(slot for slot, _ in held)]
+            assert len(set(states)) == len(states), (size, states)
+            names = list(slot_class.candidates())
+            assert len(names) == len(held), (size, len(names), len(held))
+            assert set(names) == {name for _, name in held}, size
+        assert set(self._pinned) <= set(self.names()), self._pinned
+        self._records.check({name: self.held(*name).slot for name in self.names()})

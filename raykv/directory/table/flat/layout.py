@@ -1,0 +1,93 @@
+"""Where things are in the arrays of the flat table.
+
+A row is one slot, whatever its state, in 32-bit words. What a row has been told of a chunk stays
+there until another chunk comes, so that an evicted one can be read out afterwards.
+"""
+
+from __future__ import annotations
+
+from raykv.directory.table.worth import NUM_AGES, NUM_QUEUES, SCRATCH
+
+NONE = 0xFFFFFFFF
+"""Instead of a row number: there is none."""
+
+# Words of 64 bits in a row.
+GENERATION = 0
+"""Of the chunk or the lease; of a free slot: the lowest that may be stored there."""
+
+# Words of 32 bits in a row.
+PIN = 2
+"""Until when a chunk is not evicted, in ticks of the host's clock."""
+SLOT = 3
+CLASS = 4
+PREVIOUS = 5
+NEXT = 6
+"""Neighbours in the list of the slot's state and class."""
+TWIN = 7
+"""The next row that has the same key, on another node."""
+STATE = 8
+LAST = 9
+"""When the chunk was used last, in uses of its class, modulo 2 ** 32."""
+STORED, TOUCHED = 10, 11
+"""When a chunk came, and when it was used last, in ticks."""
+HITS = 12
+"""How often it has been used since it came."""
+NAME = 14
+"""Number of the namespace and length of the key; of a lease: number of the engine. The word before
+it is unused, so that a key of vLLM's length, which is 9 words, fills its row: keys that must be
+filled up take twice as long.
+"""
+KEY = 15
+"""The key's bytes, filled up with zeros; of a lease: the KV group."""
+
+LENGTH_BITS = 12
+"""Of a key's length in bytes, in the name."""
+
+# States; from FREE on a row is in a list, from SPARE on it has a chunk.
+GONE = 0
+CLAIMED = 1
+FREE = 2
+LEASED = 3
+SPARE = 4
+HELD = 5
+"""The first of the policy's queues, each of which is a state; `lru` has no other."""
+
+NUM_LISTS = 3 + NUM_QUEUES + 1
+"""For each class: those of the states, and that of its ghosts."""
+GHOSTS = NUM_LISTS - 1
+
+# Columns of the lists, the classes and a node's slabs.
+HEAD, TAIL, COUNT = 0, 1, 2
+NODE, SLOT_BYTES, USED, NOW, LEARNED_AT, DUE_AT, CLOCK = 0, 1, 2, 3, 4, 5, 6
+CLASS_COLUMNS = 7
+"""When slots were wanted last, in ticks; the times of the policy, in uses; and the time that it is,
+in ticks, the same in all classes.
+"""
+BASE, SLAB_CLASS, STRIDE = 0, 1, 2
+"""The first row of a slab (-1: it has no slot size), its class, and the pages of a slot."""
+
+# Words of 32 bits in a ghost. Number 0 is none: it has the free ones, and how many there are.
+HASH_LOW, HASH_HIGH = 0, 1
+"""Of the key in its class."""
+GHOST_LAST, GHOST_QUEUE = 2, 3
+"""When it was used last, and the queue that it was in; NONE if the ghost is free."""
+GHOST_PREVIOUS, GHOST_NEXT = 4, 5
+"""Neighbours in its class's list, the oldest first."""
+CHAIN = 6
+"""The next ghost of the same bucket."""
+GHOST_WORDS = 7
+
+# Columns of the lessons.
+USES = 0
+RETURNS = USES + NUM_QUEUES
+AGES = RETURNS + NUM_QUEUES
+WORTHS = AGES + NUM_AGES
+LESSON_SCRATCH = WORTHS + NUM_QUEUES * NUM_AGES
+LESSON_COLUMNS = LESSON_SCRATCH + SCRATCH
+
+TICKS_PER_S = 16
+"""So that 32 bits last for eight years."""
+
+HASH_BITS = 31
+MAX_LOAD = 0.8
+"""Share of the index's places that may be taken."""

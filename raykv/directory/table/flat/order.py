@@ -1,0 +1,358 @@
+"""In which order chunks are given up, compiled: `lru`, or `worth` as `table/worth.py` has it.
+
+A class's queues are lists of its rows. Where there are no lessons, the order is that of LRU: the
+first queue is the only one, and nothing is learned or remembered.
+
+Ghosts of all classes share an arena. Each is in the list of its class, from least to most recently
+evicted, and in the chain of a bucket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from raykv.directory.table import worth
+from raykv.directory.table.flat.arrays import (
+    ARRAYS,
+    COLUMN,
+    HASH,
+    INT,
+    ROWS,
+    Array,
+    Arrays,
+    inner,
+    outer,
+)
+from raykv.directory.table.flat.layout import (
+    AGES,
+    CHAIN,
+    CLAIMED,
+    CLASS,
+    COUNT,
+    DUE_AT,
+    FREE,
+    GHOST_LAST,
+    GHOST_NEXT,
+    GHOST_PREVIOUS,
+    GHOST_QUEUE,
+    GHOSTS,
+    HASH_BITS,
+    HASH_HIGH,
+    HASH_LOW,
+    HEAD,
+    HELD,
+    LAST,
+    LEARNED_AT,
+    LESSON_SCRATCH,
+    NEXT,
+    NONE,
+    NOW,
+    NUM_LISTS,
+    PIN,
+    RETURNS,
+    SPARE,
+    STATE,
+    TAIL,
+    USES,
+    WORTHS,
+)
+from raykv.directory.table.flat.lists import move
+from raykv.directory.table.flat.prefetch import prefetch
+from raykv.directory.table.worth import (
+    FEWEST_USES,
+    GHOSTS_PER_NAME,
+    LESSONS,
+    MOST_GHOSTS,
+    NUM_AGES,
+    NUM_QUEUES,
+)
+
+NUM_CURSORS = 1 + NUM_QUEUES
+"""One for the spares, and one for each queue."""
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+_REST = np.uint64(64 - HASH_BITS)
+
+_FLOATS = types.float64[::1]
+_age_index = inner(INT(INT))(worth.age_index)
+_learn = inner(types.void(*[_FLOATS] * 5, INT, INT))(worth.learn)
+
+
+# Ghosts
+
+
+@inner(HASH(HASH, INT))
+def _in_class(hashed: Any, of_class: int) -> Any:
+    """Hash of a key in its class."""
+    mixed = (hashed ^ np.uint64(of_class)) * _FACTOR
+    return mixed ^ (mixed >> _HALF)
+
+
+@inner(INT(COLUMN, HASH))
+def _bucket(buckets: Array, hashed: Any) -> int:
+    return (int(hashed >> _REST) * len(buckets)) >> HASH_BITS
+
+
+@inner(HASH(ROWS, INT))
+def _hash_of(ghosts: Array, number: int) -> Any:
+    return (np.uint64(ghosts[number, HASH_HIGH]) << _HALF) | np.uint64(ghosts[number, HASH_LOW])
+
+
+@inner(types.void(ARRAYS, INT, INT))
+def _end_ghost(arrays: Arrays, of_class: int, number: int) -> None:
+    """Take a ghost out of its list and its bucket."""
+    ghosts, buckets, lists = arrays.ghosts, arrays.buckets, arrays.lists
+    which = of_class * NUM_LISTS + GHOSTS
+    before, after = ghosts[number, GHOST_PREVIOUS], ghosts[number, GHOST_NEXT]
+    if before == 0:
+        lists[which, HEAD] = after
+    else:
+        ghosts[before, GHOST_NEXT] = after
+    if after == 0:
+        lists[which, TAIL] = before
+    else:
+        ghosts[after, GHOST_PREVIOUS] = before
+    lists[which, COUNT] -= 1
+    bucket = _bucket(buckets, _hash_of(ghosts, number))
+    other = buckets[bucket]
+    if other == number:
+        buckets[bucket] = ghosts[number, CHAIN]
+    else:
+        while ghosts[other, CHAIN] != number:
+            other = np.int64(ghosts[other, CHAIN])
+        ghosts[other, CHAIN] = ghosts[number, CHAIN]
+    ghosts[number, GHOST_QUEUE] = NONE
+    ghosts[number, GHOST_NEXT] = ghosts[0, GHOST_NEXT]
+    ghosts[0, GHOST_NEXT] = number
+    ghosts[0, GHOST_PREVIOUS] += 1
+
+
+@inner(INT(ARRAYS, HASH))
+def _ghost_of(arrays: Arrays, hashed: Any) -> int:
+    """The ghost of a key in its class, or 0. Two keys of one hash share it: a harmless mistake."""
+    ghosts, buckets = arrays.ghosts, arrays.buckets
+    number = buckets[_bucket(buckets, hashed)]
+    while number != 0 and _hash_of(ghosts, number) != hashed:
+        number = np.int64(ghosts[number, CHAIN])
+    return int(number)
+
+
+@inner(types.void(ARRAYS, INT, HASH, INT, INT))
+def _add_ghost(arrays: Arrays, of_class: int, hashed: Any, last: int, queue: int) -> None:
+    """Remember a name; there is room, see `Rows.reserve_ghosts`."""
+    ghosts, buckets, lists = arrays.ghosts, arrays.buckets, arrays.lists
+    number = np.int64(ghosts[0, GHOST_NEXT])
+    assert number != 0, "no room was reserved"
+    ghosts[0, GHOST_NEXT] = ghosts[number, GHOST_NEXT]
+    ghosts[0, GHOST_PREVIOUS] -= 1
+    ghosts[number, HASH_LOW] = np.uint32(hashed & np.uint64(NONE))
+    ghosts[number, HASH_HIGH] = np.uint32(hashed >> _HALF)
+    ghosts[number, GHOST_LAST] = last
+    ghosts[number, GHOST_QUEUE] = queue
+    which = of_class * NUM_LISTS + GHOSTS
+    tail = lists[which, TAIL]
+    ghosts[number, GHOST_PREVIOUS] = tail
+    ghosts[number, GHOST_NEXT] = 0
+    if tail == 0:
+        lists[which, HEAD] = number
+    else:
+        ghosts[tail, GHOST_NEXT] = number
+    lists[which, TAIL] = number
+    lists[which, COUNT] += 1
+    bucket = _bucket(buckets, hashed)
+    ghosts[number, CHAIN] = buckets[bucket]
+    buckets[bucket] = number
+
+
+@outer(types.void(ARRAYS, INT))
+def end_ghosts(arrays: Arrays, of_class: int) -> None:
+    """Forget all ghosts of a class."""
+    which = of_class * NUM_LISTS + GHOSTS
+    while arrays.lists[which, HEAD] != 0:
+        _end_ghost(arrays, of_class, arrays.lists[which, HEAD])
+
+
+@outer(types.void(ROWS, COLUMN, INT))
+def grow_ghosts(ghosts: Array, buckets: Array, old: int) -> None:
+    """Those from number `old` on are new, and the buckets are new and empty."""
+    for number in range(old, len(ghosts)):
+        ghosts[number, GHOST_QUEUE] = NONE
+        ghosts[number, GHOST_NEXT] = ghosts[0, GHOST_NEXT]
+        ghosts[0, GHOST_NEXT] = number
+        ghosts[0, GHOST_PREVIOUS] += 1
+    for number in range(1, old):
+        if ghosts[number, GHOST_QUEUE] != NONE:
+            bucket = _bucket(buckets, _hash_of(ghosts, number))
+            ghosts[number, CHAIN] = buckets[bucket]
+            buckets[bucket] = number
+
+
+@inner(types.void(ARRAYS, INT, HASH))
+def look_ahead(arrays: Arrays, of_class: int, hashed: Any) -> None:
+    """The bucket of a key that is about to come or go comes into the cache."""
+    prefetch(arrays.buckets, _bucket(arrays.buckets, _in_class(hashed, of_class)))
+
+
+# Queues
+
+
+@inner(INT(ARRAYS, INT))
+def _num_held(arrays: Arrays, of_class: int) -> int:
+    """How many chunks a class has in its queues."""
+    first = of_class * NUM_LISTS + HELD - FREE
+    count = 0
+    for queue in range(NUM_QUEUES):
+        count += arrays.lists[first + queue, COUNT]
+    return count
+
+
+@inner(types.void(ARRAYS, INT, INT))
+def _enter(arrays: Arrays, row: int, queue: int) -> None:
+    """A chunk is used now, and in that queue from now on."""
+    rows, classes, lessons = arrays.rows, arrays.classes, arrays.lessons
+    move(rows, arrays.lists, row, HELD + queue)
+    of_class = np.int64(rows[row, CLASS])
+    now = classes[of_class, NOW]
+    rows[row, LAST] = np.uint32(now & NONE)
+    now += 1
+    classes[of_class, NOW] = now
+    learned = lessons[of_class]
+    learned[USES + queue] += 1
+    if now >= max(classes[of_class, DUE_AT], FEWEST_USES):
+        num_held = _num_held(arrays, of_class)
+        passed = now - classes[of_class, LEARNED_AT]
+        _learn(
+            learned[USES:RETURNS],
+            learned[RETURNS:AGES],
+            learned[AGES:WORTHS],
+            learned[WORTHS:LESSON_SCRATCH],
+            learned[LESSON_SCRATCH:],
+            passed,
+            num_held,
+        )
+        classes[of_class, LEARNED_AT] = now
+        classes[of_class, DUE_AT] = now + max(FEWEST_USES, num_held // LESSONS)
+
+
+@inner(types.void(ARRAYS, INT, INT, INT))
+def _use_again(arrays: Arrays, row: int, queue: int, last: int) -> None:
+    of_class = np.int64(arrays.rows[row, CLASS])
+    learned = arrays.lessons[of_class]
+    age = (arrays.classes[of_class, NOW] - last) & NONE
+    learned[RETURNS + queue] += 1
+    learned[AGES + _age_index(age)] += 1
+    _enter(arrays, row, min(queue + 1, NUM_QUEUES - 1))
+
+
+@inner(types.void(ARRAYS, INT, HASH))
+def add(arrays: Arrays, row: int, hashed: Any) -> None:
+    """A row, in whatever state, has a chunk whose key has that hash, and nobody else has it."""
+    if len(arrays.lessons) == 0:
+        move(arrays.rows, arrays.lists, row, HELD)
+        return
+    of_class = np.int64(arrays.rows[row, CLASS])
+    number = _ghost_of(arrays, _in_class(hashed, of_class))
+    if number == 0:
+        _enter(arrays, row, 0)
+        return
+    last, queue = arrays.ghosts[number, GHOST_LAST], arrays.ghosts[number, GHOST_QUEUE]
+    _end_ghost(arrays, of_class, number)
+    _use_again(arrays, row, np.int64(queue), np.int64(last))
+
+
+@inner(types.void(ARRAYS, INT))
+def touch(arrays: Arrays, row: int) -> None:
+    """A chunk was used."""
+    state = np.int64(arrays.rows[row, STATE])
+    if state == SPARE or len(arrays.lessons) == 0:
+        move(arrays.rows, arrays.lists, row, state)
+    else:
+        _use_again(arrays, row, state - HELD, np.int64(arrays.rows[row, LAST]))
+
+
+@inner(types.void(ARRAYS, INT, HASH))
+def evict(arrays: Arrays, row: int, hashed: Any) -> None:
+    """A chunk is given up, or becomes a spare: its row is CLAIMED, its past may be remembered."""
+    state = np.int64(arrays.rows[row, STATE])
+    move(arrays.rows, arrays.lists, row, CLAIMED)
+    if state < HELD or len(arrays.lessons) == 0:
+        return
+    of_class = np.int64(arrays.rows[row, CLASS])
+    last = np.int64(arrays.rows[row, LAST])
+    _add_ghost(arrays, of_class, _in_class(hashed, of_class), last, state - HELD)
+    most = min(MOST_GHOSTS, GHOSTS_PER_NAME * max(_num_held(arrays, of_class), 1))
+    which = of_class * NUM_LISTS + GHOSTS
+    while arrays.lists[which, COUNT] > most:
+        _end_ghost(arrays, of_class, arrays.lists[which, HEAD])
+
+
+# Order
+
+
+@outer(types.void(ARRAYS, INT, COLUMN))
+def begin(arrays: Arrays, of_class: int, cursors: Array) -> None:
+    """Cursors before the first chunk of a class in eviction order."""
+    for number in range(NUM_CURSORS):
+        cursors[number] = arrays.lists[of_class * NUM_LISTS + SPARE - FREE + number, HEAD]
+
+
+@inner(INT(ROWS, INT, COLUMN, INT, COLUMN, INT))
+def _take(rows: Array, now: int, cursors: Array, cursor: int, out: Array, count: int) -> int:
+    """Move a cursor on; its row comes to the others in `out` unless it is pinned."""
+    row = cursors[cursor]
+    cursors[cursor] = rows[row, NEXT]
+    if rows[row, PIN] > now:
+        return count
+    out[count] = row
+    return count + 1
+
+
+@inner(types.void(ARRAYS, INT, INT, COLUMN, _FLOATS))
+def _look_at_first(
+    arrays: Arrays, of_class: int, queue: int, cursors: Array, worths: Array
+) -> None:
+    """Worth and age of the chunk that a queue gives up next."""
+    row = cursors[1 + queue]
+    if row != NONE:
+        age = (arrays.classes[of_class, NOW] - arrays.rows[row, LAST]) & NONE
+        worths[queue] = arrays.lessons[of_class, WORTHS + queue * NUM_AGES + _age_index(age)]
+        worths[NUM_QUEUES + queue] = age
+
+
+@outer(INT(ARRAYS, INT, INT, COLUMN, COLUMN))
+def following(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Array) -> int:
+    """The next rows in eviction order but those that are pinned after `now`, as many as `out` has
+    room for; returns how many. Spares come first, then the chunk that is worth the least.
+    """
+    rows = arrays.rows
+    count = 0
+    while count < len(out) and cursors[0] != NONE:
+        count = _take(rows, now, cursors, 0, out, count)
+    if len(arrays.lessons) == 0:
+        while count < len(out) and cursors[1] != NONE:
+            count = _take(rows, now, cursors, 1, out, count)
+        return count
+    worths = arrays.lessons[of_class, LESSON_SCRATCH:]
+    for queue in range(NUM_QUEUES):
+        _look_at_first(arrays, of_class, queue, cursors, worths)
+    while count < len(out):
+        best = -1
+        for queue in range(NUM_QUEUES):
+            if cursors[1 + queue] != NONE and (
+                best < 0
+                or worths[queue] < worths[best]
+                or (
+                    worths[queue] == worths[best]
+                    and worths[NUM_QUEUES + queue] > worths[NUM_QUEUES + best]
+                )
+            ):
+                best = queue
+        if best < 0:
+            break
+        count = _take(rows, now, cursors, 1 + best, out, count)
+        _look_at_first(arrays, of_class, best, cursors, worths)
+    return count

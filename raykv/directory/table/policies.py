@@ -1,0 +1,91 @@
+"""Eviction policies: in which order a node's chunks of one slot size are given up.
+
+A policy orders names; it owns no chunk. Invariant: it holds exactly the names that were added and
+neither removed nor evicted. The chunks of a request are touched from its tail, so that the head of
+a prefix, without which the rest is worthless, counts as the latest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from raykv.directory.table.arc import ARC
+from raykv.directory.table.s3fifo import S3FIFO
+from raykv.directory.table.worth import Worth
+
+N = TypeVar("N", bound=Hashable)
+
+
+class EvictionPolicy(Protocol[N]):
+    """What the block manager asks of a policy."""
+
+    def add(self, name: N) -> None:
+        """A chunk became READY. Adding a name again counts as touching it."""
+
+    def touch(self, name: N) -> None:
+        """The chunk was used. A name that is not held is ignored."""
+
+    def remove(self, name: N) -> None:
+        """The chunk is gone, whatever its worth. A name that is not held is ignored."""
+
+    def evicted(self, name: N) -> None:
+        """The chunk was given up for lack of room; a policy may remember that it was there.
+
+        A name that is not held is ignored.
+        """
+
+    def candidates(self) -> Iterator[N]:
+        """All names, the first to give up first. Not valid after a change of the policy."""
+
+    def __len__(self) -> int:
+        """How many names are held."""
+
+
+class LRU(Generic[N]):
+    """Least recently used first."""
+
+    def __init__(self) -> None:
+        # From least to most recently used.
+        self._names: OrderedDict[N, None] = OrderedDict()
+
+    def add(self, name: N) -> None:
+        """See `EvictionPolicy.add`."""
+        self._names[name] = None
+        self._names.move_to_end(name)
+
+    def touch(self, name: N) -> None:
+        """See `EvictionPolicy.touch`."""
+        if name in self._names:
+            self._names.move_to_end(name)
+
+    def remove(self, name: N) -> None:
+        """See `EvictionPolicy.remove`."""
+        self._names.pop(name, None)
+
+    def evicted(self, name: N) -> None:
+        """See `EvictionPolicy.evicted`."""
+        self.remove(name)
+
+    def candidates(self) -> Iterator[N]:
+        """See `EvictionPolicy.candidates`."""
+        return iter(self._names)
+
+    def __contains__(self, name: N) -> bool:
+        return name in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy[tuple[str, bytes]]]] = {
+    "worth": Worth,
+    "lru": LRU,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+}
+"""Policies by the name that the setting `eviction_policy` uses."""
+
+DEFAULT_POLICY = "worth"
+"""The name of the one that is used unless a setting names another."""

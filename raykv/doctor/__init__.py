@@ -1,0 +1,1 @@
+"""What is wrong with a cluster: facts, how they are gathered, and the checks."""

@@ -1,0 +1,530 @@
+"""What is wrong with a cluster, and how to mend it: facts in, findings out.
+
+Each check looks at one thing and says at least one line about it: what is wrong, with the values,
+or that all is well. Nothing here asks anybody; `raykv/doctor/gather.py` gathers the facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from raykv.doctor.facts import ClusterFacts, NodeFacts, Presence
+from raykv.memory.room import (
+    NEAR_BYTES,
+    RESERVE_BYTES,
+    MemoryLimit,
+    PoolNeeds,
+    human_bytes,
+    objection,
+)
+from raykv.protocol.findings import Finding, HostFacts, LimitFacts, Severity
+from raykv.protocol.status import EngineStatus
+
+MAX_SKEW_S = (2.0, 30.0)
+"""Clocks that differ by more are a warning, or a failure: then logs of two nodes can't be laid side
+by side, and what sorts by time (Ray's own dashboards, tokens that expire) goes wrong."""
+
+SILENT_S = 3.0
+"""A NodeActor reports every second."""
+
+SMALL_SHM_BYTES = 400 << 20
+"""What vLLM 0.32 takes there for an engine of one worker process: message queues of 160 and 240
+MiB. RayKV's pools are not in `/dev/shm`."""
+
+MANY_STORED = 1024
+"""Chunks: by then one that is asked for again has been, where prompts have anything in common."""
+
+MEANT = ("weights_version", "weights", "config", "quantization", "draft", "code")
+"""Traits that differ when two engines serve two models under one name."""
+
+
+def diagnose(facts: ClusterFacts) -> list[Finding]:
+    """All findings, in the order of `CHECKS`."""
+    findings = []
+    for name, check in CHECKS.items():
+        found = list(check(facts))
+        missing = _missing(name, facts)
+        if missing and not any(each.severity is Severity.FAIL for each in found):
+            found.append(_warn(name, f"not all is known: {missing}", "mend that first"))
+        findings += found or [Finding(name, Severity.OK, _FINE[name])]
+    return findings
+
+
+def _missing(check: str, facts: ClusterFacts) -> str:
+    """Whose silence keeps a check from being complete; empty if nobody's."""
+    if check in ("placement", "hashes") and facts.scheduler.presence is Presence.SILENT:
+        return "the scheduler actor does not answer"
+    silent = [
+        _node(node)
+        for node in facts.nodes
+        if node.is_alive and node.actor.presence is not Presence.MISSING and node.host is None
+    ]
+    if check in ("memory", "shm", "ports", "clocks", "threads") and silent:
+        return f"the NodeActor of {_some(silent)} tells nothing of its host"
+    return ""
+
+
+def _fail(check: str, what: str, mend: str) -> Finding:
+    return Finding(check, Severity.FAIL, what, mend)
+
+
+def _warn(check: str, what: str, mend: str) -> Finding:
+    return Finding(check, Severity.WARN, what, mend)
+
+
+# Actors
+
+
+def _scheduler(facts: ClusterFacts) -> Iterator[Finding]:
+    actor = facts.scheduler
+    state = f" (Ray says {actor.ray_state})" if actor.ray_state else ""
+    if actor.presence is Presence.MISSING:
+        if any(node.actor.presence is not Presence.MISSING for node in facts.nodes):
+            yield _fail(
+                "scheduler",
+                "there are NodeActors, but no scheduler actor",
+                "engines that run make a new one within seconds; if none does, see why in their "
+                "logs, or end what is left with `raykv down`",
+            )
+        else:
+            yield _warn(
+                "scheduler",
+                "RayKV does not run in this cluster",
+                "start an engine with RayKVConnector: it starts the actors",
+            )
+    elif actor.presence is Presence.SILENT and actor.ray_state in _UNPLACED:
+        yield _fail(
+            "scheduler",
+            f"the scheduler actor is not placed{state}: {actor.why}",
+            "it runs on Ray's head node; see whether that lives, and `ray list actors` for why "
+            "Ray does not start it",
+        )
+    elif actor.presence is Presence.SILENT:
+        yield _fail(
+            "scheduler",
+            f"the scheduler actor does not answer{state}: {actor.why}",
+            "engines go on with what their own nodes hold; if its process hangs, end it: Ray "
+            "starts another, which asks all nodes what they have",
+        )
+    if facts.status is not None and facts.status.paused:
+        yield _warn(
+            "scheduler",
+            "the cache is paused: engines neither load nor store",
+            "`raykv resume` switches it on",
+        )
+
+
+_UNPLACED = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})
+
+
+def _placement(facts: ClusterFacts) -> Iterator[Finding]:
+    known = {node.node_id: node for node in facts.nodes}
+    for node in facts.nodes:
+        yield from _placed(node, facts)
+    for engine in facts.engines:
+        at = known.get(engine.node_id)
+        if at is None or at.actor.presence is Presence.MISSING:
+            yield _fail(
+                "placement",
+                f"{_engine(engine)} is attached at node {_short(engine.node_id)}, which has no "
+                "NodeActor: it can neither load nor store",
+                "the engine makes one with its next exchange; if that does not happen, see its "
+                "log and whether Ray can start an actor on that node",
+            )
+    reporting = {node.node_id for node in facts.status.nodes} if facts.status else set()
+    for engine in facts.engines:
+        if engine.node_id not in reporting:
+            yield _fail(
+                "placement",
+                f"{_engine(engine)} is attached, but the NodeActor of its node "
+                f"{_short(engine.node_id)} does not report",
+                "see the log of that node's NodeActor (`ray logs`)",
+            )
+
+
+def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Finding]:
+    """What is wrong with a node's NodeActor as such."""
+    actor = node.actor
+    if actor.presence is Presence.MISSING:
+        return
+    if not node.is_alive:
+        yield _warn(
+            "placement",
+            f"a NodeActor waits for node {_short(node.node_id)}, which is gone",
+            "nothing is lost by ending it: `raykv down` ends all, the engines make theirs again",
+        )
+    elif actor.presence is Presence.SILENT:
+        state = f" (Ray says {actor.ray_state})" if actor.ray_state else ""
+        yield _fail(
+            "placement",
+            f"the NodeActor of {_node(node)} does not answer{state}: {actor.why}",
+            "engines there compute everything; if its process hangs, end it (Ray starts another); "
+            "if Ray has not placed it, see `ray list actors` for why",
+        )
+    elif facts.status is not None and not (node.description and node.description.refusal):
+        report = {each.node_id: each for each in facts.status.nodes}.get(node.node_id)
+        if report is None or report.age_s > SILENT_S:
+            since = "has never reported" if report is None else f"last did {report.age_s:.0f} s ago"
+            yield _fail(
+                "placement",
+                f"the NodeActor of {_node(node)} answers, but does not report to the scheduler "
+                f"actor: it {since}",
+                "see its log for 'no report to the scheduler actor'; the two can't reach each "
+                "other, or are of different versions",
+            )
+
+
+# Versions, hashes
+
+
+def _versions(facts: ClusterFacts) -> Iterator[Finding]:
+    for node in facts.nodes:
+        told = node.description
+        if told is not None and told.version != facts.protocol:
+            yield _fail(
+                "versions",
+                f"the NodeActor of {_node(node)} runs RayKV {told.raykv_version} (protocol "
+                f"{told.version}); this is RayKV {facts.raykv_version} (protocol "
+                f"{facts.protocol}): engines of one can't use the other",
+                "install the same RayKV on all nodes, then `raykv down`: the engines start the "
+                "actors anew",
+            )
+    yield from _several(
+        "RayKV",
+        {
+            "this process": facts.raykv_version,
+            **({"the scheduler actor": facts.status.raykv_version} if facts.status else {}),
+            **{
+                f"the NodeActor of {_node(node)}": node.description.raykv_version
+                for node in facts.nodes
+                if node.description is not None and node.description.version == facts.protocol
+            },
+        },
+    )
+    hosts = {_node(node): node.host for node in facts.nodes if node.host is not None}
+    yield from _several("Ray", {name: host.ray_version for name, host in hosts.items()})
+    yield from _several("Python", {name: host.python_version for name, host in hosts.items()})
+    yield from _several("engines'", {_engine(each): each.versions for each in facts.engines})
+
+
+def _several(of_what: str, versions: dict[str, str]) -> Iterator[Finding]:
+    """One line if not all are of one version; who tells none does not count."""
+    by_version: dict[str, list[str]] = {}
+    for who, version in versions.items():
+        if version:
+            by_version.setdefault(version, []).append(who)
+    if len(by_version) > 1:
+        told = "; ".join(f"{version}: {_some(who)}" for version, who in sorted(by_version.items()))
+        yield _warn(
+            "versions",
+            f"{of_what} versions differ: {told}",
+            "install the same version everywhere; an upgrade that is under way may take its time",
+        )
+
+
+def _hashes(facts: ClusterFacts) -> Iterator[Finding]:
+    by_model: dict[str, list[EngineStatus]] = {}
+    for engine in facts.engines:
+        by_model.setdefault(engine.model, []).append(engine)
+    for model, engines in sorted(by_model.items()):
+        yield from _shared(model, engines)
+
+
+def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Finding]:
+    """Why engines of one model don't share their chunks."""
+    random = [engine for engine in engines if engine.traits.get("hash_seed") == "random"]
+    if random:
+        yield _fail(
+            "hashes",
+            f"{_some([_engine(each) for each in random])} (model {model}) uses "
+            f"{random[0].traits.get('hash_algorithm', 'a hash')} with a random seed: no other "
+            "engine can use its chunks, nor can it after a restart",
+            "set PYTHONHASHSEED to the same number in the environment of every engine, or choose "
+            "vLLM's --prefix-caching-hash-algo sha256",
+        )
+    if len({engine.namespace for engine in engines}) < 2:
+        return
+    told = [engine for engine in engines if engine.traits]
+    differing = sorted(
+        name
+        for name in {name for engine in told for name in engine.traits}
+        if len({engine.traits.get(name, "") for engine in told}) > 1
+    )
+    for name in differing:
+        if name == "hash_seed" and random:
+            continue
+        yield _difference(model, name, told)
+    if not differing:
+        yield _warn(
+            "hashes",
+            f"the {len(engines)} engines of model {model} are in several namespaces, and do not "
+            "say why",
+            "give all engines the same RayKV",
+        )
+
+
+def _difference(model: str, name: str, engines: list[EngineStatus]) -> Finding:
+    by_value: dict[str, list[str]] = {}
+    for engine in engines:
+        by_value.setdefault(engine.traits.get(name, "unknown"), []).append(_engine(engine))
+    values = "; ".join(f"{value}: {_some(who)}" for value, who in sorted(by_value.items()))
+    what = f"engines of model {model} share nothing, since their {name} differs: {values}"
+    if name == "hash_seed":
+        return _fail("hashes", what, "set PYTHONHASHSEED to the same number for every engine")
+    if name == "hash_algorithm":
+        return _fail("hashes", what, "give every engine the same --prefix-caching-hash-algo")
+    if name in MEANT:
+        mend = "they serve different weights, and must not share; if not so, start them alike"
+        return _warn("hashes", what, mend)
+    return _warn("hashes", what, "give every engine the same configuration, if they should share")
+
+
+# Memory
+
+
+def _memory(facts: ClusterFacts) -> Iterator[Finding]:
+    for node in facts.nodes:
+        refusal = (node.description.refusal if node.description else "") or (
+            node.host.refusal if node.host else ""
+        )
+        if refusal:
+            yield _fail(
+                "memory",
+                f"{_node(node)} gives no pool: {refusal}",
+                "free the memory, or `raykv down` and start the engines with a pool_bytes that "
+                "fits; the NodeActor looks again every few seconds",
+            )
+        elif node.host is not None:
+            yield from _room(node, node.host)
+
+
+def _room(node: NodeFacts, host: HostFacts) -> Iterator[Finding]:
+    """Whether the rest of a pool that is there can still be touched."""
+    if host.is_short:
+        yield _fail(
+            "memory",
+            f"{_node(node)} is short of memory: {human_bytes(host.left_bytes)} of its pool of "
+            f"{human_bytes(host.pool_bytes)} are not touched, and nothing is stored there; "
+            f"{_limits(host)}",
+            "free memory on that node, raise the limit, or start with a smaller pool_bytes",
+        )
+        return
+    if not host.pool_bytes:
+        return
+    needs = PoolNeeds(host.pool_bytes, host.pool_bytes - host.left_bytes, host.is_memory)
+    # The reserve was kept when the pool was made; only what would run out is wrong now.
+    limits = [
+        MemoryLimit(each.free_bytes + RESERVE_BYTES, each.total_bytes, each.source)
+        for each in host.limits
+    ]
+    wrong = objection(needs, limits, None)
+    if wrong:
+        yield _fail(
+            "memory",
+            f"{_node(node)} can't give what is left of its pool: {human_bytes(host.left_bytes)} "
+            f"of {human_bytes(host.pool_bytes)} are not touched yet, but {_limits(host)}",
+            "free memory on that node, raise the limit, or start with a smaller pool_bytes",
+        )
+    elif host.is_memory and any(each.free_bytes < NEAR_BYTES for each in host.limits):
+        yield _warn(
+            "memory",
+            f"{_node(node)} has hardly any memory left: {_limits(host)}",
+            "Ray or the kernel will end processes there, perhaps the NodeActor, and with it the "
+            "pool: free memory on that node, or start with a smaller pool_bytes",
+        )
+
+
+def _limits(host: HostFacts) -> str:
+    """The tightest limit, in words."""
+    if not host.limits:
+        return "no limit is known"
+    limit: LimitFacts = min(host.limits, key=lambda each: each.free_bytes)
+    return (
+        f"{limit.source} allows {human_bytes(limit.total_bytes)} and has "
+        f"{human_bytes(limit.free_bytes)} free"
+    )
+
+
+def _shared_memory(facts: ClusterFacts) -> Iterator[Finding]:
+    for node in facts.nodes:
+        if node.host is not None and 0 < node.host.shm_bytes < SMALL_SHM_BYTES:
+            yield _warn(
+                "shm",
+                f"/dev/shm of {_node(node)} has {human_bytes(node.host.shm_bytes)}: vLLM starts no "
+                f"engine with worker processes below about {human_bytes(SMALL_SHM_BYTES)} (its CPU "
+                "build always has them)",
+                "give the container a larger /dev/shm (docker: --shm-size); RayKV needs none",
+            )
+    if sum(node.is_alive for node in facts.nodes) < 2:
+        return
+    for node in facts.nodes:
+        host = node.host
+        if host is None or not host.plasma_folder or host.plasma_folder.startswith("/dev/shm"):
+            continue
+        yield _warn(
+            "shm",
+            f"Ray keeps the objects of {_node(node)} in {host.plasma_folder}, not in /dev/shm, "
+            f"which has {human_bytes(host.shm_bytes)}: what is fetched goes through a disk",
+            "give the container a larger /dev/shm (docker: --shm-size), or start Ray there with an "
+            "--object-store-memory below it: 512 MiB are plenty for RayKV",
+        )
+
+
+# Disks
+
+LONG_UNOWNED_S = 3600.0
+"""What nobody has held for less may be of a cluster that starts anew."""
+
+
+def _disks(facts: ClusterFacts) -> Iterator[Finding]:
+    for status in facts.status.nodes if facts.status else ():
+        if status.disk.path and status.disk.problem:
+            yield _warn(
+                "disks",
+                f"node {_short(status.node_id)} writes nothing to {status.disk.path}: "
+                f"{status.disk.problem}",
+                "it is tried again every 15 s; what its pool evicts meanwhile is forgotten",
+            )
+    # Nodes that share a disk see the same.
+    seen: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for node in facts.nodes:
+        unowned = [] if node.host is None else node.host.unowned
+        old = [(each.path, each.num_bytes) for each in unowned if each.age_s > LONG_UNOWNED_S]
+        if old:
+            seen.setdefault(tuple(old), []).append(_node(node))
+    for folders, nodes in seen.items():
+        num_bytes = sum(size for _, size in folders)
+        yield _warn(
+            "disks",
+            f"{_some(nodes)} sees {human_bytes(num_bytes)} that no node holds, in "
+            f"{_some([path for path, _ in folders])}",
+            "a node that starts takes over the first one; delete them, if they are of no cluster "
+            "that is to find its chunks again",
+        )
+
+
+# Between the nodes
+
+
+def _ports(facts: ClusterFacts) -> Iterator[Finding]:
+    for node in facts.nodes:
+        for place, why in node.host.unreached if node.host is not None else ():
+            yield _fail(
+                "ports",
+                f"{_node(node)} can't reach {place.what} at {place.host}:{place.port}: {why}",
+                "open that port between the nodes, or fix Ray's ports with --node-manager-port "
+                "and --object-manager-port: without it nothing is fetched",
+            )
+
+
+def _clocks(facts: ClusterFacts) -> Iterator[Finding]:
+    for node in facts.nodes:
+        if node.host is None:
+            continue
+        skew = max(0.0, abs(node.skew_s) - node.skew_error_s)
+        if skew > MAX_SKEW_S[0]:
+            way = "ahead of" if node.skew_s > 0 else "behind"
+            yield Finding(
+                "clocks",
+                Severity.FAIL if skew > MAX_SKEW_S[1] else Severity.WARN,
+                f"the clock of {_node(node)} is {abs(node.skew_s):.1f} s {way} this host's",
+                "have both set by NTP (chrony, systemd-timesyncd)",
+            )
+
+
+def _breakers(facts: ClusterFacts) -> Iterator[Finding]:
+    for each in facts.breakers:
+        if each.state == "closed":
+            continue
+        severity = Severity.FAIL if each.state == "open" else Severity.WARN
+        reason = f": {each.reason}" if each.reason else ""
+        yield Finding(
+            "breakers",
+            severity,
+            f"{each.owner} does not ask {each.peer}, its breaker is {each.state}{reason}",
+            "see what is wrong with the peer; the breaker closes by itself when it answers again",
+        )
+
+
+def _threads(facts: ClusterFacts) -> Iterator[Finding]:
+    for node in facts.nodes:
+        if node.host is not None and node.host.threads_failed:
+            yield _warn(
+                "threads",
+                f"threads of the NodeActor of {_node(node)} have failed, or could not be started, "
+                f"{node.host.threads_failed} times; they were begun anew",
+                "see in its log why: a limit of processes (`ulimit -u`, pids.max of the container) "
+                "is to be raised, anything else is a defect to report",
+            )
+
+
+def _use(facts: ClusterFacts) -> Iterator[Finding]:
+    """Of a namespace as a whole: an engine that only prefills stores for others to load."""
+    spaces: dict[str, list[EngineStatus]] = {}
+    for engine in facts.engines:
+        spaces.setdefault(engine.namespace, []).append(engine)
+    for engines in spaces.values():
+        stored, loaded = (
+            sum(engine.counters.get(name, 0) for engine in engines)
+            for name in ("chunks_stored", "chunks_loaded")
+        )
+        if stored < MANY_STORED or loaded:
+            continue
+        yield _warn(
+            "use",
+            f"{_some([_engine(each) for each in engines])} (model {engines[0].model}) have stored "
+            f"{stored:,} chunks and loaded none",
+            "`raykv why-miss` of a request says why its tokens were computed: evicted or pool_full "
+            "need a larger pool_bytes; never_stored means that no two prompts begin alike",
+        )
+
+
+CHECKS = {
+    "scheduler": _scheduler,
+    "placement": _placement,
+    "versions": _versions,
+    "hashes": _hashes,
+    "memory": _memory,
+    "shm": _shared_memory,
+    "disks": _disks,
+    "ports": _ports,
+    "clocks": _clocks,
+    "breakers": _breakers,
+    "threads": _threads,
+    "use": _use,
+}
+"""Each by its name, in the order in which they are said."""
+
+_FINE = {
+    "scheduler": "the scheduler actor answers",
+    "placement": "every engine has its NodeActor, and all of them report",
+    "versions": "all parts are of one version",
+    "hashes": "engines of the same model share their chunks",
+    "memory": "every pool fits into what limits its node",
+    "shm": "/dev/shm is large enough for vLLM, and no fetch goes through a disk for want of it",
+    "disks": "every disk tier that there is can be written, and all of its folders are held",
+    "ports": "every node reaches the others",
+    "clocks": "all clocks agree",
+    "breakers": "no breaker is open",
+    "threads": "no thread of a NodeActor has failed",
+    "use": "what engines have stored is loaded again, or is too little to tell",
+}
+
+
+def _short(name: str) -> str:
+    return name[:12]
+
+
+def _node(node: NodeFacts) -> str:
+    host = f" ({node.hostname})" if node.hostname else ""
+    return f"node {_short(node.node_id)}{host}"
+
+
+def _engine(engine: EngineStatus) -> str:
+    return f"engine {_short(engine.engine_id)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """A few of them."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

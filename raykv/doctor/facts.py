@@ -1,0 +1,75 @@
+"""What the doctor knows of a cluster; somebody else has asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from raykv.protocol.findings import HostFacts
+from raykv.protocol.messages import NodeDescription
+from raykv.protocol.status import ClusterStatus, EngineStatus
+
+
+class Presence(StrEnum):
+    """What became of a question to an actor."""
+
+    ANSWERED = "answered"
+    SILENT = "silent"
+    """It is there, and did not answer in time."""
+    MISSING = "missing"
+    """There is no such actor."""
+
+
+@dataclass(frozen=True)
+class ActorFacts:
+    """A named actor. `ray_state` is Ray's word for it, empty where that is not known.
+
+    `why` is what went wrong with the question.
+    """
+
+    presence: Presence
+    ray_state: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """A Ray node that lives, or the NodeActor of one that does not (`is_alive` false)."""
+
+    node_id: str
+    hostname: str
+    is_alive: bool
+    actor: ActorFacts
+    description: NodeDescription | None = None
+    host: HostFacts | None = None
+    # Its clock minus ours, and by how much that may be wrong.
+    skew_s: float = 0.0
+    skew_error_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class BreakerFact:
+    """A breaker: who does not ask whom, and why. `state` is closed, open or half-open."""
+
+    owner: str
+    peer: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """All that the doctor looks at. `raykv_version` and `protocol` are its own process's."""
+
+    raykv_version: str
+    protocol: int
+    scheduler: ActorFacts
+    status: ClusterStatus | None
+    nodes: Sequence[NodeFacts] = ()
+    breakers: Sequence[BreakerFact] = ()
+
+    @property
+    def engines(self) -> list[EngineStatus]:
+        """All that are attached."""
+        return [] if self.status is None else self.status.engines

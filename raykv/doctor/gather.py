@@ -1,0 +1,259 @@
+"""Gathers what `raykv doctor` looks at. Every question has a deadline; who does not answer is a
+fact, not an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+
+import raykv
+from raykv.base.deadlines import DOCTOR_GCS_S, DOCTOR_REACH_S, DOCTOR_S, DOCTOR_TAKE_S, SILENCE_S
+from raykv.base.errors import ClusterError, first_line
+from raykv.cluster import names
+from raykv.cluster.ask import within
+from raykv.cluster.join import named_actors
+from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
+from raykv.protocol.findings import HostFacts, HostQuestion, Place
+from raykv.protocol.messages import PROTOCOL_VERSION, NodeDescription, decode, encode
+from raykv.protocol.status import ClusterStatus
+
+logger = logging.getLogger("raykv.doctor")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one question, or why there is none. `came_at` is in Unix seconds.
+
+    `is_dead`: Ray says that nobody is there to answer.
+    """
+
+    value: Any = None
+    error: str = ""
+    came_at: float = 0.0
+    is_dead: bool = False
+
+
+def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
+    """Look at the cluster that this process has joined.
+
+    Raises:
+        ClusterError: Ray itself does not answer.
+    """
+    nodes = ask_ray(ray.nodes)
+    named = ask_ray(named_actors)
+    states = _actor_states()
+    alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
+    actors = {name: _find(name) for name in named}
+    node_ids = {
+        name.removeprefix(names.NODE_PREFIX): name
+        for name in named
+        if name.startswith(names.NODE_PREFIX)
+    }
+    questions = {
+        names.SCHEDULER: lambda actor: actor.status.remote(),
+        **dict.fromkeys(node_ids.values(), lambda actor: actor.describe.remote()),
+    }
+    first = ask_all(actors, questions, deadline_s)
+    asked_at = time.time()
+    second = ask_all(actors, _host_questions(node_ids, list(alive.values())), deadline_s)
+    status = _decoded(first.get(names.SCHEDULER), ClusterStatus)
+    return ClusterFacts(
+        raykv_version=raykv.__version__,
+        protocol=PROTOCOL_VERSION,
+        scheduler=_actor_facts(names.SCHEDULER, named, first, states),
+        status=status,
+        breakers=[] if status is None else _breakers(status),
+        nodes=[
+            NodeFacts(
+                node_id=node_id,
+                hostname=str(alive.get(node_id, {}).get("NodeManagerHostname", "")),
+                is_alive=node_id in alive,
+                actor=_actor_facts(names.node_actor(node_id), named, first, states),
+                description=_decoded(first.get(names.node_actor(node_id)), NodeDescription),
+                **_host(second.get(names.node_actor(node_id)), asked_at),
+            )
+            for node_id in sorted({*alive, *node_ids})
+        ],
+    )
+
+
+def refusals(known: set[str], deadline_s: float = DOCTOR_S) -> dict[str, str]:
+    """By node: why NodeActors that are not among the `known` nodes have no pool."""
+    wanted = [
+        name
+        for name in ask_ray(named_actors)
+        if name.startswith(names.NODE_PREFIX) and name.removeprefix(names.NODE_PREFIX) not in known
+    ]
+    actors = {name: _find(name) for name in wanted}
+    answers = ask_all(
+        actors, dict.fromkeys(wanted, lambda actor: actor.describe.remote()), deadline_s
+    )
+    told = {name: _decoded(answer, NodeDescription) for name, answer in answers.items()}
+    return {
+        name.removeprefix(names.NODE_PREFIX): description.refusal
+        for name, description in told.items()
+        if description is not None and description.refusal
+    }
+
+
+def _breakers(status: ClusterStatus) -> list[BreakerFact]:
+    """Those of nodes and engines that are not closed."""
+    owners = [(f"node {node.node_id[:12]}", node.breakers) for node in status.nodes]
+    owners += [(f"engine {engine.engine_id[:12]}", engine.breakers) for engine in status.engines]
+    return [
+        BreakerFact(owner, peer, state, reason)
+        for owner, told in owners
+        for peer, state, reason in zip(told.peers, told.states, told.reasons, strict=True)
+    ]
+
+
+def ask_all(
+    actors: Mapping[str, Any],
+    questions: Mapping[str, Callable[[Any], Any]],
+    deadline_s: float,
+    watch: Callable[[list[str]], None] = lambda _: None,
+) -> dict[str, Answer]:
+    """Ask actors at the same time, each its question; by name, what came within the deadline.
+
+    `watch` is told once who has not answered after a second, if anybody.
+    """
+    answers: dict[str, Answer] = {}
+    refs: dict[Any, str] = {}
+    for name, question in questions.items():
+        if (actor := actors.get(name)) is None:
+            continue
+        try:
+            refs[question(actor)] = name
+        except Exception as error:
+            answers[name] = Answer(error=first_line(error))
+    give_up_at = time.monotonic() + deadline_s
+    tell_at: float | None = time.monotonic() + SILENCE_S
+    waiting = list(refs)
+    while waiting and (left := give_up_at - time.monotonic()) > 0:
+        if tell_at is not None and tell_at <= time.monotonic():
+            watch(sorted(refs[ref] for ref in waiting))
+            tell_at = None
+        if tell_at is not None:
+            left = min(left, max(0.0, tell_at - time.monotonic()))
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+        came_at = time.time()
+        for ref in done:
+            try:
+                answers[refs[ref]] = Answer(ray.get(ref, timeout=DOCTOR_TAKE_S), came_at=came_at)
+            except Exception as error:
+                is_dead = isinstance(error, ray.exceptions.ActorDiedError)
+                answers[refs[ref]] = Answer(error=first_line(error), is_dead=is_dead)
+    for ref in waiting:
+        answers[refs[ref]] = Answer(error=f"no answer within {deadline_s:g} s")
+    return answers
+
+
+def ask_ray(call: Callable[[], T]) -> T:
+    """The result of a call to Ray that has no deadline of its own.
+
+    Raises:
+        ClusterError: it took longer than `DOCTOR_GCS_S`, or failed.
+    """
+    try:
+        return within(DOCTOR_GCS_S, call)
+    except TimeoutError:
+        raise ClusterError(
+            f"Ray's head node does not answer within {DOCTOR_GCS_S:g} s: is its gcs_server alive?"
+        ) from None
+    except Exception as error:
+        raise ClusterError(f"Ray does not answer: {first_line(error)}") from error
+
+
+def _find(name: str) -> Any | None:
+    try:
+        return ask_ray(lambda: ray.get_actor(name, namespace=names.RAY_NAMESPACE))
+    except ClusterError:
+        return None
+
+
+def _actor_states() -> dict[str, str]:
+    """Ray's state of each of our actors by name; what is alive hides earlier lives.
+
+    Ray's own state API needs its dashboard, which a local cluster does not run.
+    """
+    try:
+        from ray._private.state import actors
+
+        table = ask_ray(actors)
+    except Exception as error:
+        logger.debug("no states of actors: %s", error)
+        return {}
+    ours = ("SchedulerActor", "NodeActor")
+    found = [
+        entry
+        for entry in table.values()
+        if entry.get("Name") and entry.get("ActorClassName", "").rpartition(".")[2] in ours
+    ]
+    found.sort(key=lambda entry: entry.get("State") != "DEAD")
+    return {entry["Name"]: entry["State"] for entry in found}
+
+
+def _actor_facts(
+    name: str, named: list[str], answers: Mapping[str, Answer], states: Mapping[str, str]
+) -> ActorFacts:
+    if name not in named:
+        return ActorFacts(Presence.MISSING)
+    state = states.get(name, "")
+    answer = answers.get(name, Answer(error="it can't be found"))
+    if answer.error:
+        return ActorFacts(Presence.SILENT, state, answer.error)
+    return ActorFacts(Presence.ANSWERED, state)
+
+
+def _host_questions(
+    node_ids: Mapping[str, str], alive: list[dict[str, Any]]
+) -> dict[str, Callable[[Any], Any]]:
+    """Each NodeActor tries the ports of all other nodes."""
+    places = {node["NodeID"]: _places(node) for node in alive}
+    questions: dict[str, Callable[[Any], Any]] = {}
+    for node_id, name in node_ids.items():
+        others = [place for other, mine in places.items() if other != node_id for place in mine]
+        raw = encode(HostQuestion(others, DOCTOR_REACH_S))
+        questions[name] = lambda actor, raw=raw: actor.host.remote(raw)  # type: ignore[misc]
+    return questions
+
+
+def _places(node: dict[str, Any]) -> list[Place]:
+    host = str(node["NodeManagerAddress"])
+    who = f"of node {node['NodeID'][:12]}"
+    return [
+        Place(host, int(node["NodeManagerPort"]), f"the raylet {who}"),
+        Place(host, int(node["ObjectManagerPort"]), f"the object manager {who}"),
+    ]
+
+
+def _host(answer: Answer | None, asked_at: float) -> dict[str, Any]:
+    """Fields of `NodeFacts` out of a NodeActor's facts of its host."""
+    facts = _decoded(answer, HostFacts)
+    if facts is None or answer is None:
+        return {}
+    middle = (asked_at + answer.came_at) / 2
+    return {
+        "host": facts,
+        "skew_s": facts.wall_time - middle,
+        "skew_error_s": (answer.came_at - asked_at) / 2,
+    }
+
+
+def _decoded(answer: Answer | None, kind: type[Any]) -> Any | None:
+    """The struct in an answer; None if there is none, or one of another RayKV's."""
+    if answer is None or answer.error:
+        return None
+    try:
+        return decode(answer.value, kind)
+    except Exception as error:
+        logger.debug("an answer can't be read: %s", error)
+        return None

@@ -1,0 +1,1 @@
+"""What runs in EngineCore: the view of its node, remote chunks, accounts, the exchange."""

@@ -1,0 +1,230 @@
+"""Accounts of prompt tokens: how many were cached, loaded, or computed and why, by request.
+
+         admit: nothing to load
+ WAITING ────────────────────────────────────────────► SETTLED ──► the record
+  │  ▲  └──── admit: tokens to load ────► LOADING ──────▲  admit: the load has ended
+  │  └────── look: nothing came of it ──────┘ │
+  └──────────────────── close ────────────────┴─► the record, what was not settled is ABORTED
+
+vLLM asks for a request's chunks until there is an answer (`look`, then lookups), gives it blocks
+(`admit`), and, if something was loaded, gives it its turn later (`admit` again). What comes after
+that, pre-emptions for example, changes nothing any more: its first prefill is what counts.
+
+Threads: `take_records` alone may run on the exchange thread.
+
+Invariant: in each record, prompt = own + loaded + the sum of missed, and none is negative.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+
+from raykv.base.ids import MissReason
+from raykv.engine.outbox import take
+from raykv.engine.requests import Miss
+from raykv.protocol.miss_types import CHUNK_NAME_BYTES, MissRecord
+
+MAX_WAITING = 1024
+"""Records that wait for an exchange; beyond it the oldest are lost, and remain in the counters."""
+
+MAX_RECORDS = 128
+"""Records in one message: some 20 KiB, and their chunks' names."""
+
+MAX_NAMES_BYTES = 32 << 10
+"""Of chunks' names in the records that wait for an exchange; further requests have none, or those
+of their first chunks."""
+
+MAX_NAMED = 2048
+"""Chunks of one request that are named: that takes 0.2 ms of vLLM's scheduler."""
+
+
+class Stage(Enum):
+    """How far a request has come."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    SETTLED = "settled"
+
+
+@dataclass(slots=True)
+class TokenAccount:
+    """Of one request, in tokens.
+
+    `own`: in vLLM's cache. `loaded`: is being loaded, or was. `fetched`: of those, what another
+    node had, and `disk` what a disk had. `failed`: should have been, but was not. `miss`: what the
+    lookups found missing first; `otherwise` is the reason if they did not.
+    """
+
+    prompt: int
+    tokens_per_chunk: int
+    own: int = 0
+    loaded: int = 0
+    fetched: int = 0
+    disk: int = 0
+    failed: int = 0
+    stage: Stage = Stage.WAITING
+    miss: Miss | None = None
+    otherwise: MissReason = MissReason.OTHER
+    failure: MissReason | None = None
+
+    def look(self, own: int, otherwise: MissReason) -> None:
+        """Lookups begin; an earlier load has failed as a whole."""
+        if self.stage is not Stage.SETTLED:
+            self.stage = Stage.WAITING
+            self.own, self.loaded, self.failure = min(own, self.prompt), 0, None
+            self.fetched = self.disk = 0
+            self.otherwise = otherwise
+
+    def admit(self, computed: int, external: int, miss: Miss | None) -> None:
+        """The request got blocks.
+
+        Args:
+            computed: tokens that vLLM counts as computed; 0 when lookups have just been made.
+            external: tokens to be loaded now.
+            miss: what these lookups found missing.
+        """
+        if self.stage is Stage.WAITING:
+            self.miss = miss
+            self.loaded = min(external, self.prompt - self.own)
+            self.stage = Stage.LOADING if external else Stage.SETTLED
+        elif self.stage is Stage.LOADING:
+            if self.failure is not None:
+                came = min(self.loaded, max(0, computed - self.own))
+                self.failed, self.loaded = self.loaded - came, came
+            self.stage = Stage.SETTLED
+
+    def missed(self) -> dict[MissReason, int]:
+        """The tokens that were not loaded, by reason."""
+        rest = self.prompt - self.own - self.loaded
+        if self.stage is not Stage.SETTLED:
+            return _positive({MissReason.ABORTED: self.prompt - self.own})
+        rest -= self.failed
+        reason = self.otherwise if self.miss is None else self.miss.reason
+        # A window, or a recurrent state, is not loaded up to the prompt's last token.
+        is_end = reason is MissReason.OTHER and rest <= self.tokens_per_chunk
+        end = rest if is_end else min(rest, self._unloadable())
+        found: Counter[MissReason] = Counter()
+        found[MissReason.INCOMPLETE_CHUNK] += end
+        found[reason] += rest - end
+        found[self.failure or MissReason.LOAD_FAILED] += self.failed
+        return _positive(found)
+
+    def _unloadable(self) -> int:
+        """Tokens that vLLM does not look up: a load has whole chunks, and at least one."""
+        end = self.prompt % self.tokens_per_chunk
+        is_too_short = self.prompt - end - self.own < self.tokens_per_chunk
+        return self.prompt if is_too_short else end
+
+    def record(self, request_id: str, chunks: bytes = b"") -> MissRecord:
+        """The account is closed; `chunks` as in `MissRecord`."""
+        missed = self.missed()
+        is_loaded = self.stage is Stage.SETTLED
+        has_key = self.miss is not None and self.miss.reason in missed
+        record = MissRecord(
+            request_id=request_id,
+            prompt=self.prompt,
+            own=self.own,
+            loaded=self.loaded if is_loaded else 0,
+            fetched=min(self.fetched, self.loaded) if is_loaded else 0,
+            disk=max(0, min(self.disk, self.loaded - self.fetched)) if is_loaded else 0,
+            missed={str(reason): count for reason, count in missed.items()},
+            missing=self.miss.key if has_key and self.miss is not None else b"",
+            chunks=chunks,
+            chunk_tokens=self.tokens_per_chunk,
+        )
+        total = record.own + record.loaded + sum(record.missed.values())
+        assert total == record.prompt, record
+        return record
+
+
+def _positive(counts: dict[MissReason, int]) -> dict[MissReason, int]:
+    assert all(count >= 0 for count in counts.values()), counts
+    return {reason: count for reason, count in counts.items() if count}
+
+
+@dataclass(slots=True)
+class Accounts:
+    """Of all requests of an engine.
+
+    `tokens_per_chunk`: loads are whole numbers of so many tokens.
+    """
+
+    tokens_per_chunk: int = 1
+    num_prompt: int = 0
+    num_own: int = 0
+    num_loaded: int = 0
+    num_fetched: int = 0
+    num_disk: int = 0
+    missed: Counter[str] = field(default_factory=Counter)
+    _open: dict[str, TokenAccount] = field(default_factory=dict)
+    _refined: Counter[str] = field(default_factory=Counter)
+    _records: deque[MissRecord] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
+    # Bytes of names since no record has waited.
+    _named: int = 0
+
+    def open(self, request_id: str, num_prompt: int) -> None:
+        """A request is new; a second call for the same id changes nothing."""
+        self._open.setdefault(request_id, TokenAccount(num_prompt, self.tokens_per_chunk))
+
+    def get(self, request_id: str) -> TokenAccount | None:
+        """That of a request that has not ended."""
+        return self._open.get(request_id)
+
+    def close(self, request_id: str, keys: Sequence[bytes] = ()) -> MissRecord | None:
+        """The request has ended; None if it was never seen, or has ended before.
+
+        `keys` are those of its chunks, in order, of the group that decides what is loaded.
+        """
+        account = self._open.pop(request_id, None)
+        if account is None:
+            return None
+        record = account.record(request_id, self._names(keys))
+        self.num_prompt += record.prompt
+        self.num_own += record.own
+        self.num_loaded += record.loaded
+        self.num_fetched += record.fetched
+        self.num_disk += record.disk
+        self.missed.update(record.missed)
+        self._records.append(record)
+        return record
+
+    def _names(self, keys: Sequence[bytes]) -> bytes:
+        if not self._records:
+            self._named = 0
+        most = min(MAX_NAMED, (MAX_NAMES_BYTES - self._named) // CHUNK_NAME_BYTES)
+        names = b"".join([key[:CHUNK_NAME_BYTES] for key in islice(keys, most)])
+        self._named += len(names)
+        return names
+
+    def refine(self, better: Mapping[str, int]) -> None:
+        """Tokens that were taken for NEVER_STORED were missed for those reasons."""
+        for reason, count in better.items():
+            self.missed[reason] += count
+            self.missed[MissReason.NEVER_STORED] -= count
+            self._refined[reason] += count
+
+    def take_refined(self) -> Counter[str]:
+        """What `refine` was told since the last call."""
+        refined, self._refined = self._refined, Counter()
+        return refined
+
+    def take_records(self) -> list[MissRecord]:
+        """Those to be told to the scheduler actor now."""
+        return take(self._records, MAX_RECORDS)
+
+    def counter_values(self) -> dict[str, int]:
+        """Tokens since the engine's start, by name; reasons that have occurred only."""
+        totals = {
+            "prompt_tokens": self.num_prompt,
+            "own_cache_tokens": self.num_own,
+            "loaded_tokens": self.num_loaded,
+            "fetched_tokens": self.num_fetched,
+            "disk_tokens": self.num_disk,
+        }
+        return totals | {
+            f"missed_tokens_{name}": count for name, count in list(self.missed.items())
+        }

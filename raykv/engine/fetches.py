@@ -1,0 +1,267 @@
+"""An engine has its NodeActor fetch chunks of other nodes: orders out, results into its inbox.
+
+One background thread makes the calls, another one looks for what is overdue; the engine's thread
+only appends to a queue. Every order ends with a `FetchEnded`, whatever happens to the NodeActor and
+to the calls: at the latest when its deadline and a grace have passed since `submit`, and at once
+while the NodeActor's breaker is open.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from raykv.base.deadlines import FETCH_GRACE_S, FETCH_LOOK_S, FETCHER_PAUSES_S
+from raykv.base.ids import Refusal
+from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.cluster import names
+from raykv.cluster.breaker import Breakers, Pauses
+from raykv.engine.remote import FetchOrder
+from raykv.node.peers import what_failed
+from raykv.protocol.check import check_fetched
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    FetchRequest,
+    FetchResult,
+    Handles,
+    Replicas,
+    encode,
+)
+from raykv.protocol.told import BreakerReport
+
+logger = logging.getLogger("raykv.fetch")
+
+MAX_QUEUED = 1024
+"""Requests that wait for the thread; beyond it they fail at once."""
+
+MAX_CHUNKS = 512
+"""Per request: with two sources each it stays under Ray's 100 KiB inline limit."""
+
+MAX_BYTES = 64 << 20
+"""Per request: the first chunks of a long prefix are READY before the last ones have come."""
+
+
+@dataclass(frozen=True)
+class FetchEnded:
+    """Orders that are over; `result` None: nobody knows how."""
+
+    orders: list[FetchOrder]
+    result: FetchResult | None
+
+
+@dataclass(frozen=True)
+class _Flying:
+    orders: list[FetchOrder]
+    overdue_at: float
+    call: int
+
+
+class FetchClient:
+    """See the module's docstring.
+
+    Args:
+        namespace: of the engine's chunks.
+        find: returns the node's NodeActor.
+        deadline_s: for each request.
+        with_checksums: whether the NodeActor checks what arrives.
+    """
+
+    def __init__(
+        self, namespace: str, find: Callable[[], Any], deadline_s: float, *, with_checksums: bool
+    ) -> None:
+        self._with_checksums = with_checksums
+        self._namespace = namespace
+        self._find = find
+        self._deadline_s = deadline_s
+        self._queue: queue.Queue[tuple[int, int]] = queue.Queue(MAX_QUEUED)
+        self._flying: dict[int, _Flying] = {}
+        # Guards the breaker too.
+        self._lock = threading.Lock()
+        self.breakers = Breakers(Pauses(*FETCHER_PAUSES_S))
+        self._counter = 0
+        self._actor: Any = None
+        self._stopped = threading.Event()
+        self._is_started = False
+        self._threads = [
+            SupervisedThread("raykv-fetch", self._run, OnFailure.RUN_AGAIN),
+            SupervisedThread("raykv-fetch-watch", self._watch, OnFailure.RUN_AGAIN),
+        ]
+        self._deliver: Callable[[FetchEnded], None] = lambda _: None
+
+    def start(self, deliver: Callable[[FetchEnded], None]) -> None:
+        """Begin; `deliver` is called from other threads."""
+        self._deliver = deliver
+        self._is_started = True
+        self._revive()
+
+    def _revive(self) -> bool:
+        """Whether orders are carried out; the threads are started where that was in vain."""
+        is_running = self._is_started and not self._stopped.is_set()
+        return not is_running or all(thread.revive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """End the threads; nobody waits for what is under way."""
+        self._stopped.set()
+
+    def submit(self, orders: list[FetchOrder], node_epoch: int) -> None:
+        """Have chunks fetched; on the engine's thread, returns at once."""
+        now = time.monotonic()
+        if orders and not self._revive():
+            self._deliver(FetchEnded(orders, _refused(node_epoch, len(orders))))
+            return
+        for part in split(orders):
+            self._counter += 1
+            number = self._counter
+            with self._lock:
+                call = self.breakers.begin(names.OWN_NODE_FETCHES, now)
+                if call is not None:
+                    overdue_at = now + self._deadline_s + FETCH_GRACE_S
+                    self._flying[number] = _Flying(part, overdue_at, call)
+            if call is None:
+                self._deliver(FetchEnded(part, _refused(node_epoch, len(part))))
+                continue
+            try:
+                self._queue.put_nowait((number, node_epoch))
+            except queue.Full:
+                self._answer(number, None)
+
+    def breaker_report(self, now: float) -> BreakerReport:
+        """Whether the NodeActor is left alone; any thread may ask."""
+        with self._lock:
+            return self.breakers.report(now)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                number, node_epoch = self._queue.get(timeout=FETCH_LOOK_S)
+            except queue.Empty:
+                continue
+            with self._lock:
+                flying = self._flying.get(number)
+            if flying is not None:
+                self._begin(number, flying.orders, node_epoch)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(FETCH_LOOK_S):
+            self._give_up_overdue()
+
+    def _begin(self, number: int, orders: list[FetchOrder], node_epoch: int) -> None:
+        request = msgspec.structs.replace(
+            fetch_request(self._namespace, orders, node_epoch, self._deadline_s),
+            with_checksums=self._with_checksums,
+        )
+        try:
+            if self._actor is None:
+                self._actor = self._find()
+            future = self._actor.fetch.remote(encode(request)).future()
+        except Exception as error:
+            self._fail(number, error)
+            return
+        future.add_done_callback(lambda done: self._end(number, done))
+
+    def _end(self, number: int, done: Any) -> None:
+        """In a thread of Ray."""
+        try:
+            result = receive(done.result(), FetchResult, "the NodeActor", "the engine")
+            with self._lock:
+                flying = self._flying.get(number)
+            if flying is not None:
+                check_fetched(result, len(flying.orders))
+        except Exception as error:
+            self._fail(number, error)
+            return
+        with self._lock:
+            is_back = self.breakers.worked(names.OWN_NODE_FETCHES)
+        if is_back:
+            logger.warning("the NodeActor fetches again")
+        self._answer(number, result)
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        self._actor = None
+        self._count_failure(number, what_failed(error))
+        self._answer(number, None)
+
+    def _count_failure(self, number: int, reason: str) -> None:
+        with self._lock:
+            flying = self._flying.get(number)
+            is_new = flying is not None and self.breakers.failed(
+                names.OWN_NODE_FETCHES, flying.call, time.monotonic(), reason
+            )
+        if is_new:
+            logger.warning("the NodeActor does not fetch: %s", reason)
+
+    def _answer(self, number: int, result: FetchResult | None) -> None:
+        with self._lock:
+            flying = self._flying.pop(number, None)
+            if flying is not None:
+                self.breakers.forget(names.OWN_NODE_FETCHES, flying.call, time.monotonic())
+        if flying is not None:
+            self._deliver(FetchEnded(flying.orders, result))
+
+    def _give_up_overdue(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            overdue = [number for number, one in self._flying.items() if now >= one.overdue_at]
+        for number in overdue:
+            self._count_failure(number, "no answer in time")
+            self._answer(number, None)
+
+
+def _refused(node_epoch: int, num_chunks: int) -> FetchResult:
+    """Of orders that are not even begun."""
+    none = [0] * num_chunks
+    return FetchResult(node_epoch, [int(Refusal.BREAKER_OPEN)] * num_chunks, none, none)
+
+
+def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
+    """Orders in parts of at most `MAX_CHUNKS` and, except for single ones, `MAX_BYTES`."""
+    part: list[FetchOrder] = []
+    num_bytes = 0
+    for order in orders:
+        if part and (len(part) == MAX_CHUNKS or num_bytes + order.num_bytes > MAX_BYTES):
+            yield part
+            part, num_bytes = [], 0
+        part.append(order)
+        num_bytes += order.num_bytes
+    if part:
+        yield part
+
+
+def fetch_request(
+    namespace: str, orders: list[FetchOrder], node_epoch: int, deadline_s: float
+) -> FetchRequest:
+    """Orders as columns."""
+    sources = Replicas([], [], [], [], [], [])
+    numbers: dict[tuple[str, int], int] = {}
+    for position, order in enumerate(orders):
+        for replica in order.replicas:
+            place = (str(replica.node_id), int(replica.node_epoch))
+            if place not in numbers:
+                numbers[place] = len(numbers)
+                sources.nodes.append(place[0])
+                sources.node_epochs.append(place[1])
+            sources.key_index.append(position)
+            sources.node_index.append(numbers[place])
+            sources.slots.append(replica.handle.slot)
+            sources.generations.append(replica.handle.generation)
+    return FetchRequest(
+        version=PROTOCOL_VERSION,
+        namespace=namespace,
+        node_epoch=node_epoch,
+        handles=Handles(
+            [order.key for order in orders],
+            [order.handle.slot for order in orders],
+            [order.handle.generation for order in orders],
+        ),
+        slot_bytes=[order.num_bytes for order in orders],
+        sources=sources,
+        deadline_s=deadline_s,
+    )

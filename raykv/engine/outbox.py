@@ -1,0 +1,88 @@
+"""What the engine's view has to tell: queues of news, and columns for messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from raykv.base.ids import Key
+from raykv.protocol.messages import MAX_KEYS, Handle, Handles, Leases, handles_of
+
+T = TypeVar("T")
+
+MAX_TOUCHES = 65_536
+"""Touches waiting for an exchange; beyond it the oldest are lost, which only ages them."""
+
+
+def _queue() -> deque[Any]:
+    return deque(maxlen=MAX_TOUCHES)
+
+
+@dataclass
+class Outbox:
+    """What the scheduler actor should hear of this node's chunks and slots.
+
+    Threads: `fields` and `has_news` alone may run on the exchange thread.
+    """
+
+    touched: deque[Key] = field(default_factory=_queue)
+    pinned: deque[Key] = field(default_factory=_queue)
+    released: deque[tuple[int, Handle]] = field(default_factory=deque)
+    dropped: deque[tuple[Key, Handle]] = field(default_factory=_queue)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something should not wait for the next heartbeat."""
+        return bool(self.pinned or self.released or self.dropped)
+
+    def clear(self) -> None:
+        """Nothing of it holds any more."""
+        for queue in (self.touched, self.pinned, self.released, self.dropped):
+            queue.clear()
+
+    def fields(self) -> dict[str, Any]:
+        """Those of the next `SyncRequest`."""
+        return {
+            "touched": take(self.touched, MAX_KEYS // 2),
+            "pinned": take(self.pinned, MAX_KEYS // 2),
+            "released": lease_columns(take(self.released, MAX_KEYS // 2)),
+            "dropped": columns(take(self.dropped, MAX_KEYS // 4)),
+        }
+
+
+def take(queue: deque[T], most: int) -> list[T]:
+    """Take up to `most` off the left end; another thread may empty the queue meanwhile."""
+    taken: list[T] = []
+    with suppress(IndexError):
+        while len(taken) < most:
+            taken.append(queue.popleft())
+    return taken
+
+
+def rows(handles: Handles) -> Iterable[tuple[Key, Handle]]:
+    """Columns as keys and handles."""
+    places = handles_of(handles.slots, handles.generations)
+    return zip(cast("list[Key]", handles.keys), places, strict=True)
+
+
+def columns(named: Iterable[tuple[Key, Handle]]) -> Handles:
+    """Keys and handles as columns."""
+    named = list(named)
+    return Handles(
+        [key for key, _ in named],
+        [handle.slot for _, handle in named],
+        [handle.generation for _, handle in named],
+    )
+
+
+def lease_columns(leases: Iterable[tuple[int, Handle]]) -> Leases:
+    """KV groups and handles as columns."""
+    leases = list(leases)
+    return Leases(
+        [group for group, _ in leases],
+        [handle.slot for _, handle in leases],
+        [handle.generation for _, handle in leases],
+    )

@@ -1,0 +1,444 @@
+"""What an engine knows of other nodes' chunks: its questions, the answers, what it has fetched.
+
+                ask                    answer                 order (a lease is there)
+   (unknown) ────────► UNANSWERED ─────────────► FOUND ────────────────────► FETCHING ──► READY
+                        ▲      │                                                │
+                 asked  │      ├──► PENDING (somebody is storing it)            ▼
+                 again  └──────┼─────┘                                       (unknown)
+                               └──► MISS, for the requests that had asked
+
+Answers belong to the requests that asked: a later request asks again. A fetch belongs to all.
+
+Threads: as in `EngineView`; `take_questions` and `take_announced` may run on the exchange thread.
+
+Invariant: a key that is FETCHING has a lease of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from raykv.base.ids import (
+    Epoch,
+    Generation,
+    Key,
+    Lookup,
+    MissReason,
+    NodeId,
+    Refusal,
+    Slot,
+    TokenSource,
+    group_of,
+)
+from raykv.engine.cost import FetchCost
+from raykv.engine.outbox import columns, take
+from raykv.engine.requests import Replica, RequestState
+from raykv.engine.stock import LeaseStock
+from raykv.protocol.messages import FetchResult, Handle, Handles, LostReplicas, Replicas
+
+MAX_QUESTIONS = 65_536
+"""Keys that wait to be asked for; beyond it the oldest are lost, and count as unanswered until the
+deadline of their request."""
+
+MAX_ASKED = 16_384
+"""Keys that one request asks for at its start: 2 million tokens in chunks of 128."""
+
+
+@dataclass(frozen=True)
+class ChunkSize:
+    """Of a KV group: bytes of a slot, and tokens whose KV it holds."""
+
+    num_bytes: int = 1
+    num_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """Times in seconds; sizes by KV group index."""
+
+    query_deadline_s: float = 1.0
+    fetch_deadline_s: float = 10.0
+    pending_deadline_s: float = 2.0
+    sizes: dict[int, ChunkSize] | None = None
+
+    def size_of(self, key: Key) -> ChunkSize:
+        """Of the chunk's group."""
+        return (self.sizes or {}).get(group_of(key), ChunkSize())
+
+
+@dataclass(frozen=True)
+class FetchOrder:
+    """A chunk to be fetched into a leased slot, the best source first."""
+
+    key: Key
+    handle: Handle
+    num_bytes: int
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True)
+class EndedFetch:
+    """A fetch that has ended, and where the chunk is now; None is nowhere, for that reason."""
+
+    order: FetchOrder
+    place: Handle | None
+    reason: MissReason = MissReason.FETCH_FAILED
+
+
+_LATE = MissReason.FETCH_FAILED
+
+_REASONS = {
+    Refusal.STALE: MissReason.EVICTED,
+    Refusal.CLEARED: MissReason.CLEARED,
+    Refusal.BAD_HANDLE: MissReason.NODE_LOST,
+    Refusal.NODE_LOST: MissReason.NODE_LOST,
+}
+"""Why a chunk did not come, where its source said more than that it failed."""
+
+
+class RemoteChunks:
+    """See the module's docstring."""
+
+    def __init__(self, settings: RemoteSettings, cost: FetchCost) -> None:
+        self.settings = settings
+        self.cost = cost
+        # Whether there is anybody else who may have chunks of this namespace.
+        self.has_peers = False
+        # Whether calls to the scheduler actor fail; set by the exchange thread.
+        self.is_cut_off = False
+        # Found keys that no lease was left for.
+        self.unleased: set[Key] = set()
+        self.num_asked = 0
+        self.num_declined = 0
+        self.num_timed_out = 0
+        self.fetching_bytes = 0
+        self._fetching: dict[Key, FetchOrder] = {}
+        self._orders: list[FetchOrder] = []
+        self._questions: deque[Key] = deque(maxlen=MAX_QUESTIONS)
+        # Who waits for the answer about a key, and for a key that is being stored elsewhere.
+        self._askers: dict[Key, list[RequestState]] = {}
+        self._repeated: dict[Key, None] = {}
+        # Requests that the answer at hand has told nothing about a key that must come, by identity.
+        self._doubting: dict[int, RequestState] = {}
+        self._announced: deque[tuple[Key, Handle]] = deque(maxlen=MAX_QUESTIONS)
+        self._lost: deque[tuple[str, bytes, int]] = deque(maxlen=MAX_QUESTIONS)
+
+    def counter_values(self) -> dict[str, int]:
+        """Counters by name; the rates are what `cost.py` counts with, 0 if unknown."""
+        return {
+            "chunks_asked": self.num_asked,
+            "fetches_declined": self.num_declined,
+            "waits_timed_out": self.num_timed_out,
+            "fetch_bytes_per_s": int(self.cost.fetch_bytes_per_s or 0),
+            "disk_bytes_per_s": int(self.cost.disk_bytes_per_s or 0),
+            "prefill_tokens_per_s": int(self.cost.prefill_tokens_per_s or 0),
+        }
+
+    # Questions
+
+    def ask(self, request: RequestState, keys: Iterable[Key]) -> None:
+        """Have the scheduler actor asked who has `keys`, unless this request has asked before."""
+        # Who had the prompt prefilled knows of a peer that the last heartbeat could not tell of.
+        has_peers = self.has_peers or request.options.prefilled
+        if not has_peers or not request.is_known:
+            return
+        for key in keys:
+            if key in request.asked:
+                continue
+            request.asked.add(key)
+            request.unanswered.add(key)
+            askers = self._askers.setdefault(key, [])
+            if not askers:
+                self._questions.append(key)
+                self.num_asked += 1
+            askers.append(request)
+
+    def ask_again(self) -> None:
+        """Questions that were under way got lost: the engine has attached anew."""
+        self._questions.extend(self._askers)
+
+    def take_questions(self, most: int, may_repeat: bool) -> list[bytes]:
+        """Keys to ask for now; those that were being stored again, if `may_repeat`."""
+        taken: list[bytes] = [*take(self._questions, most)]
+        if may_repeat:
+            taken += list(self._repeated)[: most - len(taken)]
+        return taken
+
+    @property
+    def has_questions(self) -> bool:
+        """Whether there are keys that were not asked for yet."""
+        return bool(self._questions)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something should not wait for the next heartbeat."""
+        return bool(self._questions or self._announced or self._lost)
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether there are keys to ask for again and again."""
+        return bool(self._repeated)
+
+    def announce(self, key: Key, handle: Handle) -> None:
+        """The chunk is being stored: who asks for it should wait."""
+        if self.has_peers:
+            self._announced.append((key, handle))
+
+    def take_announced(self, most: int) -> Handles:
+        """Announcements to be sent now."""
+        return columns(take(self._announced, most))
+
+    def take_answer(
+        self, asked: Iterable[bytes], replicas: Replicas, own_epoch: Epoch, own_id: NodeId | None
+    ) -> list[tuple[Key, Handle]]:
+        """Give the answer to the requests that wait for it.
+
+        Returns:
+            What is on the own node after all: another engine stored it there meanwhile.
+        """
+        found: dict[int, list[Replica]] = {}
+        told = zip(
+            replicas.key_index,
+            replicas.node_index,
+            replicas.slots,
+            replicas.generations,
+            strict=True,
+        )
+        for position, node, slot, generation in told:
+            handle = Handle(Slot(slot), Generation(generation))
+            source = Replica(
+                NodeId(replicas.nodes[node]), Epoch(replicas.node_epochs[node]), handle
+            )
+            found.setdefault(position, []).append(source)
+        pending = set(replicas.pending)
+        local: list[tuple[Key, Handle]] = []
+        for position, raw in enumerate(asked):
+            key = Key(raw)
+            sources = found.get(position, [])
+            local += [
+                (key, source.handle)
+                for source in sources
+                if source.node_id == own_id and source.node_epoch == own_epoch
+            ]
+            others = tuple(source for source in sources if source.node_id != own_id)
+            self._settle(key, others, is_pending=position in pending, is_there=bool(sources))
+        while self._doubting:
+            self._doubting.popitem()[1].repeats_left -= 1
+        return local
+
+    def _settle(
+        self, key: Key, sources: tuple[Replica, ...], *, is_pending: bool, is_there: bool
+    ) -> None:
+        if is_pending:
+            if key in self._askers:
+                self._repeated[key] = None
+            for request in self._askers.get(key, ()):
+                request.unanswered.discard(key)
+                request.pending.add(key)
+            return
+        self._repeated.pop(key, None)
+        for request in self._askers.pop(key, ()):
+            request.pending.discard(key)
+            if not is_there and request.repeats_left:
+                self._doubt(request, key)
+                continue
+            request.unanswered.discard(key)
+            if sources:
+                request.found[key] = sources
+
+    def _doubt(self, request: RequestState, key: Key) -> None:
+        """Ask again: the announcement is on its way."""
+        request.unanswered.add(key)
+        self._askers.setdefault(key, []).append(request)
+        self._repeated[key] = None
+        self._doubting[id(request)] = request
+
+    def finish_request(self, request: RequestState) -> None:
+        """It waits for nothing any more."""
+        for key in request.unanswered | request.pending:
+            askers = [other for other in self._askers.get(key, ()) if other is not request]
+            if askers:
+                self._askers[key] = askers
+            else:
+                self._askers.pop(key, None)
+                self._repeated.pop(key, None)
+
+    # Lookups
+
+    def lookup(
+        self,
+        request: RequestState,
+        key: Key,
+        now: float,
+        stock: LeaseStock,
+    ) -> Lookup:
+        """About a key that this node does not have; begins a fetch if another one has it.
+
+        Args:
+            request: who wants it.
+            key: what.
+            now: seconds, for deadlines.
+            stock: a fetch takes its lease from there.
+        """
+        if key in self._fetching:
+            may_wait = request.may_wait(now, self.settings.fetch_deadline_s)
+            return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, _LATE)
+        if key in request.found:
+            return self._fetch(request, key, now, stock)
+        if key not in request.asked:
+            self.ask(request, [key])
+        if key in request.pending:
+            may_wait = request.may_wait(now, self.settings.pending_deadline_s)
+            too_long = MissReason.PENDING_TOO_LONG
+            return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, too_long)
+        if key in request.unanswered:
+            may_ask = request.may_ask(now, self.settings.query_deadline_s)
+            silent = MissReason.BREAKER_OPEN if self.is_cut_off else MissReason.UNANSWERED
+            return Lookup.RETRY if may_ask else self._give_up(request, key, silent)
+        return request.missed(key, request.unfetched.get(key, MissReason.NEVER_STORED))
+
+    def _give_up(self, request: RequestState, key: Key, reason: MissReason) -> Lookup:
+        """The deadline has passed."""
+        self.num_timed_out += 1
+        return request.missed(key, reason)
+
+    def _fetch(
+        self,
+        request: RequestState,
+        key: Key,
+        now: float,
+        stock: LeaseStock,
+    ) -> Lookup:
+        if request.fetches is None:
+            request.fetches = self._is_worth_it(request)
+        if not request.fetches:
+            return request.missed(key, MissReason.FETCH_SLOWER)
+        if request.has_waited(now, self.settings.fetch_deadline_s):
+            return request.missed(key, _LATE)
+        handle = stock.take(group_of(key))
+        if handle is None:
+            self.unleased.add(key)
+            is_dry = stock.is_dry(group_of(key))
+            may_ask = not is_dry and request.may_ask(now, self.settings.query_deadline_s)
+            return Lookup.RETRY if may_ask else request.missed(key, MissReason.POOL_FULL)
+        self.unleased.discard(key)
+        size = self.settings.size_of(key).num_bytes
+        order = FetchOrder(key, handle, size, request.found[key])
+        self._fetching[key] = order
+        self._orders.append(order)
+        self.fetching_bytes += size
+        request.may_wait(now, self.settings.fetch_deadline_s)
+        return Lookup.HIT_PENDING
+
+    def _is_worth_it(self, request: RequestState) -> bool:
+        """Compare the times for all that was found so far, unless computing is what to avoid."""
+        if request.options.prefilled:
+            return True
+        num_bytes: Counter[TokenSource] = Counter()
+        tokens: Counter[int] = Counter()
+        for key in request.found:
+            size = self.settings.size_of(key)
+            num_bytes[request.source_of(key)] += size.num_bytes
+            tokens[group_of(key)] += size.num_tokens
+        from_nodes, from_disks = num_bytes[TokenSource.OTHER_NODE], num_bytes[TokenSource.DISK]
+        is_worth_it = self.cost.prefers_fetch(
+            from_nodes, max(tokens.values()), self.fetching_bytes, from_disks
+        )
+        self.num_declined += 0 if is_worth_it else len(request.found)
+        return is_worth_it
+
+    # Fetches
+
+    def is_fetching(self, key: Key) -> bool:
+        """Whether the chunk is on its way here."""
+        return key in self._fetching
+
+    def take_orders(self) -> list[FetchOrder]:
+        """Fetches to begin now."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def finish(
+        self, orders: Iterable[FetchOrder], result: FetchResult | None
+    ) -> Iterator[EndedFetch]:
+        """A fetch has ended; gives for each order where the chunk is now.
+
+        Orders that were forgotten meanwhile are left out.
+        """
+        orders = list(orders)
+        if result is not None:
+            sources = {order.replicas[0].source for order in orders}
+            if sources == {TokenSource.DISK}:
+                self.cost.came_from_disk(result.num_bytes, result.seconds)
+            elif sources == {TokenSource.OTHER_NODE}:
+                self.cost.fetched(result.num_bytes, result.seconds)
+            lost = result.lost
+            self._lost.extend(zip(lost.nodes, lost.keys, lost.generations, strict=True))
+        for position, order in enumerate(orders):
+            known = self._fetching.get(order.key)
+            if known is None or known.handle != order.handle:
+                continue
+            self._drop(order)
+            refusal = Refusal.TOO_LATE if result is None else Refusal(result.refusals[position])
+            if result is None or refusal is not Refusal.NONE:
+                yield EndedFetch(order, None, _REASONS.get(refusal, MissReason.FETCH_FAILED))
+                continue
+            slot, generation = result.slots[position], result.generations[position]
+            yield EndedFetch(order, Handle(Slot(slot), Generation(generation)))
+
+    def take_lost(self, most: int) -> LostReplicas:
+        """What sources said they don't have."""
+        lost = take(self._lost, most)
+        return LostReplicas(
+            [node for node, _, _ in lost], [key for _, key, _ in lost], [gen for _, _, gen in lost]
+        )
+
+    def _drop(self, order: FetchOrder) -> None:
+        del self._fetching[order.key]
+        self.fetching_bytes -= order.num_bytes
+
+    def abandon(self, condition: Callable[[FetchOrder], bool]) -> None:
+        """Forget fetches: their leases are not ours any more."""
+        for order in [order for order in self._fetching.values() if condition(order)]:
+            self._drop(order)
+        self._orders = [order for order in self._orders if order.key in self._fetching]
+
+    def abandon_at(self, key: Key, handle: Handle) -> None:
+        """Forget the fetch of a key into that very slot: it was given up again already."""
+        order = self._fetching.get(key)
+        if order is not None and order.handle == handle:
+            self._drop(order)
+
+    def leases(self) -> list[tuple[int, Handle]]:
+        """Leases of fetches under way, with their KV groups."""
+        return [(group_of(order.key), order.handle) for order in list(self._fetching.values())]
+
+    def forget_all(self) -> None:
+        """The namespace was cleared, or the node has a new life: nothing that was known holds."""
+        self.abandon(lambda _: True)
+        self._announced.clear()
+        self.unleased.clear()
+
+    def forget_found(self, requests: Iterable[RequestState]) -> None:
+        """The answers that requests were given do not hold."""
+        for request in requests:
+            request.found.clear()
+
+    def forget_cleared(self, requests: Iterable[RequestState], cleared: Generation) -> None:
+        """The namespace was cleared up to a generation, perhaps while nobody could say so."""
+        for request in requests:
+            for key, sources in list(request.found.items()):
+                left = tuple(each for each in sources if each.handle.generation > cleared)
+                if left:
+                    request.found[key] = left
+                else:
+                    del request.found[key]
+                    request.unfetched[key] = MissReason.CLEARED
+
+    def forget_source(self, requests: Iterable[RequestState], key: Key, reason: MissReason) -> None:
+        """A chunk did not come: for who knows of it that is how it is."""
+        for request in requests:
+            if request.found.pop(key, None) is not None:
+                request.unfetched[key] = reason

@@ -1,0 +1,161 @@
+"""What the engine's view remembers of one request: what it allows, and what it must not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raykv.base.ids import Epoch, Generation, Key, Lookup, MissReason, NodeId, TokenSource
+from raykv.protocol.disk import is_disk
+from raykv.protocol.messages import Handle
+
+PREFILLED_REPEATS = 10
+"""Answers that a `prefilled` request does not believe. An announcement leaves the engine before the
+step that computes the chunk, so that it is late by milliseconds at most. With one answer each
+`REPEAT_PAUSE_S` it is a fifth of a second, which is what a prompt costs that was not stored."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A chunk on another node, or on a disk, in that life of its NodeActor.
+
+    Of a disk `node_id` is the disk's name, and `handle` has the chunk's place there for a slot.
+    """
+
+    node_id: NodeId
+    node_epoch: Epoch
+    handle: Handle
+
+    @property
+    def source(self) -> TokenSource:
+        """What it is to who wants it."""
+        return TokenSource.DISK if is_disk(self.node_id) else TokenSource.OTHER_NODE
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request allows: `load` from the cache, `store` into it.
+
+    `prefilled`: another engine has just computed the prompt for it. Its chunks are announced or on
+    their way to be, so that nobody's having them is not the last word; and they are fetched
+    however fast this engine computes, which has other requests to serve. `no_load`: why it does not
+    load, if it does not.
+    """
+
+    load: bool = True
+    store: bool = True
+    prefilled: bool = False
+    no_load: MissReason = MissReason.OPTED_OUT
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A chunk that a lookup did not find, and why."""
+
+    key: Key
+    reason: MissReason
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request from its first sight to its end.
+
+    `barred` are keys whose load failed for it; they stay a MISS. `waiting_since` is when a lookup
+    first found a chunk that was not READY yet. Of the keys that were `asked` for elsewhere some are
+    `unanswered`, some `pending` (being stored elsewhere), some `found`; the others are a MISS.
+    `asking_since` is when a lookup first found a key without an answer. `fetches`: whether the
+    found ones are worth a fetch, once that is decided. `unfetched`: found ones that did not come.
+    `miss` is what the latest lookup that was a MISS did not find. `repeats_left`: how many more
+    answers without a sign of some key are not believed.
+    """
+
+    options: RequestOptions
+    barred: set[Key] = field(default_factory=set)
+    waiting_since: float | None = None
+    asked: set[Key] = field(default_factory=set)
+    unanswered: set[Key] = field(default_factory=set)
+    pending: set[Key] = field(default_factory=set)
+    found: dict[Key, tuple[Replica, ...]] = field(default_factory=dict)
+    asking_since: float | None = None
+    fetches: bool | None = None
+    unfetched: dict[Key, MissReason] = field(default_factory=dict)
+    miss: Miss | None = None
+    is_known: bool = True
+    repeats_left: int = 0
+
+    def barrier(self, key: Key) -> MissReason | None:
+        """Why this request must not have a chunk, should it be here."""
+        if not self.options.load:
+            return self.options.no_load
+        return MissReason.LOAD_FAILED if key in self.barred else None
+
+    def source_of(self, key: Key) -> TokenSource:
+        """Where a chunk was before this request wanted it."""
+        replicas = self.found.get(key)
+        return replicas[0].source if replicas else TokenSource.SAME_NODE
+
+    def missed(self, key: Key, reason: MissReason) -> Lookup:
+        """A lookup's MISS, remembered with its reason."""
+        self.miss = Miss(key, reason)
+        return Lookup.MISS
+
+    def may_wait(self, now: float, deadline_s: float) -> bool:
+        """Whether the request may still wait for chunks; the clock starts with the first call."""
+        if self.waiting_since is None:
+            self.waiting_since = now
+        return now - self.waiting_since < deadline_s
+
+    def has_waited(self, now: float, deadline_s: float) -> bool:
+        """Whether it has waited for chunks as long as it may."""
+        return self.waiting_since is not None and now - self.waiting_since >= deadline_s
+
+    def may_ask(self, now: float, deadline_s: float) -> bool:
+        """Whether it may still wait for answers; the clock starts with the first call."""
+        if self.asking_since is None:
+            self.asking_since = now
+        return now - self.asking_since < deadline_s
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """One chunk that a request did not get.
+
+    `is_gone`: the NodeActor says that it no longer exists there. `node_epoch` is that of the
+    NodeActor from which it should have come.
+    """
+
+    request_id: str
+    key: Key
+    generation: Generation
+    node_epoch: Epoch
+    is_gone: bool
+
+    @property
+    def reason(self) -> MissReason:
+        """Why later requests won't have the chunk."""
+        return MissReason.EVICTED if self.is_gone else MissReason.LOAD_FAILED
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Chunks to store, in the order in which they were offered."""
+
+    keys: list[Key]
+    handles: list[Handle]
+
+
+@dataclass(slots=True)
+class ViewCounters:
+    """Since the engine's start."""
+
+    hits: int = 0
+    misses: int = 0
+    chunks_offered: int = 0
+    chunks_stored: int = 0
+    chunks_loaded: int = 0
+    loads_failed: int = 0
+    stores_failed: int = 0
+    stores_without_lease: int = 0
+    lookups_timed_out: int = 0
+    chunks_fetched: int = 0
+    bytes_fetched: int = 0
+    fetches_failed: int = 0

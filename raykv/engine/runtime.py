@@ -1,0 +1,331 @@
+"""What an engine does at its start: join the cluster, get the actors, attach, say so.
+
+The only place where an engine's thread waits for Ray, apart from an explicit flush.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from raykv.base.deadlines import (
+    ATTACH_SAY_S,
+    LEAST_ATTACH_S,
+    LEAVE_S,
+    REPLACE_PAUSE_S,
+    SESSION_STOP_S,
+)
+from raykv.base.errors import ClusterError, RayKVError, SettingError, ThreadError, VersionError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import NodeId
+from raykv.base.settings import Settings
+from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.cluster import join as cluster
+from raykv.cluster.ask import within
+from raykv.engine.fetches import FetchClient
+from raykv.engine.session import RayCalls, Session, SessionSettings
+from raykv.engine.view import EngineView
+from raykv.memory.limits import memory_limit, worker_limits
+from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
+from raykv.protocol.messages import NodeDescription
+from raykv.stream.publishing import ensure_publisher
+
+logger = logging.getLogger("raykv")
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """Who the engine is to the actors; `slot_bytes` by KV group index.
+
+    `versions` is for people: of RayKV, vLLM and Ray. `traits` as in `AttachEngine`.
+    """
+
+    engine_id: str
+    namespace: str
+    model: str
+    num_ranks: int
+    slot_bytes: dict[int, int]
+    versions: str
+    traits: dict[str, str] = field(default_factory=dict)
+
+
+class EngineRuntime:
+    """An engine's connection to the cluster, from its start to its end."""
+
+    def __init__(self, settings: Settings, view: EngineView, identity: EngineIdentity) -> None:
+        """Find the cluster and join it.
+
+        Raises:
+            ClusterError: there is no such cluster, or several and none is named.
+            SettingError: the pool that is asked for can't be.
+        """
+        self._settings = settings
+        self._identity = identity
+        self._check_sizes()
+        self._joined_here = not ray.is_initialized()
+        self._stopped = threading.Event()
+        self._joined = found = self._join()
+        self.address = cluster.current_address()
+        try:
+            self.node_id = cluster.resolve_node_id(settings.node_id)
+            self._geometry = self._choose_geometry()
+        except RayKVError:
+            # Nobody will use a cluster that was started for an engine that does not start.
+            if found.started:
+                cluster.stop_started(found.address)
+            raise
+        self.node: NodeDescription | None = None
+        calls = RayCalls(self._find_actors, settings.rpc_deadline_s)
+        fetches = FetchClient(
+            identity.namespace,
+            self._find_node_actor,
+            settings.fetch_deadline_s,
+            with_checksums=settings.fetch_checksums,
+        )
+        self.session = Session(view, calls, self._session_settings(), fetches)
+        view.node_id = NodeId(self.node_id)
+        self._view = view
+
+    @property
+    def settings(self) -> Settings:
+        """The engine's."""
+        return self._settings
+
+    def _check_sizes(self) -> None:
+        """Refuse a pool that this machine can't have at all, before anything is started."""
+        if self._settings.pool_bytes is not None:
+            limit = memory_limit()
+            largest = max(self._identity.slot_bytes.values())
+            check_pool_bytes(self._settings.pool_bytes, largest, limit.total_bytes, limit.source)
+
+    def _join(self) -> cluster.Joined:
+        if ray.is_initialized():
+            return cluster.Joined(cluster.current_address(), started=False)
+        found = cluster.ensure_cluster(self._settings.ray_address or None)
+        with _signal_handlers_kept():
+            cluster.join(found.address)
+        return found
+
+    def _session_settings(self) -> SessionSettings:
+        identity = self._identity
+        return SessionSettings(
+            engine_id=identity.engine_id,
+            node_id=self.node_id,
+            namespace=identity.namespace,
+            model=identity.model,
+            num_ranks=identity.num_ranks,
+            slot_bytes=identity.slot_bytes,
+            versions=identity.versions,
+            traits=identity.traits,
+            heartbeat_s=self._settings.heartbeat_s,
+            rpc_deadline_s=self._settings.rpc_deadline_s,
+        )
+
+    def _choose_geometry(self) -> PoolGeometry:
+        """Sizes of the pool, should this engine be the one that makes it.
+
+        What is free counts where the pool is made, which may be another control group: the
+        NodeActor looks again, at Ray's memory monitor and at the disk of a pool file too.
+        """
+        chunk_bytes = max(self._identity.slot_bytes.values())
+        limit = memory_limit()
+        pool_bytes = self._settings.pool_bytes
+        if pool_bytes is None:
+            free_bytes = tightest(worker_limits()).free_bytes
+            pool_bytes = max(chunk_bytes, default_pool_bytes(free_bytes))
+        exists = cluster.find_node_actor(self.node_id) is not None
+        # Pages of a file that are there already are not free either.
+        free_bytes = limit.total_bytes if exists or self._settings.pool_path else limit.free_bytes
+        check_pool_bytes(pool_bytes, chunk_bytes, free_bytes, limit.source)
+        return PoolGeometry.for_pool(pool_bytes, chunk_bytes)
+
+    def _find_node_actor(self) -> Any:
+        self._refuse_after_end()
+        return cluster.find_node_actor(self.node_id)
+
+    def _refuse_after_end(self) -> None:
+        """Once Ray has been left, any call of it would begin by starting a cluster.
+
+        Raises:
+            ClusterError: the engine is at its end.
+        """
+        if self._stopped.is_set():
+            raise ClusterError("the engine ends")
+
+    def _find_actors(self) -> Any:
+        """The scheduler actor; both actors are made if they are not there."""
+        self._refuse_after_end()
+        geometry = self._geometry
+        settings = self._settings
+        place = settings.metrics_place
+        scheduler = cluster.scheduler_actor(
+            self.address, settings.eviction_policy, settings.pin_share, place
+        )
+        cluster.node_actor(
+            self.address,
+            self.node_id,
+            geometry.pool_bytes,
+            geometry.slab_bytes,
+            self._settings.pool_path,
+            place,
+            self._settings.disk_place,
+        )
+        ensure_publisher(self._settings)
+        return scheduler
+
+    def start(self) -> None:
+        """Attach, at most for the attach deadline; else go on trying in the background.
+
+        Raises:
+            SettingError: this node's NodeActor can't have the pool.
+        """
+        give_up_at = time.monotonic() + self._settings.attach_deadline_s
+        try:
+            with self._said_if_slow():
+                self._find_actors()
+                self.node = self._describe_node(give_up_at)
+                self._warn_of_other_size(self.node)
+                self.session.attach(max(LEAST_ATTACH_S, give_up_at - time.monotonic()))
+            self._announce(self.node)
+        except SettingError:
+            self._leave()
+            raise
+        except Exception as error:
+            logger.warning("running without the cache for now, trying again: %s", error)
+        self.session.start()
+        if self.node is None:
+            SupervisedThread("raykv-find", self._keep_describing, OnFailure.RUN_AGAIN).revive()
+
+    @contextmanager
+    def _said_if_slow(self) -> Iterator[None]:
+        """A person who waits for the engine is told what for."""
+        text = (
+            "waiting for RayKV's actors, at most %.0f s; where they start for the first time they "
+            "compile for a quarter of a minute"
+        )
+        done = threading.Event()
+
+        def say() -> None:
+            if not done.wait(ATTACH_SAY_S):
+                logger.info(text, self._settings.attach_deadline_s)
+
+        SupervisedThread("raykv-slow", say, OnFailure.GIVE_UP).revive()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def _leave(self) -> None:
+        """Undo what was made for an engine that does not start."""
+        with contextlib.suppress(Exception):
+            cluster.end_node_actor(self.node_id)
+        if self._joined.started:
+            cluster.stop_started(self._joined.address)
+
+    def _describe_node(self, give_up_at: float) -> NodeDescription:
+        while True:
+            actor = self._find_node_actor()
+            if actor is None:
+                self._find_actors()
+                actor = self._find_node_actor()
+            if actor is None:
+                raise ClusterError(f"there is no NodeActor on node {self.node_id}")
+            try:
+                node = cluster.describe(actor, max(LEAST_ATTACH_S, give_up_at - time.monotonic()))
+                if not node.refusal:
+                    return node
+                if node.pool_bytes == self._geometry.pool_bytes or time.monotonic() > give_up_at:
+                    raise SettingError(f"node {self.node_id[:12]} gives no pool: {node.refusal}")
+                # Another engine wanted that size; ours may fit.
+                cluster.end_node_actor(self.node_id)
+                self._stopped.wait(REPLACE_PAUSE_S)
+            except VersionError as error:
+                if not error.is_mended or time.monotonic() > give_up_at:
+                    raise
+                logger.warning("%s", error)
+                self._stopped.wait(REPLACE_PAUSE_S)
+
+    def _keep_describing(self) -> None:
+        """Until the NodeActor has said where it listens; the socket's name never changes then."""
+        said = False
+        while self.node is None and not self._stopped.wait(self._settings.heartbeat_s):
+            try:
+                self.node = self._describe_node(time.monotonic() + self._settings.rpc_deadline_s)
+            except Exception as error:
+                if isinstance(error, SettingError) and not said:
+                    logger.warning("still without the cache: %s", error)
+                    said = True
+                logger.debug("still no NodeActor: %s", error)
+
+    def _warn_of_other_size(self, node: NodeDescription) -> None:
+        wanted = self._settings.pool_bytes
+        if wanted is not None and wanted != node.pool_bytes:
+            logger.warning(
+                "this node's pool has %d bytes already; pool_bytes=%d is ignored (the first engine "
+                "on a node decides; `raykv down` frees the pool)",
+                node.pool_bytes,
+                wanted,
+            )
+
+    def _announce(self, node: NodeDescription) -> None:
+        logger.info(
+            "%s: Ray cluster %s, node %s, pool %s (%.0f %% prefaulted), namespace %s (%s), "
+            "%d chunks cached",
+            self._identity.versions,
+            self.address,
+            self.node_id[:12],
+            human_bytes(node.pool_bytes),
+            100 * node.prefaulted_bytes / node.pool_bytes,
+            self._identity.namespace[:12],
+            self._identity.model,
+            self._view.num_ready,
+        )
+
+    def stop(self) -> None:
+        """End the session; leave the cluster if we joined it. Ends within seconds."""
+        self._stopped.set()
+        self.session.stop(SESSION_STOP_S)
+        if self._joined_here:
+            with _signal_handlers_kept():
+                leave_ray(ray.shutdown, LEAVE_S)
+
+
+def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
+    """Disconnect from the cluster, at most for `deadline_s`; False if it took longer.
+
+    Ray waits long for parts of it that are dead. Then it is left as it is: what this process has
+    there is Ray's to clean up once it is gone, and its own clean-up at our exit, which would wait
+    again, is left out.
+    """
+    try:
+        within(deadline_s, shutdown)
+    except (TimeoutError, ThreadError):
+        logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
+        atexit.unregister(ray.shutdown)
+        return False
+    return True
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Ray must not take over the signals of a process that belongs to vLLM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if handler is not None:
+                signal.signal(number, handler)

@@ -1,0 +1,104 @@
+"""An engine's stock of leases: free slots that it may store or fetch into, by KV group."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+
+from raykv.protocol.messages import MAX_KEYS, Handle, Leases, handles_of
+
+SHARE = 0.25
+"""Of a node's pool, for the free slots that its engines hold, all of them together: what is leased
+holds no chunk."""
+
+RECENT = 4096
+"""Leases that were taken count for less once so many more have been: groups change their needs."""
+
+
+class LeaseStock:
+    """All groups share what the engine may hold: half of it in equal parts, so that each can begin
+    to store, half of it by what each has taken lately.
+
+    Args:
+        groups: KV group indices.
+        most: free slots to hold per group, at most.
+    """
+
+    def __init__(self, groups: Iterable[int], most: int) -> None:
+        self._most = most
+        self._leases: dict[int, deque[Handle]] = {group: deque() for group in groups}
+        self._taken: dict[int, int] = dict.fromkeys(self._leases, 0)
+        self.capacity: dict[int, int] = dict.fromkeys(self._leases, 0)
+        # Of the node's pool, for the free slots of all groups together.
+        self.share = SHARE
+        # What was wanted beyond the target, and has not been taken since.
+        self._extra: Counter[int] = Counter()
+        # KV groups of which the last answer granted fewer leases than were wanted.
+        self._dry: set[int] = set()
+
+    def take(self, group: int) -> Handle | None:
+        """The oldest lease of a group; None if there is none left."""
+        leases = self._leases[group]
+        if not leases:
+            return None
+        self._taken[group] += 1
+        self._extra[group] = max(0, self._extra[group] - 1)
+        return leases.popleft()
+
+    def add(self, granted: Leases, wanted: dict[int, int]) -> None:
+        """Take in what was granted for what was wanted."""
+        handles = handles_of(granted.slots, granted.generations)
+        for group, handle in zip(granted.groups, handles, strict=True):
+            self._leases[group].append(handle)
+        if wanted:
+            counts = Counter(granted.groups)
+            is_full = len(granted.slots) >= MAX_KEYS
+            self._dry = {g for g, count in wanted.items() if counts[g] < count and not is_full}
+
+    def is_dry(self, group: int) -> bool:
+        """Whether the scheduler actor had nothing more to give."""
+        return group in self._dry
+
+    def clear(self) -> None:
+        """All leases are void."""
+        for leases in self._leases.values():
+            leases.clear()
+
+    def keep(self, handles: Collection[Handle]) -> None:
+        """All leases but those are void."""
+        for group, leases in self._leases.items():
+            self._leases[group] = deque(handle for handle in leases if handle in handles)
+
+    def rows(self) -> list[tuple[int, Handle]]:
+        """All leases with their groups."""
+        return [(group, handle) for group, some in self._leases.items() for handle in list(some)]
+
+    def target(self, group: int) -> int:
+        """Free slots to hold: the group's part of the engine's share of the pool, at least one."""
+        part = 1 / len(self._leases)
+        if total := sum(self._taken.values()):
+            part = (part + self._taken[group] / total) / 2
+        return max(1, min(self._most, int(self.capacity[group] * self.share * part)))
+
+    def take_surplus(self) -> list[tuple[int, Handle]]:
+        """Leases to give back, with their groups: more than what is wanted, by a quarter of that,
+        since others need more now. It ages what was taken, too.
+        """
+        if sum(self._taken.values()) > RECENT:
+            self._taken = {group: count // 2 for group, count in self._taken.items()}
+        surplus = []
+        for group, leases in self._leases.items():
+            most = self.target(group) + self._extra[group]
+            if 4 * len(leases) > 5 * most:
+                surplus += [(group, leases.pop()) for _ in range(len(leases) - most)]
+        return surplus
+
+    def wanted(self, extra: Counter[int]) -> dict[int, int]:
+        """Refill each group to its target once it is below half of it; `extra` comes on top."""
+        wanted: dict[int, int] = {}
+        for group, leases in self._leases.items():
+            target = self.target(group)
+            if 2 * len(leases) <= target or extra[group]:
+                wanted[group] = max(0, target - len(leases)) + extra[group]
+                self._extra[group] = max(self._extra[group], extra[group])
+        return wanted

@@ -1,0 +1,122 @@
+"""Requests to replay: a trace from a file, and seeded synthetic ones.
+
+A request is the list of its chunks, from the head of the prompt; equal numbers mean equal prefixes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Hashable
+from itertools import accumulate, count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from raykv.base.errors import SettingError
+
+Request = list[int]
+
+SEED = 1
+
+
+def read_trace(path: str) -> list[Request]:
+    """The `hash_ids` of each line, a JSON object; empty lines are skipped.
+
+    Raises:
+        SettingError: the file can't be read, has no requests, or a line is none.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--trace {path}: can't be read: {error}") from None
+    numbers: dict[Hashable, int] = {}
+    requests = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            names = _hash_ids(line, f"--trace {path}, line {number}")
+            requests.append([numbers.setdefault(name, len(numbers)) for name in names])
+    if not numbers:
+        raise SettingError(f"--trace {path}: there are no requests in it")
+    return requests
+
+
+def _hash_ids(line: str, place: str) -> list[Hashable]:
+    """In order, each once: a chunk that is there twice is one chunk."""
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise SettingError(f"{place}: is not JSON: {error}") from None
+    names = row.get("hash_ids") if isinstance(row, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, int | str) for name in names):
+        raise SettingError(f"{place}: must have `hash_ids`, a list of numbers or strings")
+    return list(dict.fromkeys(names))
+
+
+def synthetic(num_requests: int) -> dict[str, list[Request]]:
+    """A trace of each kind by name."""
+    kinds: dict[str, Callable[[Random, int], list[Request]]] = {
+        "documents": documents,
+        "chats": chats,
+        "one-off prompts": one_off_prompts,
+        "shifting": shifting,
+    }
+    return {name: make(Random(SEED), num_requests) for name, make in kinds.items()}
+
+
+def documents(random: Random, num_requests: int) -> list[Request]:
+    """Questions about documents, some of which are asked about far more often than others."""
+    new = count()
+    files = [_chunks(new, random.randint(4, 40)) for _ in range(num_requests // 5)]
+    weights = list(accumulate(1 / rank for rank in range(1, len(files) + 1)))
+    chosen = random.choices(files, cum_weights=weights, k=num_requests)
+    return [[*file, *_chunks(new, random.randint(1, 3))] for file in chosen]
+
+
+def chats(random: Random, num_requests: int) -> list[Request]:
+    """Chats under one system prompt: each turn has all earlier ones as its prefix; people think
+    for about as long as it takes 200 others to speak, and half of them then say no more.
+    """
+    new = count()
+    system = _chunks(new, 2)
+    requests: list[Request] = []
+    # When somebody speaks next, whose turn it is, and the chat so far.
+    waiting: list[tuple[float, int, Request]] = []
+    for number in range(num_requests):
+        if waiting and waiting[0][0] <= number:
+            _, _, chat = heapq.heappop(waiting)
+            chat = [*chat, *_chunks(new, random.randint(1, 4))]
+        else:
+            chat = [*system, *_chunks(new, random.randint(2, 30))]
+        requests.append(chat)
+        if random.random() < 0.5:
+            think = number + 20 + random.expovariate(1 / 200)
+            heapq.heappush(waiting, (think, number, chat))
+    return requests
+
+
+def one_off_prompts(random: Random, num_requests: int) -> list[Request]:
+    """Long prompts that never come again, between uses of a few system prompts."""
+    new = count()
+    systems = [_chunks(new, random.randint(5, 20)) for _ in range(num_requests // 25)]
+    requests = []
+    for _ in range(num_requests):
+        hot = random.choice(systems) if random.random() < 0.6 else []
+        requests.append([*hot, *_chunks(new, random.randint(2, 30))])
+    return requests
+
+
+def shifting(random: Random, num_requests: int) -> list[Request]:
+    """Documents again, but those in use are others from time to time."""
+    new = count()
+    requests = []
+    for _ in range(5):
+        files = [_chunks(new, random.randint(4, 40)) for _ in range(num_requests // 40)]
+        for _ in range(num_requests // 5):
+            file = files[int(len(files) * random.random() ** 2)]
+            requests.append([*file, *_chunks(new, random.randint(1, 3))])
+    return requests
+
+
+def _chunks(new: count[int], number: int) -> Request:
+    return [next(new) for _ in range(number)]

@@ -1,0 +1,1 @@
+"""Instruments: benchmarks, chaos, the demo. The product never imports them."""

@@ -1,0 +1,186 @@
+"""The parent's side of `engine_child`: a real vLLM engine in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from raykv.base.errors import RayKVError
+
+START_DEADLINE_S = 180.0
+"""An engine starts in 10 to 20 s on a quiet machine, and in 80 s on a busy one."""
+
+ANSWER_DEADLINE_S = 120.0
+
+
+def started_together(*starts: Callable[[], EngineProcess]) -> list[EngineProcess]:
+    """Engines that start at the same time: most of a start is work for one core.
+
+    Raises:
+        EngineError: one of them did not start.
+    """
+    with ThreadPoolExecutor(len(starts)) as threads:
+        coming = [threads.submit(start) for start in starts]
+    if any(each.exception() for each in coming):
+        for each in coming:
+            if not each.exception():
+                each.result().stop()
+    return [each.result() for each in coming]
+
+
+class EngineError(RayKVError):
+    """The engine did not start, or a command failed in it."""
+
+
+class EngineProcess:
+    """A vLLM engine with RayKV.
+
+    Args:
+        model: a folder.
+        log: the file that its output is appended to.
+        raykv: settings of RayKV; None leaves it out.
+        multiprocess: EngineCore is a process of its own.
+        cores: the CPU that vLLM's threads are bound to.
+        config: arguments of `vllm.LLM`; `connector` names another KV connector, `watch_hooks`
+            has its hooks measured.
+
+    Raises:
+        EngineError: it did not start.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        raykv: dict[str, Any] | None,
+        *,
+        multiprocess: bool = False,
+        cores: str = "0",
+        **config: Any,
+    ) -> None:
+        self._log = log
+        self._process = self._spawn(multiprocess=multiprocess, cores=cores)
+        self._buffer = b""
+        config = {"model": str(model), "max_model_len": 4096, "block_size": 32, **config}
+        self._send({**config, "raykv": raykv})
+        began = time.monotonic()
+        try:
+            self._receive(START_DEADLINE_S)
+        except EngineError:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - began
+
+    def _spawn(self, *, multiprocess: bool, cores: str) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "raykv.lab.bench.engine_child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's main process."""
+        return self._process.pid
+
+    @property
+    def log_text(self) -> str:
+        """All that the engine has printed."""
+        return self._log.read_text(errors="replace")
+
+    def begin(self, do: str, **arguments: Any) -> None:
+        """Send a command without waiting for its answer."""
+        self._send({"do": do, **arguments})
+
+    def finish(self) -> Any:
+        """The answer to the oldest command that has none yet."""
+        answer = self._receive(ANSWER_DEADLINE_S)
+        if "error" in answer:
+            raise EngineError(answer["error"])
+        return answer["answer"]
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        """Send a command and wait for its answer."""
+        self.begin(do, **arguments)
+        return self.finish()
+
+    def tokens(self, prompts: list[list[int]], **arguments: Any) -> list[list[int]]:
+        """Greedy tokens of each prompt; every request must have come to its regular end."""
+        outputs = self.call("generate", prompts=prompts, **arguments)
+        assert all(output["reason"] == "length" for output in outputs), outputs
+        return [output["tokens"] for output in outputs]
+
+    def cached(self, prompts: list[list[int]], **arguments: Any) -> list[int]:
+        """How many tokens of each prompt came out of a cache, vLLM's or RayKV."""
+        outputs = self.call("generate", prompts=prompts, **arguments)
+        return [output["cached"] for output in outputs]
+
+    def reset(self, *, connector: bool = False) -> None:
+        """See `Engine.reset`."""
+        assert self.call("reset", connector=connector)
+
+    def stop(self) -> None:
+        """End the engine in good order, else by force."""
+        if self._process.poll() is None:
+            try:
+                self._send({"do": "exit"})
+                self._receive(30.0)
+                self._process.wait(30.0)
+            except (EngineError, OSError, subprocess.TimeoutExpired):
+                self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def kill(self) -> None:
+        """SIGKILL for the engine and all its children; nothing if it is dead."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30.0)
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _receive(self, deadline_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        give_up_at = time.monotonic() + deadline_s
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            left = give_up_at - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise EngineError(f"no answer within {deadline_s} s; {self._tail()}")
+            data = os.read(descriptor, 1 << 20)
+            if not data:
+                raise EngineError(f"the engine has ended; {self._tail()}")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _tail(self) -> str:
+        return "its log ends with:\n" + self.log_text[-6000:]

@@ -1,0 +1,264 @@
+"""Runs a real vLLM engine in a process of its own and obeys JSON commands on standard input.
+
+`python -m raykv.lab.bench.engine_child`: the first line describes the engine, each further line is
+a command. Answers are JSON lines on the descriptor that was standard output at the start;
+everything that vLLM prints goes to standard error. For benchmarks and tests: `engine.py` is the
+parent's side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+def main() -> None:
+    """Start the engine that the first line describes, then serve commands until "exit"."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    config = json.loads(sys.stdin.readline())
+    engine = Engine(config)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        if name == "exit":
+            break
+        try:
+            answer = {"answer": getattr(engine, name)(**command)}
+        except Exception as error:  # noqa: BLE001 - told to the parent
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    engine.shut_down()
+    print(json.dumps({"ended": True}), file=answers, flush=True)
+
+
+def transfer_config(raykv: dict[str, Any] | None, connector: dict[str, Any] | None) -> Any:
+    """vLLM's `KVTransferConfig`: RayKV's with its settings, or that of another connector."""
+    from vllm.config import KVTransferConfig
+
+    if raykv is not None:
+        connector = {"kv_connector": "RayKVConnector", "kv_connector_extra_config": raykv}
+    return None if connector is None else KVTransferConfig(kv_role="kv_both", **connector)
+
+
+class Engine:
+    """The commands."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        # Requests of `serve` so far.
+        self._served = 0
+
+        watches_hooks = config.pop("watch_hooks", False)
+        transfer = transfer_config(config.pop("raykv", None), config.pop("connector", None))
+        if "kv_events_config" in config:
+            from vllm.config import KVEventsConfig
+
+            config["kv_events_config"] = KVEventsConfig(**config["kv_events_config"])
+        if watches_hooks:
+            from raykv.lab.bench import hooks
+
+            hooks.watch()
+        self._llm = LLM(
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            disable_log_stats=False,
+            seed=0,
+            kv_transfer_config=transfer,
+            **{"dtype": "float32", **config},
+        )
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 6,
+        params: dict[str, Any] | None = None,
+        salt: str | None = None,
+        adapter: dict[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Greedy tokens of each prompt, how many of its tokens were cached, time to the first.
+
+        "transfer" is what the connector has added to the answer.
+        """
+        outputs = self._generate(prompts, max_tokens, params, salt, adapter)
+        return [
+            {
+                "id": output.request_id,
+                "transfer": output.kv_transfer_params,
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens,
+                "reason": output.outputs[0].finish_reason,
+                "ttft_s": output.metrics.first_token_latency,
+            }
+            for output in outputs
+        ]
+
+    def _generate(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        params: dict[str, Any] | None = None,
+        salt: str | None = None,
+        adapter: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        lora = None if adapter is None else LoRARequest(**adapter)
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args=extra,
+        )
+        requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        if salt is not None:
+            requests = [{**request, "cache_salt": salt} for request in requests]
+        outputs: list[Any] = self._llm.generate(
+            requests, sampling, use_tqdm=False, lora_request=lora
+        )
+        return outputs
+
+    def serve(
+        self, requests: list[dict[str, Any]], params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Work on requests together; some are taken back after so many steps of the engine.
+
+        An output has its greedy tokens, their logprobs, and by how much each was likelier than the
+        next one. What was taken back comes with the reason "abort".
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        found: dict[str, dict[str, Any]] = {}
+        aborts: dict[str, int] = {}
+        began = time.monotonic()
+        for number, request in enumerate(requests):
+            self._served += 1
+            request_id = f"{number}-{self._served}"
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=request["max_tokens"],
+                detokenize=False,
+                ignore_eos=True,
+                logprobs=2,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"kv_transfer_params": params} if params else None,
+            )
+            engine.add_request(request_id, {"prompt_token_ids": request["prompt"]}, sampling)
+            found[request_id] = {"reason": "abort"}
+            if request.get("abort_after_steps"):
+                aborts[request_id] = request["abort_after_steps"]
+        steps = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = _answer(output, time.monotonic() - began)
+            steps += 1
+            gone = [request_id for request_id, after in aborts.items() if after == steps]
+            engine.abort_request(gone)
+        return {
+            "outputs": list(found.values()),
+            "preemptions": self.counters().get("vllm:num_preemptions", 0.0),
+        }
+
+    def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
+        """Serve batches of prompts one after the other; seconds in all, and per output token."""
+        took_s = 0.0
+        decode_s: list[float] = []
+        for prompts in batches:
+            began = time.perf_counter()
+            outputs = self._generate(prompts, max_tokens)
+            took_s += time.perf_counter() - began
+            for output in outputs:
+                times = output.metrics
+                if max_tokens > 1:
+                    decode_s.append((times.last_token_ts - times.first_token_ts) / (max_tokens - 1))
+        mean_decode_s = sum(decode_s) / len(decode_s) if decode_s else 0.0
+        return {"seconds": took_s, "seconds_per_token": mean_decode_s}
+
+    def hook_times(self) -> dict[str, Any]:
+        """What was measured since the last call, if hooks are watched; see `hooks.py`."""
+        from raykv.lab.bench import hooks
+
+        return hooks.take()
+
+    def abort_after(self, prompt: list[int], seconds: float) -> bool:
+        """Add a request, let the engine work on it, and take it back."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
+        engine = self._llm.llm_engine
+        engine.add_request("to-abort", {"prompt_token_ids": prompt}, sampling)
+        time.sleep(seconds)
+        engine.abort_request(["to-abort"])
+        while engine.has_unfinished_requests():
+            engine.step()
+        return True
+
+    def reset(self, *, connector: bool = False) -> bool:
+        """Drop vLLM's prefix cache, and with `connector` RayKV's chunks of this model too."""
+        for _ in range(200):
+            if self._llm.reset_prefix_cache(reset_connector=connector):
+                return True
+            time.sleep(0.02)
+        return False
+
+    def add_adapter(self, **adapter: Any) -> bool:
+        """Load a LoRA adapter, as vLLM's server does when it is told to."""
+        from vllm.lora.request import LoRARequest
+
+        return bool(self._llm.llm_engine.add_lora(LoRARequest(**adapter)))
+
+    def reload_weights(self, path: str) -> bool:
+        """Give the model the weights of another folder, while it runs."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        return True
+
+    def rest(self, level: int = 1) -> bool:
+        """Sleep, and wake up again."""
+        self._llm.sleep(level)
+        return bool(self._llm.wake_up())
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's counters, by name and labels."""
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is not None:
+                source = metric.labels.get("source", "")
+                found[f"{metric.name}{{{source}}}" if source else metric.name] = float(value)
+        return found
+
+    def shut_down(self) -> None:
+        """End the engine in good order."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _answer(output: Any, seconds: float) -> dict[str, Any]:
+    """Of a request that is done."""
+    (only,) = output.outputs
+    ranked = [
+        sorted((each.logprob for each in step.values()), reverse=True)
+        for step in only.logprobs or []
+    ]
+    return {
+        "tokens": list(only.token_ids),
+        "logprobs": [some[0] for some in ranked],
+        "gaps": [some[0] - some[1] for some in ranked],
+        "cached": output.num_cached_tokens or 0,
+        "reason": only.finish_reason or "",
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""`fetch`: node to node, beside one bare Ray object pull and a loopback TCP copy of the same size.
+
+Two Ray nodes on this host. A fetch is what an engine's NodeActor does: chunks are read out of the
+source's pool in pieces, checked, and land in the other pool at their slots. The bare pull moves one
+object between the nodes' object stores and no further. All are timed by the caller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.base.errors import ClusterError
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.cluster import join as clusters
+from raykv.cluster import names
+from raykv.cluster.local_nodes import add_local_node
+from raykv.lab.bench.registry import BENCHMARKS
+from raykv.lab.bench.report import Options, Result, Verdict, alternate
+from raykv.lab.bench.serving import Bed
+from raykv.memory.region import Region
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    FetchRequest,
+    FetchResult,
+    Handles,
+    KVLayout,
+    Replicas,
+    TensorLayout,
+    decode,
+    encode,
+)
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+
+CHUNK_BYTES = 2 << 20
+SIZES = (2 << 20, 8 << 20, 32 << 20, 128 << 20, 512 << 20)
+OBJECT_STORE_BYTES = 2 << 30
+SLAB_BYTES = 64 << 20
+DEADLINE_S = 60.0
+
+RAYKV, RAYKV_UNCHECKED = "RayKV fetch", "RayKV fetch, no checksums"
+PULL, TCP = "bare Ray pull", "loopback TCP"
+LEAST_SHARE = 0.9
+NAMESPACE = "bench"
+
+
+def run(options: Options) -> Result:
+    """See the module's docstring."""
+    sizes = SIZES[:2] if options.quick else SIZES
+    result = Result("fetch", BENCHMARKS["fetch"].summary)
+    with ExitStack() as stack:
+        pair = _Pair(stack, max(sizes))
+        for size in sizes:
+            case = f"{size >> 20} MiB"
+            subjects = {
+                RAYKV: lambda size=size: size / pair.fetch(size, with_checksums=True) / 1e9,
+                RAYKV_UNCHECKED: lambda size=size: (
+                    size / pair.fetch(size, with_checksums=False) / 1e9
+                ),
+                PULL: lambda size=size: size / pair.pull(size) / 1e9,
+                TCP: lambda size=size: size / pair.send(size) / 1e9,
+            }
+            result.rows += alternate(case, "GB/s", subjects, options.repeats_or(7))
+            share = result.row(case, RAYKV).ratio_to(result.row(case, PULL))
+            budget = f"{case}: at least 90 % of the bare pull"
+            result.verdicts.append(Verdict(budget, share, LEAST_SHARE, is_most=False))
+    result.notes.append("Both nodes share this host's cores and memory.")
+    return result
+
+
+class Peer:
+    """One end of the comparisons, on a node."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._bytes = np.ones(most_bytes, dtype=np.uint8)
+        self._port = 0
+
+    def make(self, size: int) -> Any:
+        """An object in this node's store."""
+        return self._bytes[:size].copy()
+
+    def pull(self, refs: list[Any]) -> int:
+        """Have another node's object here."""
+        return int(ray.get(refs[0], timeout=DEADLINE_S)[-1])
+
+    def listen(self) -> int:
+        """Port at which bytes are sent to who asks for a number of them."""
+        server = socket.create_server(("127.0.0.1", 0))
+        self._port = int(server.getsockname()[1])
+        threading.Thread(target=self._serve, args=(server,), daemon=True).start()
+        return self._port
+
+    def _serve(self, server: socket.socket) -> None:
+        while True:
+            line, _ = server.accept()
+            with line:
+                size = int.from_bytes(line.recv(8), "big")
+                line.sendall(self._bytes.data[:size])
+
+    def receive(self, port: int, size: int) -> int:
+        """Get bytes from a listening peer."""
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as line:
+            line.sendall(size.to_bytes(8, "big"))
+            view = self._bytes.data[:size]
+            done = 0
+            while done < size:
+                done += line.recv_into(view[done:])
+        return done
+
+
+class _Pair:
+    """Two nodes with a NodeActor and a peer each; the first one's pool is full of chunks."""
+
+    def __init__(self, stack: ExitStack, most_bytes: int) -> None:
+        bed = stack.enter_context(Bed(quick=True, max_tokens=256, pool_bytes=most_bytes))
+        address = bed.cluster.address
+        clusters.scheduler_actor(address, "lru")
+        other = add_local_node(address, OBJECT_STORE_BYTES)
+        stack.callback(other.stop)
+        self._nodes = [clusters.resolve_node_id(""), other.node_id]
+        pool_bytes = -(-most_bytes // SLAB_BYTES) * SLAB_BYTES
+        self._actors = [
+            clusters.node_actor(address, node_id, pool_bytes, SLAB_BYTES, "")
+            for node_id in self._nodes
+        ]
+        self._epochs = [clusters.describe(actor, DEADLINE_S).epoch for actor in self._actors]
+        self._peers = [_peer(node_id, most_bytes) for node_id in self._nodes]
+        self._port = ray.get(self._peers[0].listen.remote(), timeout=DEADLINE_S)
+        self._generations = itertools.count(1)
+        bed.wait_for_pools()
+        sockets = names.node_socket(address, self._nodes[0])
+        _fill(sockets, most_bytes // CHUNK_BYTES)
+        stack.callback(clusters.end_node_actor, other.node_id)
+
+    def fetch(self, size: int, *, with_checksums: bool) -> float:
+        """Seconds until chunks of that size together are in the second pool."""
+        count = size // CHUNK_BYTES
+        generation = next(self._generations)
+        handles = _handles(count, generation)
+        sources = Replicas(
+            nodes=[self._nodes[0]],
+            node_epochs=[self._epochs[0]],
+            key_index=list(range(count)),
+            node_index=[0] * count,
+            slots=handles.slots,
+            generations=[1] * count,
+        )
+        request = FetchRequest(
+            version=PROTOCOL_VERSION,
+            namespace=NAMESPACE,
+            node_epoch=self._epochs[1],
+            handles=handles,
+            slot_bytes=[CHUNK_BYTES] * count,
+            sources=sources,
+            deadline_s=DEADLINE_S,
+            with_checksums=with_checksums,
+        )
+        began = time.perf_counter()
+        raw = ray.get(self._actors[1].fetch.remote(encode(request)), timeout=DEADLINE_S)
+        took_s = time.perf_counter() - began
+        refusals = set(decode(raw, FetchResult).refusals)
+        if refusals != {int(Refusal.NONE)}:
+            raise ClusterError(f"a fetch was refused: {refusals}")
+        return took_s
+
+    def pull(self, size: int) -> float:
+        """Seconds until an object of the first node is in the second one's store."""
+        ref = self._peers[0].make.remote(size)
+        ray.wait([ref], timeout=DEADLINE_S, fetch_local=False)
+        began = time.perf_counter()
+        ray.get(self._peers[1].pull.remote([ref]), timeout=DEADLINE_S)
+        return time.perf_counter() - began
+
+    def send(self, size: int) -> float:
+        """Seconds until bytes have come over a socket."""
+        began = time.perf_counter()
+        ray.get(self._peers[1].receive.remote(self._port, size), timeout=DEADLINE_S)
+        return time.perf_counter() - began
+
+
+def _peer(node_id: str, most_bytes: int) -> Any:
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    environment = {"env_vars": {"RAY_worker_niceness": "0"}}
+    options = {"num_cpus": 0, "scheduling_strategy": strategy, "runtime_env": environment}
+    return ray.remote(Peer).options(**options).remote(most_bytes)
+
+
+def _handles(count: int, generation: int) -> Handles:
+    units = CHUNK_BYTES // SLOT_ALIGNMENT
+    return Handles(
+        keys=[number.to_bytes(36, "big") for number in range(count)],
+        slots=[number * units for number in range(count)],
+        generations=[generation] * count,
+    )
+
+
+def _fill(socket_name: str, count: int) -> None:
+    """Store chunks into a pool, as a worker does."""
+    memory = Region.anonymous(CHUNK_BYTES, "raykv-bench")
+    ctypes.memset(memory.address, 7, CHUNK_BYTES)
+    layout = KVLayout(
+        "memfd", CHUNK_BYTES, 1, [TensorLayout(0, 1, CHUNK_BYTES, CHUNK_BYTES)], [0], [[0]]
+    )
+    link = WorkerLink(0, layout, [memory.fd], LinkSettings(store_deadline_s=DEADLINE_S))
+    target = LinkTarget(socket_name, "bench", NAMESPACE, 1, {0: CHUNK_BYTES})
+    link.set_target(target)
+    _wait(lambda: link.node_epoch != 0, "the NodeActor takes the memory")
+    ones = [1] * count
+    zeros = [0] * count
+    link.submit(
+        JobRequest(
+            1, Direction.STORE, link.node_epoch, _handles(count, 1), zeros, ones, zeros, zeros
+        )
+    )
+    results: list[Any] = []
+
+    def is_stored() -> bool:
+        results.extend(link.drain())
+        return bool(results)
+
+    _wait(is_stored, "the chunks are stored")
+    if any(results[0].refusals):
+        raise ClusterError(f"a store was refused: {set(results[0].refusals)}")
+    link.close(5.0)
+
+
+def _wait(condition: Any, what: str) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise ClusterError(f"not within {DEADLINE_S:.0f} s: {what}")
+        time.sleep(0.01)

@@ -1,0 +1,220 @@
+"""What a benchmark has measured: rows of repeats, medians, ratios, budgets; as a table or JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raykv.base.errors import SettingError
+
+CPU = "cpu"
+DEVICES = (CPU, "cuda")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks of a benchmark.
+
+    `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
+    `trace`: a file of requests for `policy`. `device`: what `copy` copies from and to, what
+    `ttft` computes on.
+    """
+
+    repeats: int | None = None
+    quick: bool = False
+    trace: str | None = None
+    device: str = CPU
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the device is a GPU.
+
+        Raises:
+            SettingError: there is no such device.
+        """
+        if self.device not in DEVICES:
+            raise SettingError(f"--device {self.device}: there are {', '.join(DEVICES)}")
+        return self.device != CPU
+
+    def repeats_or(self, usual: int) -> int:
+        """Repeats of each measurement."""
+        if self.repeats is not None:
+            return self.repeats
+        return 2 if self.quick else usual
+
+
+@dataclass(frozen=True)
+class Row:
+    """One subject in one case, measured again and again."""
+
+    case: str
+    subject: str
+    unit: str
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Of all repeats."""
+        return median(self.values)
+
+    def ratio_to(self, other: Row) -> float:
+        """Median over the repeats of this row's value by the other's in the same repeat."""
+        return median(mine / its for mine, its in zip(self.values, other.values, strict=True))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A budget and whether it is met. `is_most`: the limit is the highest allowed value."""
+
+    budget: str
+    measured: float
+    limit: float
+    is_most: bool = True
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the measured value is within the limit."""
+        return self.measured <= self.limit if self.is_most else self.measured >= self.limit
+
+
+@dataclass
+class Result:
+    """All of one benchmark. `notes` are sentences for people: what the floor is made of."""
+
+    name: str
+    summary: str
+    rows: list[Row] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def row(self, case: str, subject: str) -> Row:
+        """The row of a subject in a case.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for row in self.rows:
+            if (row.case, row.subject) == (case, subject):
+                return row
+        raise KeyError((case, subject))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json.dump`."""
+        return {
+            "benchmark": self.name,
+            "summary": self.summary,
+            "rows": [
+                {
+                    "case": row.case,
+                    "subject": row.subject,
+                    "unit": row.unit,
+                    "median": row.median,
+                    "values": list(row.values),
+                }
+                for row in self.rows
+            ],
+            "budgets": [
+                {
+                    "budget": verdict.budget,
+                    "measured": verdict.measured,
+                    "limit": verdict.limit,
+                    "met": verdict.is_met,
+                }
+                for verdict in self.verdicts
+            ],
+            "notes": self.notes,
+        }
+
+    def to_table(self) -> RenderableType:
+        """For a terminal."""
+        table = Table(box=SIMPLE_HEAD, title=f"{self.name}: {self.summary}", title_justify="left")
+        for column in ("case", "subject"):
+            table.add_column(column)
+        for column in ("median", "lowest", "highest"):
+            table.add_column(column, justify="right")
+        table.add_column("unit")
+        last = ""
+        for row in self.rows:
+            numbers = [short(number) for number in (row.median, min(row.values), max(row.values))]
+            table.add_row(row.case if row.case != last else "", row.subject, *numbers, row.unit)
+            last = row.case
+        lines = [_verdict_line(verdict) for verdict in self.verdicts]
+        return Group(table, *lines, *(Text(note) for note in self.notes))
+
+
+def _verdict_line(verdict: Verdict) -> Text:
+    sign = "met" if verdict.is_met else "NOT MET"
+    style = "green" if verdict.is_met else "red"
+    return Text(f"{sign}: {verdict.budget} (measured {short(verdict.measured)})", style=style)
+
+
+def short(number: float) -> str:
+    """Three or four digits that matter."""
+    if number == 0 or 1000 <= abs(number) < 1e15:
+        return f"{number:,.0f}"
+    if abs(number) >= 100:
+        return f"{number:.0f}"
+    return f"{number:.3g}"
+
+
+def alternate(
+    case: str,
+    unit: str,
+    subjects: Mapping[str, Callable[[], float]],
+    repeats: int,
+    warm_ups: int = 1,
+) -> list[Row]:
+    """Measure all subjects in turn, again and again.
+
+    Args:
+        case: what is measured.
+        unit: of what the subjects return.
+        subjects: each measures once and returns the value.
+        repeats: rounds that count.
+        warm_ups: rounds before that don't.
+    """
+    values: dict[str, list[float]] = {name: [] for name in subjects}
+    for number in range(warm_ups + repeats):
+        for name, measure in subjects.items():
+            value = measure()
+            if number >= warm_ups:
+                values[name].append(value)
+    return [Row(case, name, unit, tuple(some)) for name, some in values.items()]
+
+
+def machine() -> dict[str, Any]:
+    """Where it was measured."""
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor()
+
+
+def document(results: Sequence[Result], version: str) -> dict[str, Any]:
+    """The JSON of a whole run."""
+    return {
+        "raykv": version,
+        "machine": machine(),
+        "results": [result.to_json() for result in results],
+    }

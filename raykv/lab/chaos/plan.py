@@ -1,0 +1,146 @@
+"""What a chaos run does, drawn from its seed: faults, and what the engines are asked. Pure.
+
+The same seed gives the same faults in the same order, and the same prompts to each engine in the
+same order; how many of them fit into the time depends on the machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from raykv.lab.bench.prompts import prompt
+
+BLOCK = 32
+"""Tokens in a block, and in a chunk."""
+
+NUM_DOCUMENTS = 12
+QUESTIONS = 3
+"""About each document."""
+
+MAX_TOKENS = 24
+MOST_AT_ONCE = 6
+"""Requests of a batch: together they are more than the KV cache of the engines holds."""
+
+ABORTED = 0.1
+RESETS = 0.5
+OVERLAPPING = 0.25
+"""Shares: of requests that are taken back, of batches after which vLLM's own prefix cache is
+dropped, of faults after which nobody waits until all works again."""
+
+FREEZE_S = (1.0, 8.0)
+PAUSE_S = (0.5, 4.0)
+"""How long a frozen process stays so, and how long the next fault is waited for."""
+
+PROBE_SEEDS = 1_000_000
+"""Prompts that nobody was asked before have seeds from here on."""
+
+
+class FaultKind(StrEnum):
+    """What happens, and to whom."""
+
+    NODE_ACTOR_KILLED = "NodeActor killed"
+    NODE_ACTOR_FROZEN = "NodeActor frozen"
+    SCHEDULER_ACTOR_KILLED = "SchedulerActor killed"
+    SCHEDULER_ACTOR_FROZEN = "SchedulerActor frozen"
+    RAYLET_KILLED = "raylet killed"
+    RAYLET_FROZEN = "raylet frozen"
+    ENGINE_KILLED = "engine killed"
+    ENGINE_FROZEN = "engine frozen"
+    GCS_FROZEN = "GCS frozen"
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the process goes on after a while."""
+        return self.value.endswith("frozen")
+
+    @property
+    def is_of_the_cluster(self) -> bool:
+        """Whether there is one such process only, so that the fault has no node."""
+        return self.value.startswith(("SchedulerActor", "GCS"))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    `node` counts the nodes from 0, the head; `frozen_s` is 0 for what is killed. `pause_s` passes
+    before it. With `overlaps` the next one does not wait until this one is mended.
+    """
+
+    number: int
+    kind: FaultKind
+    node: int
+    frozen_s: float
+    pause_s: float
+    overlaps: bool
+
+
+def faults(seed: int, num_nodes: int, kinds: Sequence[FaultKind]) -> Iterator[Fault]:
+    """Without end; each kind once in every round, in an order of its own.
+
+    A head node's raylet is never killed: Ray itself does not survive that.
+    """
+    source = random.Random(f"faults {seed}")
+    number = 0
+    while True:
+        for kind in source.sample(list(kinds), len(kinds)):
+            first = 1 if kind is FaultKind.RAYLET_KILLED else 0
+            yield Fault(
+                number,
+                kind,
+                0 if kind.is_of_the_cluster else source.randrange(first, num_nodes),
+                source.uniform(*FREEZE_S) if kind.freezes else 0.0,
+                source.uniform(*PAUSE_S),
+                source.random() < OVERLAPPING,
+            )
+            number += 1
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a prompt by its number, and after which share of its tokens it is aborted."""
+
+    prompt: int
+    max_tokens: int
+    abort_after_steps: int | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that one engine gets at once; `resets` vLLM's own prefix cache afterwards."""
+
+    asks: tuple[Ask, ...]
+    resets: bool
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Questions about documents: those about one share its beginning."""
+    found = []
+    for number in range(NUM_DOCUMENTS):
+        source = random.Random(f"document {seed} {number}")
+        document = prompt(source.getrandbits(32), source.randrange(4, 14) * BLOCK)
+        for _ in range(QUESTIONS):
+            question = prompt(source.getrandbits(32), source.randrange(5, 2 * BLOCK))
+            found.append(document + question)
+    return found
+
+
+def probe(number: int) -> list[int]:
+    """A prompt that nobody was asked before."""
+    return prompt(PROBE_SEEDS + number, 4 * BLOCK + 7)
+
+
+def batches(seed: int, engine: int, num_prompts: int) -> Iterator[Batch]:
+    """What an engine is asked, without end. A few documents are asked for often."""
+    source = random.Random(f"load {seed} {engine}")
+    while True:
+        asks = []
+        for _ in range(source.randint(1, MOST_AT_ONCE)):
+            number = min(source.randrange(num_prompts), source.randrange(num_prompts))
+            is_aborted = source.random() < ABORTED
+            steps = source.randint(1, 8) if is_aborted else None
+            asks.append(Ask(number, source.randint(4, MAX_TOKENS), steps))
+        yield Batch(tuple(asks), source.random() < RESETS)

@@ -1,0 +1,357 @@
+"""`raykv chaos`: the bed, the faults and the verdict.
+
+    plan (seed) ──► faults ──► Parts ───────┐
+              └──► batches ──► Worked (one thread per engine) ──► Report
+
+Everything runs on this host, in a Ray cluster of its own that ends with the run. What an engine
+answers is compared with an engine that used no cache: token by token, and how certain it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from raykv.base.errors import ClusterError, SettingError
+from raykv.base.extras import require
+from raykv.base.geometry import aligned
+from raykv.client.cluster import Cluster, connect
+from raykv.cluster.join import ensure_cluster, stop_started
+from raykv.lab.bench.engine import EngineProcess, started_together
+from raykv.lab.chaos.engine import Worked, answers_of
+from raykv.lab.chaos.parts import Parts, frozen, kill, measured, shared_memory
+from raykv.lab.chaos.plan import BLOCK, MAX_TOKENS, Fault, FaultKind, batches, faults, prompts
+from raykv.lab.chaos.report import Answer, FaultSeen, Process, Report, show
+from raykv.lab.chaos.watch import Watch
+from raykv.serve.models import tiny_llama
+
+CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
+"""Of the tiny model: four layers, keys and values, two heads of 64 floats of 4 bytes."""
+
+POOL_CHUNKS = 160
+"""The prompts have about 270 chunks of their own: chunks are evicted all along."""
+
+GPU_BLOCKS = 40
+"""Six requests want up to 96, and one more each while they answer: some are pre-empted."""
+
+MENDED_DEADLINE_S = 90.0
+"""A NodeActor is back after 3 to 10 s on a busy machine, an engine after 10 to 30 s."""
+
+BATCH_DEADLINE_S = 150.0
+HEADLESS_S = 75.0
+"""Ray ends what has not reached its GCS for 60 s."""
+
+LOST_S = 3.0
+"""An engine goes on for so long on a node that is gone, before both are replaced."""
+
+NODES = (2, 3)
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """What `raykv chaos` was asked for."""
+
+    seconds: float
+    seed: int
+    num_nodes: int = 2
+    kinds: tuple[FaultKind, ...] = tuple(FaultKind)
+    logs: Path | None = None
+    loses_head: bool = False
+
+
+def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = None) -> int:
+    """Kill and freeze parts of a cluster under load, and say what that did.
+
+    Returns:
+        0, or 1 if a request failed, an answer was wrong, offloading did not come back, or
+        something was left over.
+
+    Raises:
+        RayKVError: the cluster or the engines could not be started, or an option is impossible.
+    """
+    require("raykv chaos", "vllm")
+    if options.num_nodes not in NODES:
+        raise SettingError(f"nodes={options.num_nodes}: a chaos run has {NODES[0]} or {NODES[1]}")
+    if not options.kinds:
+        raise SettingError("no kind of fault is left to choose from")
+    if json_path is not None and not json_path.parent.is_dir():
+        raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
+    in_shm = shared_memory()
+    report = Report(options.seed, options.num_nodes, options.num_nodes)
+    with ExitStack() as stack:
+        _Chaos(stack, options, console, report).run()
+    report.left_over += [f"/dev/shm/{name}" for name in sorted(shared_memory() - in_shm)]
+    console.print(show(report))
+    if json_path is not None:
+        json_path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return report.exit_code
+
+
+def told(seen: FaultSeen) -> str:
+    """What became of a fault that was waited for."""
+    loads, fetches = (
+        "never" if seconds is None else f"after {seconds:.1f} s"
+        for seconds in (seen.loads_again_s, seen.fetches_again_s)
+    )
+    return f"loads again {loads}, fetches {fetches}"
+
+
+class _Chaos:
+    """One run."""
+
+    def __init__(
+        self, stack: ExitStack, options: ChaosOptions, console: Console, report: Report
+    ) -> None:
+        self._options = options
+        self._console = console
+        self._report = report
+        folder = tempfile.TemporaryDirectory(prefix="raykv-chaos-", ignore_cleanup_errors=True)
+        self._folder = Path(stack.enter_context(folder))
+        self._logs = options.logs or self._folder
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._model = tiny_llama(self._folder / "model")
+        joined = ensure_cluster("local")
+        stack.callback(stop_started, joined.address)
+        self._cluster: Cluster = connect(joined.address)
+        stack.callback(self._cluster.close)
+        self._parts = Parts(joined.address, options.num_nodes)
+        stack.callback(self._parts.stop)
+        self._engines: list[Worked] = []
+        stack.callback(self._end_engines)
+        self._probes = itertools.count()
+
+    def run(self) -> None:
+        """Start engines, let the faults happen, count."""
+        with self._console.status("starting engines"):
+            self._start_engines()
+        for engine in self._engines:
+            engine.start()
+        # As a fault that was none: all engines have to store, load and fetch.
+        start = FaultSeen(-1, "start", 0, 0.0, 0.0)
+        self._wait_until_mended(start, Watch(len(self._engines), self._nodes()))
+        if not start.is_mended:
+            raise ClusterError("offloading does not work, before anything was done to it")
+        self._report.before = self._processes()
+        began = time.monotonic()
+        for fault in self._faults(began):
+            self._happen(fault, began)
+        self._report.seconds = time.monotonic() - began
+        self._count_cluster()
+        if self._options.loses_head:
+            self._lose_head(began)
+        self._stop_load()
+        self._count_engines()
+
+    def _faults(self, began: float) -> Iterator[Fault]:
+        """Those for which there is time; the last one waits until all works again."""
+        give_up_at = began + self._options.seconds
+        for fault in faults(self._options.seed, self._options.num_nodes, self._options.kinds):
+            time.sleep(fault.pause_s)
+            yield fault
+            if time.monotonic() >= give_up_at:
+                if fault.overlaps:
+                    seen = self._report.faults[-1]
+                    self._wait_until_mended(seen, Watch(len(self._engines), self._nodes()))
+                return
+
+    def _nodes(self) -> list[int]:
+        return list(range(len(self._engines)))
+
+    # Engines
+
+    def _start_engines(self) -> None:
+        texts = prompts(self._options.seed)
+        starts = [partial(self._engine, number) for number in range(self._options.num_nodes)]
+        processes = started_together(*starts)
+        references = self._references(processes[0], texts)
+        for number, process in enumerate(processes):
+            self._engines.append(
+                Worked(
+                    number,
+                    process,
+                    starts[number],
+                    texts,
+                    references,
+                    batches(self._options.seed, number, len(texts)),
+                    partial(next, self._probes),
+                )
+            )
+
+    def _engine(self, number: int) -> EngineProcess:
+        settings: dict[str, Any] = {
+            "ray_address": self._cluster.address,
+            "node_id": self._parts.nodes[number].node_id,
+            "pool_bytes": POOL_CHUNKS * CHUNK_BYTES,
+            # However fast this model computes: what is wanted is that it fetches.
+            "fetch_bytes_per_s": 1e15,
+            "prefill_tokens_per_s": 1.0,
+            "stop_unused_stores": False,
+        }
+        return EngineProcess(
+            self._model,
+            self._logs / f"engine-{number}.log",
+            settings,
+            cores=str(number % 2),
+            num_gpu_blocks_override=GPU_BLOCKS,
+            max_model_len=1024,
+            block_size=BLOCK,
+        )
+
+    def _references(self, engine: EngineProcess, texts: list[list[int]]) -> list[Answer]:
+        """What an engine says that neither loads nor stores, one prompt at a time."""
+        found = []
+        for text in texts:
+            engine.reset()
+            requests = [{"prompt": text, "max_tokens": MAX_TOKENS}]
+            params = {"raykv_load": False, "raykv_store": False}
+            found += answers_of(engine.call("serve", requests=requests, params=params))
+        engine.reset()
+        return found
+
+    # Faults
+
+    def _happen(self, fault: Fault, began: float) -> None:
+        seen = FaultSeen(
+            fault.number, fault.kind, fault.node, fault.frozen_s, time.monotonic() - began
+        )
+        self._report.faults.append(seen)
+        with self._console.status(f"fault {fault.number}: {fault.kind}, node {fault.node}"):
+            try:
+                self._do(fault)
+            except ClusterError as error:
+                seen.note = str(error)
+            if not fault.overlaps:
+                self._wait_until_mended(seen, Watch(len(self._engines), self._nodes()))
+        self._console.print(
+            f"{seen.at_s:6.0f} s  {seen.number:3d}  {seen.kind}, node {seen.node}"
+            + (f", {seen.frozen_s:.1f} s" if seen.frozen_s else "")
+            + (f": {told(seen)}" if seen.waited else ""),
+            style="dim",
+            highlight=False,
+        )
+
+    def _do(self, fault: Fault) -> None:
+        kind, number = fault.kind, fault.node
+        engine = self._engines[number]
+        if kind is FaultKind.ENGINE_KILLED:
+            engine.kill()
+        elif kind is FaultKind.ENGINE_FROZEN:
+            engine.frozen()
+            with frozen(engine.process.pid):
+                time.sleep(fault.frozen_s)
+        elif kind is FaultKind.RAYLET_KILLED:
+            kill(self._parts.raylet(number))
+            time.sleep(LOST_S)
+            self._parts.replace(number)
+            engine.restart()
+        else:
+            pid = self._victim(fault)
+            if not kind.freezes:
+                kill(pid)
+                return
+            with frozen(pid):
+                time.sleep(fault.frozen_s)
+
+    def _victim(self, fault: Fault) -> int:
+        match fault.kind:
+            case FaultKind.NODE_ACTOR_KILLED | FaultKind.NODE_ACTOR_FROZEN:
+                return self._parts.node_actor(fault.node)
+            case FaultKind.SCHEDULER_ACTOR_KILLED | FaultKind.SCHEDULER_ACTOR_FROZEN:
+                return self._parts.scheduler_actor()
+            case FaultKind.RAYLET_FROZEN:
+                return self._parts.raylet(fault.node)
+            case _:
+                assert fault.kind is FaultKind.GCS_FROZEN, fault
+                return self._parts.gcs()
+
+    def _wait_until_mended(self, seen: FaultSeen, watch: Watch) -> None:
+        seen.waited = True
+        for engine in self._engines:
+            engine.watch = watch
+        give_up_at = time.monotonic() + MENDED_DEADLINE_S
+        while not watch.wait(0.5) and time.monotonic() < give_up_at:
+            self._check_threads()
+        for engine in self._engines:
+            engine.watch = None
+        seen.loads_again_s, seen.fetches_again_s = watch.loads_again_s, watch.fetches_again_s
+
+    def _check_threads(self) -> None:
+        for engine in self._engines:
+            if engine.error is not None:
+                raise ClusterError(f"engine {engine.number}: {engine.error}") from engine.error
+
+    # The end
+
+    def _processes(self) -> list[Process]:
+        engines = [measured("engine", engine.process.pid) for engine in self._engines]
+        return [*self._parts.processes(), *engines]
+
+    def _stop_load(self) -> None:
+        for engine in self._engines:
+            engine.stop(BATCH_DEADLINE_S)
+            if engine.is_alive():
+                self._report.failed.append(f"engine {engine.number} does not come to an end")
+        self._check_threads()
+
+    def _count_cluster(self) -> None:
+        report = self._report
+        report.after = self._processes()
+        nodes = self._cluster.status().nodes
+        report.bytes_stored = sum(node.bytes_stored for node in nodes)
+        report.bytes_fetched = sum(node.bytes_fetched for node in nodes)
+        for number in range(len(self._parts.nodes)):
+            self._count_mappings(number)
+
+    def _lose_head(self, began: float) -> None:
+        """The cluster is gone for good: engines go on without it."""
+        seen = FaultSeen(
+            len(self._report.faults), "GCS killed, for good", 0, 0.0, time.monotonic() - began
+        )
+        self._report.faults.append(seen)
+        with self._console.status(f"no GCS for {HEADLESS_S:.0f} s"):
+            kill(self._parts.gcs())
+            self._parts.is_headless = True
+            time.sleep(HEADLESS_S)
+        self._check_threads()
+
+    def _count_engines(self) -> None:
+        report = self._report
+        for engine in self._engines:
+            report.add(engine.seen)
+
+    def _count_mappings(self, number: int) -> None:
+        """A NodeActor has its pool, and what its one engine shares with it."""
+        names = self._parts.mappings(number)
+        extra = [name for name in set(names) if names.count(name) > 1]
+        self._report.left_over += [
+            f"node {number}: {name} is mapped more than once" for name in extra
+        ]
+
+    def _end_engines(self) -> None:
+        for engine in self._engines:
+            with contextlib.suppress(Exception):
+                engine.process.stop()
+
+
+def kinds_named(names: Sequence[str]) -> tuple[FaultKind, ...]:
+    """Kinds of faults by name, like "node-actor-killed"; none named: all.
+
+    Raises:
+        SettingError: there is no such kind.
+    """
+    known = {kind.name.lower().replace("_", "-"): kind for kind in FaultKind}
+    for name in names:
+        if name not in known:
+            raise SettingError(f"no fault is called {name!r}; there are {', '.join(known)}")
+    return tuple(known[name] for name in names) or tuple(FaultKind)

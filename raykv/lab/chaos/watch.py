@@ -1,0 +1,87 @@
+"""Whether offloading works, seen by the engines themselves: prompts that nobody was asked before.
+
+An engine computes and stores a probe, drops vLLM's own prefix cache, and asks again until the
+answer comes out of RayKV. Then engines of other nodes ask for it too, and have to fetch it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from raykv.lab.chaos.report import Answer
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A probe that an engine has stored and loaded back."""
+
+    number: int
+    engine: int
+    answer: Answer
+
+
+class Watch:
+    """Since a moment; threads of all engines report to it.
+
+    Args:
+        num_engines: all of them must store and load.
+        nodes: the node of each engine; with more than one each engine has to fetch as well.
+    """
+
+    def __init__(self, num_engines: int, nodes: list[int]) -> None:
+        self._lock = threading.Condition()
+        self._num_engines = num_engines
+        self._fetchers = num_engines if len(set(nodes)) > 1 else 0
+        self._nodes = nodes
+        self._began_at = time.monotonic()
+        self._loads: dict[int, float] = {}
+        self._fetches: dict[int, float] = {}
+        self._stored: list[Stored] = []
+        self._asked: set[tuple[int, int]] = set()
+
+    def loaded(self, stored: Stored) -> None:
+        """An engine has stored a probe and loaded it back."""
+        with self._lock:
+            self._loads.setdefault(stored.engine, time.monotonic() - self._began_at)
+            self._stored.append(stored)
+            self._lock.notify_all()
+
+    def fetched(self, engine: int) -> None:
+        """An engine had a probe of another node out of a cache."""
+        with self._lock:
+            self._fetches.setdefault(engine, time.monotonic() - self._began_at)
+            self._lock.notify_all()
+
+    def to_fetch(self, engine: int) -> Stored | None:
+        """The newest probe of another node that this engine was not asked yet."""
+        with self._lock:
+            if engine in self._fetches:
+                return None
+            for stored in reversed(self._stored):
+                asked = (engine, stored.number)
+                if self._nodes[stored.engine] != self._nodes[engine] and asked not in self._asked:
+                    self._asked.add(asked)
+                    return stored
+            return None
+
+    @property
+    def loads_again_s(self) -> float | None:
+        """From the beginning until the last engine loaded; None: not all have."""
+        return max(self._loads.values()) if len(self._loads) == self._num_engines else None
+
+    @property
+    def fetches_again_s(self) -> float | None:
+        """From the beginning until the last engine fetched; None: not all have."""
+        if not self._fetchers:
+            return self.loads_again_s
+        return max(self._fetches.values()) if len(self._fetches) == self._fetchers else None
+
+    def wait(self, deadline_s: float) -> bool:
+        """Until all works, at most so long."""
+        with self._lock:
+            return self._lock.wait_for(
+                lambda: self.fetches_again_s is not None and self.loads_again_s is not None,
+                deadline_s,
+            )

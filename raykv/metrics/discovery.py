@@ -1,0 +1,105 @@
+"""The file that tells Prometheus whom to scrape, as Ray writes one: `file_sd_configs` reads it.
+
+One thread in the scheduler actor asks which nodes there are, and writes when that has changed. A
+reader sees the old file or the new one, never a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from raykv.base.deadlines import METRICS_TARGETS_S
+from raykv.base.errors import first_line
+from raykv.base.ownership import write_own
+from raykv.base.threads import OnFailure, start_thread
+
+logger = logging.getLogger("raykv.metrics")
+
+FILE_NAME = "raykv_metrics_sd.json"
+
+
+class TargetsFile:
+    """Args:
+    path: where it is; its folder must be there.
+    cluster: the address of the cluster.
+    """
+
+    def __init__(self, path: Path, cluster: str) -> None:
+        self.path = path
+        self._cluster = cluster
+
+    def write(self, targets: Sequence[str]) -> None:
+        """Replace the file; all targets have the label of the cluster.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        text = json.dumps(
+            [{"labels": {"job": "raykv", "cluster": self._cluster}, "targets": [*targets]}]
+        )
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            write_own(draft, text.encode(), 0o644)
+            draft.replace(self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+
+
+class Discovery:
+    """Keeps a file up to date for as long as the process lives; nothing waits for it.
+
+    Args:
+        file: to be kept.
+        targets: all targets, in order; called in the thread, and may fail.
+    """
+
+    def __init__(self, file: TargetsFile, targets: Callable[[], list[str]]) -> None:
+        self._file = file
+        self._targets = targets
+        self._written: list[str] | None = None
+        self._complained = False
+
+    def start(self) -> None:
+        """Begin."""
+        start_thread("raykv-targets", self._run, OnFailure.RUN_AGAIN)
+
+    def _run(self) -> None:
+        while True:
+            self.look()
+            time.sleep(METRICS_TARGETS_S)
+
+    def look(self) -> None:
+        """Write the file if the targets are others, or it is gone; what fails is tried again."""
+        try:
+            targets = self._targets()
+            if targets != self._written or not self._file.path.exists():
+                self._file.write(targets)
+                self._written = targets
+        except Exception as error:
+            self._written = None
+            if not self._complained:
+                self._complained = True
+                logger.warning(
+                    "%s can't be kept up to date (said once): %s",
+                    self._file.path,
+                    first_line(error),
+                )
+            return
+        self._complained = False
+
+
+def default_path() -> Path | None:
+    """Beside Ray's own `prom_metrics_service_discovery.json`; None where Ray has no such folder."""
+    from ray._private import worker
+
+    node = worker._global_node
+    folder = None if node is None else node.get_session_dir_path()
+    return None if folder is None else Path(folder) / FILE_NAME

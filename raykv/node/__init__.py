@@ -1,0 +1,1 @@
+"""The NodeActor, which alone touches a node's pool: slots, copies, fetches, reads."""

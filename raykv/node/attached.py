@@ -1,0 +1,257 @@
+"""A worker that is attached to a NodeActor, and the jobs that it has queued there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from raykv.base.errors import AttachError, MessageError, VersionError
+from raykv.base.ids import Blocks, Direction, Generation, Key, Namespace, Refusal, Slot
+from raykv.copy.cpu import CPUBackend
+from raykv.copy.engine import CopyBackend, LaneName, StopSign
+from raykv.copy.plan import Planner
+from raykv.copy.rows import RowCopier
+from raykv.memory.cuda.kv import DeviceKV
+from raykv.memory.handles import OpenedKV
+from raykv.memory.words import CancelWords, Word
+from raykv.node.devices import Devices
+from raykv.node.slots import ChunkName
+from raykv.protocol import wire
+from raykv.protocol.check import (
+    MAX_GROUPS,
+    MAX_NAME,
+    MAX_NUMBER,
+    MAX_PIECES,
+    check_device_memory,
+    require,
+)
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import AttachWorker, CopyJob, JobBatch, JobResult
+
+_DIRECTIONS = frozenset(int(direction) for direction in Direction)
+
+
+class AttachedWorker:
+    """An attached worker: its KV cache, mapped here, and its connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        hello: AttachWorker,
+        kv: OpenedKV,
+        words: CancelWords,
+        devices: Devices | None = None,
+    ) -> None:
+        self.hello = hello
+        self.words = words
+        self.planner = Planner(kv.layout, hello.rank)
+        self.running = 0
+        # A word, for copies that run without the GIL; 1 when the connection is closed.
+        self._closed = ctypes.c_uint64(0)
+        self._sock = sock
+        self._kv = kv
+        self._devices = devices
+        self._device_backend: CopyBackend | None = None
+        self._send_lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed.value
+
+    @property
+    def device(self) -> str:
+        """UUID of the GPU that the KV cache is on; `HOST` for CPU memory."""
+        return self._kv.layout.device
+
+    def backend(self, pool_address: int, rows: RowCopier) -> CopyBackend:
+        """What copies for this worker. One for a GPU is made by the first call, which comes before
+        the worker is served; then any thread may call.
+        """
+        if not isinstance(self._kv, DeviceKV):
+            return CPUBackend(self._kv.address, pool_address, rows)
+        if self._device_backend is None:
+            assert self._devices is not None, self.device
+            self._device_backend = self._devices.backend(self._kv, pool_address)
+        return self._device_backend
+
+    def stop_sign(self, job_id: int) -> StopSign:
+        """Set when the job is taken back or the connection is closed; valid until `unmap`."""
+        closed = Word(ctypes.addressof(self._closed), 1)
+        return StopSign([self.words.word(job_id), closed])
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send or close: a worker that does not read must not hold up the others."""
+        with self._send_lock:
+            if not self.is_open:
+                return
+            try:
+                self._sock.sendall(wire.frame(message))
+            except OSError:
+                self.close_connection()
+
+    def close_connection(self) -> None:
+        self._closed.value = 1
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def unmap(self) -> None:
+        self._kv.close()
+        self.words.close()
+
+
+@dataclass(slots=True)
+class QueuedJob:
+    """A job on its way through the queue; `refusals` has what failed, by chunk index.
+
+    `lock_fd`: of the file that a capture becomes; -1 for none.
+    """
+
+    worker: AttachedWorker
+    job: CopyJob
+    submitted_at: float
+    lock_fd: int = -1
+    refusals: dict[int, Refusal] = field(default_factory=dict)
+    stop: StopSign = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop = self.worker.stop_sign(self.job.job_id)
+
+    @property
+    def direction(self) -> Direction:
+        return Direction(self.job.direction)
+
+    @property
+    def lane(self) -> LaneName:
+        return LaneName(self.worker.device, self.direction)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.stop()
+
+    def name(self, chunk: int) -> ChunkName:
+        handles = self.job.handles
+        return ChunkName(
+            Namespace(self.worker.hello.namespace),
+            Key(handles.keys[chunk]),
+            Slot(handles.slots[chunk]),
+            Generation(handles.generations[chunk]),
+            self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),
+        )
+
+    def blocks(self, chunk: int) -> Blocks:
+        """What is copied of a chunk of a job that was planned."""
+        return self.worker.planner.blocks(self.job, chunk)
+
+    def result(self, num_bytes: int) -> JobResult:
+        """How the job has ended, with so many bytes copied."""
+        return JobResult(
+            job_id=self.job.job_id,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - self.submitted_at,
+            failed_chunks=list(self.refusals),
+            refusals=[int(refusal) for refusal in self.refusals.values()],
+        )
+
+    def refuse_rest(self, refusal: Refusal) -> None:
+        for chunk in range(len(self.job.handles.keys)):
+            self.refusals.setdefault(chunk, refusal)
+
+
+MAX_FDS = 1 + MAX_PIECES
+"""With the first message: the cancel words, and what a KV cache has; in CPU memory that is one."""
+
+
+def receive_hello(
+    sock: socket.socket, reader: wire.FrameReader, deadline_s: float
+) -> tuple[AttachWorker, list[int]]:
+    """The first message of a connection, and the descriptors that came with it.
+
+    Raises:
+        AttachError: it is no attach message of our version.
+        TimeoutError: it was not complete in time.
+        ValueError: the connection ended before.
+    """
+    give_up_at = time.monotonic() + deadline_s
+    fds: list[int] = []
+    try:
+        frames: list[bytes] = []
+        while not frames:
+            left = give_up_at - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"it did not attach within {deadline_s:.0f} s")
+            sock.settimeout(left)
+            data, more = wire.receive_with_fds(sock, MAX_FDS)
+            fds += more
+            if not data[0]:
+                raise ValueError("it closed before it had attached")
+            if len(fds) > MAX_FDS:
+                raise AttachError("too many descriptors came with the first message")
+            frames = reader.feed(data[0])
+        hello = receive(frames[0], AttachWorker, "the worker", "this NodeActor")
+        _check_hello(hello)
+        return hello, fds
+    except (VersionError, MessageError) as error:
+        close_all(fds)
+        raise AttachError(str(error)) from error
+    except BaseException:
+        close_all(fds)
+        raise
+
+
+def _check_hello(hello: AttachWorker) -> None:
+    """Raises:
+    MessageError: it can't be meant.
+    """
+    is_rank = 0 <= hello.rank < hello.num_ranks <= MAX_GROUPS
+    require(is_rank, f"rank {hello.rank} of {hello.num_ranks}")
+    require(max(len(hello.engine_id), len(hello.namespace)) <= MAX_NAME, "a name that is too long")
+    require(bool(hello.namespace), "a worker without a namespace")
+    has_all_sizes = set(hello.layout.group_ids) <= set(hello.slot_bytes)
+    require(has_all_sizes, "a KV group without a slot size")
+    check_device_memory(hello.layout)
+
+
+def check_parts(worker: AttachedWorker) -> None:
+    """Refuse a worker whose parts don't fit into their slots.
+
+    Raises:
+        AttachError: with the sizes.
+        PlanError: its layout has no such KV group.
+    """
+    hello = worker.hello
+    for group_id, slot_bytes in hello.slot_bytes.items():
+        needed = worker.planner.chunk_bytes(group_id, hello.num_ranks)
+        if needed > slot_bytes:
+            raise AttachError(
+                f"a chunk of KV group {group_id} has {needed} bytes with the parts of all "
+                f"{hello.num_ranks} ranks, which don't fit into a slot of {slot_bytes} bytes"
+            )
+
+
+def read_batch(raw: bytes) -> JobBatch:
+    """A message after the first one.
+
+    Raises:
+        MessageError: it is no job batch, or has jobs that can't be meant.
+    """
+    batch = receive(raw, JobBatch, "a worker", "this NodeActor")
+    for job in batch.jobs:
+        require(0 <= job.job_id < MAX_NUMBER, f"a job of number {job.job_id}")
+        require(job.direction in _DIRECTIONS, f"a job of direction {job.direction}")
+        is_capture = job.capture is not None
+        is_one = len(job.handles) == len(job.groups) == 1 and job.direction == Direction.STORE
+        require(not is_capture or is_one, "a capture that is not one store")
+    return batch
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors that nobody has taken over."""
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,100 @@
+"""GPUs as a NodeActor sees them: opened for a worker, and the pool pinned for their copies.
+
+CUDA is loaded when the first worker comes whose KV cache is on a GPU, not before: its context takes
+some hundred MiB of that GPU. The pool is pinned from then on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from raykv.base.geometry import PoolGeometry
+from raykv.copy.engine import CopyBackend
+from raykv.memory.cuda import bindings as cuda_bindings
+from raykv.memory.cuda.driver import MemoryDriver
+from raykv.memory.cuda.kv import DeviceKV
+from raykv.memory.cuda.pinning import PoolPinner
+from raykv.memory.pool import Pool
+
+logger = logging.getLogger("raykv.node")
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+MakeBackend = Callable[[str, int, int, int | None], CopyBackend]
+"""(device, address of the KV cache, address of the pool, event to wait for)."""
+
+
+def see_all_gpus() -> None:
+    """Have CUDA show this process every GPU of its container, whatever Ray has set.
+
+    A NodeActor serves all GPUs of its node. To be called before CUDA starts, which reads the
+    variable once. Parts of a GPU (MIG) are seen only by who names them, so their names stay.
+    """
+    if not os.environ.get(VISIBLE, "").startswith("MIG"):
+        os.environ.pop(VISIBLE, None)
+
+
+def cuda_backend(
+    device: str, kv_address: int, pool_address: int, compute_event: int | None
+) -> CopyBackend:
+    """Copies between a KV cache on a GPU and the pool."""
+    make: MakeBackend = importlib.import_module("raykv.copy.cuda.backend").backend
+    return make(device, kv_address, pool_address, compute_event)
+
+
+class Devices:
+    """What one NodeActor has to do with GPUs. All calls may come from any thread."""
+
+    def __init__(
+        self,
+        load: Callable[[], MemoryDriver] = cuda_bindings.load,
+        make_backend: MakeBackend = cuda_backend,
+    ) -> None:
+        self._load = load
+        self._make_backend = make_backend
+        self._lock = threading.Lock()
+        self._driver: MemoryDriver | None = None
+        self._pinner: PoolPinner | None = None
+        self._is_closed = False
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the pool, from its start."""
+        return 0 if self._pinner is None else self._pinner.pinned_bytes
+
+    def driver(self) -> MemoryDriver:
+        """CUDA in this process.
+
+        Raises:
+            DriverError: it can't be used here; the next call tries again.
+        """
+        with self._lock:
+            if self._driver is None:
+                self._driver = self._load()
+            return self._driver
+
+    def backend(self, kv: DeviceKV, pool_address: int) -> CopyBackend:
+        """What copies between a KV cache and the pool; one per worker."""
+        return self._make_backend(kv.device, kv.address, pool_address, kv.compute_event)
+
+    def pin(self, device: str, pool: Pool, geometry: PoolGeometry) -> None:
+        """Begin to pin the pool, unless that was begun before; returns at once."""
+        driver = self.driver()
+        with self._lock:
+            if self._pinner is not None or self._is_closed:
+                return
+            pinner = PoolPinner(driver, device, pool, geometry)
+            pinner.start()
+            self._pinner = pinner
+
+    def close(self, timeout_s: float) -> None:
+        """Unpin the pool; no copy may run any more."""
+        with self._lock:
+            self._is_closed = True
+            pinner = self._pinner
+        if pinner is not None:
+            pinner.stop(timeout_s)

@@ -1,0 +1,1 @@
+"""The disk tier: files of chunks, the folder, what lies there, reads and writes."""

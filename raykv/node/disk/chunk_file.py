@@ -1,0 +1,210 @@
+"""One file of chunks, as safetensors: written whole or not at all, read chunk by chunk.
+
+Each chunk is a tensor of bytes (U8) that is named by its key in hex. The file's metadata has the
+format's version, the namespace, and by key the generation, the checksum (XXH3, 64 bit), and which
+of the chunk's blocks were stored, as [first, length]; the bytes of the others are zero.
+
+A file gets its name when all of it is on the disk: what has that name is whole, unless the disk
+lies. It is read with plain reads: a file that was cut short would kill who had mapped it. What is
+read is compared with its checksum.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors.numpy import save_file
+
+from raykv.base.errors import ChunkFileError
+from raykv.base.ids import (
+    ALL_BLOCKS,
+    MAX_GENERATION,
+    MAX_KEY_BYTES,
+    Blocks,
+    Generation,
+    Key,
+    Namespace,
+)
+from raykv.node.disk.index import DiskChunk
+
+Bytes = npt.NDArray[np.uint8]
+
+FORMAT = "raykv.chunks.2"
+"""Version of the layout: another one is not read."""
+
+SUFFIX = ".safetensors"
+PART_SUFFIX = ".part"
+"""Of a file that is being written, or was when its writer died."""
+
+MAX_HEADER_BYTES = 64 << 20
+
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """A chunk to be written; `data` is [num_bytes] uint8."""
+
+    key: Key
+    generation: Generation
+    checksum: int
+    data: Bytes
+    blocks: Blocks = ALL_BLOCKS
+
+
+@dataclass(frozen=True)
+class ChunkFile:
+    """What a file's header says. `facts` is what else its writer noted."""
+
+    path: Path
+    num_bytes: int
+    namespace: Namespace
+    chunks: list[DiskChunk]
+    facts: dict[str, str]
+
+
+class _Sealed(msgspec.Struct, frozen=True, array_like=True):
+    generation: int
+    checksum: str
+    blocks: Blocks
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def write_chunks(
+    path: Path,
+    namespace: Namespace,
+    chunks: Sequence[ChunkBytes],
+    facts: Mapping[str, str] | None = None,
+) -> int:
+    """Write a file; it is not there before all of it is on the disk. Returns its size in bytes.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
+    sealed = {
+        each.key.hex(): _Sealed(each.generation, f"{each.checksum:016x}", each.blocks)
+        for each in chunks
+    }
+    metadata = {
+        **(facts or {}),
+        "format": FORMAT,
+        "namespace": str(namespace),
+        "chunks": msgspec.json.encode(sealed).decode(),
+    }
+    part = path.with_name(path.name + PART_SUFFIX)
+    try:
+        _save({each.key.hex(): each.data for each in chunks}, part, metadata)
+        num_bytes = to_disk(part)
+        part.rename(path)
+        to_disk(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+    return num_bytes
+
+
+def _save(tensors: dict[str, Bytes], path: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, metadata)
+    except Exception as error:
+        # The library has an error of its own for whatever the system says.
+        raise error if isinstance(error, OSError) else OSError(str(error)) from error
+
+
+def to_disk(path: Path) -> int:
+    """Have a file, or the names in a folder, on the disk; returns its size."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def read_header(path: Path) -> ChunkFile:
+    """What is in a file, and where; its chunks' bytes are not read.
+
+    Raises:
+        ChunkFileError: it is damaged, cut short, of another format, or no such file at all.
+        OSError: it can't be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+            raise ChunkFileError(f"{path} is no safetensors file, or is cut short")
+        raw = file.read(length)
+    try:
+        header: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        facts = msgspec.convert(header.pop(_METADATA, {}), dict[str, str])
+        if facts.get("format") != FORMAT:
+            raise ChunkFileError(
+                f"{path} is of format {facts.get('format', 'unknown')!r}, and this RayKV reads "
+                f"{FORMAT!r}"
+            )
+        sealed = msgspec.json.decode(facts.pop("chunks"), type=dict[str, _Sealed])
+        tensors = msgspec.convert(header, dict[str, _Tensor])
+        chunks = [
+            _chunk(key, tensors[key], sealed[key], 8 + length, size) for key in sealed | tensors
+        ]
+        namespace = Namespace(facts.pop("namespace"))
+    except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
+        raise ChunkFileError(f"{path} is damaged: {error}") from error
+    del facts["format"]
+    return ChunkFile(path, size, namespace, chunks, facts)
+
+
+def _chunk(key: str, tensor: _Tensor, sealed: _Sealed, start: int, size: int) -> DiskChunk:
+    first, end = tensor.data_offsets
+    num_bytes = end - first
+    is_whole = tensor.dtype == "U8" and tensor.shape == [num_bytes] and first >= 0 < num_bytes
+    if not is_whole or start + end > size:
+        raise ValueError(f"the chunk {key[:16]} is not where it should be")
+    raw = bytes.fromhex(key)
+    if not 0 < len(raw) <= MAX_KEY_BYTES or not 0 <= sealed.generation <= MAX_GENERATION:
+        raise ValueError(f"the chunk {key[:16]} has an impossible name")
+    if not sealed.blocks.is_sound:
+        raise ValueError(f"the chunk {key[:16]} has impossible blocks {tuple(sealed.blocks)}")
+    checksum, generation = int(sealed.checksum, 16), Generation(sealed.generation)
+    return DiskChunk(Key(raw), generation, start + first, num_bytes, checksum, sealed.blocks)
+
+
+def read_chunk(path: Path, chunk: DiskChunk, into: Bytes) -> None:
+    """Read a chunk's bytes and compare them with the checksum.
+
+    Args:
+        path: of the file.
+        chunk: one that `read_header` found there.
+        into: [num_bytes] uint8; has any content if this raises.
+
+    Raises:
+        ChunkFileError: the bytes are not those that were written.
+        OSError: they can't be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done = 0
+        while done < chunk.num_bytes:
+            got = os.preadv(fd, [into[done:].data], chunk.offset + done)
+            if not got:
+                raise ChunkFileError(f"{path} is cut short")
+            done += got
+    finally:
+        os.close(fd)
+    if xxhash.xxh3_64_intdigest(into.data) != chunk.checksum:
+        raise ChunkFileError(f"{path} is damaged: the chunk {chunk.key.hex()[:16]} has changed")

@@ -1,0 +1,271 @@
+"""The folder of one disk tier: claimed by one process, found again by the next.
+
+    <disk_path>/raykv-<n>/lock                  held by who owns the folder, as long as it lives
+                         /<number>-<any>.safetensors chunks; see `chunk_file.py`
+                         /cleared.json               up to which generation chunks here are void
+                         /….part                    being written, or left by who died meanwhile
+                         /….damaged                 not believed; the latest few are kept
+
+A folder of another user, one that others can write to, or a link is passed by: what is in it may be
+anything.
+
+Several nodes, and several clusters, may share `disk_path`, also over a network: each takes a folder
+of its own. One that nobody holds is taken over with what is in it, so that a restart of everything,
+with other node ids and other host names, finds its chunks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from raykv.base.deadlines import DISK_CLAIM_LOOK_S
+from raykv.base.errors import ChunkFileError, DiskError
+from raykv.base.ids import MAX_GENERATION
+from raykv.base.ownership import make_own_folder, open_own, require_own_folder, require_settled
+from raykv.node.disk.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
+from raykv.protocol.findings import UnownedFolder
+
+logger = logging.getLogger("raykv.disk")
+
+DAMAGED_SUFFIX = ".damaged"
+
+MAX_DAMAGED = 4
+"""Files that are kept to find out what happened to them; then the oldest goes."""
+
+MAX_FOLDERS = 1024
+
+MAX_FOREIGN = 64
+"""Folders of other users, or that others can write to, that are passed by."""
+
+_CLEARED = "cleared.json"
+
+
+@dataclass(frozen=True)
+class DiskRoom:
+    """Of the file system, in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class TierFolder:
+    """A folder that this process owns until it ends.
+
+    Raises:
+        DiskError: there is no place for it, or no lock can be had there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            require_settled(root)
+            self.path, self._lock = _claim(root)
+        except OSError as error:
+            raise DiskError(f"disk_path={str(root)!r}: {error.strerror or error}") from error
+        self._next = 0
+        self.num_damaged = 0
+
+    def scan(self) -> list[ChunkFile]:
+        """The files that are whole, the oldest first; removes what was never finished.
+
+        Raises:
+            OSError: the folder, or a file in it, can't be read now.
+        """
+        found = []
+        for path in self.path.iterdir():
+            if path.name.endswith(PART_SUFFIX):
+                path.unlink(missing_ok=True)
+            elif path.suffix == SUFFIX and _number_of(path) is not None:
+                found.append(path)
+        found.sort(key=lambda path: path.name)
+        self._next = (_number_of(found[-1]) or 0) + 1 if found else 0
+        whole = []
+        for path in found:
+            try:
+                whole.append(read_header(path))
+            except ChunkFileError as error:
+                self.set_aside(path, str(error))
+            except FileNotFoundError:
+                continue
+        return whole
+
+    def read_cleared(self) -> dict[str, int]:
+        """By namespace, the generation up to which chunks here are worth nothing.
+
+        Raises:
+            DiskError: that is not known, so that nothing here may be believed.
+        """
+        path = self.path / _CLEARED
+        try:
+            cleared = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            raise DiskError(f"{path} can't be read: {error}") from error
+        if not all(0 <= floor <= MAX_GENERATION for floor in cleared.values()):
+            raise DiskError(f"{path} can't be read: it has generations that nobody has granted")
+        return cleared
+
+    def write_cleared(self, cleared: Mapping[str, int]) -> None:
+        """Have that on the disk before any file goes: a crash must not bring chunks back.
+
+        Raises:
+            OSError: it can't be written; what was there stays.
+        """
+        path = self.path / _CLEARED
+        part = path.with_name(path.name + PART_SUFFIX)
+        part.write_bytes(msgspec.json.encode(cleared))
+        to_disk(part)
+        part.rename(path)
+        to_disk(self.path)
+
+    def new_path(self) -> Path:
+        """Of the next file. Where locks do not work nobody else writes it all the same."""
+        self._next += 1
+        return self.path / f"{self._next - 1:012d}-{secrets.token_hex(4)}{SUFFIX}"
+
+    def place_of(self, name: str) -> Path:
+        """Of a file."""
+        return self.path / name
+
+    def delete(self, name: str) -> None:
+        """A file is not needed any more; that it can't be deleted is logged only."""
+        try:
+            self.place_of(name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s can't be deleted: %s", self.place_of(name), error.strerror)
+
+    def set_aside(self, path: Path, reason: str) -> None:
+        """A file is not believed: it gets another name, or goes if that can't be."""
+        self.num_damaged += 1
+        logger.warning("a file of the disk tier is not believed: %s", reason)
+        try:
+            path.rename(path.with_name(path.name + DAMAGED_SUFFIX))
+            kept = sorted(self.path.glob(f"*{DAMAGED_SUFFIX}"), key=lambda old: old.name)
+            for old in kept[:-MAX_DAMAGED]:
+                old.unlink(missing_ok=True)
+        except OSError:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def room(self) -> DiskRoom:
+        """What the file system has.
+
+        Raises:
+            OSError: it does not say.
+        """
+        found = os.statvfs(self.path)
+        size = found.f_frsize
+        return DiskRoom(found.f_bavail * size, found.f_blocks * size)
+
+    def close(self) -> None:
+        """Another process may have the folder now."""
+        _note_held(self._lock)
+        os.close(self._lock)
+
+
+def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
+    """Folders with something in them that nobody holds: a node that starts takes over the first.
+
+    Nothing is changed. Each is held for an instant; a node that starts in it waits for that.
+
+    Args:
+        root: where tiers have their folders.
+        now: seconds since 1970.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    found = []
+    for lock in sorted(root.glob("raykv-*/lock")):
+        with suppress(FileNotFoundError):
+            try:
+                require_own_folder(lock.parent)
+            except PermissionError:
+                # No node of this user's takes it over.
+                continue
+            if _is_held(lock):
+                continue
+            files = [each.stat() for each in lock.parent.iterdir() if each != lock]
+            if num_bytes := sum(each.st_size for each in files):
+                # Who holds it notes that in the lock, and may have nothing to write for days.
+                since = max(each.st_mtime for each in [lock.stat(), *files])
+                age_s = max(0.0, now - since)
+                found.append(UnownedFolder(str(lock.parent), num_bytes, age_s))
+    return found
+
+
+def _is_held(lock: Path) -> bool:
+    fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        # Held, or locks do not work here: then nothing can be said.
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _number_of(path: Path) -> int | None:
+    number, dash, _ = path.stem.partition("-")
+    return int(number) if dash and number.isdecimal() else None
+
+
+def _claim(root: Path) -> tuple[Path, int]:
+    """A folder that nobody holds, and the descriptor that holds it from now on.
+
+    Those of other users are passed by.
+    """
+    refusals: list[OSError] = []
+    for number in itertools.islice(itertools.count(), MAX_FOLDERS):
+        path = root / f"raykv-{number}"
+        try:
+            make_own_folder(path)
+            fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT)
+        except PermissionError as error:
+            refusals.append(error)
+            if len(refusals) < MAX_FOREIGN:
+                continue
+            raise
+        try:
+            is_ours = _try_lock(fd)
+            if not is_ours:
+                # Perhaps somebody only looks; its chunks are worth the wait.
+                time.sleep(DISK_CLAIM_LOOK_S)
+                is_ours = _try_lock(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        if is_ours:
+            _note_held(fd)
+            for refused in refusals:
+                logger.warning("a folder of disk_path: %s", refused.strerror)
+            return path, fd
+        os.close(fd)
+    raise DiskError(f"disk_path={str(root)!r} has {MAX_FOLDERS} folders, all of them in use")
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _note_held(lock: int) -> None:
+    """The folder is held now: it counts as left from then on only."""
+    with suppress(OSError):
+        os.utime(lock)

@@ -1,0 +1,521 @@
+"""The destination's side of a fetch: chunks of other nodes, read in pieces, into leased slots.
+
+    claim ──► begin_store ──► read a piece ──► check, copy in ──► READY
+      │                          │ refused, no answer, corrupt
+      │                          └──► the next replica, else failed
+      └──► follow: another fetch of the same chunk is under way, its outcome is ours
+
+Several pieces are under way at a time, so that the source reads, the network carries and we copy in
+at once. A slot that a fetch writes is WRITING like any other: nobody reads it before all is there
+and checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from raykv.base.deadlines import FETCH_MOST_S, FETCH_SLOT_WAIT_S, SOURCE_PAUSES_S
+from raykv.base.errors import MessageError
+from raykv.base.ids import (
+    ALL_BLOCKS,
+    SLOT_ALIGNMENT,
+    Blocks,
+    Epoch,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Slot,
+)
+from raykv.cluster import names
+from raykv.cluster.breaker import Breakers, Pauses
+from raykv.node.keeper import PoolKeeper
+from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
+from raykv.node.slots import ChunkName, SlotState
+from raykv.protocol.check import check_partial
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    FetchRequest,
+    FetchResult,
+    Handles,
+    LostReplicas,
+    ReadReply,
+    ReadRequest,
+)
+from raykv.protocol.told import BreakerReport
+
+logger = logging.getLogger("raykv.node")
+
+PIECE_BYTES = 16 << 20
+"""Of one read. Ray moves 2 MiB objects at a third of the speed of large ones."""
+
+WINDOW = 3
+"""Pieces of one fetch that are under way at a time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Landing:
+    """A chunk on its way, for all fetches that want it."""
+
+    name: ChunkName
+    done: threading.Event = field(default_factory=threading.Event)
+    refusal: Refusal = Refusal.NODE_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A replica of a chunk, in the pool of one life of a NodeActor."""
+
+    node_id: str
+    node_epoch: int
+    slot: int
+    generation: int
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """One chunk of a request, and the sources that were not tried yet."""
+
+    landing: _Landing
+    sources: deque[Source]
+    was_asked: bool = False
+
+    def skip_source(self) -> None:
+        """The next source is left alone now; that is the reason if none was asked before."""
+        self.sources.popleft()
+        if not self.was_asked:
+            self.landing.refusal = Refusal.BREAKER_OPEN
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Chunks that are read from one source with one call."""
+
+    node_id: str
+    node_epoch: int
+    chunks: list[_Chunk]
+    sources: list[Source]
+    pending: PendingRead | None = None
+    started_at: float = 0.0
+    call: int = 0
+
+    @property
+    def source(self) -> tuple[str, int]:
+        return self.node_id, self.node_epoch
+
+    @property
+    def peer(self) -> str:
+        return names.node_actor(self.node_id)
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """Since the start."""
+
+    bytes_fetched: int = 0
+    chunks_fetched: int = 0
+    fetches_failed: int = 0
+
+
+class FetchService:
+    """Any thread may fetch.
+
+    Args:
+        keeper: of this node's pool.
+        epoch: of this NodeActor.
+        transport: reads from other nodes.
+        on_stored: called when there is something to report.
+    """
+
+    def __init__(
+        self,
+        keeper: PoolKeeper,
+        epoch: Epoch,
+        transport: PeerTransport,
+        on_stored: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._keeper = keeper
+        self._epoch = epoch
+        self._transport = transport
+        self._on_stored = on_stored
+        self._lock = threading.Lock()
+        self._flying: dict[tuple[Namespace, Key], _Landing] = {}
+        # By the source's name; `_lock` guards them too.
+        self.breakers = Breakers(Pauses(*SOURCE_PAUSES_S))
+        self.counters = FetchCounters()
+
+    def fetch(self, request: FetchRequest) -> FetchResult:
+        """Fetch all chunks of a request, at most until its deadline; whatever goes wrong is a
+        refusal, never an exception.
+        """
+        started = time.monotonic()
+        if request.version != PROTOCOL_VERSION or request.node_epoch != self._epoch:
+            return _refused(self._epoch, len(request.handles), Refusal.BAD_HANDLE)
+        try:
+            fetch = _Fetch(request, started + _bounded(request.deadline_s))
+        except (IndexError, ValueError) as error:
+            logger.warning("refused a malformed fetch: %s", error)
+            return _refused(self._epoch, len(request.handles), Refusal.BAD_HANDLE)
+        landings = self._claim(fetch)
+        try:
+            self._begin(fetch)
+            self._transfer(fetch)
+        except Exception:
+            logger.exception("a fetch failed")
+        finally:
+            self._end(fetch)
+        for landing in landings:
+            landing.done.wait(max(0.0, fetch.give_up_at - time.monotonic()))
+        with self._lock:
+            self.counters.bytes_fetched += fetch.num_bytes
+        refusals = [
+            landing.refusal if landing.done.is_set() else Refusal.TOO_LATE for landing in landings
+        ]
+        return FetchResult(
+            node_epoch=self._epoch,
+            refusals=[int(refusal) for refusal in refusals],
+            slots=[landing.name.slot for landing in landings],
+            generations=[landing.name.generation for landing in landings],
+            num_bytes=fetch.num_bytes,
+            seconds=time.monotonic() - started,
+            lost=fetch.lost,
+        )
+
+    def _claim(self, fetch: _Fetch) -> list[_Landing]:
+        """One landing per chunk of the request: of others where one is under way already."""
+        landings = []
+        with self._lock:
+            for chunk in fetch.waiting:
+                name = chunk.landing.name
+                known = self._flying.get((name.namespace, name.key))
+                if known is None:
+                    self._flying[name.namespace, name.key] = chunk.landing
+                    fetch.own.append(chunk)
+                landings.append(known or chunk.landing)
+        fetch.waiting = deque(fetch.own)
+        return landings
+
+    def _begin(self, fetch: _Fetch) -> None:
+        """Have the slots for writing; what can't be written is not fetched."""
+        for chunk in fetch.own:
+            if chunk.sources and self._source_of(fetch, chunk) is None:
+                # Nobody is asked: the slot stays as it is.
+                is_there = self._is_there(chunk)
+                self._settle(chunk, Refusal.NONE if is_there else chunk.landing.refusal)
+                continue
+            wait_s = min(FETCH_SLOT_WAIT_S, max(0.0, fetch.give_up_at - time.monotonic()))
+            expiry_s = max(0.0, fetch.give_up_at - time.monotonic()) + FETCH_SLOT_WAIT_S
+            refusal = self._keeper.begin_store(chunk.landing.name, 0, 1, wait_s, expiry_s)
+            if refusal is Refusal.NONE:
+                fetch.writing.add(chunk)
+            else:
+                self._settle(chunk, Refusal.NONE if self._is_there(chunk) else refusal)
+        fetch.waiting = deque(chunk for chunk in fetch.waiting if chunk in fetch.writing)
+
+    def _transfer(self, fetch: _Fetch) -> None:
+        flying: deque[_Piece] = deque()
+        try:
+            while time.monotonic() < fetch.give_up_at:
+                while len(flying) < WINDOW and fetch.waiting:
+                    piece = self._next_piece(fetch)
+                    if piece is None:
+                        break
+                    if self._start(fetch, piece):
+                        flying.append(piece)
+                if not flying:
+                    return
+                self._receive(fetch, flying.popleft())
+        finally:
+            for piece in flying:
+                with self._lock:
+                    self.breakers.forget(piece.peer, piece.call, time.monotonic())
+
+    def _next_piece(self, fetch: _Fetch) -> _Piece | None:
+        """Chunks in order, as long as they come from the same source and fit into a piece.
+
+        None when there is nothing to ask for now, or the next source is on trial: then a piece of
+        this fetch is under way that tells whether it is back.
+        """
+        piece: _Piece | None = None
+        num_bytes = 0
+        while fetch.waiting:
+            chunk = fetch.waiting[0]
+            source = self._source_of(fetch, chunk)
+            if source is None:
+                fetch.waiting.popleft()
+                continue
+            if source.node_id in fetch.trials:
+                break
+            num_bytes += chunk.landing.name.slot_bytes
+            if piece is None:
+                piece = _Piece(source.node_id, source.node_epoch, [], [])
+            elif piece.source != (source.node_id, source.node_epoch) or num_bytes > PIECE_BYTES:
+                break
+            fetch.waiting.popleft()
+            chunk.sources.popleft()
+            piece.chunks.append(chunk)
+            piece.sources.append(source)
+        return piece
+
+    def _source_of(self, fetch: _Fetch, chunk: _Chunk) -> Source | None:
+        """The next source that is worth asking; it stays in the chunk's list."""
+        while chunk.sources:
+            source = chunk.sources[0]
+            if source.node_id in fetch.trials or not self._is_left_alone(source.node_id):
+                return source
+            chunk.skip_source()
+        return None
+
+    def _is_left_alone(self, node_id: str) -> bool:
+        """Whether a source did not answer a short while ago."""
+        with self._lock:
+            return self.breakers.refuses(names.node_actor(node_id), time.monotonic())
+
+    def _start(self, fetch: _Fetch, piece: _Piece) -> bool:
+        """Ask a source; if that is not to be, the piece's chunks wait for their next one."""
+        with self._lock:
+            call = self.breakers.begin(piece.peer, time.monotonic())
+            is_trial = call is not None and not self.breakers.is_closed(piece.peer)
+        if call is None:
+            # Another fetch has begun the trial meanwhile.
+            for chunk, source in zip(piece.chunks, piece.sources, strict=True):
+                chunk.sources.appendleft(source)
+                fetch.waiting.append(chunk)
+            return False
+        piece.call = call
+        if is_trial:
+            fetch.trials.add(piece.node_id)
+        for chunk in piece.chunks:
+            chunk.was_asked = True
+        request = ReadRequest(
+            version=PROTOCOL_VERSION,
+            namespace=fetch.namespace,
+            node_epoch=piece.node_epoch,
+            handles=Handles(
+                [chunk.landing.name.key for chunk in piece.chunks],
+                [source.slot for source in piece.sources],
+                [source.generation for source in piece.sources],
+            ),
+            slot_bytes=[chunk.landing.name.slot_bytes for chunk in piece.chunks],
+            with_checksums=fetch.with_checksums,
+        )
+        piece.started_at = time.monotonic()
+        try:
+            piece.pending = self._transport.start_read(piece.node_id, request)
+        except PeerError as error:
+            self._failed(fetch, piece, error)
+            return False
+        return True
+
+    def _receive(self, fetch: _Fetch, piece: _Piece) -> None:
+        """Wait for a piece and copy it in; what did not come is tried at the next source."""
+        assert piece.pending is not None
+        left = fetch.give_up_at - time.monotonic()
+        # Where there is another source, leave it half of the time.
+        has_others = any(self._source_of(fetch, chunk) for chunk in piece.chunks)
+        if fetch.silent.get(piece.node_id, 0.0) >= piece.started_at:
+            # Another piece has waited for this source already.
+            left = 0.0
+        try:
+            reply, data = piece.pending.wait(left / 2 if has_others else left)
+            _check(piece, reply, data, fetch.with_checksums)
+        except PeerError as error:
+            self._failed(fetch, piece, error)
+            return
+        with self._lock:
+            is_back = self.breakers.worked(piece.peer)
+        if is_back:
+            logger.warning("%s answers again", piece.peer)
+        fetch.trials.discard(piece.node_id)
+        fetch.heard[piece.node_id] = time.monotonic()
+        self._land(fetch, piece, reply, data)
+
+    def _land(self, fetch: _Fetch, piece: _Piece, reply: ReadReply, data: Bytes) -> None:
+        checksums = iter(reply.checksums)
+        end = 0
+        columns = zip(piece.chunks, piece.sources, reply.refusals, strict=True)
+        for number, (chunk, source, refused) in enumerate(columns):
+            name = chunk.landing.name
+            refusal = Refusal(refused)
+            if refusal is Refusal.NONE:
+                part = data[end : end + name.slot_bytes]
+                end += name.slot_bytes
+                checksum = next(checksums, None)
+                refusal = self._take(name, part, checksum)
+                if refusal is Refusal.NONE:
+                    blocks = reply.partial.get(number, ALL_BLOCKS)
+                    self._finish(fetch, chunk, Refusal.NONE, checksum, blocks)
+                    fetch.num_bytes += name.slot_bytes
+                    continue
+            elif refusal.is_final and reply.node_epoch == source.node_epoch:
+                fetch.report_lost(source, name)
+            chunk.landing.refusal = refusal
+            fetch.waiting.append(chunk)
+        self._on_stored()
+
+    def _take(self, name: ChunkName, part: Bytes, checksum: int | None) -> Refusal:
+        """Copy a chunk into its slot, if it is what was sent."""
+        if checksum is not None and xxhash.xxh3_64_intdigest(part.data) != checksum:
+            logger.warning("a chunk arrived corrupt; it is not used")
+            return Refusal.CORRUPT
+        place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
+        ctypes.memmove(place, part.ctypes.data, name.slot_bytes)
+        return Refusal.NONE
+
+    def _failed(self, fetch: _Fetch, piece: _Piece, error: PeerError) -> None:
+        """A source did not answer: leave it alone for a while, try the next one."""
+        fetch.trials.discard(piece.node_id)
+        fetch.silent[piece.node_id] = time.monotonic()
+        # A source that has answered meanwhile is slow at most: the fetch's time is up.
+        is_alive = fetch.heard.get(piece.node_id, 0.0) >= piece.started_at > 0.0
+        with self._lock:
+            now = time.monotonic()
+            if is_alive:
+                self.breakers.forget(piece.peer, piece.call, now)
+            elif self.breakers.failed(piece.peer, piece.call, now, str(error)):
+                logger.warning("no answer, other nodes are asked for now: %s", error)
+        for chunk in piece.chunks:
+            if not chunk.landing.done.is_set():
+                chunk.landing.refusal = Refusal.NODE_LOST
+                fetch.waiting.append(chunk)
+
+    def _finish(
+        self,
+        fetch: _Fetch,
+        chunk: _Chunk,
+        refusal: Refusal,
+        checksum: int | None = None,
+        blocks: Blocks = ALL_BLOCKS,
+    ) -> None:
+        """The chunk is there, or won't be: end its store, and tell who waits for it."""
+        name = chunk.landing.name
+        state = self._keeper.end_store(name, 0, refusal is Refusal.NONE, checksum, blocks)
+        fetch.writing.remove(chunk)
+        if refusal is Refusal.NONE and state is not SlotState.READY:
+            refusal = Refusal.CLEARED
+        with self._lock:
+            self.counters.chunks_fetched += refusal is Refusal.NONE
+        self._settle(chunk, refusal)
+
+    def breaker_report(self) -> BreakerReport:
+        """Sources that are left alone, but for imports, which end; any thread may ask."""
+        with self._lock:
+            return self.breakers.report(time.monotonic(), but=names.IMPORT_PREFIX)
+
+    def _is_there(self, chunk: _Chunk) -> bool:
+        """Whether the slot has the chunk already: the request came twice."""
+        is_there = self._keeper.begin_load(chunk.landing.name) is Refusal.NONE
+        if is_there:
+            self._keeper.end_load(chunk.landing.name)
+        return is_there
+
+    def _settle(self, chunk: _Chunk, refusal: Refusal) -> None:
+        """Nobody has to wait for the chunk any more."""
+        name = chunk.landing.name
+        chunk.landing.refusal = refusal
+        with self._lock:
+            if self._flying.get((name.namespace, name.key)) is chunk.landing:
+                del self._flying[name.namespace, name.key]
+            self.counters.fetches_failed += refusal is not Refusal.NONE
+        chunk.landing.done.set()
+
+    def _end(self, fetch: _Fetch) -> None:
+        """Whatever happened: no slot stays WRITING, nobody waits for a chunk that won't come."""
+        for chunk in list(fetch.writing):
+            refusal = chunk.landing.refusal
+            if time.monotonic() >= fetch.give_up_at:
+                refusal = Refusal.TOO_LATE
+            self._finish(fetch, chunk, refusal)
+        for chunk in fetch.own:
+            if not chunk.landing.done.is_set():
+                self._settle(chunk, chunk.landing.refusal)
+
+
+def _check(piece: _Piece, reply: ReadReply, data: Bytes, with_checksums: bool) -> None:
+    """Refuse an answer that does not fit what was asked for.
+
+    Raises:
+        PeerError: it does not.
+    """
+    known = {int(refusal) for refusal in Refusal}
+    if len(reply.refusals) == len(piece.chunks) and known.issuperset(reply.refusals):
+        sent = [
+            chunk.landing.name.slot_bytes
+            for chunk, refusal in zip(piece.chunks, reply.refusals, strict=True)
+            if refusal == Refusal.NONE
+        ]
+        num_checksums = len(sent) if with_checksums else 0
+        if len(data) == sum(sent) and len(reply.checksums) == num_checksums:
+            try:
+                check_partial(reply.partial, len(piece.chunks))
+            except MessageError as error:
+                raise PeerError(f"node {piece.node_id}: {error}") from error
+            return
+    raise PeerError(f"node {piece.node_id}: the answer does not fit the question")
+
+
+class _Fetch:
+    """One request on its way: what waits for a source, and what is being written."""
+
+    def __init__(self, request: FetchRequest, give_up_at: float) -> None:
+        self.namespace = request.namespace
+        self.with_checksums = request.with_checksums
+        self.give_up_at = give_up_at
+        self.num_bytes = 0
+        self.lost = LostReplicas([], [], [])
+        self.own: list[_Chunk] = []
+        # When sources failed last, and when they answered.
+        self.silent: dict[str, float] = {}
+        self.heard: dict[str, float] = {}
+        # Sources that this fetch asks whether they are back.
+        self.trials: set[str] = set()
+        self.writing: set[_Chunk] = set()
+        self.waiting = deque(_Chunk(_Landing(name), sources) for name, sources in wanted(request))
+
+    def report_lost(self, source: Source, name: ChunkName) -> None:
+        """A source says that it does not have the chunk."""
+        self.lost.nodes.append(source.node_id)
+        self.lost.keys.append(name.key)
+        self.lost.generations.append(source.generation)
+
+
+def wanted(request: FetchRequest) -> list[tuple[ChunkName, deque[Source]]]:
+    """The chunks of a request, each with the sources that it may be read from, best first.
+
+    Raises:
+        IndexError: its columns name chunks or nodes that it does not have.
+        ValueError: its columns have different lengths.
+    """
+    handles = request.handles
+    columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
+    namespace = Namespace(request.namespace)
+    chunks: list[tuple[ChunkName, deque[Source]]] = [
+        (ChunkName(namespace, Key(key), Slot(slot), Generation(generation), size), deque())
+        for key, slot, generation, size in columns
+    ]
+    told = request.sources
+    rows = zip(told.key_index, told.node_index, told.slots, told.generations, strict=True)
+    for index, node, slot, generation in rows:
+        if index < 0 or node < 0:
+            raise IndexError(f"a source of chunk {index} on node {node}")
+        _, sources = chunks[index]
+        sources.append(Source(told.nodes[node], told.node_epochs[node], slot, generation))
+    return chunks
+
+
+def _bounded(deadline_s: float) -> float:
+    """Between nothing and `FETCH_MOST_S`; what is no number is nothing."""
+    return min(deadline_s, FETCH_MOST_S) if deadline_s > 0 else 0.0
+
+
+def _refused(epoch: Epoch, num_chunks: int, refusal: Refusal) -> FetchResult:
+    none = [0] * num_chunks
+    return FetchResult(epoch, [int(refusal)] * num_chunks, none, none)

@@ -1,0 +1,109 @@
+"""Facts of the host that a NodeActor runs on, for `raykv doctor`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import ray
+
+import raykv
+from raykv.base.deadlines import HOST_DISK_S
+from raykv.base.errors import ThreadError
+from raykv.base.threads import num_failed
+from raykv.cluster.ask import within
+from raykv.memory.limits import disk_limit, is_in_memory, worker_limits
+from raykv.memory.room import MemoryLimit
+from raykv.node.disk.folder import unowned_folders
+from raykv.protocol.findings import HostFacts, HostQuestion, LimitFacts, Place, UnownedFolder
+
+logger = logging.getLogger("raykv.doctor")
+
+MAX_PLACES = 64
+"""Ports that are tried for one question; of more, the first ones."""
+
+_PROBES = 16
+"""Of them at a time."""
+
+
+def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFacts:
+    """Look around, for as long as ports that do not answer take; says nothing of the pool."""
+    shm_bytes, shm_free_bytes = _shm()
+    plasma_folder, plasma_bytes = _plasma()
+    disk = disk_limit(Path(pool_path)) if pool_path else None
+    unreached = unreached_of(question.places[:MAX_PLACES], question.reach_s)
+    return HostFacts(
+        hostname=socket.gethostname(),
+        raykv_version=raykv.__version__,
+        ray_version=str(ray.__version__),
+        python_version=platform.python_version(),
+        # Last, so that who asked can tell how old it is.
+        wall_time=time.time(),
+        is_memory=not pool_path or is_in_memory(Path(pool_path)),
+        limits=[_limit_facts(limit) for limit in worker_limits()],
+        disk=None if disk is None else _limit_facts(disk),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free_bytes,
+        plasma_folder=plasma_folder,
+        plasma_bytes=plasma_bytes,
+        threads_failed=num_failed(),
+        unreached=unreached,
+        unowned=_unowned(disk_path) if disk_path else [],
+    )
+
+
+def _unowned(disk_path: str) -> list[UnownedFolder]:
+    """What nobody holds on the disk, if that answers in time."""
+    try:
+        return within(HOST_DISK_S, lambda: unowned_folders(Path(disk_path), time.time()))
+    except (OSError, TimeoutError, ThreadError) as error:
+        logger.warning("disk_path=%r can't be looked at: %s", disk_path, error)
+        return []
+
+
+def unreached_of(places: Sequence[Place], reach_s: float) -> list[tuple[Place, str]]:
+    """Those that can't be connected to from here, each with why not."""
+    if not places:
+        return []
+    with ThreadPoolExecutor(_PROBES, "raykv-probe") as pool:
+        answers = list(pool.map(lambda place: _objection(place, reach_s), places))
+    return [(place, why) for place, why in zip(places, answers, strict=True) if why]
+
+
+def _objection(place: Place, reach_s: float) -> str:
+    try:
+        socket.create_connection((place.host, place.port), reach_s).close()
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    return ""
+
+
+def _limit_facts(limit: MemoryLimit) -> LimitFacts:
+    return LimitFacts(limit.source, limit.total_bytes, limit.free_bytes)
+
+
+def _shm() -> tuple[int, int]:
+    """Size of `/dev/shm` and what is free there; 0 where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _plasma() -> tuple[str, int]:
+    """Folder and size of the object store, from the raylet that is this process's parent."""
+    try:
+        arguments = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return "", 0
+    given = dict(argument.lstrip("-").split("=", 1) for argument in arguments if "=" in argument)
+    size = given.get("object_store_memory", "")
+    return given.get("plasma_directory", ""), int(size) if size.isdigit() else 0

@@ -1,0 +1,101 @@
+"""Whether a chunk's bytes are still those that were stored: XXH3, made once and compared later.
+
+        stored                   restored from a pool file
+          │ in idle time           │ in idle time, or when it is first wanted
+          ▼                        ▼
+       sealed ◄──────────────── compared ─────► quarantined
+          │  ▲                                       ▲
+          └──┘ compared: each time that it goes to   │ it differs
+               another node, and one local load of   │
+               `LOADS_PER_CHECK` ────────────────────┘
+
+A quarantined chunk is gone: its load fails like one of a chunk that was overwritten, the directory
+hears of it, and the slot is free for a later generation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+
+import xxhash
+
+from raykv.base.ids import NO_BLOCKS, SLOT_ALIGNMENT, Blocks, Refusal
+from raykv.node.keeper import PoolKeeper
+from raykv.node.slots import ChunkName
+
+LOADS_PER_CHECK = 256
+"""A checksum takes about as long as the copy of the same bytes: 0.4 % more on the average."""
+
+PIECE_BYTES = 1 << 20
+"""Between two looks at whether something else is more urgent: a tenth of a millisecond."""
+
+
+class Integrity:
+    """Any thread may call.
+
+    Args:
+        keeper: of the node's pool.
+        loads_per_check: of so many loads one is compared, chosen at random.
+    """
+
+    def __init__(self, keeper: PoolKeeper, loads_per_check: int = LOADS_PER_CHECK) -> None:
+        self._keeper = keeper
+        self._loads_per_check = loads_per_check
+        self._random = random.Random()
+
+    def begin_load(
+        self, name: ChunkName, is_cancelled: Callable[[], bool], wanted: Blocks = NO_BLOCKS
+    ) -> Refusal:
+        """Register a reader of some blocks of a chunk, which is compared first if it has to be; see
+        `PoolKeeper`.
+
+        `CORRUPT`: its bytes have changed. `CANCELLED`: there was no time to find out.
+        """
+        refusal = self._keeper.begin_load(name, wanted)
+        if refusal is not Refusal.NONE or not self._must_compare(name):
+            return refusal
+        checksum = self._checksum(name, is_cancelled)
+        refusal = Refusal.CANCELLED if checksum is None else self._keeper.settle(name, checksum)
+        if refusal is not Refusal.NONE:
+            self._keeper.end_load(name)
+        return refusal
+
+    def _must_compare(self, name: ChunkName) -> bool:
+        is_chosen = not self._random.randrange(self._loads_per_check)
+        if not is_chosen and not self._keeper.table.num_unproven:
+            return False
+        seal = self._keeper.seal_of(name)
+        return seal is not None and (is_chosen or not seal.is_proven)
+
+    def work(self, is_wanted: Callable[[], bool]) -> bool:
+        """Make or compare the checksum of one chunk that waits for it; False if none does.
+
+        Ends early when `is_wanted` says that something else is to be done.
+        """
+        name = self._keeper.take_unchecked()
+        if name is None:
+            return False
+        if self._keeper.begin_load(name) is not Refusal.NONE:
+            return True
+        try:
+            checksum = self._checksum(name, is_wanted)
+            if checksum is None:
+                self._keeper.put_back(name)
+            else:
+                self._keeper.settle(name, checksum)
+        finally:
+            self._keeper.end_load(name)
+        return True
+
+    def _checksum(self, name: ChunkName, is_cancelled: Callable[[], bool]) -> int | None:
+        """Of the bytes in the pool, whose reader the caller is."""
+        place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
+        data = memoryview((ctypes.c_ubyte * name.slot_bytes).from_address(place)).cast("B")
+        hasher = xxhash.xxh3_64()
+        for start in range(0, name.slot_bytes, PIECE_BYTES):
+            if is_cancelled():
+                return None
+            hasher.update(data[start : start + PIECE_BYTES])
+        return hasher.intdigest()

@@ -1,0 +1,159 @@
+"""The NodeActor's copy threads: one for loads and one for stores, of each device and of the host.
+
+A store waits for what its engine computes, for seconds perhaps, and so does a load; each holds up
+its own lane only. Nothing else is copied by these threads: fetches, and reads for other nodes, have
+threads of their own (Ray's).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from raykv.base.deadlines import NODE_GIVE_WAY_S, NODE_LOOK_S
+from raykv.base.errors import ThreadError
+from raykv.base.ids import Direction
+from raykv.base.threads import OnFailure, SupervisedThread, start_thread
+from raykv.copy.engine import HOST, JobQueue, LaneName
+from raykv.node.attached import AttachedWorker, QueuedJob
+from raykv.node.keeper import PoolKeeper
+
+
+class CopyLanes:
+    """Jobs in their lanes. Every method may be called from any thread.
+
+    The queue is guarded by the pool's lock. Nobody holds it while a job runs. A worker's `running`
+    counts its jobs that run, of all lanes.
+
+    Args:
+        keeper: whose lock is shared; it is notified when a job has ended.
+        run: carries out one job, in a lane's thread; must not raise.
+    """
+
+    def __init__(self, keeper: PoolKeeper, run: Callable[[QueuedJob], None]) -> None:
+        self._lock = keeper.lock
+        self._mutex = keeper.mutex
+        self._run = run
+        self._queue: JobQueue[QueuedJob] = JobQueue()
+        # Notified when the lane has a job; a thread that waits there is not woken up by others.
+        self._news: dict[LaneName, threading.Condition] = {}
+        self._threads: list[SupervisedThread] = []
+        # Notified when no job waits or runs.
+        self._rest = threading.Condition(self._mutex)
+        self._stopping = False
+
+    def open(self, device: str = HOST) -> None:
+        """Have threads for a device, which live until `stop`.
+
+        Raises:
+            ThreadError: the system gives no more; the next call tries again.
+        """
+        with self._lock:
+            lanes = [LaneName(device, direction) for direction in Direction]
+            for lane in lanes:
+                if lane in self._news:
+                    continue
+                self._news[lane] = threading.Condition(self._mutex)
+                if self._stopping:
+                    continue
+                name = f"raykv-{lane.direction.name.lower()}"
+                try:
+                    thread = start_thread(name, partial(self._serve, lane), OnFailure.END_PROCESS)
+                except ThreadError:
+                    # Nobody would carry out what it is given.
+                    del self._news[lane]
+                    raise
+                self._threads.append(thread)
+
+    def stop(self) -> None:
+        """No job is begun any more."""
+        with self._lock:
+            self._stopping = True
+            for news in (self._lock, self._rest, *self._news.values()):
+                news.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait so long for each thread, after `stop`; False: some copy still runs."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # Jobs
+
+    def push(self, queued: QueuedJob) -> bool:
+        """Append a job to its lane, which must be open; False if that is full."""
+        with self._lock:
+            if not self._queue.push(queued.lane, queued):
+                return False
+            self._news[queued.lane].notify()
+            return True
+
+    def take(self, wanted: Callable[[QueuedJob], bool]) -> list[QueuedJob]:
+        """Take jobs that wait out of the queue."""
+        with self._lock:
+            return self._queue.take(wanted)
+
+    def drop(self, worker: AttachedWorker) -> None:
+        """Forget a worker's jobs, and wait for those that run.
+
+        Those end soon if the worker's connection is closed: they look before each of their runs.
+        """
+        with self._lock:
+            self._queue.take(lambda queued: queued.worker is worker)
+            while worker.running:
+                self._lock.wait(NODE_LOOK_S)
+
+    def __len__(self) -> int:
+        """Jobs that wait."""
+        with self._lock:
+            return len(self._queue)
+
+    # Threads
+
+    def _serve(self, lane: LaneName) -> None:
+        while (queued := self._next(lane)) is not None:
+            try:
+                self._run(queued)
+            finally:
+                with self._lock:
+                    self._queue.end(lane)
+                    queued.worker.running -= 1
+                    self._lock.notify_all()
+                    if self._queue.is_idle:
+                        self._rest.notify_all()
+
+    def _next(self, lane: LaneName) -> QueuedJob | None:
+        """The lane's next job, which counts as running; None at the end."""
+        with self._lock:
+            while not self._stopping:
+                queued = self._queue.begin(lane)
+                if queued is not None:
+                    queued.worker.running += 1
+                    return queued
+                self._news[lane].wait(NODE_LOOK_S)
+        return None
+
+    # Priorities
+
+    def give_way(self, queued: QueuedJob) -> None:
+        """Let loads go first, before the next bytes of a job are copied; for a bounded time."""
+        give_up_at = time.monotonic() + NODE_GIVE_WAY_S
+        with self._lock:
+            while self._queue.must_give_way(queued.lane) and not self._stopping:
+                left = give_up_at - time.monotonic()
+                if left <= 0 or queued.is_cancelled:
+                    return
+                self._lock.wait(left)
+
+    def is_wanted(self) -> bool:
+        """Whether there is something more urgent to do than work for idle time."""
+        with self._lock:
+            return self._stopping or not self._queue.is_idle
+
+    def rest(self) -> None:
+        """Wait until there is time again, and at most `NODE_LOOK_S`."""
+        with self._lock:
+            if not self._stopping:
+                self._rest.wait(NODE_LOOK_S)

@@ -1,0 +1,142 @@
+"""The source's side of a fetch: chunks are copied out of the pool, for another node."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from raykv.base.ids import (
+    ALL_BLOCKS,
+    SLOT_ALIGNMENT,
+    Blocks,
+    Epoch,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Slot,
+)
+from raykv.node.keeper import PoolKeeper
+from raykv.node.peers import Bytes
+from raykv.node.scratch import Scratch
+from raykv.node.slots import ChunkName
+from raykv.protocol.check import check_read
+from raykv.protocol.messages import PROTOCOL_VERSION, ReadReply, ReadRequest
+
+MAX_READ_BYTES = 256 << 20
+"""In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """How the read of one chunk ended, the checksum of its bytes, where that was asked for, and
+    which of its blocks were stored.
+    """
+
+    refusal: Refusal
+    checksum: int = 0
+    blocks: Blocks = ALL_BLOCKS
+
+
+class ReadService:
+    """Any thread may read; the slot table keeps writers away from what is being read."""
+
+    def __init__(self, keeper: PoolKeeper, epoch: Epoch) -> None:
+        self._keeper = keeper
+        self._epoch = epoch
+        self._lock = threading.Lock()
+        self._scratch = Scratch()
+        self.reading = 0
+        self.bytes_sent = 0
+
+    def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
+        """Copy out what is asked for, as far as it is still there at its generation.
+
+        Raises:
+            MessageError: the request can't be meant.
+        """
+        check_read(request, self._keeper.table.geometry.slab_bytes)
+        with self._lock:
+            self.reading += 1
+        try:
+            reply, data = answer(
+                request,
+                self._epoch,
+                lambda name, to: self._read_one(name, to, with_checksum=request.with_checksums),
+                self._scratch.take,
+            )
+        finally:
+            with self._lock:
+                self.reading -= 1
+        with self._lock:
+            self.bytes_sent += len(data)
+        return reply, data
+
+    def _read_one(self, name: ChunkName, to: Bytes, *, with_checksum: bool) -> ChunkRead:
+        """Copy a chunk, and compare it with what was stored."""
+        refusal = self._keeper.begin_load(name)
+        if refusal is not Refusal.NONE:
+            return ChunkRead(refusal)
+        try:
+            blocks = self._keeper.blocks_of(name)
+            place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
+            ctypes.memmove(to.ctypes.data, place, name.slot_bytes)
+            seal = self._keeper.seal_of(name)
+            if not with_checksum and (seal is None or seal.is_proven):
+                return ChunkRead(Refusal.NONE, blocks=blocks)
+            checksum = xxhash.xxh3_64_intdigest(to.data)
+            return ChunkRead(self._keeper.settle(name, checksum), checksum, blocks)
+        finally:
+            self._keeper.end_load(name)
+
+
+def answer(
+    request: ReadRequest,
+    epoch: int,
+    read_one: Callable[[ChunkName, Bytes], ChunkRead],
+    take: Callable[[int], Bytes] = lambda num_bytes: np.empty(num_bytes, np.uint8),
+) -> tuple[ReadReply, Bytes]:
+    """Answer a read, whoever has the chunks.
+
+    Args:
+        request: one that can be meant.
+        epoch: of who answers.
+        read_one: reads a chunk into memory of its size.
+        take: gives memory for so many bytes.
+    """
+    total = sum(request.slot_bytes)
+    is_ours = request.version == PROTOCOL_VERSION and request.node_epoch == epoch
+    if not is_ours or (total > MAX_READ_BYTES and len(request.handles) > 1):
+        refused = [int(Refusal.BAD_HANDLE)] * len(request.handles)
+        return ReadReply(epoch, refused), np.empty(0, np.uint8)
+    data = take(total)
+    refusals: list[int] = []
+    checksums: list[int] = []
+    partial: dict[int, Blocks] = {}
+    end = 0
+    for number, name in enumerate(names_of(request)):
+        read = read_one(name, data[end : end + name.slot_bytes])
+        refusals.append(int(read.refusal))
+        if read.refusal is Refusal.NONE:
+            end += name.slot_bytes
+            checksums.append(read.checksum)
+            if read.blocks != ALL_BLOCKS:
+                partial[number] = read.blocks
+    if not request.with_checksums:
+        checksums = []
+    return ReadReply(epoch, refusals, checksums, partial), data[:end]
+
+
+def names_of(request: ReadRequest) -> list[ChunkName]:
+    """The chunks that a read asks for."""
+    handles = request.handles
+    columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
+    return [
+        ChunkName(Namespace(request.namespace), Key(key), Slot(slot), Generation(generation), size)
+        for key, slot, generation, size in columns
+    ]

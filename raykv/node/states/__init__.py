@@ -1,0 +1,1 @@
+"""Hidden states: captured out of KV blocks, held in memory, written to files."""

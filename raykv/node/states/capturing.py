@@ -1,0 +1,489 @@
+"""Hidden states of requests: copied out of an engine's KV blocks, kept for a while, and written.
+
+    push ─► one thread: room? copy ─► answer: the blocks are free ─► a writer: order, file ─► kept
+               │ cancelled, malformed, failed, no room in time
+               └──► the answer refuses, and the reason goes to whoever reads
+
+A capture is admitted when its states fit into the memory that captures may take; what has been
+kept longest goes first. While nothing can go, because all is still being written, the copy waits,
+and with it the engine: it must not compute faster than can be written.
+
+Threads begin with the first capture. They share what `_lock` guards; nobody holds it while bytes
+are copied or a disk is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.base.deadlines import (
+    NODE_LOOK_S,
+    NODE_STOP_S,
+    STATES_EXPIRY_LOOK_S,
+    STATES_LOOK_S,
+    STATES_ROOM_S,
+)
+from raykv.base.errors import HiddenStatesError, first_line
+from raykv.base.ids import Direction, Epoch, Refusal
+from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.copy.engine import HOST, MAX_QUEUED_JOBS
+from raykv.copy.plan import CopyRuns, PlanError
+from raykv.copy.rows import RowCopier
+from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES
+from raykv.node.attached import AttachedWorker, QueuedJob
+from raykv.node.keeper import PoolKeeper
+from raykv.node.states.file import (
+    LOCK_SUFFIX,
+    HiddenStates,
+    cleanup_hidden_states,
+    is_expired,
+    settle,
+    write_states,
+)
+from raykv.node.states.index import WIDTHS, CaptureIndex, CaptureState, objection
+from raykv.protocol.state_types import Capture, CaptureStats
+
+logger = logging.getLogger("raykv.node")
+
+Bytes = npt.NDArray[np.uint8]
+
+NUM_WRITERS = 4
+
+MAX_FOLDERS = 64
+"""In which files are looked for that nobody has read in time."""
+
+
+class _RefusedError(Exception):
+    """A capture does not happen, and why."""
+
+    def __init__(self, refusal: Refusal, reason: str) -> None:
+        super().__init__(reason)
+        self.refusal = refusal
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """What waits for a writer; `lock_fd` is closed by it."""
+
+    capture: Capture
+    pages: Bytes
+    lock_fd: int
+
+
+class Capturing:
+    """See the module's docstring. Every method may be called from any thread.
+
+    Args:
+        keeper: has the pool, beside which states are copied.
+        rows: copies within the host's memory.
+        epoch: of this life of the NodeActor.
+        give_way: lets loads go first; called before each part of a copy.
+        answer: tells the worker how its job has ended, with the bytes that were copied.
+    """
+
+    def __init__(
+        self,
+        keeper: PoolKeeper,
+        rows: RowCopier,
+        epoch: Epoch,
+        give_way: Callable[[QueuedJob], None],
+        answer: Callable[[QueuedJob, int], None],
+    ) -> None:
+        self._keeper = keeper
+        self._rows = rows
+        self._epoch = epoch
+        self._give_way = give_way
+        self._answer = answer
+        self._lock = threading.Condition()
+        self._index = CaptureIndex()
+        self._kept: dict[str, HiddenStates] = {}
+        self._waiting: deque[QueuedJob] = deque()
+        self._running: QueuedJob | None = None
+        self._unwritten: deque[_Copied] = deque()
+        # Counters, see `CaptureStats`.
+        self._copied: Counter[str] = Counter()
+        self._files: Counter[str] = Counter()
+        # By folder, how long files are kept there.
+        self._folders: dict[Path, float] = {}
+        self._threads: list[SupervisedThread] = []
+        self._stopping = False
+
+    # Jobs
+
+    def push(self, queued: QueuedJob) -> bool:
+        """Take a capture in, and its lock.
+
+        False: there are too many, or no thread for them; nothing has changed.
+        """
+        with self._lock:
+            if self._stopping or len(self._waiting) >= MAX_QUEUED_JOBS:
+                return False
+            if not self._threads:
+                self._begin()
+            if not all(thread.revive() for thread in self._threads):
+                return False
+            self._waiting.append(queued)
+            self._lock.notify_all()
+            return True
+
+    def refuse(self, queued: QueuedJob, refusal: Refusal, reason: str) -> None:
+        """Answer a capture that was not taken in; its reader hears the reason."""
+        self._refuse(queued, reason)
+        queued.refuse_rest(refusal)
+        self._answer(queued, 0)
+
+    def cancel(self, worker: AttachedWorker, job_ids: Collection[int]) -> None:
+        """Answer those of a worker's captures that wait and were given up."""
+        with self._lock:
+            taken = self._take(lambda q: q.worker is worker and q.job.job_id in job_ids)
+        for queued in taken:
+            self.refuse(queued, Refusal.CANCELLED, "the engine gave the copy up: it took too long")
+
+    def drop(self, worker: AttachedWorker) -> None:
+        """Forget a worker's captures, and wait for the one that runs, which ends soon."""
+        with self._lock:
+            dropped = self._take(lambda q: q.worker is worker)
+        for queued in dropped:
+            self._refuse(queued, "the engine ended before they were copied")
+        with self._lock:
+            while self._running is not None and self._running.worker is worker:
+                self._lock.wait(NODE_LOOK_S)
+
+    def _take(self, wanted: Callable[[QueuedJob], bool]) -> list[QueuedJob]:
+        taken = [queued for queued in self._waiting if wanted(queued)]
+        self._waiting = deque(queued for queued in self._waiting if not wanted(queued))
+        return taken
+
+    def stop(self) -> None:
+        """End the threads; what is not written then has no file."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(NODE_STOP_S)
+
+    # Readers
+
+    def stats(self) -> CaptureStats:
+        """Counters, and what is in memory now."""
+        with self._lock:
+            return CaptureStats(
+                self._index.num_bytes,
+                self._copied["captured"],
+                self._copied["bytes"],
+                self._copied["failed"],
+                self._files["written"],
+                self._files["failed"],
+            )
+
+    def has(self, name: str) -> bool:
+        """Whether a request is known by that name, captured or failed."""
+        with self._lock:
+            return bool(self._index.find(name))
+
+    def states(self, name: str, deadline_s: float) -> HiddenStates:
+        """The states of a request, as soon as they are there.
+
+        Args:
+            name: its id, or that which vLLM has appended something to.
+            deadline_s: longest wait.
+
+        Raises:
+            HiddenStatesError: there are none, and why; or several requests have that name.
+        """
+        give_up_at = time.monotonic() + deadline_s
+        with self._lock:
+            while True:
+                found = self._index.find(name)
+                if len(found) > 1:
+                    raise HiddenStatesError(
+                        f"{name!r} stands for {len(found)} requests: {', '.join(found[:8])}"
+                    )
+                if found and (known := self._of(found[0])) is not None:
+                    return known
+                left = give_up_at - time.monotonic()
+                if left <= 0 or self._stopping:
+                    raise HiddenStatesError(_missing(name, is_known=bool(found)))
+                self._lock.wait(min(left, STATES_LOOK_S))
+
+    def _of(self, request_id: str) -> HiddenStates | None:
+        entry = self._index[request_id]
+        if entry.state is CaptureState.FAILED:
+            raise HiddenStatesError(f"no hidden states of request {request_id}: {entry.reason}")
+        return self._kept.get(request_id)
+
+    # The thread that copies
+
+    def _begin(self) -> None:
+        work = {"copy": 1, "write": NUM_WRITERS, "expire": 1}
+        targets = {"copy": self._copy_all, "write": self._write_all, "expire": self._expire_all}
+        for name, count in work.items():
+            for _ in range(count):
+                thread = SupervisedThread(
+                    f"raykv-states-{name}", targets[name], OnFailure.END_PROCESS
+                )
+                self._threads.append(thread)
+
+    def _copy_all(self) -> None:
+        while (queued := self._next()) is not None:
+            num_bytes = 0
+            try:
+                num_bytes = self._carry_out(queued)
+            except _RefusedError as refused:
+                queued.refuse_rest(refused.refusal)
+            finally:
+                # Answered first: then nobody waits for memory that is about to be unmapped.
+                try:
+                    self._answer(queued, num_bytes)
+                finally:
+                    with self._lock:
+                        self._running = None
+                        self._lock.notify_all()
+
+    def _next(self) -> QueuedJob | None:
+        """The oldest capture, which counts as running; None at the end."""
+        with self._lock:
+            while not self._stopping:
+                if self._waiting:
+                    self._running = self._waiting.popleft()
+                    return self._running
+                self._lock.wait(NODE_LOOK_S)
+        return None
+
+    def _carry_out(self, queued: QueuedJob) -> int:
+        """Copy, and hand over to a writer; returns the bytes that were copied.
+
+        Raises:
+            _RefusedError: it did not happen, and whoever reads has been told.
+        """
+        capture = _capture(queued)
+        is_admitted = False
+        try:
+            runs, pages = self._plan(queued, capture)
+            self._admit(queued, capture, pages.nbytes)
+            is_admitted = True
+            self._copy(queued, runs)
+        except Exception as error:
+            refused = error if isinstance(error, _RefusedError) else None
+            if refused is None:
+                logger.warning("hidden states of %s: %s", capture.request_id, first_line(error))
+                refused = _RefusedError(
+                    Refusal.COPY_FAILED, f"the copy failed: {first_line(error)}"
+                )
+            if is_admitted:
+                with self._lock:
+                    self._copied["failed"] += 1
+                    self._index.fail(capture.request_id, str(refused), time.monotonic())
+                    self._lock.notify_all()
+                _let_go(queued.lock_fd, str(refused))
+            else:
+                self._refuse(queued, str(refused))
+            raise refused from error
+        with self._lock:
+            self._copied.update(captured=1, bytes=pages.nbytes)
+            self._index.copied(capture.request_id)
+            self._unwritten.append(_Copied(capture, pages, queued.lock_fd))
+            self._lock.notify_all()
+        return pages.nbytes
+
+    def _plan(self, queued: QueuedJob, capture: Capture) -> tuple[CopyRuns, Bytes]:
+        """What is to be copied, and fresh memory for it, [number of blocks, bytes of a page]."""
+        job = queued.job
+        if job.node_epoch != self._epoch:
+            raise _RefusedError(Refusal.BAD_HANDLE, "the NodeActor has begun anew")
+        try:
+            planner = queued.worker.planner
+            layer = planner.layer(job.groups[0], capture.layer)
+            wrong = objection(capture, len(job.block_ids), layer.page_bytes)
+            if wrong:
+                raise PlanError(wrong)
+            pages = np.empty((len(job.block_ids), layer.page_bytes), np.uint8)
+            to = pages.ctypes.data - self._keeper.pool.address
+            return planner.pages(layer, job.block_ids, to), pages
+        except PlanError as error:
+            logger.warning("refused a malformed capture: %s", error)
+            raise _RefusedError(
+                Refusal.BAD_HANDLE, f"a capture that can't be meant: {error}"
+            ) from error
+
+    def _admit(self, queued: QueuedJob, capture: Capture, num_bytes: int) -> None:
+        """Wait for room.
+
+        Raises:
+            _RefusedError: there was none in time, or the engine has given up.
+        """
+        give_up_at = time.monotonic() + STATES_ROOM_S
+        name, most = capture.request_id, capture.most_bytes
+        with self._lock:
+            if name in self._index:
+                raise _RefusedError(Refusal.BAD_HANDLE, "a request of that name has been captured")
+            while True:
+                now = time.monotonic()
+                admission = self._index.admit(name, num_bytes, most, capture.ttl_s, now)
+                for other in admission.forgotten:
+                    self._kept.pop(other, None)
+                if admission.is_admitted:
+                    return
+                if now >= give_up_at or queued.is_cancelled or self._stopping:
+                    raise _RefusedError(
+                        Refusal.CANCELLED,
+                        f"hidden_states_bytes={most} has been full of states that are still being "
+                        "written, for as long as a store may take",
+                    )
+                self._lock.wait(STATES_LOOK_S)
+
+    def _copy(self, queued: QueuedJob, runs: CopyRuns) -> None:
+        backend = queued.worker.backend(self._keeper.pool.address, self._rows)
+        most_bytes = HOST_SPAN_BYTES if queued.lane.device == HOST else SPAN_BYTES
+        parts = self._parts(queued, runs, max(1, most_bytes // int(runs.size[0])))
+        with contextlib.closing(backend.copy_each(Direction.STORE, parts, queued.stop)) as answers:
+            done = all(answers)
+        if not done or queued.is_cancelled:
+            raise _RefusedError(Refusal.CANCELLED, "the engine ended, or gave the copy up")
+
+    def _parts(self, queued: QueuedJob, runs: CopyRuns, step: int) -> Iterator[CopyRuns]:
+        """So many pages at once; what goes first goes before each."""
+        for first in range(0, len(runs.size), step):
+            self._give_way(queued)
+            some = slice(first, first + step)
+            size = runs.size[some]
+            yield CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
+
+    def _refuse(self, queued: QueuedJob, reason: str) -> None:
+        """Nobody holds the lock meanwhile: what is said to the reader may be on a slow disk."""
+        capture = _capture(queued)
+        with self._lock:
+            self._copied["failed"] += 1
+            self._index.refuse(capture.request_id, capture.ttl_s, reason, time.monotonic())
+            self._lock.notify_all()
+        _let_go(queued.lock_fd, reason)
+
+    # The threads that write
+
+    def _write_all(self) -> None:
+        while (copied := self._next_to_write()) is not None:
+            capture = copied.capture
+            problem = ""
+            try:
+                states = arranged(copied.pages, capture)
+                with self._lock:
+                    self._kept[capture.request_id] = states
+                    self._lock.notify_all()
+                if capture.path:
+                    write_states(capture.path, states)
+            except Exception as error:
+                problem = str(error) or type(error).__name__
+                logger.warning("hidden states of %s: %s", capture.request_id, problem)
+            _let_go(copied.lock_fd, problem)
+            self._written(capture, problem)
+
+    def _next_to_write(self) -> _Copied | None:
+        with self._lock:
+            while not self._stopping:
+                if self._unwritten:
+                    return self._unwritten.popleft()
+                self._lock.wait(NODE_LOOK_S)
+        return None
+
+    def _written(self, capture: Capture, problem: str) -> None:
+        name, now = capture.request_id, time.monotonic()
+        with self._lock:
+            if name in self._kept:
+                self._index.written(name, now, problem)
+            else:
+                self._index.fail(name, problem, now)
+            if capture.path:
+                self._files["failed" if problem else "written"] += 1
+            folder = Path(capture.path).parent
+            if capture.path and (folder in self._folders or len(self._folders) < MAX_FOLDERS):
+                self._folders[folder] = capture.ttl_s
+            self._lock.notify_all()
+
+    # The thread that forgets
+
+    def _expire_all(self) -> None:
+        while not self._stopping:
+            with self._lock:
+                for name in self._index.expire(time.monotonic()):
+                    self._kept.pop(name, None)
+                folders = dict(self._folders)
+                self._lock.notify_all()
+            for folder, ttl_s in folders.items():
+                delete_expired(folder, ttl_s, time.time())
+            give_up_at = time.monotonic() + STATES_EXPIRY_LOOK_S
+            with self._lock:
+                while (left := give_up_at - time.monotonic()) > 0 and not self._stopping:
+                    self._lock.wait(left)
+
+
+def delete_expired(folder: Path, ttl_s: float, now: float) -> None:
+    """Delete files of states, and their locks, that nobody has cleaned up for so long.
+
+    `now`: seconds since 1970.
+
+    A file whose lock is gone belongs to whoever has deleted that.
+    """
+    try:
+        locks = [path for path in folder.iterdir() if path.name.endswith(LOCK_SUFFIX)]
+    except OSError:
+        return
+    for lock in locks:
+        if is_expired(lock, now, ttl_s):
+            try:
+                cleanup_hidden_states(str(lock).removesuffix(LOCK_SUFFIX))
+            except OSError as error:
+                logger.debug("%s can't be deleted: %s", lock, error)
+
+
+def arranged(pages: Bytes, capture: Capture) -> HiddenStates:
+    """States in the order of their tokens, out of the blocks that they were copied from.
+
+    Args:
+        pages: [number of blocks, bytes of a page].
+        capture: says how states lie in a page.
+    """
+    width = WIDTHS[capture.dtype]
+    token, state, number = (stride * width for stride in capture.strides)
+    shape = (len(pages), capture.block_tokens, capture.num_states, capture.hidden_size)
+    strides = (pages.strides[0], token, state, number)
+    numbers: npt.NDArray[Any] = np.ndarray(shape, f"u{width}", pages, strides=strides)
+    whole = numbers.reshape(-1, *shape[2:])[: capture.num_tokens]
+    token_ids = np.frombuffer(capture.token_ids, "<i8").astype(np.int64)
+    return HiddenStates(capture.request_id, np.ascontiguousarray(whole), capture.dtype, token_ids)
+
+
+def _capture(queued: QueuedJob) -> Capture:
+    capture = queued.job.capture
+    assert capture is not None, queued.job.job_id
+    return capture
+
+
+def _let_go(lock_fd: int, reason: str) -> None:
+    if lock_fd >= 0:
+        try:
+            settle(lock_fd, reason)
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(lock_fd)
+
+
+def _missing(name: str, *, is_known: bool) -> str:
+    if is_known:
+        return f"the hidden states of request {name} have not been copied in time"
+    return (
+        f"no hidden states of request {name} are here: it has not ended, its engine does not "
+        "capture any, or they have expired or made room for others (hidden_states_ttl_s, "
+        "hidden_states_bytes)"
+    )

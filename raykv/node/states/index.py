@@ -1,0 +1,207 @@
+"""Which hidden states a NodeActor keeps in memory: bounded in bytes and in time.
+
+    admit ──► COPYING ──► WRITING ──► KEPT ──► forgotten (time, or others need the room)
+                 │           │
+                 └───────────┴── fail ──► FAILED ──► forgotten (time)
+
+1. The bytes of all that are not FAILED never exceed the `most_bytes` of the last admission, unless
+   one alone does that.
+2. What is COPYING or WRITING is never forgotten: a thread holds its memory.
+3. A request has one entry; its number of bytes does not change.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from raykv.protocol.state_types import Capture
+
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number of each type that states may have."""
+
+_APPENDED = re.compile(r"-[0-9a-f]{8}")
+"""To the id that a client knows: what makes it unique."""
+
+_APPENDED_TO_COMPLETION = re.compile(r"-[0-9]+(-[0-9a-f]{8})?|-[0-9a-f]{8}")
+"""The completions API puts before that which of its prompts it is."""
+
+MAX_TEXT = 4096
+"""Characters of a path, and of a request's name."""
+
+MAX_ENTRIES = 1 << 16
+"""Requests that are known, failed ones included."""
+
+
+def objection(capture: Capture, num_blocks: int, page_bytes: int) -> str:
+    """Why a capture can't be meant, in a few words; empty if it can.
+
+    Args:
+        capture: what a worker asks for.
+        num_blocks: KV blocks that hold the states.
+        page_bytes: of one of them.
+    """
+    width = WIDTHS.get(capture.dtype)
+    if width is None:
+        return f"states of {capture.dtype[:40]!r}"
+    sizes = (capture.block_tokens, capture.num_states, capture.hidden_size)
+    if min(sizes) < 1 or len(capture.strides) != len(sizes) or min(capture.strides) < 1:
+        return f"states of {sizes} with strides {capture.strides[:9]}"
+    steps = zip(sizes, capture.strides, strict=True)
+    if (sum((size - 1) * stride for size, stride in steps) + 1) * width > page_bytes:
+        return f"states of {sizes} with strides {capture.strides} in a page of {page_bytes} bytes"
+    num_tokens = capture.num_tokens
+    if len(capture.token_ids) % 8 or not 0 < num_tokens <= num_blocks * capture.block_tokens:
+        return f"{num_tokens} tokens in {num_blocks} blocks of {capture.block_tokens}"
+    if not capture.request_id or max(len(capture.request_id), len(capture.path)) > MAX_TEXT:
+        return "a name or path that is empty or too long"
+    if capture.most_bytes < 0 or not (capture.ttl_s > 0 and math.isfinite(capture.ttl_s)):
+        return f"states that are kept for {capture.ttl_s} s"
+    return ""
+
+
+class CaptureState(Enum):
+    """See the module's docstring."""
+
+    COPYING = "copying"
+    WRITING = "writing"
+    KEPT = "kept"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class CaptureEntry:
+    """What is known of one request. `reason`: why it is FAILED, or why it has no file."""
+
+    num_bytes: int
+    ttl_s: float
+    state: CaptureState = CaptureState.COPYING
+    since: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether a request's states may be copied now; `forgotten` requests make room for them."""
+
+    is_admitted: bool
+    forgotten: tuple[str, ...] = ()
+
+
+_FIXED = (CaptureState.COPYING, CaptureState.WRITING)
+
+
+class CaptureIndex:
+    """Entries by request id. The caller locks; times are of any clock that does not go back."""
+
+    def __init__(self) -> None:
+        # In the order of their admission, so that the oldest is the first.
+        self._entries: dict[str, CaptureEntry] = {}
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of states in memory."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def __getitem__(self, request_id: str) -> CaptureEntry:
+        return self._entries[request_id]
+
+    def admit(
+        self, request_id: str, num_bytes: int, most_bytes: int, ttl_s: float, now: float
+    ) -> Admission:
+        """Begin with a request, if there is room or can be made; else nothing has changed.
+
+        One that is larger than `most_bytes` is admitted when nothing else is in memory.
+        """
+        assert request_id not in self._entries, request_id
+        forgotten: list[str] = []
+        left = self._num_bytes
+        if left + num_bytes > most_bytes:
+            for other, entry in self._entries.items():
+                if entry.state is CaptureState.KEPT:
+                    forgotten.append(other)
+                    left -= entry.num_bytes
+                    if left + num_bytes <= most_bytes:
+                        break
+        if left and left + num_bytes > most_bytes:
+            return Admission(is_admitted=False)
+        surplus = len(self._entries) - len(forgotten) + 1 - MAX_ENTRIES
+        if surplus > 0:
+            free = [
+                other
+                for other, entry in self._entries.items()
+                if entry.state not in _FIXED and other not in forgotten
+            ]
+            if len(free) < surplus:
+                return Admission(is_admitted=False)
+            forgotten += free[:surplus]
+        for other in forgotten:
+            self._forget(other)
+        self._entries[request_id] = CaptureEntry(num_bytes, ttl_s, since=now)
+        self._num_bytes += num_bytes
+        return Admission(is_admitted=True, forgotten=tuple(forgotten))
+
+    def copied(self, request_id: str) -> None:
+        """All bytes have arrived."""
+        entry = self._entries[request_id]
+        assert entry.state is CaptureState.COPYING, entry
+        entry.state = CaptureState.WRITING
+
+    def written(self, request_id: str, now: float, problem: str = "") -> None:
+        """Its file is written, or is not because of `problem`; its time begins."""
+        entry = self._entries[request_id]
+        assert entry.state is CaptureState.WRITING, entry
+        entry.state, entry.since, entry.reason = CaptureState.KEPT, now, problem
+
+    def fail(self, request_id: str, reason: str, now: float) -> None:
+        """There will be no states."""
+        entry = self._entries[request_id]
+        assert entry.state in _FIXED, entry
+        self._num_bytes -= entry.num_bytes
+        entry.state, entry.since, entry.reason = CaptureState.FAILED, now, reason
+        entry.num_bytes = 0
+
+    def refuse(self, request_id: str, ttl_s: float, reason: str, now: float) -> bool:
+        """Note a request that was never admitted; False: one of that name is known already."""
+        if request_id in self._entries:
+            return False
+        # It takes no memory, whatever is in it.
+        if not self.admit(request_id, 0, self._num_bytes, ttl_s, now).is_admitted:
+            return False
+        self.fail(request_id, reason, now)
+        return True
+
+    def expire(self, now: float) -> list[str]:
+        """Forget what has been kept for its time; returns those requests."""
+        old = [
+            request_id
+            for request_id, entry in self._entries.items()
+            if entry.state not in _FIXED and now - entry.since >= entry.ttl_s
+        ]
+        for request_id in old:
+            self._forget(request_id)
+        return old
+
+    def find(self, name: str) -> list[str]:
+        """Requests with that id, or whose id vLLM has made of it by appending to it."""
+        if name in self._entries:
+            return [name]
+        appended = _APPENDED_TO_COMPLETION if name.startswith("cmpl-") else _APPENDED
+        return [
+            request_id
+            for request_id in self._entries
+            if request_id.startswith(f"{name}-") and appended.fullmatch(request_id, len(name))
+        ]
+
+    def _forget(self, request_id: str) -> None:
+        self._num_bytes -= self._entries.pop(request_id).num_bytes
+        assert self._num_bytes >= 0, self._num_bytes

@@ -1,0 +1,50 @@
+"""Which nodes an operator's wish means, and how large their pools are to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from raykv.base.geometry import PoolGeometry
+from raykv.protocol.operator import PoolWish
+
+ALL = "all"
+
+LEAST_SLAB_BYTES = 64 << 20
+"""Of a pool that is made before an engine says how large its chunks are: most chunks fit."""
+
+LEAST_SLABS = 8
+"""A small pool is cut into so many all the same."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """A Ray node: its resources as Ray counts them, and its labels."""
+
+    node_id: str
+    hostname: str = ""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def wants(wish: PoolWish, node: NodeFacts) -> bool:
+    """Whether a node is to have a NodeActor."""
+    if wish.node_ids:
+        return node.node_id in wish.node_ids
+    if wish.on == ALL:
+        return True
+    label, is_label, value = wish.on.partition("=")
+    if is_label:
+        return node.labels.get(label) == value
+    return node.resources.get(wish.on, 0) > 0
+
+
+def usual_nodes(nodes: Iterable[NodeFacts]) -> str:
+    """`PoolWish.on` if nobody says it: those with a GPU if there are any, else all."""
+    return "GPU" if any(node.resources.get("GPU", 0) > 0 for node in nodes) else ALL
+
+
+def geometry_of(wish: PoolWish, pool_bytes: int) -> PoolGeometry:
+    """Of a pool that has that size."""
+    slab_bytes = wish.slab_bytes or min(LEAST_SLAB_BYTES, pool_bytes // LEAST_SLABS)
+    return PoolGeometry.for_pool(pool_bytes, max(1, slab_bytes))

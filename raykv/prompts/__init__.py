@@ -1,0 +1,1 @@
+"""From a prompt to its chunks' keys: tokens, block hashes, prefixes, adapters."""

@@ -1,0 +1,197 @@
+"""Which chunks of a prompt are where: its keys as an engine of the namespace would make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from raykv.base.errors import ClusterError, SettingError
+from raykv.base.ids import Key
+from raykv.prompts.block_hashes import (
+    DEFAULT_SEED,
+    PLAIN,
+    RANDOM,
+    HashScheme,
+    PromptTraits,
+    block_hashes,
+    chunk_keys,
+    seed_digest,
+)
+from raykv.prompts.prefixes import ChunkGroup, loadable_tokens, parse_groups
+from raykv.protocol.disk import disk_of, is_disk, node_of
+from raykv.protocol.reader import NodePrefix, PromptChunk, PromptLookup
+from raykv.protocol.status import NamespaceStatus
+
+
+@dataclass(frozen=True)
+class PromptScheme:
+    """How the engines of a namespace cut prompts into chunks, and what they call those."""
+
+    hashing: HashScheme
+    groups: tuple[ChunkGroup, ...]
+
+    def chunks(
+        self, tokens: Sequence[int], traits: PromptTraits = PLAIN
+    ) -> dict[ChunkGroup, list[Key]]:
+        """Keys of a prompt's full chunks, by KV group."""
+        hashes = block_hashes(tokens, self.hashing, traits)
+        size = self.hashing.tokens_per_hash
+        return {
+            group: chunk_keys(hashes, group.tokens // size, group.group) for group in self.groups
+        }
+
+
+def scheme_of(space: NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme:
+    """What the engines of a namespace have said of themselves.
+
+    Args:
+        space: the namespace.
+        seeds: of block hashes, beside vLLM's own; theirs is known here as a digest only.
+
+    Raises:
+        ClusterError: no engine of the namespace has been seen, or it has said too little.
+        SettingError: none of the seeds is theirs, or it is random.
+    """
+    traits = space.traits
+    try:
+        groups = tuple(parse_groups(traits["chunks"]))
+        size = int(traits["tokens_per_hash"])
+        algorithm, digest = traits["hash_algorithm"], traits["hash_seed"]
+        if size < 1 or any(group.tokens % size for group in groups):
+            raise ValueError(f"chunks {groups} of blocks of {size}")
+    except (KeyError, ValueError) as error:
+        raise ClusterError(
+            f"how namespace {space.namespace[:12]} cuts and hashes prompts is not known: no engine "
+            "of it has been attached since the scheduler actor began; start one"
+        ) from error
+    if digest == RANDOM:
+        raise SettingError(
+            f"the engines of namespace {space.namespace[:12]} hash with {algorithm} and a random "
+            "seed, so nobody else can say what they call a prompt's chunks: start them with "
+            "PYTHONHASHSEED=0, or with --prefix-caching-hash-algo sha256"
+        )
+    for seed in (DEFAULT_SEED, *seeds):
+        if seed_digest(seed) == digest:
+            return PromptScheme(HashScheme(algorithm, seed, size), groups)
+    raise SettingError(
+        f"the engines of namespace {space.namespace[:12]} hash with a seed that is not known here: "
+        "set PYTHONHASHSEED to what they have"
+    )
+
+
+def choose_namespace(
+    spaces: Sequence[NamespaceStatus], model: str | None, beginning: str | None
+) -> NamespaceStatus:
+    """The one namespace of a model, or whose name begins so; the only one if neither is named.
+    What only lies on disks is meant where there is no other.
+
+    Raises:
+        ClusterError: there is none, or there are several.
+    """
+    found = [
+        space
+        for space in spaces
+        if space.namespace.startswith(beginning or "")
+        and (model is None or _is_called(space.model, model))
+    ]
+    if len(found) > 1:
+        found = [space for space in found if space.chunks or space.engines] or found
+    if len(found) == 1:
+        return found[0]
+    wanted = f"of model {model!r}" if model else f"that begins with {beginning!r}"
+    if not model and not beginning:
+        wanted = "in the cache"
+    known = ", ".join(f"{s.namespace[:12]} ({s.model or 'model unknown'})" for s in spaces)
+    what = "no namespace" if not found else f"{len(found)} namespaces"
+    hint = "name one with namespace=" if found else "start an engine of it first"
+    raise ClusterError(f"there is {what} {wanted}: {hint}; there are {known or 'none'}")
+
+
+def _is_called(known: str, model: str) -> bool:
+    """Whether a model's name or path is meant by `model`, which may be its last part."""
+    return model in (known, known.rstrip("/").rpartition("/")[2])
+
+
+def look_up(
+    space: NamespaceStatus,
+    scheme: PromptScheme,
+    tokens: Sequence[int],
+    traits: PromptTraits,
+    nodes_with: Callable[[Sequence[bytes]], Sequence[Collection[str]]],
+) -> PromptLookup:
+    """Where the chunks of a prompt are.
+
+    Args:
+        space: the namespace, and `scheme` its engines' way.
+        scheme: see there.
+        tokens: of the prompt.
+        traits: what separates it from others with the same tokens.
+        nodes_with: told keys, returns which nodes and disks have each, disks under names of their
+            own, as in `raykv.protocol.disk`.
+    """
+    keys = scheme.chunks(tokens, traits)
+    flat = [key for group in scheme.groups for key in keys[group]]
+    sources = dict(zip(flat, nodes_with(flat), strict=True))
+    everywhere = sorted({node_of(each) for some in sources.values() for each in some})
+    prefixes = [_prefix(node, keys, sources) for node in everywhere]
+    chunks = [
+        PromptChunk(
+            key=key,
+            group=group.group,
+            first_token=number * group.tokens,
+            end_token=(number + 1) * group.tokens,
+            nodes=sorted(each for each in sources[key] if not is_disk(each)),
+            disks=sorted(node_of(each) for each in sources[key] if is_disk(each)),
+        )
+        for group in scheme.groups
+        for number, key in enumerate(keys[group])
+    ]
+    cached_tokens = _loadable(keys, lambda key: bool(sources[key]))
+    return PromptLookup(
+        namespace=space.namespace,
+        model=space.model,
+        prompt_tokens=len(tokens),
+        cached_tokens=cached_tokens,
+        nodes=sorted(
+            prefixes,
+            key=lambda each: (-each.tokens, -each.tokens_with_disk, -each.chunks, each.node_id),
+        ),
+        chunks=chunks,
+        disk_tokens=_tokens_on_disk(chunks, scheme.groups, cached_tokens),
+    )
+
+
+def _prefix(
+    node: str,
+    keys: Mapping[ChunkGroup, Sequence[Key]],
+    sources: Mapping[Key, Collection[str]],
+) -> NodePrefix:
+    disk = disk_of(node)
+    return NodePrefix(
+        node_id=node,
+        tokens=_loadable(keys, lambda key: node in sources[key]),
+        chunks=sum(node in some for some in sources.values()),
+        disk_chunks=sum(disk in some for some in sources.values()),
+        tokens_with_disk=_loadable(keys, lambda key: node in sources[key] or disk in sources[key]),
+    )
+
+
+def _tokens_on_disk(
+    chunks: Sequence[PromptChunk], groups: Sequence[ChunkGroup], cached_tokens: int
+) -> int:
+    """Of the first tokens, those of which a chunk is in no pool, of whatever group that needs it:
+    one with a window looks back from the last of them.
+    """
+    windows = {each.group: each.window for each in groups}
+    tokens: set[int] = set()
+    for chunk in chunks:
+        window, size = windows[chunk.group], chunk.end_token - chunk.first_token
+        needed_from = 0 if window is None else cached_tokens - window * size
+        if chunk.disks and not chunk.nodes and chunk.first_token >= needed_from:
+            tokens.update(range(chunk.first_token, min(chunk.end_token, cached_tokens)))
+    return len(tokens)
+
+
+def _loadable(keys: Mapping[ChunkGroup, Sequence[Key]], is_there: Callable[[Key], bool]) -> int:
+    there = {group.group: [is_there(key) for key in keys[group]] for group in keys}
+    return loadable_tokens(list(keys), there)

@@ -1,0 +1,55 @@
+"""A prompt's tokens, as vLLM's server makes them of a text or of messages; needs transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raykv.base.errors import SettingError, first_line
+from raykv.base.extras import load
+
+
+def tokens_of_text(tokenizer: str, text: str) -> list[int]:
+    """As `/v1/completions` does it, special tokens included.
+
+    Args:
+        tokenizer: a model's name or folder.
+        text: the prompt.
+
+    Raises:
+        SettingError: there is no such tokenizer here, or transformers is not installed.
+    """
+    return _plain(_load(tokenizer).encode(text))
+
+
+def tokens_of_chat(tokenizer: str, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """As `/v1/chat/completions` does it: with the model's template, up to where it would answer.
+
+    Raises:
+        SettingError: there is no such tokenizer here, or it has no template for such messages.
+    """
+    loaded = _load(tokenizer)
+    try:
+        text = loaded.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:
+        raise SettingError(
+            f"the chat template of {tokenizer!r} can't take these messages: {first_line(error)}"
+        ) from error
+    return _plain(loaded.encode(text, add_special_tokens=False))
+
+
+def _plain(tokens: Any) -> list[int]:
+    return [int(token) for token in tokens]
+
+
+def _load(tokenizer: str) -> Any:
+    transformers = load("transformers", "a prompt that is given as text")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(tokenizer)
+    except Exception as error:
+        raise SettingError(
+            f"there is no tokenizer {tokenizer!r} here ({first_line(error)}): name the model's "
+            "folder, or give the tokens"
+        ) from error

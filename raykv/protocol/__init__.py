@@ -1,0 +1,1 @@
+"""What crosses processes: messages by conversation, each beside its check, and their framing."""

@@ -1,0 +1,185 @@
+"""The event stream: what happens to the directory, and the pages in which it crosses processes.
+
+Every event has a place, (`epoch`, `seq`): the scheduler actor's epoch, and a number that rises by
+one without gaps. Replaying all events of an epoch gives the directory; an epoch begins with
+`EpochBegan`, an empty directory. `raykv.stream.replay.Replay` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from raykv.base.ids import EventKind
+from raykv.protocol.messages import Inventory
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """What all events have."""
+
+    epoch: int
+    seq: int
+
+
+class EpochBegan(Event, frozen=True, kw_only=True, tag=True):
+    """A scheduler actor began with an empty directory: forget everything, it is told anew."""
+
+
+class NodeJoined(Event, frozen=True, kw_only=True, tag=True):
+    """A NodeActor reported for the first time; `node_epoch` is the n-th life of it."""
+
+    node_id: str
+    node_epoch: int
+
+
+class NodeLost(Event, frozen=True, kw_only=True, tag=True):
+    """A NodeActor went silent, or began a new life: nothing that it held is there any more."""
+
+    node_id: str
+    node_epoch: int
+
+
+class BlockEvent(Event, frozen=True, kw_only=True):
+    """What `BlockStored` and `BlockRemoved` have.
+
+    `key` is vLLM's offload key: the block hash, then the KV group index in four bytes.
+    """
+
+    node_id: str
+    namespace: str
+    key: bytes
+    slot: int
+    generation: int
+
+    @property
+    def block_hash(self) -> bytes:
+        """vLLM's hash of the tokens up to the end of the chunk."""
+        return self.key[:-4]
+
+    @property
+    def group(self) -> int:
+        """vLLM's KV group index."""
+        return int.from_bytes(self.key[-4:], "big")
+
+
+class BlockStored(BlockEvent, frozen=True, kw_only=True, tag=True):
+    """A chunk can be loaded from a node."""
+
+
+class BlockRemoved(BlockEvent, frozen=True, kw_only=True, tag=True):
+    """A chunk can't be loaded from a node any more: evicted, or found to be missing."""
+
+
+class CacheCleared(Event, frozen=True, kw_only=True, tag=True):
+    """All chunks of a namespace are gone, on all nodes, up to a generation."""
+
+    namespace: str
+    generation: int
+
+
+class EventsMissed(Event, frozen=True, kw_only=True, tag=True):
+    """Not in the log but made by its reader: the events before (`epoch`, `seq`) are not kept.
+
+    What was known before may be wrong: take a `snapshot`, and read on from its place. `missed` is
+    the number of events that are missing; None if that can't be said.
+    """
+
+    missed: int | None = None
+
+
+class EventPage(msgspec.Struct, frozen=True):
+    """A stretch of the event log, as columns; see `raykv.directory.log`.
+
+    The first row has the number `first_seq`. `is_gap`: it does not follow on what was asked for.
+    `last_seq` is the log's newest number. `node_index` and `namespace_index` point into `nodes`
+    and `namespaces`, which have "" for none.
+    """
+
+    version: int
+    epoch: int
+    first_seq: int
+    last_seq: int
+    is_gap: bool = False
+    nodes: list[str] = []
+    namespaces: list[str] = []
+    kinds: list[int] = []
+    node_index: list[int] = []
+    namespace_index: list[int] = []
+    keys: list[bytes] = []
+    slots: list[int] = []
+    generations: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+class SnapshotPage(msgspec.Struct, frozen=True):
+    """A part of the directory: chunks of one node; see `raykv.directory.snapshots`.
+
+    All pages together, followed by the events after (`epoch`, `seq`), are the directory. `cursor`
+    asks for the next page. With `error` set the snapshot has to be begun anew.
+    """
+
+    version: int
+    epoch: int
+    seq: int
+    cursor: int
+    node_id: str = ""
+    node_epoch: int = 0
+    chunks: Inventory = Inventory()
+    is_last: bool = False
+    error: str = ""
+
+
+def events_of(page: EventPage) -> Iterator[Event]:
+    """The rows of a page as events."""
+    columns = zip(
+        page.kinds,
+        page.node_index,
+        page.namespace_index,
+        page.keys,
+        page.slots,
+        page.generations,
+        strict=True,
+    )
+    for number, (kind, node, namespace, key, slot, generation) in enumerate(columns):
+        yield _event(
+            EventKind(kind),
+            {"epoch": page.epoch, "seq": page.first_seq + number},
+            page.nodes[node],
+            page.namespaces[namespace],
+            key,
+            slot,
+            generation,
+        )
+
+
+def _event(
+    kind: EventKind,
+    place: dict[str, int],
+    node_id: str,
+    namespace: str,
+    key: bytes,
+    slot: int,
+    generation: int,
+) -> Event:
+    match kind:
+        case EventKind.EPOCH_BEGAN:
+            return EpochBegan(**place)
+        case EventKind.NODE_JOINED:
+            return NodeJoined(**place, node_id=node_id, node_epoch=generation)
+        case EventKind.NODE_LOST:
+            return NodeLost(**place, node_id=node_id, node_epoch=generation)
+        case EventKind.CACHE_CLEARED:
+            return CacheCleared(**place, namespace=namespace, generation=generation)
+        case EventKind.BLOCK_STORED | EventKind.BLOCK_REMOVED:
+            of = BlockStored if kind is EventKind.BLOCK_STORED else BlockRemoved
+            return of(
+                **place,
+                node_id=node_id,
+                namespace=namespace,
+                key=key,
+                slot=slot,
+                generation=generation,
+            )

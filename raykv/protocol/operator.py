@@ -1,0 +1,242 @@
+"""What operators order of the cache, and what they are told: pins, transfers, pools ahead of time.
+
+Orders repeat harmlessly: each names itself, and comes to the same when it comes again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from raykv.protocol.disk import Demotions
+from raykv.protocol.messages import Handles, LostReplicas, Replicas
+
+MAX_ORDERED = 4096
+"""Chunks that one order names, at most."""
+
+MAX_PIN_S = 30 * 86_400.0
+"""Of a pin: what nobody unpins must not hold a pool for ever."""
+
+MAX_PRIORITY = 9
+"""The highest that a pin may have which gives way; the lowest is 1."""
+
+
+class PinOrder(msgspec.Struct, frozen=True):
+    """Keep chunks for `ttl_s` seconds, those too that are not stored yet.
+
+    Without a `priority` they are never evicted; with one, only after all chunks that have none or
+    a lower one. An order of a known `pin_id` takes the place of the earlier one.
+    """
+
+    version: int
+    pin_id: str
+    namespace: str
+    keys: list[bytes]
+    ttl_s: float
+    priority: int | None = None
+
+
+class PinStatus(msgspec.Struct, frozen=True):
+    """A pin: `held_chunks` of its `chunks` are stored on some node and kept there.
+
+    `kept_bytes` counts every replica of them, `waiting_chunks` are stored but not kept, since the
+    pins of their node have no room left.
+    """
+
+    pin_id: str
+    namespace: str
+    chunks: int
+    held_chunks: int
+    kept_bytes: int
+    left_s: float
+    priority: int | None = None
+    waiting_chunks: int = 0
+
+
+class PinAnswer(msgspec.Struct, frozen=True):
+    """Answer to `PinOrder`: the pin, or why nothing was pinned."""
+
+    version: int
+    pin: PinStatus | None = None
+    error: str = ""
+
+
+class NodePins(msgspec.Struct, frozen=True):
+    """What pins keep on a node, in bytes, and how much they may; `client_bytes` is the part that
+    only requests have asked for.
+    """
+
+    node_id: str
+    kept_bytes: int
+    kept_chunks: int
+    client_bytes: int
+    quota_bytes: int
+    waiting_chunks: int = 0
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """All pins. `client_chunks` are those that requests have asked for, `hints_refused` how many
+    of such wishes were left out for lack of room since the scheduler actor began.
+    """
+
+    version: int
+    pins: list[PinStatus] = []
+    nodes: list[NodePins] = []
+    client_chunks: int = 0
+    hints_refused: int = 0
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """What an export has written; `asked` chunks were asked for, or found."""
+
+    path: str
+    namespace: str
+    asked: int
+    files: int = 0
+    chunks: int = 0
+    num_bytes: int = 0
+
+
+class TransferOrder(msgspec.Struct, frozen=True):
+    """Lend slots of a node for chunks that others have.
+
+    With `slot_bytes`, a size for each key, they come from outside of the cluster. Orders with the
+    same `series_id` are pages of one whole: none makes room by giving up what another has brought.
+    """
+
+    version: int
+    transfer_id: str
+    namespace: str
+    node_id: str
+    keys: list[bytes]
+    slot_bytes: list[int] = []
+    series_id: str = ""
+
+
+class TransferGrant(msgspec.Struct, frozen=True):
+    """Answer to `TransferOrder`: what `FetchRequest` needs. With `error` set nothing was lent.
+
+    `there` chunks are on the node already, `nowhere` on none; for `no_room` the node has no slot.
+    `is_early`: the error is over within seconds. `demoted` chunks were evicted, and are to be
+    copied for the node's disk before others are stored.
+    """
+
+    version: int
+    node_epoch: int = 0
+    handles: Handles = Handles()
+    slot_bytes: list[int] = []
+    sources: Replicas = Replicas()
+    there: int = 0
+    nowhere: int = 0
+    no_room: int = 0
+    error: str = ""
+    is_early: bool = False
+    demoted: Demotions = Demotions()
+
+
+class TransferEnd(msgspec.Struct, frozen=True):
+    """A transfer is over: what was lent and not used is free again.
+
+    In the slots `came` there are chunks now, which will be reported. `lost` as sources said.
+    """
+
+    version: int
+    transfer_id: str
+    namespace: str
+    came: list[int] = []
+    lost: LostReplicas = LostReplicas()
+
+
+class ReleaseOrder(msgspec.Struct, frozen=True):
+    """Give up the replicas of chunks on all nodes but one, as far as that one has them."""
+
+    version: int
+    namespace: str
+    node_id: str
+    keys: list[bytes]
+
+
+class Released(msgspec.Struct, frozen=True):
+    """Answer to `ReleaseOrder`, in replicas: `kept` are pinned where they are. `absent` chunks are
+    not on the node that is to have them, so theirs stay.
+    """
+
+    version: int
+    dropped: int = 0
+    kept: int = 0
+    absent: int = 0
+
+
+class TransferResult(msgspec.Struct, frozen=True):
+    """What became of a prefetch or a move, in chunks; `num_bytes` have come to the node.
+
+    `refusals` says how often a fetch failed for which reason. `dropped` replicas were given up
+    elsewhere, `kept` ones are pinned there.
+    """
+
+    asked: int
+    came: int = 0
+    num_bytes: int = 0
+    there: int = 0
+    nowhere: int = 0
+    no_room: int = 0
+    refusals: dict[str, int] = {}
+    seconds: float = 0.0
+    dropped: int = 0
+    kept: int = 0
+
+    @property
+    def failed(self) -> int:
+        """Chunks that are not on the node now."""
+        return self.asked - self.came - self.there
+
+
+class PoolWish(msgspec.Struct, frozen=True):
+    """Which nodes are to have a NodeActor, also those that join later, and with what pool.
+
+    `on`: "all", a Ray resource like "GPU", or a label as "key=value". `node_ids` names nodes
+    instead. `pool_bytes` None: a quarter of what the node has free. `slab_bytes` None: of the size
+    that fits the pool. `metrics`: port, address and file, as the settings of these names; `disk`:
+    path, bytes, and bytes that stay free.
+    """
+
+    version: int
+    on: str = "all"
+    node_ids: list[str] = []
+    pool_bytes: int | None = None
+    pool_path: str = ""
+    slab_bytes: int | None = None
+    metrics: tuple[str, str, str] = ("auto", "", "")
+    disk: tuple[str, int | None, int] = ("", None, 0)
+
+
+class KeptPin(msgspec.Struct, frozen=True):
+    """A pin as it outlives the scheduler actor; it ends at a Unix time."""
+
+    order: PinOrder
+    ends_at: float
+
+
+class KeptLife(msgspec.Struct, frozen=True):
+    """What a scheduler actor's next life begins with: the last epoch of its generations, and by
+    namespace the generation up to which chunks were cleared.
+    """
+
+    epoch: int = 0
+    cleared: dict[str, int] = {}
+
+
+class NodeUp(msgspec.Struct, frozen=True):
+    """What `up` found, or made, on a node; `error` says why it has no pool, `note` what is odd."""
+
+    node_id: str
+    hostname: str
+    is_new: bool = False
+    pool_bytes: int = 0
+    prefaulted_bytes: int = 0
+    error: str = ""
+    note: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is nothing left to do."""
+        return bool(self.error) or 0 < self.pool_bytes <= self.prefaulted_bytes

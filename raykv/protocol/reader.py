@@ -1,0 +1,277 @@
+"""What is in the cache: questions about its chunks, pages of answers, and what people get of them.
+
+A listing is asked for page by page, and nothing is kept for it between two pages: a chunk that
+stays where it is the whole time is listed exactly once, one that comes or goes meanwhile may be
+listed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from raykv.base.ids import Key, group_of
+from raykv.protocol.status import NamespaceStatus
+
+MAX_PAGE = 1024
+"""Chunks in one page: some 80 KiB."""
+
+ORDERS = ("age", "idle", "hits", "size")
+"""What chunks may be listed by: the longest there, the longest unused, the most used, the largest
+first.
+"""
+
+RAM, DISK = TIERS = ("ram", "disk")
+"""Where chunks are: in a node's pool, or on its disk."""
+
+
+class ChunkQuery(msgspec.Struct, frozen=True):
+    """A page of a listing is asked for.
+
+    Empty texts and None: all, of every tier. `key` is the beginning of keys. The page has the next
+    `limit` chunks at most; with `order` it is for those chunks only that can be among the first
+    `limit` of all in that order, and it has all of them out of the slots that it is made from.
+    `from_node`, `from_disk` and `from_slot` are where the last page ended: with `from_disk` at a
+    place of the node's disk.
+    """
+
+    version: int
+    namespace: str = ""
+    node_id: str = ""
+    key: bytes = b""
+    group: int | None = None
+    order: str = ""
+    limit: int = MAX_PAGE
+    from_node: str = ""
+    from_slot: int = 0
+    tier: str = ""
+    from_disk: bool = False
+
+    @property
+    def place(self) -> tuple[str, bool, int]:
+        """Where it goes on; later pages go on later."""
+        return self.from_node, self.from_disk, self.from_slot
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its order and its tier are among those that there are."""
+        return self.order in ("", *ORDERS) and self.tier in ("", *TIERS)
+
+
+class ChunkPage(msgspec.Struct):
+    """Chunks as columns, filled one after another.
+
+    `node_index` and `namespace_index` point into `nodes` and `namespaces`. `ages` and `idles` are
+    seconds since a chunk came to the node and since it was used. `is_on_disk`: it is not in the
+    node's pool but on its disk, and its slot is a place there. `from_node`, `from_disk` and
+    `from_slot` ask for the next page; there is none if `is_last`.
+    """
+
+    version: int
+    nodes: list[str] = []
+    namespaces: list[str] = []
+    models: list[str] = []
+    node_index: list[int] = []
+    namespace_index: list[int] = []
+    keys: list[bytes] = []
+    slots: list[int] = []
+    generations: list[int] = []
+    slot_bytes: list[int] = []
+    ages: list[float] = []
+    idles: list[float] = []
+    hits: list[int] = []
+    is_replicated: list[bool] = []
+    is_on_disk: list[bool] = []
+    from_node: str = ""
+    from_slot: int = 0
+    from_disk: bool = False
+    is_last: bool = True
+
+    @property
+    def place(self) -> tuple[str, bool, int]:
+        """Where the next page goes on."""
+        return self.from_node, self.from_disk, self.from_slot
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk on a node, as the directory believes; the same chunk may be on others too.
+
+    Attributes:
+        key: vLLM's offload key: the block hash, then the KV group index in four bytes.
+        model: empty if no engine of the namespace has been seen by this scheduler actor.
+        num_bytes: of the slot that it is in.
+        age_s: since it came to the node, or the scheduler actor began, whichever is later.
+        idle_s: since it was used, or came.
+        hits: how often an engine of that node loaded it, or computed it again, since then.
+        is_replicated: another node has it too; of a chunk on a disk, or this node in its pool.
+        tier: "ram" or "disk". Of a chunk on a disk `slot` is its place there; `age_s` and `idle_s`
+            are since the scheduler actor was told of it, and reads are not counted.
+    """
+
+    key: bytes
+    node_id: str
+    namespace: str
+    model: str
+    group: int
+    num_bytes: int
+    age_s: float
+    idle_s: float
+    hits: int
+    is_replicated: bool
+    slot: int
+    generation: int
+    tier: str = RAM
+
+    @property
+    def block_hash(self) -> bytes:
+        """vLLM's hash of the tokens up to the end of the chunk."""
+        return self.key[:-4]
+
+
+class WhereQuery(msgspec.Struct, frozen=True):
+    """Which nodes have these chunks of a namespace?"""
+
+    version: int
+    namespace: str
+    keys: list[bytes]
+
+
+class WherePage(msgspec.Struct, frozen=True):
+    """Who has the first `answered` keys of a question: a row for each replica.
+
+    `key_index` points into the keys that were asked, `node_index` into `nodes`. Disks have names
+    of their own there, as in `raykv.protocol.disk`.
+    """
+
+    version: int
+    answered: int = 0
+    nodes: list[str] = []
+    key_index: list[int] = []
+    node_index: list[int] = []
+
+
+class PrefixQuery(msgspec.Struct, frozen=True):
+    """How much of the beginnings of some prompts does each node have?
+
+    `chunks` says what the chunks of the namespace are, as its traits do. `keys` are those of all
+    chunks, prompt by prompt and group by group; `counts` how many each group of each prompt has.
+    """
+
+    version: int
+    namespace: str
+    chunks: str
+    keys: list[bytes]
+    counts: list[int]
+
+
+class PrefixPage(msgspec.Struct, frozen=True):
+    """Tokens that can be loaded, from a prompt's beginning on.
+
+    `tokens` has a row for each prompt, with a number for each of `nodes`; who is not there has
+    nothing. `anywhere`: by prompt, if what one node lacks is fetched from others.
+    """
+
+    version: int
+    nodes: list[str] = []
+    tokens: list[int] = []
+    anywhere: list[int] = []
+
+
+class SpacePage(msgspec.Struct, frozen=True):
+    """The namespaces, and for each the nodes on which it has engines now."""
+
+    version: int
+    spaces: list[NamespaceStatus] = []
+    engine_nodes: list[list[str]] = []
+
+
+class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk of a prompt: its tokens from `first_token` to before `end_token`, and who has it: in
+    a pool (`nodes`), on a disk (`disks`, ids of nodes too).
+    """
+
+    key: bytes
+    group: int
+    first_token: int
+    end_token: int
+    nodes: list[str]
+    disks: list[str] = []
+
+
+class NodePrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a prompt a node has: `tokens` from its beginning, and how many chunks in all.
+
+    Both are of its pool. `disk_chunks` are on its disk, in its pool too or not, and
+    `tokens_with_disk` from the beginning are in one or the other.
+    """
+
+    node_id: str
+    tokens: int
+    chunks: int
+    disk_chunks: int = 0
+    tokens_with_disk: int = 0
+
+
+class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the chunks of a prompt are.
+
+    Attributes:
+        prompt_tokens: all of them; only whole chunks can be cached.
+        cached_tokens: how many from the beginning on can be loaded by an engine that fetches what
+            its own pool lacks. vLLM computes the last token of a prompt in any case.
+        nodes: those that have any of it, the one with the longest prefix first.
+        chunks: all of them, in the order of the prompt, group by group.
+        disk_tokens: how many of `cached_tokens` are in no pool, and have to be read from a disk.
+    """
+
+    namespace: str
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    nodes: list[NodePrefix]
+    chunks: list[PromptChunk]
+    disk_tokens: int = 0
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Those of all its chunks, as `Cluster.pin`, `prefetch` and `move` take them."""
+        return [chunk.key for chunk in self.chunks]
+
+
+def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
+    """The rows of a page.
+
+    Raises:
+        IndexError, ValueError: its columns don't fit together.
+    """
+    columns = zip(
+        page.node_index,
+        page.namespace_index,
+        page.keys,
+        page.slots,
+        page.generations,
+        page.slot_bytes,
+        page.ages,
+        page.idles,
+        page.hits,
+        page.is_replicated,
+        page.is_on_disk,
+        strict=True,
+    )
+    for node, namespace, key, slot, generation, size, age, idle, hits, replicated, disk in columns:
+        yield Chunk(
+            key=key,
+            node_id=page.nodes[node],
+            namespace=page.namespaces[namespace],
+            model=page.models[namespace],
+            group=group_of(Key(key)),
+            num_bytes=size,
+            age_s=age,
+            idle_s=idle,
+            hits=hits,
+            is_replicated=replicated,
+            slot=slot,
+            generation=generation,
+            tier=DISK if disk else RAM,
+        )

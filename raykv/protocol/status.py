@@ -1,0 +1,97 @@
+"""The state of a cluster, for people and programs: what `raykv status` shows."""
+
+from __future__ import annotations
+
+import msgspec
+
+from raykv.protocol.disk import DiskStats
+from raykv.protocol.told import BreakerReport
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """One node as the scheduler actor and its NodeActor see it; sizes in bytes.
+
+    `pinned_bytes` are of chunks that are kept from eviction, `locked_bytes` of the pool that a GPU
+    may copy from and to directly. Slots lie in slabs of `slab_bytes`.
+    `metrics`: where Prometheus finds its metrics ("host:port"), or why nowhere. `disk`: its disk
+    tier; one without a path is none.
+    """
+
+    node_id: str
+    epoch: int
+    hostname: str
+    pid: int
+    pool_bytes: int
+    prefaulted_bytes: int
+    used_bytes: int
+    free_slots: int
+    leased_slots: int
+    chunks: int
+    bytes_stored: int
+    bytes_loaded: int
+    chunks_refused: int
+    num_workers: int
+    age_s: float
+    raykv_version: str = ""
+    bytes_fetched: int = 0
+    bytes_sent: int = 0
+    quarantined: int = 0
+    breakers: BreakerReport = BreakerReport()
+    pinned_chunks: int = 0
+    pinned_bytes: int = 0
+    locked_bytes: int = 0
+    metrics: str = ""
+    disk: DiskStats = DiskStats()
+    slab_bytes: int = 0
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One attached engine; `counters` are its own, since its start."""
+
+    engine_id: str
+    node_id: str
+    namespace: str
+    model: str
+    num_ranks: int
+    leased_slots: int
+    age_s: float
+    versions: str = ""
+    counters: dict[str, int] = {}
+    traits: dict[str, str] = {}
+    breakers: BreakerReport = BreakerReport()
+
+
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """What engines share that can use each other's chunks.
+
+    `chunks` and `num_bytes` count replicas each; `num_bytes` is None, and `model` and `traits` are
+    empty, until this scheduler actor has seen an engine of the namespace. `traits` say what its
+    engines have in common.
+    """
+
+    namespace: str
+    model: str = ""
+    chunks: int = 0
+    num_bytes: int | None = None
+    engines: int = 0
+    traits: dict[str, str] = {}
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool.
+
+    `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
+    `disk_chunks`: by namespace, the different chunks on the nodes' disks.
+    """
+
+    address: str
+    epoch: int
+    raykv_version: str
+    paused: bool
+    nodes: list[NodeStatus] = []
+    engines: list[EngineStatus] = []
+    namespaces: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    spaces: list[NamespaceStatus] = []
+    metrics: str = ""
+    disk_chunks: dict[str, int] = {}

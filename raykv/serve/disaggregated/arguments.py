@@ -1,0 +1,143 @@
+"""Arguments of `build_disaggregated_app`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from raykv.serve.arguments import (
+    IngressArguments,
+    ModelArguments,
+    Name,
+    RouterArguments,
+    Strict,
+    check_distinct,
+    one_model,
+)
+from raykv.serve.disaggregated.requests import Handover
+
+PREFILL_SETTINGS: Mapping[str, Any] = {"stop_unused_stores": False, "client_hints": "pin"}
+"""A prefill engine stores for others, whatever comes back to itself, and pins what it has stored;
+its requests come from the proxy, which passes on no client's wish."""
+
+_BYTES_DEPEND_ON = frozenset(
+    {
+        "attention_backend",
+        "block_size",
+        "code_revision",
+        "decode_context_parallel_size",
+        "dtype",
+        "hf_overrides",
+        "kv_cache_dtype",
+        "kv_cache_dtype_skip_layers",
+        "limit_mm_per_prompt",
+        "load_format",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "model",
+        "model_impl",
+        "pipeline_parallel_size",
+        "prefix_caching_hash_algo",
+        "quantization",
+        "quantization_config",
+        "revision",
+        "served_model_name",
+        "speculative_config",
+        "tensor_parallel_size",
+        "trust_remote_code",
+    }
+)
+_SETTINGS_BYTES_DEPEND_ON = frozenset({"blocks_per_chunk", "weights_version"})
+
+
+class EnginesArguments(Strict):
+    """Of the prefill engines or the decode engines, beside what both have."""
+
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    raykv: dict[str, Any] = Field(default_factory=dict)
+    deployment: dict[str, Any] = Field(default_factory=dict)
+    """Options of the Serve deployment; `ray_actor_options` say on which nodes it runs."""
+    router: RouterArguments = Field(default_factory=RouterArguments)
+
+
+class HandoverArguments(Strict):
+    """Which prompts prefill engines compute; see `Handover`.
+
+    `prefill_deadline_s`: then the decode engine computes a prompt.
+    """
+
+    min_prompt_tokens: int = Field(default=Handover.min_prompt_tokens, ge=0)
+    bytes_per_token: float = Field(default=Handover.bytes_per_token, gt=0)
+    pin_s: float = Field(default=Handover.pin_s, ge=0, le=3600)
+    prefill_deadline_s: float = Field(default=60.0, gt=0, le=3600)
+
+    @property
+    def handover(self) -> Handover:
+        """Without the deadline."""
+        return Handover(self.min_prompt_tokens, self.bytes_per_token, self.pin_s)
+
+
+class DisaggregatedModelArguments(Strict):
+    """A model, its prefill engines and its decode engines."""
+
+    model: str
+    name: Name | None = None
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    raykv: dict[str, Any] = Field(default_factory=dict)
+    """Settings of RayKV for all of its engines."""
+    prefill: EnginesArguments = Field(default_factory=EnginesArguments)
+    decode: EnginesArguments = Field(default_factory=EnginesArguments)
+    handover: HandoverArguments = Field(default_factory=HandoverArguments)
+
+    @property
+    def prefill_engines(self) -> ModelArguments:
+        """As a model of its own."""
+        return self._engines("prefill", self.prefill, PREFILL_SETTINGS)
+
+    @property
+    def decode_engines(self) -> ModelArguments:
+        """As a model of its own."""
+        return self._engines("decode", self.decode, {})
+
+    def _engines(
+        self, kind: str, own: EnginesArguments, settings: Mapping[str, Any]
+    ) -> ModelArguments:
+        base = ModelArguments(model=self.model, name=self.name).deployment_name
+        return ModelArguments(
+            model=self.model,
+            name=f"{base}-{kind}",
+            engine_args={**self.engine_args, **own.engine_args},
+            raykv={**self.raykv, **settings, **own.raykv},
+            deployment=own.deployment,
+            router=own.router,
+        )
+
+    @model_validator(mode="after")
+    def _share_bytes(self) -> DisaggregatedModelArguments:
+        for kind, own in (("prefill", self.prefill), ("decode", self.decode)):
+            wrong = sorted(_BYTES_DEPEND_ON & own.engine_args.keys())
+            wrong += sorted(_SETTINGS_BYTES_DEPEND_ON & own.raykv.keys())
+            if wrong:
+                raise ValueError(
+                    f"{kind} engines can't have their own {', '.join(wrong)}: KV that differs in "
+                    "it can't be shared; say it once for all engines of the model"
+                )
+        # What is wrong with either is told now, not when the first replica starts.
+        assert self.prefill_engines.deployment_name != self.decode_engines.deployment_name
+        return self
+
+
+class DisaggregatedArguments(Strict):
+    """Of `build_disaggregated_app`: `models`, or one model's arguments beside `ingress`."""
+
+    models: list[DisaggregatedModelArguments] = Field(min_length=1)
+    ingress: IngressArguments = Field(default_factory=IngressArguments)
+
+    _one_model = model_validator(mode="before")(one_model)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> DisaggregatedArguments:
+        check_distinct([model.decode_engines for model in self.models])
+        return self

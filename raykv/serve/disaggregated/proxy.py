@@ -1,0 +1,139 @@
+"""Has prompts computed by prefill engines and hands the requests on to decode engines.
+
+                a prefill fails: lost, or late
+   (asked) ──────────────────────────────────────► (left alone)
+      ▲                                                 │
+      └─────────────────────────────────────────────────┘
+                a prompt of one token is answered
+
+While the prefill engines are left alone no request waits for them: the decode engines compute. The
+prefill engine answers first, then the decode engine is asked: by then all chunks are announced or
+about to be, and those that are not stored yet are waited for in the decode engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+from raykv.base.deadlines import PREFILL_PROBE_PAUSE_S, PREFILL_PROBE_S
+from raykv.serve.disaggregated.requests import Course, Handover, Split, probe, split
+from raykv.serve.http.exchange import Head, HttpRequest, Pieces, whole
+from raykv.serve.http.ingress import REPLICA_GONE, MeteredBackend
+from raykv.serve.http.metrics import ReplicaMetrics
+
+logger = logging.getLogger("ray.serve")
+
+COURSE_HEADER = b"x-raykv-prefill"
+"""In answers: a `Course`."""
+
+
+class DisaggregatedBackend:
+    """A `Backend` of prefill and decode engines of one model. For one event loop.
+
+    Args:
+        model: What requests call it.
+        prefill: Prefill engines.
+        decode: Decode engines.
+        handover: Which prompts are handed over.
+        deadline_s: For a prefill, with the time that it waits for its turn.
+        count: Told the course of each request's prompt.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prefill: MeteredBackend,
+        decode: MeteredBackend,
+        handover: Handover,
+        deadline_s: float,
+        count: Callable[[Course], None] = lambda _: None,
+    ) -> None:
+        self._model = model
+        self._prefill = prefill
+        self._decode = decode
+        self._handover = handover
+        self._deadline_s = deadline_s
+        self._count = count
+        # Waits for the prefill engines to answer again; None: they are asked.
+        self._return: asyncio.Task[None] | None = None
+        self._has_told_refusal = False
+
+    async def metrics(self) -> Sequence[ReplicaMetrics]:
+        """See `MeteredBackend.metrics`."""
+        both = (self._prefill.metrics(), self._decode.metrics())
+        found = await asyncio.gather(*both, return_exceptions=True)
+        return [page for pages in found if not isinstance(pages, BaseException) for page in pages]
+
+    async def answer(self, request: HttpRequest) -> Pieces:
+        """See `Backend.answer`."""
+        forms = split(request, self._handover)
+        course = await self._course(forms)
+        self._count(course)
+        form = forms.decode if course is Course.PREFILLED else forms.plain
+        async with aclosing(self._decode.answer(form)) as pieces:
+            async for piece in pieces:
+                yield _marked(piece, course) if isinstance(piece, Head) else piece
+
+    async def _course(self, forms: Split) -> Course:
+        """Have the prompt computed, if that is to be; never raises but when it is cancelled."""
+        if forms.prefill is None:
+            return forms.reason
+        if self._return is not None:
+            return Course.SKIPPED
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                status = (await whole(self._prefill.answer(forms.prefill))).head.status
+        except TimeoutError:
+            self._leave_alone(f"no answer within {self._deadline_s} s")
+            return Course.LATE
+        except Exception as error:
+            self._leave_alone(_reason(error))
+            return Course.LOST
+        if status == 200:
+            return Course.PREFILLED
+        if not self._has_told_refusal:
+            self._has_told_refusal = True
+            logger.warning(
+                "a prefill engine of %s answered with status %d: the decode engine computes the "
+                "prompt, or says what is wrong with the request (logged once)",
+                self._model,
+                status,
+            )
+        return Course.REFUSED
+
+    def _leave_alone(self, reason: str) -> None:
+        if self._return is not None:
+            return
+        logger.warning(
+            "prefill engines of %s: %s. Decode engines compute all prompts until one answers again",
+            self._model,
+            reason,
+        )
+        self._return = asyncio.create_task(self._await_return())
+
+    async def _await_return(self) -> None:
+        while not await self._answers():
+            await asyncio.sleep(PREFILL_PROBE_PAUSE_S)
+        logger.warning("prefill engines of %s answer again", self._model)
+        self._return = None
+
+    async def _answers(self) -> bool:
+        """Whether a prefill engine lives; refusing a prompt is a sign of life."""
+        try:
+            async with asyncio.timeout(PREFILL_PROBE_S):
+                answered = await whole(self._prefill.answer(probe(self._model)))
+                return answered.head.status < 500
+        except Exception as error:
+            logger.debug("no prefill engine of %s answers: %s", self._model, _reason(error))
+            return False
+
+
+def _reason(error: Exception) -> str:
+    return "one has died" if isinstance(error, REPLICA_GONE) else f"{type(error).__name__}: {error}"
+
+
+def _marked(head: Head, course: Course) -> Head:
+    return Head(head.status, [*head.headers, (COURSE_HEADER, course.encode())])

@@ -1,0 +1,246 @@
+"""HTTP between an ingress and a replica: a request as one object, an answer as a stream of pieces.
+
+The replica drives an ASGI application with it, in its own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raykv.base.deadlines import ASGI_END_S
+
+logger = logging.getLogger("ray.serve")
+
+Headers = list[tuple[bytes, bytes]]
+Message = MutableMapping[str, Any]
+AsgiApp = Callable[
+    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
+    Awaitable[None],
+]
+
+MAX_NESTING = 100
+"""Of a body's objects and lists. An engine that is given parameters of 500 dies of it, as vLLM
+pickles them from process to process; the schema of a tool has some ten or twenty."""
+
+NESTED = f"the body's JSON is nested deeper than {MAX_NESTING}"
+
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_QUOTE = ord('"')
+_OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
+_PART_BYTES = 1 << 20
+
+_MAX_PIECES = 64
+"""An answer's pieces that wait to be sent; then the application waits."""
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A request with its whole body."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Head:
+    """The first piece of an answer."""
+
+    status: int
+    headers: Headers
+
+
+Pieces = AsyncGenerator[Head | bytes, None]
+"""An answer: a head, then the body's pieces. Closing it takes the request back."""
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """All pieces of an answer."""
+
+    head: Head
+    body: bytes
+
+
+def parsed(body: bytes) -> Any:
+    """The JSON of a body.
+
+    Raises:
+        ValueError: it is no JSON, or is nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def is_nested_too_deeply(body: bytes) -> bool:
+    """Whether JSON goes beyond `MAX_NESTING`; of what is no JSON, any answer."""
+    if body.count(b"[") + body.count(b"{") <= MAX_NESTING:
+        return False
+    if b"\0" in body:
+        # No UTF-8, which Python's parser reads all the same.
+        body = body.decode(json.detect_encoding(body), "replace").encode()
+    # What is escaped in a string goes first: then every other quote begins one.
+    left = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
+    depth = is_inside = 0
+    for start in range(0, len(left), _PART_BYTES):
+        part = np.frombuffer(left[start : start + _PART_BYTES], np.uint8)
+        inside = (is_inside + np.cumsum(part == _QUOTE)) % 2
+        depths = depth + np.cumsum(np.where(inside, 0, _STEPS[part]))
+        if depths.max() > MAX_NESTING:
+            return True
+        depth, is_inside = int(depths[-1]), int(inside[-1])
+    return False
+
+
+class NestingLimit:
+    """ASGI middleware in front of vLLM's application: JSON beyond `MAX_NESTING` is a 400."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
+        scope: Message,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        """See the ASGI specification."""
+        if scope["type"] != "http" or not _is_json(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        # vLLM's routes of JSON read the whole body too, before they do anything.
+        messages = [await receive()]
+        while messages[-1].get("more_body", False):
+            messages.append(await receive())
+        if is_nested_too_deeply(b"".join(each.get("body", b"") for each in messages)):
+            await _refuse_nested(send)
+            return
+        read = iter(messages)
+
+        async def again() -> Message:
+            message = next(read, None)
+            return await receive() if message is None else message
+
+        await self._app(scope, again, send)
+
+
+def _is_json(headers: Headers) -> bool:
+    """Of nothing else do vLLM's routes make objects, of files for instance."""
+    kinds = [value for name, value in headers if name.lower() == b"content-type"]
+    return any(b"json" in kind.lower() for kind in kinds)
+
+
+async def _refuse_nested(send: Callable[[Message], Awaitable[None]]) -> None:
+    error = {"message": NESTED, "type": "invalid_request_error", "code": 400}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def whole(pieces: Pieces) -> WholeAnswer:
+    """Wait for the end of an answer; 502 if it has no head."""
+    head, body = Head(502, []), b""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if isinstance(piece, Head):
+                head = piece
+            else:
+                body += piece
+    return WholeAnswer(head, body)
+
+
+async def drive(app: AsgiApp, request: HttpRequest) -> Pieces:
+    """Answer `request` with `app`: a head, then the body's pieces.
+
+    Closing the iterator cancels the application. What the application raises comes out at the end
+    of the pieces, unless its answer was whole by then: Starlette answers 500 and raises as well.
+    """
+    exchange = _Exchange(request)
+    task = asyncio.create_task(exchange.run(app))
+    try:
+        while (piece := await exchange.pieces.get()) is not None:
+            yield piece
+        await task
+    finally:
+        exchange.end()
+        task.cancel()
+        await asyncio.wait({task}, timeout=ASGI_END_S)
+
+
+class _Exchange:
+    """What an ASGI application receives of a request, and sends."""
+
+    def __init__(self, request: HttpRequest) -> None:
+        self._request = request
+        self._is_read = False
+        self._is_whole = False
+        self._is_over = asyncio.Event()
+        self.pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(_MAX_PIECES)
+        """Ends with None."""
+
+    async def run(self, app: AsgiApp) -> None:
+        """Run the application to its end."""
+        try:
+            await app(_scope(self._request), self._receive, self._send)
+        except Exception:
+            if not self._is_whole:
+                raise
+            logger.exception("after the answer to %s %s", self._request.method, self._request.path)
+        finally:
+            await self.pieces.put(None)
+
+    def end(self) -> None:
+        """Nobody takes pieces any more."""
+        self._is_over.set()
+        while not self.pieces.empty():
+            self.pieces.get_nowait()
+
+    async def _receive(self) -> Message:
+        if not self._is_read:
+            self._is_read = True
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
+        await self._is_over.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._is_over.is_set():
+            return
+        if message["type"] == "http.response.start":
+            await self.pieces.put(Head(message["status"], list(message.get("headers", []))))
+        elif message["type"] == "http.response.body":
+            if message.get("body"):
+                await self.pieces.put(bytes(message["body"]))
+            if not message.get("more_body", False):
+                self._is_whole = True
+
+
+def _scope(request: HttpRequest) -> Message:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "root_path": "",
+        "query_string": request.query,
+        "headers": request.headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }

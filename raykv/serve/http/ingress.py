@@ -1,0 +1,365 @@
+"""What takes HTTP requests in front of the replicas: reads a request, chooses a model, passes on.
+
+Ray Serve's own proxy gives a request to a replica before it has read it; a router that looks into
+the prompt needs the body first. The ingress is cheap; it may have replicas of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from raykv.base.deadlines import (
+    BODY_S,
+    REPLICA_METRICS_S,
+    REPLICA_RETRY_PAUSE_S,
+    REPLICA_WAIT_S,
+)
+from raykv.serve.arguments import IngressArguments, parse
+from raykv.serve.http.answer import Answer
+from raykv.serve.http.exchange import (
+    NESTED,
+    AsgiApp,
+    HttpRequest,
+    Message,
+    Pieces,
+    WholeAnswer,
+    is_nested_too_deeply,
+    parsed,
+    whole,
+)
+from raykv.serve.http.metrics import CONTENT_TYPE, ReplicaMetrics, merge
+
+logger = logging.getLogger("ray.serve")
+
+REPLICA_GONE = (ActorDiedError, ActorUnavailableError, RayActorError)
+"""What a call raises whose replica has died or cannot be reached."""
+
+TOO_MANY = (BackPressureError, DeploymentUnavailableError)
+"""What a call raises that Serve does not even queue."""
+
+
+class NoReplicaError(Exception):
+    """No replica has taken a request in time."""
+
+
+class Backend(Protocol):
+    """Answers requests of one model."""
+
+    def answer(self, request: HttpRequest) -> Pieces:
+        """Raises one of `REPLICA_GONE`, if its replica dies, or of `TOO_MANY`, or
+        `NoReplicaError`.
+        """
+        ...
+
+
+@runtime_checkable
+class MeteredBackend(Backend, Protocol):
+    """A backend whose replicas tell their metrics."""
+
+    async def metrics(self) -> Sequence[ReplicaMetrics]:
+        """Of every replica that has not just died.
+
+        Raises:
+            TimeoutError: one does not answer.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ReplicaBackend:
+    """A Serve deployment of `EngineReplica`; Serve's request router chooses the replica.
+
+    `wait_s`: how long a request may wait for a replica to take it. How long the answer takes then
+    is up to the request.
+    """
+
+    handle: Any
+    wait_s: float = REPLICA_WAIT_S
+
+    async def answer(self, request: HttpRequest) -> Pieces:
+        """See `Backend.answer`."""
+        pieces = self.handle.handle_http.remote(request)
+        try:
+            await self._taken(pieces)
+            async for piece in pieces:
+                yield piece
+        except BaseException:
+            # The client has left, or nobody took it in time: the replica is not to work for it.
+            pieces.cancel()
+            raise
+
+    async def metrics(self) -> Sequence[ReplicaMetrics]:
+        """See `MeteredBackend.metrics`."""
+        asked = self.handle.options(stream=False).broadcast("metrics")
+        results = await asked.results_async(timeout_s=REPLICA_METRICS_S, return_exceptions=True)
+        return [result for result in results if isinstance(result, ReplicaMetrics)]
+
+    async def _taken(self, pieces: Any) -> None:
+        try:
+            # Returns as soon as a replica has it; the pieces stay where they are.
+            await asyncio.wait_for(pieces._to_object_ref_gen(), self.wait_s)
+        except TimeoutError:
+            raise NoReplicaError(
+                f"no replica took the request within {self.wait_s:g} s: all are busy, or still "
+                "starting; try later"
+            ) from None
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What requests call a model, and who answers them."""
+
+    names: Sequence[str]
+    backend: Backend
+
+
+class Ingress:
+    """An ASGI application.
+
+    `max_held_bytes` bounds the bodies of all requests that are here at the same time.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        max_body_bytes: int = 64 << 20,
+        attempts: int = 3,
+        max_held_bytes: int = 1 << 30,
+    ) -> None:
+        self._models = models
+        self._by_name = {name: model for model in models for name in model.names}
+        self._max_body_bytes = max_body_bytes
+        self._attempts = attempts
+        self._max_held_bytes = max_held_bytes
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """See the ASGI specification."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1003, "reason": "no such route"})
+
+    async def _http(self, scope: Message, receive: Any, send: Any) -> None:
+        body = bytearray()
+        try:
+            refusal = await self._read(body, receive)
+            if refusal is not None:
+                await Answer(send).refuse(refusal.status, refusal.reason)
+                return
+            request = HttpRequest(
+                scope["method"],
+                _path(scope),
+                scope["query_string"],
+                list(scope["headers"]),
+                bytes(body),
+            )
+            await self._until_left(self._answer(request, Answer(send)), receive)
+        except _ClientLeftError:
+            return
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _read(self, body: bytearray, receive: Any) -> _Refusal | None:
+        """Fill `body`, counting it as held; or why the request is not taken."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientLeftError
+                    part = message.get("body", b"")
+                    body += part
+                    self._held_bytes += len(part)
+                    if len(body) > self._max_body_bytes:
+                        most = self._max_body_bytes
+                        return _Refusal(413, f"the request has more than {most} bytes")
+                    if self._held_bytes > self._max_held_bytes:
+                        return _Refusal(503, "too many long requests at the same time: try later")
+                    if not message.get("more_body", False):
+                        return None
+        except TimeoutError:
+            return _Refusal(408, f"the request did not come within {BODY_S:g} s")
+
+    async def _until_left(self, answering: Any, receive: Any) -> None:
+        """Run `answering` until it is done or the client has left."""
+        task = asyncio.create_task(answering)
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_done = task.done()
+            leaving.cancel()
+            task.cancel()
+            await asyncio.gather(task, leaving, return_exceptions=True)
+        if is_done:
+            await task
+
+    async def _answer(self, request: HttpRequest, answer: Answer) -> None:
+        if is_nested_too_deeply(request.body):
+            await answer.refuse(400, NESTED)
+            return
+        metered = [
+            each.backend for each in self._models if isinstance(each.backend, MeteredBackend)
+        ]
+        if request.path == "/metrics" and metered:
+            await _tell_metrics(metered, answer)
+            return
+        if request.path == "/v1/models" and len(self._models) > 1:
+            await self._list_models(request, answer)
+            return
+        model = self._model_of(request)
+        if model is None:
+            known = ", ".join(sorted(self._by_name))
+            await answer.refuse(404, f"no such model here: there are {known}")
+            return
+        await self._pass_on(model.backend, request, answer)
+
+    def _model_of(self, request: HttpRequest) -> ServedModel | None:
+        """Whom the request is for; None: nobody has the model that it names."""
+        if len(self._models) == 1:
+            return self._models[0]
+        try:
+            body = parsed(request.body) if request.body else {}
+        except ValueError:
+            body = {}
+        name = body.get("model") if isinstance(body, Mapping) else None
+        if name is None:
+            # vLLM says best what is wrong with it.
+            return self._models[0]
+        return self._by_name.get(name) if isinstance(name, str) else None
+
+    async def _pass_on(self, backend: Backend, request: HttpRequest, answer: Answer) -> None:
+        for attempt in range(1, self._attempts + 1):
+            try:
+                async with aclosing(backend.answer(request)) as pieces:
+                    async for piece in pieces:
+                        await answer.pass_on(piece)
+                await answer.end()
+            except REPLICA_GONE as error:
+                logger.warning("a replica has gone, attempt %d: %s", attempt, type(error).__name__)
+                if answer.has_begun:
+                    await answer.break_off("the replica that was answering has died: ask again")
+                    return
+                await asyncio.sleep(REPLICA_RETRY_PAUSE_S)
+            except (NoReplicaError, *TOO_MANY) as error:
+                await answer.refuse(503, str(error))
+                return
+            except Exception:
+                if answer.has_begun:
+                    raise
+                logger.exception("%s %s", request.method, request.path)
+                await answer.refuse(500, "the replica failed on this request; its log says why")
+                return
+            else:
+                return
+        await answer.refuse(503, f"{self._attempts} replicas died one after another: try later")
+
+    async def _list_models(self, request: HttpRequest, answer: Answer) -> None:
+        """All models in one list, without those that have no replica."""
+        found = await asyncio.gather(
+            *(whole(model.backend.answer(request)) for model in self._models),
+            return_exceptions=True,
+        )
+        listed: list[Any] = []
+        for each in found:
+            if isinstance(each, WholeAnswer) and each.head.status == 200:
+                listed += json.loads(each.body)["data"]
+        failed = [each for each in found if not isinstance(each, WholeAnswer)]
+        if failed and not listed:
+            await answer.refuse(503, "no model has a replica yet: try later")
+            return
+        if not failed and not listed:
+            # Refused by all, for want of an API key for instance: what the first one says.
+            first = next(each for each in found if isinstance(each, WholeAnswer))
+            await answer.whole(first.head.status, first.body)
+            return
+        await answer.whole(200, json.dumps({"object": "list", "data": listed}).encode())
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    status: int
+    reason: str
+
+
+class _ClientLeftError(Exception):
+    """Nobody waits for an answer any more."""
+
+
+async def _tell_metrics(backends: Sequence[MeteredBackend], answer: Answer) -> None:
+    """Those of all replicas of all models that answer."""
+    found = await asyncio.gather(*(each.metrics() for each in backends), return_exceptions=True)
+    pages = [page for pages in found if not isinstance(pages, BaseException) for page in pages]
+    if not pages:
+        await answer.refuse(503, "no replica has told its metrics in time: try later")
+        return
+    text = await asyncio.to_thread(merge, pages)
+    await answer.whole(200, text, [(b"content-type", CONTENT_TYPE)])
+
+
+def _path(scope: Message) -> str:
+    """The path as vLLM knows it: an application may be mounted below a `route_prefix`."""
+    path: str = scope["path"]
+    prefix = scope.get("root_path", "")
+    return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
+
+
+async def _left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _live(receive: Any, send: Any) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+class IngressReplica:
+    """The ingress in a Serve deployment, in front of deployments of `EngineReplica`.
+
+    `arguments` are an `IngressArguments`.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        names: Sequence[Sequence[str]],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        given = parse(IngressArguments, arguments)
+        self._ingress = ingress_of(
+            [
+                ServedModel(called, replicas_of(handle, given))
+                for handle, called in zip(handles, names, strict=True)
+            ],
+            given,
+        )
+
+    async def __serve_build_asgi_app__(self) -> AsgiApp:
+        """The application; Serve asks for it once."""
+        return self._ingress
+
+
+def ingress_of(models: Sequence[ServedModel], given: IngressArguments) -> Ingress:
+    """With the limits that an operator has given."""
+    return Ingress(models, given.max_body_bytes, given.attempts, given.max_held_bytes)
+
+
+def replicas_of(handle: Any, given: IngressArguments) -> ReplicaBackend:
+    """The replicas behind a handle."""
+    return ReplicaBackend(handle.options(stream=True), given.replica_wait_s)

@@ -1,0 +1,225 @@
+"""What a router asks the scheduler actor: which namespace its replicas have, who has prompts.
+
+One question at a time is under way, and those that come meanwhile go out together as the next one.
+All of it runs on the router's event loop, which nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from raykv.base.deadlines import (
+    ROUTE_ANSWER_S,
+    ROUTE_LEARN_PAUSES_S,
+    ROUTE_LEARN_S,
+    ROUTE_PAUSES_S,
+)
+from raykv.base.errors import ClusterError, first_line
+from raykv.cluster import names
+from raykv.cluster.breaker import Breakers, Pauses
+from raykv.directory.prefix_answers import check_prefix_page
+from raykv.prompts.lookup import choose_namespace, scheme_of
+from raykv.prompts.prefixes import groups_text
+from raykv.prompts.prompt_keys import PromptHasher, PromptKeys
+from raykv.protocol.check import require
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION, encode
+from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
+from raykv.protocol.status import NamespaceStatus
+
+logger = logging.getLogger("ray.serve")
+
+MOST_KEYS = 1024
+"""Of one request: chunks behind them count as if nobody had them."""
+
+MOST_WAITING = 256
+"""Requests whose question is not out yet."""
+
+SCHEDULER = "the scheduler actor"
+
+
+@dataclass(frozen=True)
+class FoundPrompt:
+    """Tokens that can be loaded: from each node's pool, and with the help of others."""
+
+    on_nodes: dict[str, int]
+    anywhere: int
+
+
+@dataclass(eq=False)
+class _Question:
+    prompts: Sequence[PromptKeys]
+    keys: list[bytes] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    answer: asyncio.Future[list[FoundPrompt] | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def __post_init__(self) -> None:
+        for prompt in self.prompts:
+            for keys in prompt.keys.values():
+                self.keys += keys
+                self.counts.append(len(keys))
+
+
+class Directory:
+    """The scheduler actor, asked about one model's replicas.
+
+    Args:
+        model: as its engines call it.
+        namespace: the beginning of theirs, if there are several of the model.
+    """
+
+    def __init__(self, model: str, namespace: str = "") -> None:
+        self._model = model
+        self._namespace = namespace
+        self._space: NamespaceStatus | None = None
+        self.hasher: PromptHasher | None = None
+        """Makes keys of prompts as the replicas' engines do; None until they are known."""
+        self._actor: Any = None
+        self._breakers = Breakers(Pauses(*ROUTE_PAUSES_S))
+        self._waiting: deque[_Question] = deque()
+        self._asking: asyncio.Task[None] | None = None
+        self._learning: asyncio.Task[None] | None = None
+        self._learn_at = 0.0
+        self._told = ""
+
+    # Which namespace
+
+    def learn(self, nodes: Iterable[str]) -> None:
+        """Look in the background which namespace the replicas on these nodes have, if it is time
+        for that.
+        """
+        is_busy = self._learning is not None and not self._learning.done()
+        if not is_busy and time.monotonic() >= self._learn_at:
+            self._learning = asyncio.create_task(self._learn(set(nodes)))
+
+    async def _learn(self, nodes: set[str]) -> None:
+        try:
+            page = await asyncio.wait_for(self._spaces(), ROUTE_LEARN_S)
+            self._take(_space_of(page, nodes, self._model, self._namespace))
+            pause_s = ROUTE_LEARN_PAUSES_S[1]
+        except Exception as error:  # noqa: BLE001 - the request may not fail
+            self._say(first_line(error))
+            pause_s = ROUTE_LEARN_PAUSES_S[0 if self.hasher is None else 1]
+        self._learn_at = time.monotonic() + pause_s
+
+    async def _spaces(self) -> SpacePage:
+        # Looking for it takes up to 200 ms, and it may be another one than the last time.
+        self._actor = await asyncio.to_thread(_look_up)
+        page = receive(await self._actor.spaces.remote(), SpacePage, SCHEDULER, "the router")
+        require(len(page.engine_nodes) == len(page.spaces), "spaces without their nodes")
+        return page
+
+    def _take(self, space: NamespaceStatus) -> None:
+        seed = os.environ.get("PYTHONHASHSEED")
+        scheme = scheme_of(space, [] if seed is None else [seed])
+        if self.hasher is None or self.hasher.scheme != scheme:
+            self.hasher = PromptHasher(scheme)
+        self._space = space
+
+    def _say(self, problem: str) -> None:
+        """In the log, unless it was the last thing that was said."""
+        if problem != self._told and self.hasher is None:
+            self._told = problem
+            logger.warning("requests for %s are not placed yet: %s", self._model, problem)
+
+    # Who has prompts
+
+    async def find(self, prompts: Sequence[PromptKeys]) -> list[FoundPrompt] | None:
+        """Where prompts are; None: nobody has answered in time."""
+        if self._space is None or len(self._waiting) >= MOST_WAITING:
+            return None
+        question = _Question(prompts)
+        if not question.keys:
+            return [FoundPrompt({}, 0) for _ in prompts]
+        self._waiting.append(question)
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_all())
+        try:
+            return await asyncio.wait_for(question.answer, ROUTE_ANSWER_S)
+        except TimeoutError:
+            return None
+
+    async def _ask_all(self) -> None:
+        while self._waiting:
+            batch: list[_Question] = []
+            num_keys = 0
+            while self._waiting:
+                num_keys += len(self._waiting[0].keys)
+                if batch and num_keys > MAX_KEYS:
+                    break
+                batch.append(self._waiting.popleft())
+            batch = [question for question in batch if not question.answer.done()]
+            found = await self._ask(batch) if batch else None
+            for question in batch:
+                mine = None if found is None else found[: len(question.prompts)]
+                found = None if found is None else found[len(question.prompts) :]
+                if not question.answer.done():
+                    question.answer.set_result(mine)
+
+    async def _ask(self, batch: Sequence[_Question]) -> list[FoundPrompt] | None:
+        """Answers to all prompts of a batch, in order."""
+        call = self._breakers.begin(SCHEDULER, time.monotonic())
+        if call is None:
+            return None
+        try:
+            found = await asyncio.wait_for(self._prefixes(batch), ROUTE_ANSWER_S)
+        except Exception as error:  # noqa: BLE001 - the request may not fail
+            self._learn_at = 0.0
+            if self._breakers.failed(SCHEDULER, call, time.monotonic(), first_line(error)):
+                logger.warning("the directory is left alone for a while: %s", first_line(error))
+            return None
+        if self._breakers.worked(SCHEDULER):
+            logger.info("the directory answers again")
+        return found
+
+    async def _prefixes(self, batch: Sequence[_Question]) -> list[FoundPrompt]:
+        space, hasher = self._space, self.hasher
+        assert space is not None, batch
+        assert hasher is not None, batch
+        query = PrefixQuery(
+            PROTOCOL_VERSION,
+            space.namespace,
+            groups_text(hasher.scheme.groups),
+            [key for question in batch for key in question.keys],
+            [count for question in batch for count in question.counts],
+        )
+        raw = await self._actor.prefixes.remote(encode(query))
+        page = receive(raw, PrefixPage, SCHEDULER, "the router")
+        check_prefix_page(page, sum(len(question.prompts) for question in batch))
+        width = len(page.nodes)
+        return [
+            FoundPrompt(dict(zip(page.nodes, page.tokens[row * width :], strict=False)), anywhere)
+            for row, anywhere in enumerate(page.anywhere)
+        ]
+
+
+def _space_of(page: SpacePage, nodes: set[str], model: str, beginning: str) -> NamespaceStatus:
+    """The namespace of a model's engines on these nodes.
+
+    Raises:
+        ClusterError: there is none, or there are several.
+    """
+    here = [
+        space
+        for space, where in zip(page.spaces, page.engine_nodes, strict=True)
+        if not nodes.isdisjoint(where) and space.namespace.startswith(beginning)
+    ]
+    return choose_namespace(here, model, None)
+
+
+def _look_up() -> Any:
+    try:
+        return ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+    except ValueError:
+        raise ClusterError("RayKV does not run in this cluster yet") from None

@@ -1,0 +1,130 @@
+"""The request router of the policy "kv": asks RayKV's directory, falls back to Ray's own choice.
+
+While the directory is silent a request follows what it begins with; Ray chooses for all others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.request_router import (
+    LocalityMixin,
+    MultiplexMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+from ray.util.metrics import Counter
+
+from raykv.serve.arguments import ModelArguments, parse, plan_of
+from raykv.serve.fallbacks import Fallback
+from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.router.directory import Directory
+from raykv.serve.router.planner import PlacedRequest, RoutePlanner
+from raykv.serve.router.power_of_two import two_choices
+from raykv.serve.router.rank import Replica
+from raykv.serve.router.rendering import PromptRenderer, Render
+from raykv.serve.router.settings import parse_route_settings
+
+MOST_PLACED = 1024
+"""Requests whose places are known and that no replica has taken yet."""
+
+PLACED = "placed"
+NO_ANSWER = Fallback.NO_ANSWER.value
+REMEMBERED = "directory did not answer, sent where its beginning went"
+
+
+class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
+    """Sends a request where the fewest bytes have to move and the least work waits.
+
+    Serve runs all of it on one event loop.
+    """
+
+    def initialize_state(self, model: Mapping[str, Any], **kwargs: Any) -> None:
+        """See `RequestRouter.initialize_state`; the arguments are those of `kv_router_kwargs`."""
+        settings = parse_route_settings(kwargs)
+        plan = plan_of(parse(ModelArguments, model), ray_address=None)
+        self._directory = Directory(plan.model, settings.namespace)
+        self._renderer = PromptRenderer(lambda: _vllm_renderer([plan.model, *plan.flags]))
+        self._renderer.start()
+        self._planner = RoutePlanner(self._renderer, self._directory, settings)
+        self._placed: OrderedDict[str, PlacedRequest] = OrderedDict()
+        self._outcomes = Counter(
+            "raykv_routed_requests",
+            "Requests by how a replica was chosen for them: placed, or why not.",
+            tag_keys=("deployment", "application", "outcome"),
+        )
+        self._outcomes.set_default_tags(
+            {"deployment": self._deployment_id.name, "application": self._deployment_id.app_name}
+        )
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """See `RequestRouter.update_replicas`."""
+        super().update_replicas(replicas)
+        self._planner.keep([each.replica_id.unique_id for each in replicas])
+        if replicas:
+            self._directory.learn(each.node_id for each in replicas)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """See `RequestRouter.choose_replicas`."""
+        self._directory.learn(each.node_id for each in candidate_replicas)
+        placed = await self._place(pending_request)
+        if pending_request is None or placed is None or self._outcome(placed) == NO_ANSWER:
+            return await two_choices(self, candidate_replicas, pending_request)
+        # Where all are full Serve waits before it asks again.
+        pending_request.routing_context.should_backoff = True
+        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        loads = self.replica_queue_len_cache
+        replicas = [
+            Replica(name, each.node_id, loads.get(each.replica_id) or 0)
+            for name, each in by_name.items()
+        ]
+        return [[by_name[choice.name]] for choice in self._planner.choose(placed, replicas)]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """See `RequestRouter.on_request_routed`."""
+        super().on_request_routed(pending_request, replica_id, result)
+        placed = self._placed.pop(pending_request.metadata.internal_request_id, None)
+        if placed is not None:
+            self._planner.went(placed, replica_id.unique_id)
+
+    def _outcome(self, placed: PlacedRequest) -> str:
+        """How a replica is chosen, where the prompts are known."""
+        if placed.is_answered:
+            return PLACED
+        # Where it goes is remembered all the same: the next turn is to follow it.
+        return REMEMBERED if self._planner.remembers(placed) else NO_ANSWER
+
+    async def _place(self, pending: PendingRequest | None) -> PlacedRequest | None:
+        """Where the request's prompts are; the first answer counts while replicas are full."""
+        request = pending.args[0] if pending is not None and pending.args else None
+        if pending is None or not isinstance(request, HttpRequest):
+            return None
+        name = pending.metadata.internal_request_id
+        known = self._placed.get(name)
+        if known is not None:
+            return known
+        placed = await self._planner.place(request)
+        if isinstance(placed, Fallback):
+            self._outcomes.inc(tags={"outcome": placed.value})
+            return None
+        self._outcomes.inc(tags={"outcome": self._outcome(placed)})
+        self._placed[name] = placed
+        if len(self._placed) > MOST_PLACED:
+            self._placed.popitem(last=False)
+        return placed
+
+
+def _vllm_renderer(flags: list[str]) -> Render:
+    from raykv.serve.router.vllm_renderer import VLLMRenderer
+
+    return VLLMRenderer(flags)

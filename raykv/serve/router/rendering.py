@@ -1,0 +1,87 @@
+"""Prompts' tokens in the process of a router, on a thread of its own.
+
+The event loop never tokenises, nor waits for the tokenizer to be loaded, which takes the seconds in
+which the engines start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from raykv.base.deadlines import ROUTE_RENDER_S
+from raykv.base.errors import first_line
+from raykv.prompts.prompt_keys import PromptTokens
+from raykv.serve.fallbacks import Fallback
+from raykv.serve.http.exchange import HttpRequest
+
+logger = logging.getLogger("ray.serve")
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+MOST_WAITING = 64
+MOST_BODY_BYTES = 1 << 20
+"""Of a request that is looked into: while a longer one is parsed no other thread runs."""
+
+Render = Callable[[str, bytes], list[PromptTokens] | None]
+"""Given a path and a body: the prompts of the request, or None if it is not understood."""
+
+
+class PromptRenderer:
+    """Has a thread that loads, then renders one request after the other.
+
+    Args:
+        load: called on that thread first; may take long, may raise.
+        most_waiting: requests that wait for the thread; any further one is refused.
+    """
+
+    def __init__(self, load: Callable[[], Render], most_waiting: int = MOST_WAITING) -> None:
+        self._load = load
+        self._most_waiting = most_waiting
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-render")
+        self._render: Render | None = None
+        self._waiting: set[Future[list[PromptTokens] | None]] = set()
+        self._is_started = False
+
+    def start(self) -> None:
+        """Begin to load, unless that has begun."""
+        if not self._is_started:
+            self._is_started = True
+            self._thread.submit(self._start)
+
+    def _start(self) -> None:
+        try:
+            self._render = self._load()
+        except BaseException as error:  # noqa: BLE001 - vLLM's parser of flags exits
+            logger.error(
+                "requests are not placed by their prompts: the model's tokenizer can't be loaded "
+                "here (%s)",
+                first_line(error),
+            )
+
+    async def render(self, request: HttpRequest) -> list[PromptTokens] | Fallback:
+        """The prompts of a request, within a deadline."""
+        if request.method != "POST" or request.path not in PATHS:
+            return Fallback.NO_PROMPT
+        if self._render is None:
+            return Fallback.NOT_LOADED
+        if len(request.body) > MOST_BODY_BYTES:
+            return Fallback.NOT_UNDERSTOOD
+        if len(self._waiting) >= self._most_waiting:
+            return Fallback.BUSY
+        work = self._thread.submit(self._render, request.path, request.body)
+        self._waiting.add(work)
+        work.add_done_callback(self._waiting.discard)
+        try:
+            found = await asyncio.wait_for(asyncio.wrap_future(work), ROUTE_RENDER_S)
+        except TimeoutError:
+            return Fallback.BUSY
+        except Exception as error:  # noqa: BLE001 - vLLM will say what is wrong with the request
+            logger.debug("a request is not understood: %s", first_line(error))
+            return Fallback.NOT_UNDERSTOOD
+        return Fallback.NOT_UNDERSTOOD if found is None else found
+
+    def close(self) -> None:
+        """Let the thread end when it is done with what it has begun."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

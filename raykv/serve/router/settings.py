@@ -1,0 +1,67 @@
+"""What the `kwargs` of the policy "kv" may say, and what its router is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from raykv.base.errors import SettingError
+from raykv.serve.arguments import ModelArguments
+from raykv.serve.router.rank import Weights
+from raykv.serve.validation import complaints
+
+_DEFAULTS = Weights()
+
+
+class RouteSettings(BaseModel):
+    """Of a router; costs are in tokens to compute, see `raykv.serve.router.rank`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    load: float = _DEFAULTS.load
+    """A token that comes from the pool of the replica's node."""
+    fetch: float = _DEFAULTS.fetch
+    """A token that comes from another node's pool."""
+    request: float = _DEFAULTS.request
+    """Each request that waits or runs at the replica."""
+    recent_s: float = Field(default=30.0, ge=0, le=3600)
+    """For so long a replica is believed to have, or compute, what was sent to it: longer than
+    computing and storing take."""
+    namespace: str = ""
+    """The beginning of the replicas' namespace, should there be several of the model on a node."""
+
+    @property
+    def weights(self) -> Weights:
+        """Raises:
+        SettingError: they can't be meant.
+        """
+        return Weights(self.load, self.fetch, self.request)
+
+
+def parse_route_settings(kwargs: Mapping[str, Any]) -> RouteSettings:
+    """Raises:
+    SettingError: naming what is wrong.
+    """
+    try:
+        settings = RouteSettings.model_validate(dict(kwargs))
+    except ValidationError as error:
+        raise SettingError(f"kwargs of the router: {complaints(error)}") from error
+    assert settings.weights is not None, settings
+    return settings
+
+
+def kv_router_kwargs(model: ModelArguments) -> dict[str, Any]:
+    """What the router of a model is given.
+
+    Raises:
+        SettingError: its settings are wrong, or the model is served without RayKV.
+    """
+    if model.raykv is None:
+        raise SettingError(
+            f"the router of {model.deployment_name} asks RayKV's directory, but the model is "
+            "served without RayKV (raykv: null): leave that out, or choose the policy power_of_two"
+        )
+    settings = parse_route_settings(model.router.kwargs)
+    return {"model": model.model_dump(mode="json"), **settings.model_dump()}

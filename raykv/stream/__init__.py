@@ -1,0 +1,1 @@
+"""The event stream: replay, descriptions of chunks, vLLM's wire format, the publisher."""

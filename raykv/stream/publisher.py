@@ -1,0 +1,370 @@
+"""PublisherActor: follows the event log and publishes it in vLLM's format on ZMQ sockets.
+
+It only reads from the scheduler actor, as any reader does: a publisher that is slow, or not there,
+costs nobody anything. Two threads: one follows the log, the other owns the sockets. Between them is
+a short queue; when it is full the log waits, which has a bound of its own. A subscriber that does
+not keep up loses messages at the high-water mark of its socket, sees a gap in the numbers, and asks
+the replay socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from queue import Empty, Full, Queue
+
+import msgspec
+import ray
+import zmq
+
+from raykv.base.deadlines import (
+    CLIENT_S,
+    PUBLISH_BIND_PAUSE_S,
+    PUBLISH_CUT_S,
+    PUBLISH_FAILED_PAUSE_S,
+    PUBLISH_LOOK_S,
+    PUBLISH_PUT_S,
+    READER_PAUSE_S,
+)
+from raykv.base.errors import cause_of, first_line
+from raykv.base.ids import Key, Namespace, NodeId
+from raykv.base.threads import OnFailure, SupervisedThread, start_thread
+from raykv.cluster import join as cluster
+from raykv.protocol.descriptions import Description
+from raykv.protocol.events import EventsMissed
+from raykv.protocol.messages import encode
+from raykv.protocol.publisher_types import PublisherSettings, PublisherStatus
+from raykv.stream.connections import cut_off
+from raykv.stream.format import WireFormat
+from raykv.stream.publication import Message, NodePlace, Publication
+from raykv.stream.readers import describe, read_events, take_snapshot
+from raykv.stream.wire import ChunkId
+
+logger = logging.getLogger("raykv.publisher")
+
+HIGH_WATER = 1000
+"""Messages that wait for one subscriber; beyond it they are dropped for that one."""
+
+REPLAY_HIGH_WATER = 20_000
+"""The same for who asks for what was missed: twice what is kept."""
+
+QUESTIONS_HIGH_WATER = 16
+"""Questions of one subscriber that wait; while there are so many no more are read from it."""
+
+MAX_MESSAGE_BYTES = 4096
+"""Of a frame that a subscriber sends: a number, a topic. Who sends a longer one is cut off."""
+
+MAX_RECEIVED_BYTES = 16 << 20
+"""Of a connection in all, that is, of 400,000 questions; then it is cut off, and who has more to
+ask makes another one, as ZMQ does by itself."""
+
+MAX_QUEUED = 256
+"""Messages between the two threads."""
+
+MAX_EVENTS_AT_ONCE = 4096
+"""Events of the log that are taken in before they are published."""
+
+MAX_ASKED = 512
+"""Chunks in one question for descriptions."""
+
+MAX_QUESTIONS = 8
+"""Questions before what is known is published."""
+
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+"""Ends an answer of the replay socket, with an empty payload."""
+
+_EPOCH_ZERO = 1_735_689_600
+"""2025-01-01 in Unix time."""
+
+_LIFE_BITS = 20
+"""Messages of one life in a second, as a power of two, before its numbers could meet the next's."""
+
+
+def first_number(wall_time: float) -> int:
+    """Where a life's sequence numbers begin: above all those of earlier lives.
+
+    A subscriber that has missed the end of one life and the beginning of the next sees a gap.
+    """
+    return (int(wall_time) - _EPOCH_ZERO) << _LIFE_BITS
+
+
+class Sockets:
+    """The two sockets, and the thread that owns them.
+
+    Args:
+        settings: where they are.
+        replay: answers a question for what was missed, from a number and a topic's beginning on.
+    """
+
+    def __init__(
+        self, settings: PublisherSettings, replay: Callable[[int, str], list[Message]]
+    ) -> None:
+        self._settings = settings
+        self._replay_of = replay
+        self._queue: Queue[Message] = Queue(MAX_QUEUED)
+        self._stopped = threading.Event()
+        self.error = "the sockets are not bound yet"
+        self.endpoint = settings.endpoint
+        self.replay_endpoint = settings.replay_endpoint
+        self.num_dropped = 0
+        self.num_replays = 0
+        self._thread = SupervisedThread("raykv-sockets", self._run, OnFailure.END_PROCESS)
+
+    def start(self) -> None:
+        """Bind, again and again until it works, and serve."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Close the sockets."""
+        self._stopped.set()
+        self._thread.join(timeout_s)
+
+    def publish(self, message: Message) -> None:
+        """Hand a message over; waits while the queue is full, until `stop`."""
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(message, timeout=PUBLISH_PUT_S)
+                return
+            except Full:
+                continue
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        try:
+            while not self._stopped.is_set():
+                try:
+                    self._serve(context)
+                except Exception as error:
+                    if not self.error:
+                        logger.warning("publishing is interrupted: %s", first_line(error))
+                    self.error = first_line(error)
+                    self._stopped.wait(PUBLISH_BIND_PAUSE_S)
+        finally:
+            context.destroy(linger=0)
+
+    def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        with context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as questions:
+            for socket in (out, questions):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            out.set_hwm(HIGH_WATER)
+            questions.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER)
+            questions.setsockopt(zmq.RCVHWM, QUESTIONS_HIGH_WATER)
+            # An answer to who has left, or does not read, ends instead of being made for nobody.
+            questions.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.endpoint = place(out, self._settings.endpoint)
+            if self._settings.replay_endpoint:
+                questions.bind(self._settings.replay_endpoint)
+                self.replay_endpoint = questions.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.error = ""
+            ports = {_port(each) for each in (self.endpoint, self.replay_endpoint)} - {0}
+            looked_at = 0.0
+            while not self._stopped.is_set():
+                if time.monotonic() - looked_at > PUBLISH_CUT_S:
+                    cut_off(ports, MAX_RECEIVED_BYTES)
+                    looked_at = time.monotonic()
+                if self._settings.replay_endpoint and questions.poll(0):
+                    self._answer(questions)
+                try:
+                    message = self._queue.get(timeout=PUBLISH_LOOK_S)
+                except Empty:
+                    continue
+                self._send(out, message)
+
+    def _send(self, out: zmq.Socket[bytes], message: Message) -> None:
+        """To all subscribers; those that are full go without."""
+        frames = _frames(message)
+        out.setsockopt(zmq.XPUB_NODROP, 1)
+        try:
+            out.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.Again:
+            self.num_dropped += 1
+            out.setsockopt(zmq.XPUB_NODROP, 0)
+            out.send_multipart(frames, zmq.DONTWAIT)
+
+    def _answer(self, questions: zmq.Socket[bytes]) -> None:
+        """vLLM's protocol: a number in, messages from it on out, then the end. A topic may follow.
+
+        What is no such question is not answered.
+        """
+        frames = questions.recv_multipart(zmq.DONTWAIT)
+        who, *rest = frames
+        if len(rest) not in (2, 3) or rest[0] or len(rest[1]) != len(END_SEQ):
+            logger.debug("a question of %d frames is no question for events", len(frames))
+            return
+        start = int.from_bytes(rest[1], "big")
+        topic = rest[2].decode(errors="replace") if len(rest) > 2 else ""
+        try:
+            for message in self._replay_of(start, topic):
+                questions.send_multipart([who, b"", *_frames(message)], zmq.DONTWAIT)
+            questions.send_multipart([who, b"", b"", END_SEQ, b""], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            logger.debug("an answer to a question for events is broken off: %s", error)
+            return
+        self.num_replays += 1
+
+
+def place(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind a socket to wildcards and files, connect it to anything else, as vLLM does.
+
+    Returns the address that it has.
+    """
+    if "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://"):
+        socket.bind(endpoint)
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    socket.connect(endpoint)
+    return endpoint
+
+
+def _port(endpoint: str) -> int:
+    """Of an address of TCP; 0 for any other."""
+    port = endpoint.rpartition(":")[2]
+    return int(port) if endpoint.startswith("tcp://") and port.isdigit() else 0
+
+
+def _frames(message: Message) -> list[bytes]:
+    return [message.topic.encode(), message.seq.to_bytes(8, "big"), message.payload]
+
+
+class PublisherActor:
+    """Runs as the detached Ray actor `events` in the namespace `raykv`.
+
+    `status` waits at most for a picture of all that is held, while a subscriber is given one.
+    """
+
+    def __init__(self, settings: PublisherSettings) -> None:
+        self._settings = settings
+        self._publication = Publication(
+            WireFormat(settings.form, settings.hashes),
+            settings.topic,
+            first_number(time.time()),
+            msgspec.msgpack.encode,
+        )
+        # Guards the publication: both threads use it, and `status`.
+        self._lock = threading.Lock()
+        self._sockets = Sockets(settings, self._missed)
+        self._error = ""
+        self._sockets.start()
+        start_thread("raykv-follow", self._follow, OnFailure.END_PROCESS)
+
+    def status(self) -> bytes:
+        """→ `PublisherStatus`."""
+        sockets, settings = self._sockets, self._settings
+        with self._lock:
+            publication = self._publication
+            counters = publication.counters
+            status = PublisherStatus(
+                endpoint=sockets.endpoint,
+                replay_endpoint=sockets.replay_endpoint,
+                topic=settings.topic,
+                format=settings.form,
+                hashes=settings.hashes,
+                pid=os.getpid(),
+                streams=publication.num_streams,
+                held=publication.num_held,
+                waiting=publication.num_waiting,
+                messages=counters.messages,
+                undescribed=counters.undescribed,
+                skipped=counters.skipped,
+                restarts=counters.restarts,
+                dropped=sockets.num_dropped,
+                replays=sockets.num_replays,
+                error=sockets.error or self._error,
+            )
+        return encode(status)
+
+    def _missed(self, start: int, topic: str) -> list[Message]:
+        with self._lock:
+            return self._publication.replay(start, topic, time.time())
+
+    # The thread that follows the log
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._restart()
+                while True:
+                    self._take_events()
+                    self._take_names()
+                    self._take_descriptions()
+                    self._publish()
+                    time.sleep(READER_PAUSE_S)
+            except Exception as error:
+                if not self._error:
+                    logger.warning("the event log can't be read: %s", first_line(cause_of(error)))
+                self._error = first_line(cause_of(error))
+                time.sleep(PUBLISH_FAILED_PAUSE_S)
+
+    def _restart(self) -> None:
+        snapshot = take_snapshot(cluster.find_scheduler_actor)
+        self._error = ""
+        with self._lock:
+            self._publication.restart(snapshot, time.monotonic())
+
+    def _take_events(self) -> None:
+        log = read_events(cluster.find_scheduler_actor, self._publication.place, follow=False)
+        events = list(islice(log, MAX_EVENTS_AT_ONCE))
+        if any(isinstance(event, EventsMissed) for event in events):
+            self._restart()
+            return
+        now = time.monotonic()
+        with self._lock:
+            for event in events:
+                self._publication.apply(event, now)
+
+    def _take_names(self) -> None:
+        """What topics call nodes and models."""
+        with self._lock:
+            nodes, namespaces = self._publication.unnamed
+        if nodes:
+            places = _node_places()
+            with self._lock:
+                self._publication.nodes.update(places)
+        if namespaces:
+            models = _models()
+            with self._lock:
+                self._publication.models.update(
+                    {name: model for name, model in models.items() if name in namespaces}
+                )
+
+    def _take_descriptions(self) -> None:
+        for _ in range(MAX_QUESTIONS):
+            with self._lock:
+                asked = self._publication.questions(time.monotonic(), MAX_ASKED)
+            if not asked:
+                return
+            rows = dict(_descriptions(asked))
+            with self._lock:
+                self._publication.answer(asked, rows, time.monotonic())
+
+    def _publish(self) -> None:
+        with self._lock:
+            messages = self._publication.take_messages(time.time())
+        for message in messages:
+            self._sockets.publish(message)
+
+
+def _descriptions(asked: list[ChunkId]) -> Iterator[tuple[ChunkId, Description]]:
+    for namespace in {name[0] for name in asked}:
+        keys = [key for of, key in asked if of == namespace]
+        for row in describe(cluster.find_scheduler_actor, keys, namespace):
+            yield (Namespace(row.namespace), Key(row.key)), row
+
+
+def _node_places() -> Mapping[NodeId, NodePlace]:
+    return {
+        NodeId(node["NodeID"]): NodePlace(
+            ip=str(node["NodeManagerAddress"]), host=str(node["NodeManagerHostname"])
+        )
+        for node in ray.nodes()
+    }
+
+
+def _models() -> Mapping[Namespace, str]:
+    """By namespace: the model that engines serve in it."""
+    status = cluster.status(cluster.find_scheduler_actor(), CLIENT_S)
+    return {Namespace(engine.namespace): engine.model for engine in status.engines}

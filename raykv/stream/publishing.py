@@ -1,0 +1,131 @@
+"""The cluster's publisher of events: start it, ask it, end it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import ray
+
+from raykv.base.deadlines import CLIENT_S, PUBLISH_BIND_S, RAY_LOOK_S
+from raykv.base.errors import ClusterError, first_line
+from raykv.base.settings import Settings
+from raykv.cluster import join as cluster
+from raykv.cluster import names
+from raykv.protocol.handshake import receive
+from raykv.protocol.publisher_types import PublisherSettings, PublisherStatus
+
+logger = logging.getLogger("raykv.publisher")
+
+
+def publisher_settings(settings: Settings) -> PublisherSettings | None:
+    """What an engine's settings say of the publisher; None: there shall be none."""
+    if not settings.events_endpoint:
+        return None
+    return PublisherSettings(
+        endpoint=settings.events_endpoint,
+        replay_endpoint=settings.events_replay_endpoint,
+        topic=settings.events_topic,
+        form=settings.events_format,
+        hashes=settings.events_hashes,
+    )
+
+
+def publisher_actor(settings: PublisherSettings) -> Any:
+    """The publisher, created on Ray's head node if there is none; its settings stay as they are.
+
+    It is as nice to others as Ray's workers are: the scheduler actor beside it goes first.
+
+    Raises:
+        ClusterError: pyzmq is not installed.
+    """
+    try:
+        from raykv.stream.publisher import PublisherActor
+    except ImportError as error:
+        raise ClusterError(f"{error}: publishing needs pyzmq, as in raykv[events]") from error
+    options = {
+        "name": names.PUBLISHER,
+        "namespace": names.RAY_NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "num_cpus": 0,
+        "resources": {cluster.HEAD_RESOURCE: cluster.SHARE_OF_HEAD},
+    }
+    return ray.remote(PublisherActor).options(**options).remote(settings)
+
+
+def ensure_publisher(settings: Settings) -> None:
+    """Have the publisher that an engine's settings want; the engine does not depend on it."""
+    wanted = publisher_settings(settings)
+    if wanted is None:
+        return
+    try:
+        publisher_actor(wanted)
+    except Exception as error:
+        logger.warning("no events are published: %s", first_line(error))
+
+
+def find_publisher() -> Any | None:
+    """The publisher, if there is one."""
+    try:
+        return ray.get_actor(names.PUBLISHER, namespace=names.RAY_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def publisher_status() -> PublisherStatus | None:
+    """What the publisher says of itself; None: there is none.
+
+    Raises:
+        ClusterError: it does not answer.
+    """
+    actor = find_publisher()
+    if actor is None:
+        return None
+    try:
+        raw = ray.get(actor.status.remote(), timeout=CLIENT_S)
+    except Exception as error:
+        raise ClusterError(f"the publisher does not answer: {first_line(error)}") from error
+    return receive(raw, PublisherStatus, "the publisher", "this process")
+
+
+def publish(settings: PublisherSettings) -> PublisherStatus:
+    """Have events published; waits until the sockets are bound.
+
+    Raises:
+        ClusterError: they can't be, or a publisher runs that was set up in another way.
+    """
+    if (running := publisher_status()) is not None and not _is_set_up_so(running, settings):
+        raise ClusterError(
+            f"a publisher runs already, at {running.endpoint} with the topic {running.topic!r}: "
+            "`raykv publish stop` ends it"
+        )
+    publisher_actor(settings)
+    give_up_at = time.monotonic() + PUBLISH_BIND_S + CLIENT_S
+    while True:
+        status = publisher_status()
+        if status is not None and not status.error:
+            return status
+        if time.monotonic() > give_up_at:
+            why = "it has ended" if status is None else status.error
+            raise ClusterError(f"events can't be published at {settings.endpoint}: {why}")
+        time.sleep(RAY_LOOK_S)
+
+
+def _is_set_up_so(status: PublisherStatus, settings: PublisherSettings) -> bool:
+    return (status.topic, status.format, status.hashes) == (
+        settings.topic,
+        settings.form,
+        settings.hashes,
+    )
+
+
+def stop_publisher() -> bool:
+    """End the publisher; False: there was none."""
+    actor = find_publisher()
+    if actor is not None:
+        ray.kill(actor, no_restart=True)
+    return actor is not None

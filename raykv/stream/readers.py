@@ -1,0 +1,186 @@
+"""Readers of the event stream: they ask, page by page, and the scheduler actor only answers.
+
+Nothing is kept for a reader there. One that is slow asks later, one that dies asks no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+
+import raykv
+from raykv.base.deadlines import READER_PATIENCE_S, READER_PAUSE_S, READER_S
+from raykv.base.errors import (
+    ClusterError,
+    MessageError,
+    RayKVError,
+    VersionError,
+    cause_of,
+    first_line,
+)
+from raykv.base.ids import EventKind
+from raykv.protocol.check import check_descriptions
+from raykv.protocol.descriptions import Description, Descriptions, rows_of
+from raykv.protocol.events import Event, EventPage, EventsMissed, SnapshotPage, events_of
+from raykv.protocol.handshake import receive
+from raykv.protocol.messages import MAX_KEYS
+from raykv.stream.descriptions import ANSWER_BYTES
+from raykv.stream.replay import Replay
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+SENDER, HERE = "the scheduler actor", "this process"
+
+MAX_PLACE = (1 << 63) - 1
+"""Numbers of epochs and events that can be asked for."""
+
+MAX_SNAPSHOTS_BEGUN = 3
+"""A snapshot that others have pushed out is begun anew so often."""
+
+
+def read_events(
+    find: Callable[[], Any], since: int | tuple[int, int] | None, *, follow: bool
+) -> Iterator[Event]:
+    """See `raykv.client.cluster.Cluster.events`; `find` returns the scheduler actor."""
+    epoch, after = _place(find, since)
+    while True:
+        page = _page(find, epoch, after)
+        events = _events(page, epoch, after)
+        if page.is_gap:
+            missed = page.first_seq - after - 1 if page.epoch == epoch else None
+            is_past = missed is not None and missed > 0
+            yield EventsMissed(
+                epoch=page.epoch, seq=page.first_seq, missed=missed if is_past else None
+            )
+        yield from events
+        epoch, after = page.epoch, page.first_seq + len(page) - 1
+        if after >= page.last_seq:
+            if not follow:
+                return
+            time.sleep(READER_PAUSE_S)
+
+
+def _place(find: Callable[[], Any], since: int | tuple[int, int] | None) -> tuple[int, int]:
+    """Epoch and number of the last event that the reader knows."""
+    numbers: tuple[Any, ...] = (
+        since if isinstance(since, tuple) else (0, 0 if since is None else since)
+    )
+    is_place = len(numbers) == 2 and all(
+        isinstance(number, int) and 0 <= number <= MAX_PLACE for number in numbers
+    )
+    if not is_place:
+        raise ClusterError(
+            f"events since={since!r}: give the number of an event, or its epoch and number"
+        )
+    if isinstance(since, tuple):
+        return since
+    newest = _page(find, 0, 0)
+    return newest.epoch, newest.last_seq if since is None else since
+
+
+def _page(find: Callable[[], Any], epoch: int, after: int) -> EventPage:
+    return _answer(find, EventPage, "events", epoch, after)
+
+
+def _events(page: EventPage, epoch: int, after: int) -> list[Event]:
+    """The events of a page that answers a question for what follows a place.
+
+    Raises:
+        MessageError: it answers another question, or none.
+    """
+    follows = page.epoch == epoch and page.first_seq == after + 1
+    begins_anew = page.kinds[:1] == [EventKind.EPOCH_BEGAN]
+    if not follows and not page.is_gap and not begins_anew:
+        raise MessageError(f"{SENDER} answered with events {page.first_seq} of {page.epoch}")
+    if not page.kinds and page.last_seq >= page.first_seq:
+        raise MessageError(f"{SENDER} has {page.last_seq} events and did not tell them")
+    try:
+        return list(events_of(page))
+    except (IndexError, ValueError) as error:
+        raise MessageError(f"{SENDER} sent events that can't be read: {error}") from error
+
+
+def take_snapshot(find: Callable[[], Any]) -> Replay:
+    """See `raykv.client.cluster.Cluster.snapshot`."""
+    for _ in range(MAX_SNAPSHOTS_BEGUN):
+        replay = Replay()
+        cursor = 0
+        while True:
+            page = _answer(find, SnapshotPage, "snapshot", cursor)
+            if page.error:
+                break
+            _load(replay, page)
+            if page.is_last:
+                return replay
+            if page.cursor <= cursor:
+                raise MessageError(f"{SENDER} sent a page of a snapshot again and again")
+            cursor = page.cursor
+    raise ClusterError("no snapshot could be taken: too many are being read; try again")
+
+
+def _load(replay: Replay, page: SnapshotPage) -> None:
+    try:
+        replay.load(page)
+    except (IndexError, ValueError) as error:
+        raise MessageError(f"{SENDER} sent a snapshot that can't be read: {error}") from error
+
+
+def describe(
+    find: Callable[[], Any], keys: Iterable[bytes], namespace: str | None = None
+) -> list[Description]:
+    """What engines have said of chunks; nothing for those that nobody has described.
+
+    `find` returns the scheduler actor. None for the namespace: any in which the key is known.
+
+    Raises:
+        ClusterError: the scheduler actor does not answer for half a minute.
+        MessageError: it sent something that can't be meant.
+    """
+    found: list[Description] = []
+    left = list(keys)
+    while left:
+        asked, left = left[:MAX_KEYS], left[MAX_KEYS:]
+        page = _answer(find, Descriptions, "describe_chunks", asked, namespace)
+        check_descriptions(page)
+        rows = list(rows_of(page))
+        found += rows
+        if rows and 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES:
+            # The answer may have been cut off behind the last one.
+            last = rows[-1].key
+            left = [*asked[asked.index(last) + 1 :], *left] if last in asked else left
+    return found
+
+
+def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: Any) -> S:
+    """Raises:
+    VersionError: the scheduler actor's answers can't be read here.
+    """
+    raw = _ask(find, method, *arguments)
+    try:
+        return receive(raw, kind, SENDER, HERE)
+    except MessageError as error:
+        theirs = _ask(find, "ping")
+        raise VersionError(
+            f"{error}; the scheduler actor runs RayKV {theirs}, this process {raykv.__version__}"
+        ) from error
+
+
+def _ask(find: Callable[[], Any], method: str, *arguments: Any) -> Any:
+    """Call the scheduler actor, again and again while it restarts."""
+    give_up_at = time.monotonic() + READER_PATIENCE_S
+    while True:
+        try:
+            ref = getattr(find(), method).remote(*arguments)
+            return ray.get(ref, timeout=READER_S)
+        except Exception as error:
+            is_final = isinstance(error, RayKVError | ray.exceptions.RayTaskError)
+            if is_final or time.monotonic() > give_up_at:
+                cause = cause_of(error)
+                if isinstance(cause, RayKVError):
+                    raise ClusterError(str(cause)) from error
+                raise ClusterError(f"{SENDER} does not answer: {first_line(cause)}") from error
+            time.sleep(READER_PAUSE_S)

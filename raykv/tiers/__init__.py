@@ -1,1 +1,0 @@
-"""Chunks outside of RAM: files of them, and folders of files."""

@@ -1,0 +1,222 @@
+"""Which LoRA adapter a request's KV was computed with: by content, in the hashes of its blocks.
+
+vLLM hashes an adapter's name and path into every block. In EngineCore its function for that is
+wrapped, and adds the digest of the adapter's files as they are when the request comes: all keys
+follow from these hashes, and vLLM's own cache is told apart with them. Which weights were really
+computed with only the workers know, who load adapters late, anew after an eviction, and in place:
+there the function that loads one is wrapped, and a worker neither loads nor stores chunks of a
+request whose adapter is not the one that its hashes name.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raykv.prompts.adapters import UNKNOWN, AdapterFiles, Content
+from raykv.prompts.block_hashes import path_with_digest
+
+logger = logging.getLogger("raykv")
+
+HASHED = "_gen_lora_extra_hash_keys"
+"""Of `vllm.v1.core.kv_cache_utils`: what an adapter adds to the hash of a block."""
+
+LOADS = "_load_adapter"
+"""Of `WorkerLoRAManager`: the one place where an adapter's files are read."""
+
+_NAME = "_raykv_adapter"
+"""Attribute of a `Request`: the digest in its hashes."""
+
+_files = AdapterFiles()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """The adapter that a request's hashes name. `reloads`: vLLM reads it anew with each step."""
+
+    adapter_id: int
+    path: str
+    digest: str
+    reloads: bool
+
+
+def name_by_content() -> bool:
+    """From now on hashes name adapters by content; a second call changes nothing.
+
+    Returns:
+        False: this vLLM hashes adapters otherwise, and nothing has changed.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    hashed = getattr(kv_cache_utils, HASHED, None)
+    if hashed is None:
+        return False
+    if not hasattr(hashed, "__wrapped__"):
+        setattr(kv_cache_utils, HASHED, _with_digest(hashed))
+    return True
+
+
+def _with_digest(hashed: Any) -> Any:
+    @functools.wraps(hashed)
+    def call(request: Any) -> Any:
+        found = hashed(request)
+        digest = _digest_of(request) if found else ""
+        if not digest:
+            return found
+        return [(kind, name, path_with_digest(path, digest)) for kind, name, path in found]
+
+    return call
+
+
+def _digest_of(request: Any) -> str:
+    """The same for all blocks of a request; empty if its adapter's content is unknown."""
+    digest: str | None = getattr(request, _NAME, None)
+    if digest is None:
+        digest = _files.content(request.lora_request.lora_path).digest
+        setattr(request, _NAME, digest)
+    return digest
+
+
+class AdapterUses:
+    """In EngineCore: what requests use, and what the workers say they have loaded."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, AdapterUse] = {}
+        self._loaded: dict[int, str] = {}
+        self._is_named = name_by_content()
+        # Adapters of which it was said that they can't be named.
+        self._said: set[str] = set()
+
+    def begin(self, request: Any) -> bool:
+        """A request is new; False: it must neither load nor store."""
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return True
+        digest = _digest_of(request) if self._is_named else ""
+        loaded = self._loaded.get(adapter.lora_int_id, digest)
+        if not digest or (loaded != digest and not adapter.load_inplace):
+            self._say(adapter, bool(digest))
+            return False
+        self._uses[request.request_id] = AdapterUse(
+            adapter.lora_int_id, adapter.lora_path, digest, adapter.load_inplace
+        )
+        return True
+
+    def _say(self, adapter: Any, is_read: bool) -> None:
+        if adapter.lora_name in self._said or len(self._said) >= 1000:
+            return
+        self._said.add(adapter.lora_name)
+        why = (
+            "its files are no longer those that the engine has loaded: load it in place"
+            if is_read
+            else "its files can't be read: RayKV names adapters in local folders only"
+        )
+        logger.warning(
+            "requests with the adapter %s (%s) neither load nor store: %s (logged once)",
+            adapter.lora_name,
+            adapter.lora_path,
+            why,
+        )
+
+    def take_loaded(self, loaded: Mapping[int, str]) -> None:
+        """The workers have loaded adapters with these digests, by id; empty: unknown ones."""
+        self._loaded.update(loaded)
+
+    def of(self, request_ids: set[str]) -> dict[str, AdapterUse]:
+        """Of those requests that use an adapter."""
+        return {name: self._uses[name] for name in request_ids & self._uses.keys()}
+
+    def end(self, request_ids: set[str]) -> None:
+        """Requests have ended, and their last stores are on their way."""
+        for name in request_ids & self._uses.keys():
+            del self._uses[name]
+
+
+class LoadedAdapters:
+    """In a worker: what it has loaded. All calls are of its main thread."""
+
+    def __init__(self) -> None:
+        self._contents: dict[int, Content] = {}
+        # How often an id got other content.
+        self._changes: dict[int, int] = {}
+        # By request: the number of changes when it was computed first; None: with another adapter.
+        self._begun: dict[str, int | None] = {}
+        self._news: dict[int, str] = {}
+
+    def note(self, adapter_id: int, content: Content) -> None:
+        """An adapter is loaded; `UNKNOWN` if its files changed meanwhile."""
+        if not content.digest or self._contents.get(adapter_id, UNKNOWN).digest != content.digest:
+            self._changes[adapter_id] = self._changes.get(adapter_id, 0) + 1
+        self._contents[adapter_id] = content
+        self._news[adapter_id] = content.digest
+
+    def take_news(self) -> dict[int, str]:
+        """Digests of what was loaded since the last call, by id."""
+        news, self._news = self._news, {}
+        return news
+
+    def may_load(self, use: AdapterUse) -> bool:
+        """Whether a request that is about to be computed will be with this adapter."""
+        known = self._contents.get(use.adapter_id)
+        if known is not None and not use.reloads:
+            return known.digest == use.digest and _files.is_unchanged(use.path, known)
+        return _files.content(use.path).digest == use.digest
+
+    def begin(self, uses: Mapping[str, AdapterUse]) -> None:
+        """These requests were in the step that ends; what they began with counts for good."""
+        for name, use in uses.items():
+            if name not in self._begun:
+                self._begun[name] = self._changes.get(use.adapter_id) if self._is(use) else None
+
+    def may_store(self, request_id: str, use: AdapterUse) -> bool:
+        """Whether all that was computed for the request was with this adapter."""
+        began = self._begun.get(request_id)
+        return began is not None and began == self._changes[use.adapter_id] and self._is(use)
+
+    def _is(self, use: AdapterUse) -> bool:
+        known = self._contents.get(use.adapter_id, UNKNOWN)
+        return known.digest == use.digest and _files.is_unchanged(use.path, known)
+
+    def end(self, request_ids: set[str]) -> None:
+        """Requests have ended."""
+        for name in request_ids & self._begun.keys():
+            del self._begun[name]
+
+
+# By the identity of vLLM's `LoRAConfig`, which an engine's manager and its connector both have.
+_loaded: dict[int, tuple[Any, LoadedAdapters]] = {}
+
+
+def watch_loads(lora_config: Any) -> LoadedAdapters:
+    """What the worker with this configuration loads from now on; None stands for no adapters.
+
+    With a vLLM that loads adapters otherwise it stays empty, and nothing is stored with them.
+    """
+    loaded = LoadedAdapters()
+    if lora_config is None:
+        return loaded
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    loads = getattr(WorkerLoRAManager, LOADS, None)
+    if loads is not None and not hasattr(loads, "__wrapped__"):
+        setattr(WorkerLoRAManager, LOADS, _noted(loads))
+    _loaded[id(lora_config)] = (lora_config, loaded)
+    return loaded
+
+
+def _noted(loads: Any) -> Any:
+    @functools.wraps(loads)
+    def call(manager: Any, lora_request: Any) -> Any:
+        _, loaded = _loaded.get(id(manager.lora_config), (None, None))
+        if loaded is None:
+            return loads(manager, lora_request)
+        before = _files.content(lora_request.lora_path)
+        adapter = loads(manager, lora_request)
+        after = _files.content(lora_request.lora_path)
+        loaded.note(lora_request.lora_int_id, after if after == before else UNKNOWN)
+        return adapter
+
+    return call

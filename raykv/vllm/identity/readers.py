@@ -1,0 +1,627 @@
+"""What RayKV asks vLLM about an engine where a fact is no plain field of its configuration.
+
+Each reader gets an `Engine` and returns what `plain` can write as JSON; None where it says nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raykv.base.errors import SettingError
+from raykv.prompts.block_hashes import seed_digest
+from raykv.vllm.canonical import layer_specs, spec_text
+from raykv.vllm.identity.weights import texts_digest, weight_files, weights_digest
+from raykv.vllm.versions import vllm_version
+
+RANDOM_SEED = "random in "
+"""How a seed of block hashes begins that no other process has."""
+
+CHUNK_FORMAT = 1
+"""How RayKV lays out a chunk in a slot, on disk and in a file. Rises when that changes."""
+
+READABLE = frozenset(
+    (
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt"),
+        *("sharded_state", "runai_streamer", "runai_streamer_sharded", "tensorizer", "gguf"),
+    )
+)
+"""Values of vLLM's `load_format` with which the weights are what lies in the model's files."""
+
+WITHOUT_DRAFT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Methods of speculation that put nothing into the KV cache."""
+
+SAME_AT_ALL_LENGTHS = frozenset(
+    (
+        *("default", "linear", "dynamic", "ntk", "llama3", "yarn", "deepseek_yarn", "mrope"),
+        *("bailing_mrope", "mllama4", "openpangu", "proportional"),
+    )
+)
+"""Kinds of rope whose angles do not depend on `max_model_len`. vLLM's `dynamic` takes the length
+from the model's config."""
+
+LLAMA4_LONG = 32768
+"""vLLM scales Llama 4's queries by position if `max_model_len` is larger, which changes the hidden
+states that later layers make their KV of. Source: vLLM's `models/llama4.py`."""
+
+ENVIRONMENT = (
+    *("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_MLA_DISABLE"),
+    *("VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_USE_DEEP_GEMM_E8M0"),
+    *("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8"),
+    *("VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
+    *("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH"),
+    *("VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_VIDEO_LOADER_BACKEND"),
+    "VLLM_MEDIA_CONNECTOR",
+)
+"""vLLM's variables that change the layout of KV, or its values by more than rounding."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_RANK = re.compile(r"%0?\d*d")
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """Where facts are read: what vLLM gives a connector on the scheduler's side, and a setting."""
+
+    vllm: Any
+    kv_cache: Any
+    offloading: Any
+    weights_version: str = ""
+
+    @property
+    def model(self) -> Any:
+        """vLLM's `ModelConfig`."""
+        return self.vllm.model_config
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether engines of other sizes may read its chunks."""
+        return bool(self.offloading.canonical_layout)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it, the same in every process: no address of an object in it."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((plain(each) for each in value), key=json.dumps)
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, type) or callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if " at 0x" in (text := str(value)):
+        raise TypeError(f"no text of {type(value).__qualname__} is the same in every process")
+    return text
+
+
+# The model
+
+
+def config(engine: Engine) -> Any:
+    """The model's configuration after all overrides, without what only says where it is from."""
+    return _config(engine.model)
+
+
+def _config(model: Any) -> Any:
+    whole = _cleaned(model.hf_config.to_dict())
+    text = _cleaned(model.hf_text_config.to_dict())
+    return whole if text == whole else {"whole": whole, "text": text}
+
+
+def _cleaned(found: Any) -> Any:
+    """Without names, paths and versions, at any depth."""
+    if isinstance(found, Mapping):
+        left_out = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
+        return {key: _cleaned(each) for key, each in found.items() if key not in left_out}
+    return [_cleaned(each) for each in found] if isinstance(found, list | tuple) else found
+
+
+def length(engine: Engine) -> Any:
+    """What the model makes of `max_model_len`; nothing where it makes nothing of it.
+
+    Engines that differ in it alone share chunks wherever that is safe, so the length itself is
+    here only where its effect is not known: kinds of rope that this list does not have, and
+    models with images or sound, whose processors may fit them to it.
+    """
+    model = engine.model
+    # With "auto", vLLM builds the model before it shortens the length to what fits.
+    is_auto = getattr(model, "original_max_model_len", None) == -1
+    most = int(model.max_model_len)
+    told = "auto" if is_auto else most
+    found: dict[str, Any] = {}
+    if model.is_multimodal_model:
+        found["multimodal"] = told
+    for part in _parts(model.hf_config.to_dict()):
+        if str(part.get("model_type", "")).startswith("llama4"):
+            found["temperature"] = told if is_auto else most > LLAMA4_LONG
+        rope = part.get("rope_parameters") or part.get("rope_scaling")
+        for kind, original in _ropes(rope, part):
+            if kind in SAME_AT_ALL_LENGTHS:
+                continue
+            if kind in ("longrope", "su") and isinstance(original, int) and not is_auto:
+                found["rope"] = "long" if most > original else "short"
+            else:
+                found["rope"] = [kind, told]
+    return found or None
+
+
+def _parts(found: Any) -> Iterator[Mapping[str, Any]]:
+    """A configuration and those inside of it."""
+    if isinstance(found, Mapping):
+        yield found
+        for each in found.values():
+            yield from _parts(each)
+
+
+def _ropes(rope: Any, part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Kind and original length of a rope, or of several by kind of layer."""
+    if not isinstance(rope, Mapping):
+        return
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind is not None:
+        name = "original_max_position_embeddings"
+        yield str(kind), rope.get(name, part.get(name))
+        return
+    for each in rope.values():
+        yield from _ropes(each, part)
+
+
+def implementation(engine: Engine) -> Any:
+    """The class that computes: a model of vLLM's own, or its wrapper of Transformers' model.
+
+    Transformers computes in the latter, and prepares images and sound: its version counts there.
+    """
+    model = engine.model
+    found = [model.architecture, model.runner_type, model.convert_type]
+    if model.using_transformers_backend() or model.is_multimodal_model:
+        found.append(f"transformers {_transformers_version()}")
+    return found
+
+
+def _transformers_version() -> str:
+    from importlib import metadata
+
+    return metadata.version("transformers")
+
+
+def code(engine: Engine) -> Any:
+    """The model's own code, where it is run."""
+    model = engine.model
+    if not model.trust_remote_code:
+        return None
+    folder = folder_of(model, engine.vllm.load_config)
+    files = [] if folder is None else list(folder.glob("*.py"))
+    has_map = any("auto_map" in part for part in _parts(model.hf_config.to_dict()))
+    if not files and not has_map:
+        return None
+    return [model.code_revision, texts_digest(files)]
+
+
+def processor(engine: Engine) -> Any:
+    """Settings of the model's processor of images and sound, out of its folder."""
+    folder = folder_of(engine.model, engine.vllm.load_config)
+    if not engine.model.is_multimodal_model or folder is None:
+        return None
+    return texts_digest([*folder.glob("*processor*.json"), *folder.glob("params.json")])
+
+
+def scales_of_encoder(engine: Engine) -> Any:
+    """The content of the file with the scales of the encoder of images, if one is named."""
+    multimodal = engine.model.multimodal_config
+    path = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
+
+
+def adapters(engine: Engine) -> Any:
+    """How adapters are applied, where it is not the usual way.
+
+    Engines with adapters and without share what the model computes alone.
+    """
+    lora = engine.vllm.lora_config
+    names = (
+        *("target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras"),
+        *("enable_mixed_moe_lora_format", "lora_dtype"),
+    )
+    found = {name: plain(getattr(lora, name, None)) for name in names}
+    if found["lora_dtype"] in ("auto", plain(engine.model.dtype)):
+        del found["lora_dtype"]
+    return {name: value for name, value in found.items() if value} or None
+
+
+# The weights
+
+
+def weights(engine: Engine) -> Any:
+    """The content of the weights.
+
+    Raises:
+        SettingError: it can't be read, and `weights_version` is not set.
+    """
+    return _weights(engine, engine.model, engine.vllm.load_config)
+
+
+def _weights(engine: Engine, model: Any, load: Any) -> str:
+    try:
+        return content_of(model, load, engine.vllm.parallel_config)
+    except SettingError:
+        if not engine.weights_version:
+            raise
+        return "not read"
+
+
+def content_of(model: Any, load: Any, parallel: Any) -> str:
+    """The content of a model's weights, as vLLM loads them.
+
+    A local folder or file, and what the hub's cache has of a hub model, go by a digest of all
+    tensors; a hub model whose weights are not there by the commit that its config came from.
+
+    Raises:
+        SettingError: it can't be told.
+    """
+    form = str(load.load_format)
+    if form == "dummy":
+        return _dummy(model, parallel)
+    source = str(getattr(model, "model_weights", "") or model.model)
+    if form == "tensorizer":
+        return weights_digest(_tensorizer_files(load.model_loader_extra_config))
+    if form not in READABLE or "://" in source:
+        where = f"{source} with load_format={form}"
+        raise _unreadable(f"what is loaded from {where} is not read from local files")
+    if Path(source).is_file():
+        return weights_digest(_with_its_parts(Path(source)))
+    folder = folder_of(model, load)
+    if folder is not None:
+        files = weight_files(folder, form)
+        beside = texts_digest(folder.glob("*quant*.json"))
+        return weights_digest(files) + (f", {beside}" if beside else "")
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    if commit and _COMMIT.fullmatch(str(commit)):
+        return f"{source} at {commit}"
+    raise _unreadable(f"{source} is no local folder, and its commit on the hub is not known")
+
+
+def _unreadable(why: str) -> SettingError:
+    return SettingError(
+        f"RayKV can't tell these weights from others: {why}. Set weights_version to a name for "
+        "them, and change it whenever they change"
+    )
+
+
+def _dummy(model: Any, parallel: Any) -> str:
+    """vLLM fills each rank's part of a tensor from one fixed seed, so the ranks count.
+
+    Raises:
+        SettingError: weights of whole numbers are left as the memory was found.
+    """
+    if model.quantization is not None:
+        raise _unreadable(f"dummy weights with quantization={model.quantization} are not seeded")
+    sizes = [parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
+    if parallel.enable_expert_parallel:
+        sizes.append(parallel.data_parallel_size)
+    return f"dummy, of {sizes} ranks"
+
+
+def _tensorizer_files(extra: Any) -> list[Path]:
+    """Those of all ranks.
+
+    Raises:
+        SettingError: they are not on this machine.
+    """
+    told = extra.get("tensorizer_config", extra) if isinstance(extra, Mapping) else vars(extra)
+    uri = str(told.get("tensorizer_uri") or "")
+    folder = told.get("tensorizer_dir")
+    pattern = Path(_RANK.sub("*", uri)) if uri else Path(str(folder)) / "*.tensors"
+    files = sorted(pattern.parent.glob(pattern.name)) if "://" not in f"{uri}{folder}" else []
+    if not files:
+        raise _unreadable(f"the tensorizer's file {uri or folder} is not on this machine")
+    return files
+
+
+def _with_its_parts(path: Path) -> list[Path]:
+    """A GGUF file may be one of several: `name-00001-of-00003.gguf`."""
+    found = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", path.name)
+    if found is None:
+        return [path]
+    return sorted(path.parent.glob(f"{found[1]}*{found[2]}"))
+
+
+def folder_of(model: Any, load: Any) -> Path | None:
+    """The model's folder on this machine: its own, or where the hub's cache has the commit."""
+    folder = Path(str(model.model))
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return None
+    for cache in filter(None, (load.download_dir, HF_HUB_CACHE)):
+        found = snapshot_of(Path(cache), model)
+        if found is not None:
+            return found
+    return None
+
+
+def snapshot_of(cache: Path, model: Any) -> Path | None:
+    """Where a cache of the hub has the weights of a model; None if it has not."""
+    root = cache / f"models--{str(model.model).replace('/', '--')}"
+    commit = str(getattr(model.hf_config, "_commit_hash", None) or model.revision or "")
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = (root / "refs" / (model.revision or "main")).read_text().strip()
+        except OSError:
+            return None
+    folder = root / "snapshots" / commit
+    try:
+        return folder if commit and weight_files(folder) else None
+    except (SettingError, OSError):
+        return None
+
+
+def draft(engine: Engine) -> Any:
+    """The model that guesses tokens, where the chunks have its KV, too."""
+    speculative = engine.vllm.speculative_config
+    if speculative is None or speculative.method in WITHOUT_DRAFT_KV:
+        return None
+    model = speculative.draft_model_config
+    if speculative.method == "extract_hidden_states":
+        layers = getattr(model.hf_config, "eagle_aux_hidden_state_layer_ids", None) or []
+        return {"hidden states of layers": [int(layer) for layer in layers]}
+    load = getattr(speculative, "draft_load_config", None) or engine.vllm.load_config
+    is_own = str(model.model) != str(engine.model.model)
+    return {
+        "method": speculative.method,
+        "tokens": speculative.num_speculative_tokens,
+        "parallel": getattr(speculative, "parallel_drafting", None),
+        "config": _config(model),
+        "dtype": plain(model.dtype),
+        "quantization": [
+            plain(model.quantization),
+            plain(getattr(speculative, "draft_lm_head_quantization", None)),
+        ],
+        "kv_dtype": plain(getattr(speculative, "kv_cache_dtype", None)),
+        "attention": plain(getattr(speculative, "attention_backend", None)),
+        "length": length(dataclasses.replace(engine, vllm=_Draft(model))),
+        "weights": _weights(engine, model, load) if is_own else None,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """What `length` wants to know of an engine."""
+
+    model_config: Any
+
+
+# The layout
+
+
+def kv_groups(engine: Engine) -> Any:
+    """What each KV group has: the page of each layer, and which layers."""
+    return [
+        [spec_text(engine.vllm, group, whole=engine.is_canonical), list(group.layer_names)]
+        for group in engine.kv_cache.kv_cache_groups
+    ]
+
+
+def kv_layout(engine: Engine) -> Any:
+    """vLLM's name of the order of dimensions, resolved for all layers and ranks."""
+    return str(engine.offloading.kv_cache_layout)
+
+
+def kv_dtype(engine: Engine) -> Any:
+    """The type of the cache's elements, resolved."""
+    return engine.offloading.model.dtype
+
+
+def parallel(engine: Engine) -> Any:
+    """Sizes, and with context parallelism how tokens are spread; canonical chunks have no parts."""
+    if engine.is_canonical:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+            canonical_format_id,
+        )
+
+        return f"canonical {canonical_format_id(engine.offloading.kv_cache_layout)}"
+    sizes = engine.offloading.parallel
+    found = [sizes.tp_size, sizes.pp_size, sizes.pcp_size, sizes.dcp_size]
+    if sizes.pcp_size * sizes.dcp_size > 1:
+        told = engine.vllm.parallel_config
+        found += [told.cp_kv_cache_interleave_size, told.dcp_kv_cache_interleave_size]
+    return found
+
+
+def replicated(engine: Engine) -> Any:
+    """Whether a chunk has one part for all ranks, which have the same bytes."""
+    return bool(engine.offloading.replicated_layout) and not engine.is_canonical
+
+
+def device(engine: Engine) -> Any:
+    """The platform that computes."""
+    from vllm.platforms import current_platform
+
+    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
+
+
+def machine(engine: Engine) -> Any:
+    """Of engines that compute on a CPU: its kind and instruction sets.
+
+    The order of elements in a page depends on them; GPUs don't care on which host they are.
+    """
+    from vllm.platforms import current_platform
+
+    return [platform.machine(), cpu_features()] if current_platform.is_cpu() else None
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Instruction sets on which vLLM's CPU kernels, and with them the KV layout, depend."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return []
+    flags = next((each.split(":")[1] for each in lines if each.startswith("flags")), "")
+    found = {flag for flag in flags.split() if flag.startswith(("avx", "amx"))}
+    # ARM has another word for them, and few.
+    flags = next((each.split(":")[1] for each in lines if each.startswith("Features")), "")
+    return sorted(found | set(flags.split()))
+
+
+def attention(engine: Engine) -> Any:
+    """The back end that vLLM chooses for each kind of layer, by vLLM's own selector.
+
+    The layers are in the workers, and whether they have attention sinks no spec says: it is asked
+    both ways, and engines with equal answers have chosen alike.
+    """
+    found: dict[str, Any] = {}
+    for group in engine.kv_cache.kv_cache_groups:
+        for spec in layer_specs(group):
+            name = f"{type(spec).__name__}({getattr(spec, 'head_size', '')})"
+            found[name] = _backends(engine, spec)
+    values = list(found.values())
+    return values[0] if values and all(each == values[0] for each in values) else found
+
+
+def _backends(engine: Engine, spec: Any) -> Any:
+    """Without sinks and with them; one where it is the same."""
+    from vllm.platforms import current_platform
+
+    answers = [_backend(engine, spec, has_sink=answer) for answer in (False, True)]
+    if answers == [None, None]:
+        # vLLM does not say: then what it decides by.
+        asked = plain(getattr(engine.vllm.attention_config, "backend", None))
+        return f"{asked} on {current_platform.get_device_capability()}"
+    return answers[0] if answers[0] == answers[1] else answers
+
+
+def _backend(engine: Engine, spec: Any, *, has_sink: bool) -> str | None:
+    """None if no back end does that: a layer that wanted it would have stopped the engine."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    scheme = getattr(engine.vllm.quant_config, "kv_cache_scheme", None) or {}
+    is_mla = "MLA" in type(spec).__name__
+    try:
+        with set_current_vllm_config(engine.vllm):
+            if not isinstance(spec, AttentionSpec):
+                return str(get_mamba_attn_backend(spec.mamba_type).get_name())
+            is_spared = spec.kv_quant_mode.name == "NONE"
+            backend = get_attn_backend(
+                spec.head_size,
+                engine.model.dtype,
+                "auto" if is_spared else engine.vllm.cache_config.cache_dtype,
+                use_mla=is_mla,
+                has_sink=has_sink and not is_mla,
+                # As vLLM's DeepSeek models tell that they have an indexer.
+                use_sparse=is_mla and hasattr(engine.model.hf_text_config, "index_topk"),
+                use_mm_prefix=bool(engine.model.is_mm_prefix_lm),
+                use_per_head_quant_scales=scheme.get("strategy") == "attn_head",
+                has_sliding_window=getattr(spec, "sliding_window", None) is not None,
+            )
+            return str(backend.get_name())
+    except Exception:
+        return None
+
+
+def chunk_format(engine: Engine) -> Any:
+    """RayKV's own part of the layout."""
+    return CHUNK_FORMAT
+
+
+def runner(engine: Engine) -> Any:
+    """Which of vLLM's two model runners allocates the cache: they lay it out differently."""
+    return "V2" if getattr(engine.vllm, "use_v2_model_runner", False) else None
+
+
+# The keys
+
+
+def tokens_per_hash(engine: Engine) -> Any:
+    """How many tokens a block hash stands for."""
+    return engine.offloading.cache.tokens_per_hash
+
+
+def blocks_per_chunk(engine: Engine) -> Any:
+    """How many blocks of each KV group a chunk has."""
+    return engine.offloading.cache.blocks_per_chunk
+
+
+def hash_algorithm(engine: Engine) -> Any:
+    """vLLM's name of it."""
+    return str(engine.vllm.cache_config.prefix_caching_hash_algo)
+
+
+def hash_seed(engine: Engine) -> Any:
+    """Root seed of vLLM's block hashes.
+
+    A hash that is not cryptographic gets a random seed per process unless PYTHONHASHSEED is set;
+    then the engine's id stands for it and nobody else shares its chunks.
+    """
+    from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+
+    seed = os.getenv("PYTHONHASHSEED")
+    if seed is not None:
+        return seed
+    if "xxhash" in hash_algorithm(engine):
+        return f"{RANDOM_SEED}{engine.vllm.kv_transfer_config.engine_id}"
+    return DEFAULT_NONE_HASH_SEED
+
+
+# The rest
+
+
+def weights_version(engine: Engine) -> Any:
+    """RayKV's setting."""
+    return engine.weights_version
+
+
+def vllm(engine: Engine) -> Any:
+    """The full version: kernels and models change between builds."""
+    return vllm_version()
+
+
+def environment(engine: Engine) -> Any:
+    """vLLM's variables that change layout or values, where they are set."""
+    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} or None
+
+
+def short(value: Any, longest: int) -> str:
+    """A fact as a text that can be compared and shown; what is too long, as a digest.
+
+    Of several fields, those that are on are shown beside it, if there is room.
+    """
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    if len(text) <= longest:
+        return text
+    digest = digest_of(value)
+    on = {name: each for name, each in value.items() if each} if isinstance(value, dict) else {}
+    shown = f"{json.dumps(on, sort_keys=True)} #{digest}"
+    return shown if len(shown) <= longest else digest
+
+
+def digest_of(value: Any) -> str:
+    """Twelve digits of it."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def trait_of_seed(seed: str, random: str) -> str:
+    """A seed may be a secret: others are told a digest, or that nobody else has it."""
+    return random if seed.startswith(RANDOM_SEED) else seed_digest(seed)
+
+
+def joined(parts: Iterable[tuple[str, Any]]) -> Any:
+    """Several fields as one fact: those that say something."""
+    return {name: value for name, value in parts if value not in _NOTHING} or None

@@ -1,0 +1,259 @@
+"""How a worker's KV cache reaches the NodeActor: mapped there where it can be, else staged.
+
+    kv_handover   KV in CPU memory     on a GPU that can share it     elsewhere
+    auto          memfd                CUDA IPC                       staged
+    ipc           memfd                CUDA IPC                       the start is refused
+    staged        staged               staged                         staged
+
+What can be shared shows twice: here, when the memory is exported, and at the NodeActor, which may
+see no such GPU. In the second case an engine with `auto` goes on staged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from raykv.base.errors import HandleError, SettingError
+from raykv.base.guard import report
+from raykv.base.ids import Refusal
+from raykv.memory.cuda import bindings as cuda_bindings
+from raykv.memory.cuda.driver import DriverError, MemoryDriver
+from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
+from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages
+from raykv.protocol.messages import JobResult, KVLayout
+from raykv.worker.front import FrontLink
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from raykv.worker.staging import StagedLink
+
+logger = logging.getLogger("raykv")
+
+
+def export_from_gpu(
+    kv_caches: Any,
+    group_ids: list[int],
+    blocks_per_chunk: int,
+    load: Callable[[], MemoryDriver] = cuda_bindings.load,
+    canonical: CanonicalPages = NOT_CANONICAL,
+) -> ExportedKV:
+    """Hand over the GPU memory of vLLM's `CanonicalKVCaches`.
+
+    `canonical` says where its pages are in chunks that any number of ranks shares.
+
+    Raises:
+        HandleError: it can't be handed over; the text says why, and what to change.
+    """
+    tensors = [entry.tensor for entry in kv_caches.tensors]
+    kinds = {tensor.device.type for tensor in tensors}
+    if kinds != {"cuda"}:
+        raise HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
+    groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
+    where = [
+        DeviceTensor(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
+        for tensor in tensors
+    ]
+    return export_kv(load(), where, Grouping(blocks_per_chunk, group_ids, groups, canonical))
+
+
+def may_sleep(model_config: Any) -> bool:
+    """Whether vLLM's own allocator, which can give memory back for a while, has the KV cache."""
+    # The second name is that of the allocator alone; not every version of vLLM has it.
+    return bool(
+        model_config.enable_sleep_mode or getattr(model_config, "enable_cumem_allocator", False)
+    )
+
+
+def refuse_sleep_mode(sleeps: bool) -> None:
+    """While an engine sleeps its KV cache's memory is given back; then it gets another one.
+
+    Raises:
+        HandleError: the engine can sleep.
+    """
+    if sleeps:
+        raise HandleError(
+            "enable_sleep_mode gives the KV cache other memory each time the engine wakes up: "
+            "leave it out"
+        )
+
+
+def current_stream() -> int:
+    """The stream that torch computes on now, in the calling thread."""
+    import torch
+
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+class DeviceLink(FrontLink[WorkerLink]):
+    """A line for a KV cache whose bytes come later than its jobs.
+
+    Methods run on the worker's main thread. For the event after `close` see `ExportedKV.close`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        exported: ExportedKV,
+        settings: LinkSettings,
+        stream: Callable[[], int] = current_stream,
+    ) -> None:
+        super().__init__(WorkerLink(rank, exported.layout, exported.fds, settings))
+        self._exported = exported
+        self._stream = stream
+        self._failed: list[JobResult] = []
+
+    @property
+    def unsuited(self) -> str:
+        """See `WorkerLink.unsuited`."""
+        return self._link.unsuited
+
+    def submit(self, request: JobRequest) -> None:
+        """See `WorkerLink.submit`. The copy waits for all that was queued for the GPU before."""
+        try:
+            self._exported.record(self._stream())
+        except Exception:
+            # Without its event a copy would run ahead of what it depends on.
+            report("DeviceLink.submit")
+            self._failed.append(all_refused(request))
+            return
+        self._link.submit(request)
+
+    def drain(self) -> list[JobResult]:
+        """See `WorkerLink.drain`."""
+        failed, self._failed = self._failed, []
+        return failed + self._link.drain()
+
+
+def all_refused(request: JobRequest) -> JobResult:
+    """The result of a job of which nothing happened."""
+    count = len(request.handles.keys)
+    refusals = [int(Refusal.COPY_FAILED)] * count
+    return JobResult(request.job_id, 0, 0.0, list(range(count)), refusals)
+
+
+class AutoLink(FrontLink[DeviceLink | StagedLink]):
+    """A `DeviceLink` until the NodeActor says that it can't map the memory; from then on staged.
+
+    Methods run on the worker's main thread.
+    """
+
+    def __init__(self, link: DeviceLink, make_staged: Callable[[str], StagedLink]) -> None:
+        """`make_staged` gets the reason, which it logs."""
+        super().__init__(link)
+        self._make_staged = make_staged
+        self._target: LinkTarget | None = None
+        self._submitted: set[int] = set()
+
+    def set_target(self, target: LinkTarget) -> None:
+        """See `WorkerLink.set_target`."""
+        self._target = target
+        self._change_if_unsuited()
+        self._link.set_target(target)
+
+    def submit(self, request: JobRequest) -> None:
+        """See `WorkerLink.submit`."""
+        self._submitted.add(request.job_id)
+        self._link.submit(request)
+
+    def drain(self) -> list[JobResult]:
+        """See `WorkerLink.drain`."""
+        results = self._link.drain()
+        self._submitted.difference_update(result.job_id for result in results)
+        return results
+
+    def _change_if_unsuited(self) -> None:
+        """Only between jobs: whatever was submitted ends where it was."""
+        link = self._link
+        if isinstance(link, StagedLink) or not link.unsuited or self._submitted:
+            return
+        try:
+            self._link = self._make_staged(link.unsuited)
+        except Exception:
+            report("AutoLink.change")
+            self._make_staged = _never
+            return
+        link.close(0.0)
+
+
+def _never(reason: str) -> StagedLink:
+    raise SettingError(reason)
+
+
+def ordinary_gpu_memory(sleeps: bool) -> AbstractContextManager[None] | None:
+    """A context in which torch allocates the KV cache so that it can be handed over.
+
+    Expandable segments are made of many small pieces, and are off in it. None: nothing is to be
+    changed, or an engine that can sleep has an allocator of its own.
+    """
+    if sleeps:
+        return None
+    try:
+        from vllm.device_allocator import alloc_conf
+    except ImportError:
+        return None
+    before = alloc_conf.current_alloc_conf()
+    if not alloc_conf.conf_flag_enabled(before, alloc_conf.EXPANDABLE_SEGMENTS):
+        return None
+    without = alloc_conf.with_conf_flag(before, alloc_conf.EXPANDABLE_SEGMENTS, False)
+    return _changed(alloc_conf.set_alloc_conf, before, without)
+
+
+@contextmanager
+def _changed(change: Callable[[str], None], before: str, to: str) -> Iterator[None]:
+    change(to)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def device_link(
+    spec: Any, kv_caches: Any, load: Callable[[], MemoryDriver] = cuda_bindings.load
+) -> tuple[DeviceLink, KVLayout]:
+    """The NodeActor maps the GPU memory of the KV cache.
+
+    Raises:
+        HandleError: that can't be.
+    """
+    refuse_sleep_mode(spec.sleeps)
+    try:
+        exported = export_from_gpu(
+            kv_caches,
+            spec.group_ids,
+            spec.blocks_per_chunk,
+            load,
+            spec.canonical_pages(kv_caches),
+        )
+    except DriverError as error:
+        raise HandleError(f"its GPU memory can't be shared: {error}") from error
+    logger.info(
+        "the NodeActor maps the KV cache on GPU %s (%s)",
+        exported.layout.device,
+        exported.layout.kind,
+    )
+    return DeviceLink(spec.part, exported, spec.link_settings()), exported.layout
+
+
+def make_link(
+    spec: Any, kv_caches: Any, load: Callable[[], MemoryDriver] = cuda_bindings.load
+) -> tuple[Any, KVLayout]:
+    """The line of a worker whose KV cache is in no shared memory of the host.
+
+    Raises:
+        SettingError: it must not be staged, and can't be mapped; or the staging memory is too
+            small.
+    """
+    setting = spec.settings.kv_handover
+    if setting == "staged":
+        return spec.staged_link(kv_caches, "kv_handover=staged")
+    try:
+        link, layout = device_link(spec, kv_caches, load)
+    except HandleError as error:
+        if setting == "ipc":
+            raise SettingError(f"kv_handover=ipc can't be had: {error}") from error
+        return spec.staged_link(kv_caches, str(error))
+    if setting == "ipc":
+        return link, layout
+    return AutoLink(link, lambda reason: spec.staged_link(kv_caches, reason)[0]), layout
