@@ -8,12 +8,13 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 # What measures no time runs beside what does, and beside what mostly waits: Ray and engines.
-CALM_CONTRACTS := $(addprefix tests/contract/test_,canonical.py copy_backends.py copy_kernel.py \
-	device_link.py handover.py integrity.py listing.py read.py)
-LIVE_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/test_*.py)) \
-	tests/integration tests/e2e tests/test_serve_command.py
-PURE_TESTS := $(filter-out $(LIVE_TESTS) tests/contract,$(patsubst %/,%,$(wildcard tests/*/)) \
-	$(wildcard tests/test_*.py)) $(CALM_CONTRACTS)
+CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client/test_*.py) \
+	tests/contract/node/test_integrity.py tests/contract/node/test_read.py \
+	tests/contract/worker/test_device_link.py tests/contract/worker/test_handover.py
+LIVE_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*.py)) \
+	tests/integration tests/e2e
+PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
+	$(CALM_CONTRACTS)
 
 # Once per invocation, not at every use.
 PYTHON := $(PYTHON)

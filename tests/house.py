@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CHILDREN = ROOT / "tests" / "children"
+"""Programs that tests start."""
 SOURCES = sorted((ROOT / "raykv").rglob("*.py"))
 
 ALL = "all"

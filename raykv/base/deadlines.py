@@ -1,8 +1,8 @@
 """Waits that are no settings, each with its reason.
 
 Together with the settings whose names end in `_deadline_s`, and `cancel_grace_s`, these are all the
-times that anything in RayKV waits for anything: tests/unit/test_deadlines.py finds waits without
-one, and numbers that should be here.
+times that anything in RayKV waits for anything: tests/unit/base/test_deadlines.py finds waits
+without one, and numbers that should be here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Direction
-from raykv.memory.canonical import fragments_of, shares, within
+from raykv.memory.canonical import clipped, fragments_of, shares
 from raykv.memory.handles import part_bytes
 from raykv.protocol.messages import CopyJob, KVLayout, TensorLayout
 
@@ -317,7 +317,7 @@ def _canonical_group(layout: KVLayout, index: int, direction: Direction) -> _Gro
     maps = [layout.canonical.maps[number] for number in layout.canonical.groups[index]]
     pieces = [fragments_of(page) for page in maps]
     if direction is Direction.STORE:
-        pieces = [within(piece, span) for piece, span in zip(pieces, shares(maps), strict=True)]
+        pieces = [clipped(piece, span) for piece, span in zip(pieces, shares(maps), strict=True)]
     pages = _column([page.page_bytes for page in maps])
     regions = pages * layout.blocks_per_chunk
     counts = [len(piece.size) for piece in pieces]

@@ -71,7 +71,7 @@ def fragments_of(page: PageMap) -> Fragments:
     )
 
 
-def within(found: Fragments, span: Span) -> Fragments:
+def clipped(found: Fragments, span: Span) -> Fragments:
     """Those parts of fragments that are in a span of the rank's page."""
     begin = np.maximum(found.own, span.begin)
     end = np.minimum(found.own + found.size, span.end)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from tests.contract.peers_in_process import Network, Node
+from tests.fixtures.peers import Network, Node
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fixtures.processes import freeze
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
@@ -21,8 +23,6 @@ from raykv.lab.bench.prompts import prompt
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.protocol.miss_types import MissRecord
 from raykv.protocol.status import NodeStatus
-from tests.processes import freeze
-from tests.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fixtures.ray_executor import ADDRESS, RESOURCE
+from tests.fixtures.waiting import wait_until_quiet
 
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as actors
 from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
-from tests.ray_executor import ADDRESS, RESOURCE
-from tests.waiting import wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,7 @@ def test_prompt_is_loaded_on_the_node_where_ray_has_placed_the_rank(
     monkeypatch.setenv(ADDRESS, cluster.address)
     monkeypatch.setenv(RESOURCE, "ranks")
     settings = {"ray_address": cluster.address, "pool_bytes": "128MiB"}
-    backend = "tests.ray_executor.RayActorExecutor"
+    backend = "tests.fixtures.ray_executor.RayActorExecutor"
     log = tmp_path / "log"
     engine = EngineProcess(tiny_model, log, settings, distributed_executor_backend=backend)
     try:

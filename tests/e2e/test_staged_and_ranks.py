@@ -12,20 +12,21 @@ from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.node.states.file import load_hidden_states
-from tests.told import told_after
-from tests.truth_of_kv import assert_as_transformers_computes
-from tests.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
-from tests.waiting import wait_for_chunks
+from tests.fixtures.told import told_after
+from tests.fixtures.truth_of_kv import assert_as_transformers_computes
+from tests.fixtures.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
+from tests.fixtures.waiting import wait_for_chunks
+from tests.house import CHILDREN
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 32
-PATIENT = Path(__file__).parents[1] / "patient"
+PATIENT = CHILDREN / "patient"
 
 
 @pytest.fixture(autouse=True)
 def patient_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that leave the machine's two cores to others while they wait; see `tests/patient`."""
+    """Ranks that leave the machine's two cores to others while they wait."""
     monkeypatch.setenv("PYTHONPATH", str(PATIENT))
 
 

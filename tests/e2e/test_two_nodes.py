@@ -13,6 +13,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from tests.fixtures.processes import freeze
+from tests.fixtures.scrapes import by_label, scrape
+from tests.fixtures.told import told_after
+from tests.fixtures.truth import directory_of, inventories
+from tests.fixtures.waiting import wait_until
 
 import raykv
 from raykv.base.errors import ClusterError
@@ -23,11 +28,6 @@ from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.events import NodeLost
 from raykv.protocol.status import NodeStatus
-from tests.processes import freeze
-from tests.scrapes import by_label, scrape
-from tests.told import told_after
-from tests.truth import directory_of, inventories
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 

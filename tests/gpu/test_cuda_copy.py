@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.fixtures.cuda_fake import Compute, FakeDriver, WithoutWait
 
 from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
@@ -31,7 +32,6 @@ from raykv.lab.bench import copy as bench
 from raykv.lab.bench.report import Options
 from raykv.memory.words import Word
 from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
-from tests.cuda_fake import Compute, FakeDriver, WithoutWait
 
 torch = pytest.importorskip("torch")
 

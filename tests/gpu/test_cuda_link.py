@@ -23,9 +23,10 @@ from raykv.protocol.messages import Handles
 from raykv.protocol.state_types import Capture
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from tests.fixtures.links import refusals
+from tests.fixtures.waiting import wait_until
 from tests.gpu.test_cuda_copy import has_gpu
-from tests.links import refusals
-from tests.waiting import wait_until
+from tests.house import CHILDREN, ROOT
 
 torch = pytest.importorskip("torch")
 
@@ -41,7 +42,6 @@ SLOT_BYTES = NUM_LAYERS * BLOCKS_PER_CHUNK * PAGE_BYTES
 NUM_SLOTS = 64
 LONG_S = 60.0
 DEADLINE_S = 5.0
-ROOT = Path(__file__).parents[2]
 
 _job_ids = itertools.count(1)
 _names = itertools.count()
@@ -54,7 +54,7 @@ class Node:
         self.name = f"raykv-test-gpu/{os.getpid()}/{next(_names)}"
         arguments = [self.name, str(NUM_SLOTS), str(SLOT_BYTES)]
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "node_child.py"), *arguments],
+            [sys.executable, str(CHILDREN / "node.py"), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

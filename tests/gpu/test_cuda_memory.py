@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,18 +23,20 @@ from raykv.memory.handles import open_kv
 from raykv.memory.pool import Pool
 from raykv.protocol.check import check_device_memory
 from raykv.protocol.messages import KVLayout, decode
-from tests.waiting import wait_until
+from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("torch")
 
 import torch
+
+from tests.house import CHILDREN, ROOT
 
 pytestmark = pytest.mark.gpu
 
 NUM_BLOCKS = 64
 LONG_S = 60.0
 CONF = "PYTORCH_CUDA_ALLOC_CONF"
-PATHS = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+PATHS = os.pathsep.join([str(ROOT), *sys.path])
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ class Worker:
 
     def __init__(self, *, is_split: bool = False, conf: str = "") -> None:
         near, far = socket.socketpair()
-        child = Path(__file__).with_name("gpu_worker_child.py")
+        child = CHILDREN / "gpu_worker.py"
         arguments = [str(far.fileno()), str(NUM_BLOCKS), "split" if is_split else "whole"]
         self.process = subprocess.Popen(
             [sys.executable, str(child), *arguments],

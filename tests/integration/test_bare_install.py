@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from raykv.cluster.join import stop_started
-from tests.bare import ROOT, bare_surroundings, build_wheel, make_environment
+from tests.fixtures.bare import bare_surroundings, build_wheel, make_environment
+from tests.house import CHILDREN
 
 pytest.importorskip("hatchling", reason="raykv[dev] is not installed")
 
 pytestmark = pytest.mark.integration
 
-CHILD = ROOT / "tests" / "bare_child.py"
+CHILD = CHILDREN / "bare.py"
 STATES = [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]]
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 import ray
+from tests.fixtures.one_node import actors_of_one_node
+from tests.fixtures.waiting import wait_until
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError, MessageError
@@ -41,8 +43,6 @@ from raykv.protocol.messages import (
     encode,
 )
 from raykv.protocol.miss_types import MissRecord
-from tests.one_node import actors_of_one_node
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

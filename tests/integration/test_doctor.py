@@ -12,6 +12,9 @@ from contextlib import contextmanager
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tests.fixtures.one_node import actors_of_one_node
+from tests.fixtures.processes import freeze
+from tests.fixtures.waiting import wait_until
 from typer.testing import CliRunner
 
 import raykv.engine.runtime
@@ -39,9 +42,6 @@ from raykv.protocol.messages import (
     decode,
     encode,
 )
-from tests.one_node import actors_of_one_node
-from tests.processes import freeze
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

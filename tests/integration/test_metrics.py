@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fixtures.dashboard import metrics_of_all_panels
+from tests.fixtures.metric_lint import complaints
+from tests.fixtures.scrapes import names_in, scrape
+from tests.fixtures.waiting import wait_until
 
 from raykv.base.ids import MissReason, TokenSource
 from raykv.base.settings import MetricsPlace
@@ -25,10 +29,6 @@ from raykv.protocol.messages import (
     decode,
     encode,
 )
-from tests.dashboard import metrics_of_all_panels
-from tests.metric_lint import complaints
-from tests.scrapes import names_in, scrape
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

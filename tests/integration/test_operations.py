@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import ray
 import xxhash
+from tests.fixtures.waiting import wait_until
 from typer.testing import CliRunner
 
 from raykv.base.errors import ChunkFileError, ClusterError, SettingError
@@ -43,7 +44,6 @@ from raykv.protocol.messages import (
 )
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

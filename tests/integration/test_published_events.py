@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 import ray
 import zmq
+from tests.fixtures.one_node import actors_of_one_node, granted
+from tests.fixtures.waiting import wait_until
+from tests.fixtures.wire_index import WireIndex
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
@@ -26,9 +29,6 @@ from raykv.protocol.messages import PROTOCOL_VERSION, NodeReport, encode
 from raykv.protocol.publisher_types import PublisherStatus
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.stream.publishing import find_publisher
-from tests.one_node import actors_of_one_node, granted
-from tests.waiting import wait_until
-from tests.wire_index import WireIndex
 
 pytestmark = pytest.mark.integration
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import ray
+from tests.fixtures.one_node import actors_of_one_node, granted
+from tests.fixtures.waiting import wait_until
 
 import raykv
 from raykv.base.errors import ClusterError
@@ -53,8 +55,6 @@ from raykv.protocol.messages import (
     decode,
     encode,
 )
-from tests.one_node import actors_of_one_node, granted
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

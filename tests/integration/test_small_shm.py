@@ -7,15 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.shm_child import OBJECT_BYTES
+from tests.children.shm import OBJECT_BYTES
+from tests.house import ROOT
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 MOUNT = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
 IN_NAMESPACE = ["unshare", "-rm", "sh", "-c"]
 
@@ -31,7 +30,7 @@ def may_unshare() -> bool:
 def test_pools_and_fetches_work_with_a_small_shm() -> None:
     if not may_unshare():
         pytest.skip("no mount namespaces here")
-    command = [*IN_NAMESPACE, f"{MOUNT} && exec {sys.executable} -m tests.shm_child"]
+    command = [*IN_NAMESPACE, f"{MOUNT} && exec {sys.executable} -m tests.children.shm"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command,

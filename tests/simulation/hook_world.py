@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
+from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -33,7 +34,6 @@ from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
 from raykv.worker.job import JobRequest
 from tests.simulation.layered_world import RUBBISH, World
-from tests.unit.test_miss_hooks import CHUNK, FULL, NODE_EPOCH
 
 SCHEDULER_HOOKS = (
     "on_new_request",

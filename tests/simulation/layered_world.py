@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -32,7 +33,6 @@ from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.metadata import RayKVWorkerMetadata
-from tests.unit.test_miss_hooks import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
 
 RUBBISH = 0
 """In place of a prefix's name."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.fixtures.tables import use_table
 
 from tests.simulation.bugs import BUGS
 from tests.simulation.world import SimulationError, run
-from tests.tables import use_table
 
 NUM_SEEDS = 64
 NUM_STEPS = 3000

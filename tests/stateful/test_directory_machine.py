@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tests.fixtures.tables import use_table
 
 import raykv.directory.leases
 import raykv.directory.mirror
@@ -59,7 +60,6 @@ from raykv.protocol.messages import (
     SyncReply,
     SyncRequest,
 )
-from tests.tables import use_table
 
 PAGE = 4096
 NUM_PAGES = 16

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.fixtures.tables import use_table
 
 import raykv.directory.snapshots
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Key, Namespace, NodeId
@@ -36,7 +37,6 @@ from raykv.protocol.messages import (
     encode,
 )
 from raykv.stream.replay import Replay
-from tests.tables import use_table
 
 PAGE = 4096
 SLAB = 4

@@ -8,8 +8,8 @@ Where a fact is no plain field it has a reader, whose docstring has the details.
 is one: which kernel adds up the same numbers in which order, on how many ranks, is left out on
 purpose, as vLLM's own prefix cache and its disaggregated serving leave it out.
 
-A field of a class that neither list has fails `tests/unit/test_facts.py`, and so do a fact that
-does not change the namespace, and a field in the second list that does.
+A field of a class that neither list has fails `tests/unit/vllm/identity/test_facts.py`, and so do a
+fact that does not change the namespace, and a field in the second list that does.
 """
 
 from __future__ import annotations

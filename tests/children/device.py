@@ -1,0 +1,64 @@
+"""A worker whose KV cache is on a GPU that is not there, in a process for a test to kill.
+
+Usage: python device.py SOCKET_NAME SLOT_BYTES STAGE KIND. Goes up to the stage, then prints a
+line and waits to be killed. It leaves nothing behind: memory of a GPU dies with who opened it.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from raykv.base.ids import Direction
+from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
+from raykv.memory.words import CancelWords
+from raykv.protocol import wire
+from raykv.protocol.messages import PROTOCOL_VERSION, AttachWorker, Handles
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from tests.fixtures.fake_cuda import FakeCuda
+from tests.fixtures.waiting import wait_until
+
+NUM_BLOCKS = 8
+SETTINGS = LinkSettings(load_deadline_s=30.0, store_deadline_s=30.0)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    name, slot_bytes, stage, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    cuda = FakeCuda()
+    total = NUM_BLOCKS * slot_bytes
+    base = cuda.allocate(total, pieces=[total // 2] * 2 if kind == "cuda-fd" else None)
+    tensor = DeviceTensor(base, NUM_BLOCKS, slot_bytes, slot_bytes)
+    exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
+    assert exported.layout.kind == kind
+    if stage == "half attached":
+        kept: object = greet(name, slot_bytes, exported)
+    else:
+        link = kept = WorkerLink(0, exported.layout, exported.fds, SETTINGS)
+        link.set_target(LinkTarget(name, "engine", "ns", 1, {0: slot_bytes}))
+        wait_until(lambda: link.node_epoch != 0, 10.0, "the worker attaches")
+        if stage == "waiting":
+            # For a computation that never ends.
+            cuda.stream(1).submit(lambda: None)
+            exported.record(1)
+            handles, epoch = Handles([b"0" * 36], [0], [1]), link.node_epoch
+            link.submit(JobRequest(1, Direction.STORE, epoch, handles, [0], [1], [0], [0]))
+    print("there", flush=True)
+    signal.pause()
+    del kept
+
+
+def greet(name: str, slot_bytes: int, exported: ExportedKV) -> tuple[object, ...]:
+    """Connect, and send a part of the attach message."""
+    sock = wire.connect(name, 10.0)
+    words = CancelWords.create()
+    hello = AttachWorker(PROTOCOL_VERSION, "engine", "ns", 0, 1, {0: slot_bytes}, exported.layout)
+    half = wire.frame(hello)[:-10]
+    socket.send_fds(sock, [half], [words.region.fd, *exported.fds])
+    return sock, words
+
+
+if __name__ == "__main__":
+    main()

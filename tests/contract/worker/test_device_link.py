@@ -1,0 +1,515 @@
+"""KV on a GPU through the real attach path: a fake CUDA, a NodeService here, workers beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from raykv.base.errors import HandleError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.kv import DeviceTensor, Grouping, export_kv
+from raykv.memory.words import CancelWords
+from raykv.node.devices import Devices, MakeBackend
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.protocol import wire
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    AttachWorker,
+    Handles,
+    JobResult,
+    WorkerAttached,
+)
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget
+from tests.fixtures.fake_cuda import (
+    EVENT_NAME,
+    GPU,
+    KV_NAME,
+    OTHER_GPU,
+    PAGE,
+    FakeCuda,
+    make_backend,
+)
+from tests.fixtures.links import refusals
+from tests.fixtures.waiting import wait_until
+
+pytest.importorskip("vllm")
+
+from raykv.worker.handover import AutoLink, DeviceLink
+from tests.house import CHILDREN
+
+NUM_LAYERS = 32
+NUM_BLOCKS = 16
+PAGE_BYTES = 256
+BLOCKS_PER_CHUNK = 2
+PART_BYTES = NUM_LAYERS * PAGE_BYTES * BLOCKS_PER_CHUNK
+LONG_S = 10.0
+
+_names = itertools.count()
+_job_ids = itertools.count(1)
+
+
+def mapped_files() -> frozenset[str]:
+    """Device, inode and name of each file of a fake GPU that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    names = (KV_NAME, EVENT_NAME)
+    return frozenset(" ".join(x.split()[3:]) for x in lines if any(n in x for n in names))
+
+
+@dataclass
+class World:
+    """A NodeService, and what its side of CUDA has open."""
+
+    service: NodeService
+    cuda: FakeCuda
+    workers: list[Worker] = field(default_factory=list)
+    children: list[subprocess.Popen[str]] = field(default_factory=list)
+    others: frozenset[str] = field(default_factory=mapped_files)
+
+    def worker(self, *args: Any, **kwargs: Any) -> Worker:
+        self.workers.append(Worker(self.service, *args, **kwargs))
+        return self.workers[-1]
+
+    def spawn(self, stage: str, kind: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(CHILDREN / "device.py")]
+        command += [self.service.settings.socket_name, str(2 * PART_BYTES), stage, kind]
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."}
+        )
+        self.children.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "there\n"
+        return child
+
+    @property
+    def mapped(self) -> frozenset[str]:
+        """What this process maps of workers, without what other tests' fakes left."""
+        return mapped_files() - self.others
+
+    def wait_until_closed(self) -> None:
+        def is_closed() -> bool:
+            return self.cuda.num_open == 0 and not self.mapped
+
+        wait_until(is_closed, LONG_S, "nothing of a dead worker is mapped")
+
+    def end(self) -> None:
+        """Nothing of it stays, and the slot table is sound."""
+        for worker in self.workers:
+            worker.end()
+        for child in self.children:
+            child.kill()
+            child.wait(LONG_S)
+            assert child.stdout is not None
+            child.stdout.close()
+        self.service.stop()
+        self.service.keeper.table.check()
+        wait_until(lambda: self.cuda.num_open == 0, LONG_S, "the NodeActor has closed all")
+        assert self.cuda.registered == {}
+
+
+def make_world(*, slots: int = 64, make: MakeBackend = make_backend) -> World:
+    cuda = FakeCuda((GPU, OTHER_GPU), opens_own=True)
+    name = f"raykv-test-device/{os.getpid()}/{next(_names)}"
+    pool_bytes = slots * 2 * PART_BYTES
+    geometry = PoolGeometry(pool_bytes, pool_bytes // 4)
+    devices = Devices(lambda: cuda, make)
+    service = NodeService(ServiceSettings(name, geometry), boot_epoch(), devices)
+    service.start()
+    return World(service, cuda)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = make_world()
+    yield made
+    made.end()
+
+
+class Worker:
+    """A rank's KV cache of 32 layers in one allocation, or one for each, and its link."""
+
+    def __init__(
+        self,
+        service: NodeService,
+        device: str = GPU,
+        rank: int = 0,
+        num_ranks: int = 2,
+        pieces: list[int] | None = None,
+        seed: int = 1,
+        settings: LinkSettings = LinkSettings(),  # noqa: B008
+        epoch: int | None = None,
+        *,
+        is_split: bool = False,
+    ) -> None:
+        self.cuda = FakeCuda((device,))
+        layer_bytes = NUM_BLOCKS * PAGE_BYTES
+        if is_split:
+            bases = [self.cuda.allocate(layer_bytes, device) for _ in range(NUM_LAYERS)]
+        else:
+            start = self.cuda.allocate(NUM_LAYERS * layer_bytes, device, pieces)
+            bases = [start + layer * layer_bytes for layer in range(NUM_LAYERS)]
+        source = random.Random(seed)
+        for base in bases:
+            ctypes.memmove(base, source.randbytes(layer_bytes), layer_bytes)
+        self.bases = bases
+        self.service = service
+        tensors = [DeviceTensor(base, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES) for base in bases]
+        grouping = Grouping(BLOCKS_PER_CHUNK, [0], [list(range(NUM_LAYERS))])
+        exported = export_kv(self.cuda, tensors, grouping)
+        self.layout = exported.layout
+        self.exported = exported
+        self.link = DeviceLink(rank, exported, settings, lambda: 7)
+        name = service.settings.socket_name
+        self.target = LinkTarget(name, f"engine-{seed}", "ns", num_ranks, {0: 2 * PART_BYTES})
+        self.link.set_target(self.target)
+        wanted = service.epoch if epoch is None else epoch
+        wait_until(lambda: self.link.node_epoch == wanted, LONG_S, "the worker attaches")
+
+    def end(self) -> None:
+        self.link.close(5.0)
+        self.exported.close()
+        assert self.cuda.num_open == 0
+        self.cuda.end()
+
+    def block(self, number: int) -> list[bytes]:
+        return [ctypes.string_at(base + number * PAGE_BYTES, PAGE_BYTES) for base in self.bases]
+
+    def overwrite(self, number: int, value: int) -> None:
+        for base in self.bases:
+            ctypes.memset(base + number * PAGE_BYTES, value, PAGE_BYTES)
+
+    def submit(self, direction: Direction, chunks: list[int], blocks: list[int]) -> int:
+        units = 2 * PART_BYTES // SLOT_ALIGNMENT
+        keys = [bytes([chunk]) * 36 for chunk in chunks]
+        job_id = next(_job_ids)
+        count = len(chunks)
+        self.link.submit(
+            JobRequest(
+                job_id,
+                direction,
+                self.service.epoch,
+                Handles(keys, [chunk * units for chunk in chunks], [100 + c for c in chunks]),
+                [0] * count,
+                [BLOCKS_PER_CHUNK] * count,
+                [0] * count,
+                blocks,
+            )
+        )
+        return job_id
+
+    def finish(self, job_id: int) -> list[Refusal]:
+        return refusals(self.link, job_id, LONG_S)
+
+    def run(self, direction: Direction, chunks: list[int], blocks: list[int]) -> list[Refusal]:
+        return self.finish(self.submit(direction, chunks, blocks))
+
+
+ALL_BYTES = NUM_LAYERS * NUM_BLOCKS * PAGE_BYTES
+KINDS: dict[str, dict[str, Any]] = {
+    "one allocation": {},
+    "allocations for each layer": {"is_split": True},
+    "mapped pieces": {"pieces": [PAGE * 3, PAGE, ALL_BYTES - PAGE * 4]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_one_engine_come_back_in_another_one(world: World, kind: str) -> None:
+    first = world.worker(num_ranks=1, seed=1, **KINDS[kind])
+    second = world.worker(num_ranks=1, seed=2, **KINDS[kind])
+    source = random.Random(3)
+    stored, loaded = (source.sample(range(NUM_BLOCKS), 6) for _ in range(2))
+    before = [second.block(number) for number in range(NUM_BLOCKS)]
+    assert first.run(Direction.STORE, [0, 1, 2], stored) == []
+    assert second.run(Direction.LOAD, [0, 1, 2], loaded) == []
+    expected = dict(zip(loaded, (first.block(number) for number in stored), strict=True))
+    for number in range(NUM_BLOCKS):
+        assert second.block(number) == expected.get(number, before[number])
+
+
+def test_ranks_on_two_gpus_have_their_parts_in_one_row(world: World) -> None:
+    ranks = [
+        world.worker(device, rank, 2, seed=rank) for rank, device in enumerate((GPU, OTHER_GPU))
+    ]
+    assert ranks[0].run(Direction.STORE, [5], [1, 2]) == []
+    assert ranks[1].run(Direction.LOAD, [5], [8, 9]) == [Refusal.WRITING]
+    assert ranks[1].run(Direction.STORE, [5], [1, 2]) == []
+    for rank in ranks:
+        assert rank.run(Direction.LOAD, [5], [8, 9]) == []
+        assert [rank.block(8), rank.block(9)] == [rank.block(1), rank.block(2)]
+    assert ranks[0].block(8) != ranks[1].block(8)
+    pool = world.service.keeper.pool.address + 5 * 2 * PART_BYTES
+    for rank in ranks:
+        start = pool + ranks.index(rank) * PART_BYTES
+        first_layer = ctypes.string_at(start, BLOCKS_PER_CHUNK * PAGE_BYTES)
+        assert first_layer == rank.block(1)[0] + rank.block(2)[0]
+
+
+def test_replicated_chunk_is_stored_by_one_rank_and_loaded_by_all(world: World) -> None:
+    """All of them come as part 0 of 1; only rank 0 is told by vLLM to store."""
+    ranks = [world.worker(num_ranks=1, seed=rank) for rank in range(3)]
+    assert ranks[0].run(Direction.STORE, [7], [1, 2]) == []
+    for rank in ranks:
+        assert rank.run(Direction.LOAD, [7], [8, 9]) == []
+        assert [rank.block(8), rank.block(9)] == [ranks[0].block(1), ranks[0].block(2)]
+
+
+def test_store_has_what_was_computed_after_it_was_submitted(world: World) -> None:
+    """The job is at the NodeActor long before the GPU has written the bytes."""
+    worker = world.worker(num_ranks=1)
+    stream = worker.cuda.stream(7)
+    stream.submit(lambda: worker.overwrite(1, 0xAB))
+    job_id = worker.submit(Direction.STORE, [0], [1, 2])
+    wait_until(lambda: world.service.stats().queued_jobs == 0, LONG_S, "the copy waits")
+    assert worker.link.drain() == []
+    stream.run()
+    assert worker.finish(job_id) == []
+    assert worker.run(Direction.LOAD, [0], [8, 9]) == []
+    assert worker.block(8) == [b"\xab" * PAGE_BYTES] * NUM_LAYERS
+
+
+def test_load_does_not_run_ahead_of_what_was_queued_before_it(world: World) -> None:
+    worker = world.worker(num_ranks=1)
+    assert worker.run(Direction.STORE, [0], [1, 2]) == []
+    expected = worker.block(1)
+    stream = worker.cuda.stream(7)
+    # vLLM zeroes blocks before they are used.
+    stream.submit(lambda: worker.overwrite(8, 0))
+    job_id = worker.submit(Direction.LOAD, [0], [8, 9])
+    wait_until(lambda: world.service.stats().queued_jobs == 0, LONG_S, "the copy waits")
+    assert worker.link.drain() == []
+    stream.run()
+    assert worker.finish(job_id) == []
+    assert worker.block(8) == expected
+
+
+@pytest.mark.expects_failures
+def test_job_whose_event_is_not_recorded_fails_and_is_not_sent(world: World) -> None:
+    worker = world.worker(num_ranks=1)
+    worker.cuda.refused = {"record_event"}
+    assert worker.run(Direction.STORE, [0], [1, 2]) == [Refusal.COPY_FAILED]
+    assert worker.link.drain() == []
+    worker.cuda.refused = set()
+    assert worker.run(Direction.LOAD, [0], [1, 2]) == [Refusal.STALE]
+
+
+def test_worker_that_leaves_is_closed(world: World) -> None:
+    worker = world.worker(num_ranks=1)
+    assert world.cuda.num_open == 2
+    worker.link.close(5.0)
+    wait_until(lambda: world.cuda.num_open == 0, LONG_S, "all is closed")
+
+
+@pytest.mark.parametrize("kind", ["cuda-ipc", "cuda-fd"])
+@pytest.mark.parametrize("stage", ["half attached", "attached", "waiting"])
+def test_killed_worker_is_closed_at_once(world: World, stage: str, kind: str) -> None:
+    child = world.spawn(stage, kind)
+    if stage != "half attached":
+        assert any(KV_NAME in line for line in world.mapped)
+    if stage == "waiting":
+        wait_until(lambda: world.service.stats().queued_jobs == 0, LONG_S, "the copy waits")
+    child.kill()
+    child.wait(LONG_S)
+    world.wait_until_closed()
+    # The copy threads are free, and the dead worker's chunk is none.
+    heir = world.worker(num_ranks=1)
+    assert heir.run(Direction.LOAD, [0], [0, 1]) == [Refusal.STALE]
+    assert heir.run(Direction.STORE, [1], [0, 1]) == []
+
+
+def test_worker_attaches_again_to_next_life_of_node(world: World) -> None:
+    worker = world.worker(num_ranks=1)
+    world.service.stop()
+    wait_until(lambda: worker.link.node_epoch == 0, LONG_S, "the line breaks")
+    again = NodeService(
+        world.service.settings, boot_epoch(), Devices(lambda: world.cuda, make_backend)
+    )
+    again.start()
+    try:
+        wait_until(lambda: worker.link.node_epoch == again.epoch, LONG_S, "it attaches again")
+        worker.service = again
+        assert worker.run(Direction.STORE, [0], [1, 2]) == []
+        assert worker.run(Direction.LOAD, [0], [8, 9]) == []
+        assert worker.block(8) == worker.block(1)
+    finally:
+        worker.link.close(5.0)
+        again.stop()
+
+
+# The NodeActor can't
+
+
+def attach(service: NodeService, worker: Worker, **changed: Any) -> WorkerAttached:
+    """The answer to an attach message with another layout."""
+    layout = msgspec.structs.replace(worker.layout, **changed)
+    hello = AttachWorker(PROTOCOL_VERSION, "e", "ns", 0, 1, {0: 2 * PART_BYTES}, layout)
+    sock = wire.connect(service.settings.socket_name, LONG_S)
+    words = CancelWords.create()
+    with sock:
+        wire.send_with_fds(sock, hello, [words.region.fd])
+        reader, frames = wire.FrameReader(), list[bytes]()
+        while not frames:
+            frames = reader.feed(sock.recv(1 << 16))
+    words.close()
+    return msgspec.msgpack.decode(frames[0], type=WorkerAttached)
+
+
+def test_worker_whose_memory_can_not_be_opened_hears_why(world: World) -> None:
+    worker = world.worker(num_ranks=1)
+    before = world.cuda.num_open
+    strange = "11111111-2222-3333-4444-555555555555"
+    answer = attach(world.service, worker, device=strange)
+    assert answer.unsuited
+    assert f"does not see GPU {strange}" in answer.error
+    answer = attach(world.service, worker, handles=[b"x" * 64])
+    assert (answer.error, answer.unsuited) == ("that is no handle", True)
+    answer = attach(world.service, worker, handles=[b"x" * 5])
+    assert "can't be meant" in answer.error
+    assert not answer.unsuited
+    assert world.cuda.num_open == before
+    assert world.service.stats().num_workers == 1
+
+
+def test_worker_is_refused_when_its_gpu_can_not_be_copied_from() -> None:
+    world = make_world()
+    worker = world.worker(num_ranks=1)
+
+    def refuse(*_: object) -> Any:
+        raise HandleError("no streams left")
+
+    world.service.devices._make_backend = refuse
+    answer = attach(world.service, worker)
+    assert answer.unsuited
+    assert f"GPU {GPU} can't be copied from: no streams left" in answer.error
+    assert world.cuda.num_open == 2
+    worker.link.close(5.0)
+    world.service.stop()
+    worker.end()
+
+
+def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World) -> None:
+    """Its jobs until then have failed; from then on they go the other way."""
+    torch = pytest.importorskip("torch")
+    from types import SimpleNamespace
+
+    from raykv.worker.staging import StagedLink, StagingMemory
+
+    world.cuda.visible = (OTHER_GPU,)
+    cuda = FakeCuda((GPU,))
+    base = cuda.allocate(PAGE)
+    tensor = DeviceTensor(base, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES)
+    exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
+    kv = torch.randint(-128, 127, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8)
+    caches = SimpleNamespace(
+        tensors=[SimpleNamespace(tensor=kv)], group_data_refs=[[SimpleNamespace(tensor_idx=0)]]
+    )
+    reasons: list[str] = []
+
+    def staged(reason: str) -> StagedLink:
+        reasons.append(reason)
+        return StagedLink(0, StagingMemory(caches, [0], 1, 4 * PAGE_BYTES), LinkSettings())
+
+    direct = DeviceLink(0, exported, LinkSettings(), lambda: 7)
+    link = AutoLink(direct, staged)
+    target = LinkTarget(world.service.settings.socket_name, "e", "ns", 1, {0: SLOT_ALIGNMENT})
+
+    def request(direction: Direction, block: int) -> JobRequest:
+        handles = Handles([b"k" * 36], [0], [5])
+        ids = next(_job_ids)
+        return JobRequest(ids, direction, world.service.epoch, handles, [0], [1], [0], [block])
+
+    def run(wanted: JobRequest) -> list[int]:
+        link.submit(wanted)
+        found: list[JobResult] = []
+
+        def is_there() -> bool:
+            found.extend(link.drain())
+            return bool(found)
+
+        wait_until(is_there, LONG_S, "the job ends")
+        return found[0].refusals
+
+    link.set_target(target)
+    assert run(request(Direction.STORE, 1)) == [Refusal.NODE_LOST]
+    wait_until(lambda: bool(direct.unsuited), LONG_S, "the NodeActor has refused")
+    # A job that is under way ends where it was.
+    late = request(Direction.STORE, 1)
+    link.submit(late)
+    link.set_target(target)
+    assert reasons == []
+    wait_until(lambda: bool(link.drain()), LONG_S, "it has failed")
+    link.set_target(target)
+    assert len(reasons) == 1
+    assert f"does not see GPU {GPU}" in reasons[0]
+    wait_until(lambda: link.node_epoch == world.service.epoch, LONG_S, "the staged line is up")
+    assert run(request(Direction.STORE, 1)) == []
+    assert run(request(Direction.LOAD, 9)) == []
+    assert torch.equal(kv[9], kv[1])
+    link.set_target(target)
+    assert len(reasons) == 1
+    link.close(5.0)
+    exported.close()
+    cuda.end()
+
+
+# The pool
+
+
+def test_pool_is_pinned_from_the_first_worker_on_and_until_the_end(world: World) -> None:
+    assert world.service.stats().locked_bytes == 0
+    worker = world.worker(num_ranks=1)
+    pool_bytes = world.service.settings.geometry.pool_bytes
+    wait_until(
+        lambda: world.service.stats().locked_bytes == pool_bytes, LONG_S, "the pool is pinned"
+    )
+    assert sum(world.cuda.registered.values()) == pool_bytes
+    assert min(world.cuda.registered) == world.service.keeper.pool.address
+    worker.link.close(5.0)
+    wait_until(lambda: world.service.stats().num_workers == 0, LONG_S, "the worker is gone")
+    # The next one needs it again.
+    assert world.service.stats().locked_bytes == pool_bytes
+    world.service.stop()
+    assert world.cuda.registered == {}
+
+
+def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
+    loads: list[str] = []
+
+    def load() -> FakeCuda:
+        loads.append("load")
+        raise DriverError("CUDA can't be used here")
+
+    name = f"raykv-test-device/{os.getpid()}/{next(_names)}"
+    service = NodeService(
+        ServiceSettings(name, PoolGeometry(64 * PAGE, 16 * PAGE)),
+        boot_epoch(),
+        Devices(load, make_backend),
+    )
+    service.start()
+    try:
+        assert loads == []
+        cuda = FakeCuda()
+        tensor = DeviceTensor(cuda.allocate(PAGE), 4, 512, 512)
+        exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
+        link = DeviceLink(0, exported, LinkSettings(), lambda: 7)
+        link.set_target(LinkTarget(name, "e", "ns", 1, {0: PAGE}))
+        wait_until(lambda: bool(link.unsuited), LONG_S, "the NodeActor has refused")
+        assert link.unsuited == "CUDA can't be used here"
+        assert loads
+        link.close(5.0)
+        exported.close()
+        cuda.end()
+    finally:
+        service.stop()

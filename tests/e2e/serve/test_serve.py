@@ -1,0 +1,388 @@
+"""`raykv serve`: vLLM's own OpenAI server over HTTP, with RayKV behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raykv import inspect
+from raykv.base.errors import ClusterError
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.ports import free_port
+from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from raykv.protocol.miss_types import MissRecord
+from raykv.serve.router.directory import Directory
+from raykv.serve.router.vllm_renderer import VLLMRenderer
+from tests.fixtures.dashboard import metrics_of_all_panels
+from tests.fixtures.metric_lint import complaints
+from tests.fixtures.scrapes import by_label, names_in, scrape
+from tests.fixtures.truth_of_kv import assert_as_transformers_computes
+from tests.fixtures.waiting import wait_until
+from tests.house import ROOT
+
+pytestmark = pytest.mark.e2e
+
+START_DEADLINE_S = 180.0
+TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 6
+
+
+class Server:
+    """A running `raykv serve` with the port that it listens on."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, model: Path) -> None:
+        self.process = process
+        self.port = port
+        self.model = model
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """POST as JSON; returns what came back, or None for an empty answer."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=json.dumps(body or {}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            raw = answer.read()
+        return json.loads(raw) if raw else None
+
+    def get(self, path: str) -> str:
+        """The text at a path."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def is_up(self) -> bool:
+        """Whether it answers."""
+        assert self.process.poll() is None, "the server has ended"
+        try:
+            self.get("/health")
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def complete(self, text: str, **extra: Any) -> str:
+        """Greedy completion of a prompt."""
+        body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0, **extra}
+        answer: str = self.post("/v1/completions", body)["choices"][0]["text"]
+        return answer
+
+    def counter(self, name: str) -> float:
+        """Sum of a Prometheus counter over its labels."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from raykv.serve.models import tiny_llama
+
+    cluster.down()
+    model = tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)
+    write_tiny_tokenizer(model)
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("raykv")), "serve", str(model)]
+    command += ["--pool-bytes", "128MiB", "--ray-address", cluster.address]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny"]
+    command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+    command += ["--max-model-len", "2048"]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+    running = Server(process, port, model)
+    try:
+        wait_until(running.is_up, START_DEADLINE_S, f"the server answers; see {log}")
+        yield running
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
+
+
+def test_completion_is_loaded_after_reset_of_vllm_cache(server: Server) -> None:
+    first = server.complete(TEXT)
+    wait_until(
+        lambda: server.counter("vllm:kv_offload_store_bytes_total") > 0, 20.0, "chunks are stored"
+    )
+    server.post("/reset_prefix_cache")
+    before = server.counter("vllm:external_prefix_cache_hits_total")
+    assert server.complete(TEXT) == first
+    assert server.counter("vllm:external_prefix_cache_hits_total") - before >= 448
+    assert server.counter("vllm:kv_offload_load_bytes_total") > 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "a", "kv_transfer_params": ' + b'{"a": ' * 500 + b"1" + b"}" * 501,
+    ],
+    ids=["prompt", "parameters"],
+)
+def test_body_that_is_nested_too_deeply_is_the_clients_mistake(server: Server, body: bytes) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/completions", body)
+    request.add_header("Content-Type", "application/json")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert refused.value.code == 400
+    assert "nested deeper than 100" in refused.value.read().decode()
+    refused.value.close()
+
+
+@pytest.mark.parametrize("depth", [20, 98])
+def test_nested_parameters_of_a_request_have_no_effect(server: Server, depth: int) -> None:
+    nested: Any = True
+    for _ in range(depth):
+        nested = {"raykv_store": nested}
+    assert server.complete("Once more.", kv_transfer_params=nested)
+
+
+def test_client_opts_out_of_storing(server: Server) -> None:
+    other = "It was the best of times, it was the worst of times. " * 8
+    first = server.complete(other, kv_transfer_params={"raykv_store": False})
+    server.post("/reset_prefix_cache")
+    before = server.counter("vllm:external_prefix_cache_hits_total")
+    assert server.complete(other) == first
+    assert server.counter("vllm:external_prefix_cache_hits_total") == before
+
+
+def test_answers_id_leads_to_its_misses_and_metrics_have_their_sum(
+    server: Server, cluster: Cluster
+) -> None:
+    before = server.counter("raykv_missed_tokens_total")
+    text = "Call me Ishmael. Some years ago - never mind how long precisely. " * 8
+    body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0}
+    answer = server.post("/v1/completions", body)
+    found: list[MissRecord] = []
+
+    def is_told() -> bool:
+        try:
+            found[:] = [each.record for each in cluster.why_miss(answer["id"])]
+        except ClusterError:
+            return False
+        return True
+
+    wait_until(is_told, 20.0, "the request's record comes")
+    (record,) = found
+    assert record.prompt == answer["usage"]["prompt_tokens"]
+    missed = sum(record.missed.values())
+    assert "never_stored" in record.missed
+    wait_until(
+        lambda: server.counter("raykv_missed_tokens_total") - before == missed,
+        20.0,
+        "the metrics have it",
+    )
+    assert server.counter("raykv_prompt_tokens_total") >= record.prompt
+
+
+def test_metrics_of_vllm_and_of_the_actors_tell_the_same(server: Server, cluster: Cluster) -> None:
+    text = "Stately, plump Buck Mulligan came from the stairhead, bearing a bowl of lather. " * 6
+    first = server.complete(text)
+    stored = server.counter("vllm:kv_offload_store_bytes_total")
+    wait_until(
+        lambda: server.counter("vllm:kv_offload_store_bytes_total") >= stored > 0, 20.0, "stores"
+    )
+    server.post("/reset_prefix_cache")
+    assert server.complete(text) == first
+    status = cluster.status()
+
+    def is_told() -> bool:
+        own = by_label(server.get("/metrics"), "raykv_prompt_tokens_total")
+        told = by_label(scrape(status.metrics), "raykv_cluster_prompt_tokens_total")
+        return own == told and own["same_node"] >= 448
+
+    wait_until(is_told, 20.0, "the scheduler actor has the engine's tokens")
+    served = server.get("/metrics")
+    node, directory = scrape(status.nodes[0].metrics), scrape(status.metrics)
+    assert complaints(node) == complaints(directory) == []
+    # Loads from the own node's RAM, and nothing else, are what vLLM calls external hits.
+    cached = by_label(served, "vllm:prompt_tokens_cached_by_source_total")
+    hits = server.counter("vllm:external_prefix_cache_hits_total")
+    assert {**cached, "device": 0.0} == {"host": hits, "device": 0.0}
+    assert server.counter("vllm:external_prefix_cache_queries_total") >= hits
+    prompts = by_label(served, "vllm:prompt_tokens_by_source_total")
+    assert prompts["external_kv_transfer"] == hits
+    for direction in ("load", "store"):
+        copied = by_label(node, "raykv_copied_bytes_total", "direction")[direction]
+        assert copied == server.counter(f"vllm:kv_offload_{direction}_bytes_total") > 0
+        assert_vllm_older_metrics_tell_the_same(served, direction)
+        for histogram in ("raykv_copy_seconds_count", "raykv_queue_seconds_count"):
+            assert by_label(node, histogram, "direction")[direction] > 0
+    (ratio,) = by_label(directory, "raykv_reachable_hit_ratio", "namespace").values()
+    assert 0 < ratio < 1
+    assert metrics_of_all_panels() <= names_in(served) | names_in(node) | names_in(directory)
+
+
+def assert_vllm_older_metrics_tell_the_same(served: str, direction: str) -> None:
+    """What dashboards made for vLLM's own offloading show, against what takes its place."""
+    transfer_type = {"load": "CPU_to_GPU", "store": "GPU_to_CPU"}[direction]
+    for older, newer in (
+        ("total_bytes_total", "bytes_total"),
+        ("total_time_total", "time_total"),
+        ("size_count", "size_count"),
+        ("size_sum", "size_sum"),
+    ):
+        told = by_label(served, f"vllm:kv_offload_{older}", "transfer_type")[transfer_type]
+        (expected,) = by_label(served, f"vllm:kv_offload_{direction}_{newer}", "engine").values()
+        assert told == expected > 0, (direction, older)
+
+
+def asked(server: Server, cluster: Cluster, text: str) -> Any:
+    """The row of a prompt that has been completed, and whose chunks are in the cache."""
+    body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0}
+    answer = server.post("/v1/completions", body)
+    rows: list[Any] = []
+
+    def is_cached() -> bool:
+        known = inspect.requests(cluster)
+        rows[:] = [row for _, row in known.iterrows() if answer["id"] in row["request_id"]]
+        held = {key[:16] for key in inspect.chunks(cluster)["key"]}
+        return bool(rows) and held.issuperset(rows[0]["chunks"])
+
+    wait_until(is_cached, 20.0, "the request's chunks are told and stored")
+    return rows[0]
+
+
+def test_kv_of_cached_prompt_is_what_transformers_computes(
+    server: Server, cluster: Cluster
+) -> None:
+    import torch
+
+    text = "Happy the man whose wish and care a few paternal acres bound. " * 4
+    row = asked(server, cluster, text)
+    chunks = row["chunks"][: row["prompt_tokens"] // row["chunk_tokens"]]
+    assert len(chunks) > 6
+    found = inspect.kv(cluster, chunks)
+    assert found.num_tokens == len(chunks) * 32
+    tokens = server.post("/tokenize", {"model": "tiny", "prompt": text})["tokens"]
+    assert_as_transformers_computes(found, server.model, tokens)
+    second = inspect.kv(cluster, found.keys[1])
+    name = next(iter(found.layers))
+    assert torch.equal(second.layers[name].k, found.layers[name].k[32:64])
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+    },
+}
+
+
+def test_router_names_a_requests_chunks_as_the_engine_does(
+    server: Server, cluster: Cluster
+) -> None:
+    """vLLM's renderer without an engine, and our hashes, beside what a real server has stored."""
+    renderer = VLLMRenderer(
+        [str(server.model), "--served-model-name", "tiny", "--max-model-len", "2048"]
+    )
+    messages = [
+        {"role": "system", "content": "Answer in one word. " * 8},
+        {"role": "user", "content": [{"type": "text", "text": "Where is Yasnaya Polyana? " * 4}]},
+    ]
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "Happy families. " * 12}),
+        ("/v1/completions", {"prompt": [7 + n % 200 for n in range(150)]}),
+        ("/v1/completions", {"prompt": ["All alike. " * 9, "Each in its own way. " * 9]}),
+        ("/v1/completions", {"prompt": "Levin. " * 40, "truncate_prompt_tokens": 100}),
+        ("/v1/chat/completions", {"messages": messages, "cache_salt": "a tenant"}),
+        ("/v1/chat/completions", {"messages": messages, "add_generation_prompt": False}),
+        (
+            "/v1/chat/completions",
+            {"messages": messages[1:], "tools": [TOOL], "tool_choice": "none"},
+        ),
+    ]
+    placed = []
+    for path, body in requests:
+        whole = {"model": "tiny", "max_tokens": 1, **body}
+        prompts = renderer(path, json.dumps(whole).encode())
+        assert prompts is not None, body
+        usage = server.post(path, whole)["usage"]
+        assert sum(len(prompt.tokens) for prompt in prompts) == usage["prompt_tokens"], body
+        placed += prompts
+
+    async def found() -> list[tuple[int, int]]:
+        """Of each prompt: tokens of full chunks, and those that are in the cache."""
+        directory = Directory(str(server.model))
+        directory.learn([node.node_id for node in cluster.status().nodes])
+        async with asyncio.timeout(START_DEADLINE_S):
+            while directory.hasher is None:
+                await asyncio.sleep(0.05)
+            while True:
+                keys = [directory.hasher.keys(prompt, 1024) for prompt in placed]
+                answer = await directory.find(keys)
+                pairs = [
+                    (len(prompt.tokens) // 32 * 32, each.anywhere)
+                    for prompt, each in zip(placed, answer or (), strict=bool(answer))
+                ]
+                if pairs and all(full == cached for full, cached in pairs):
+                    return pairs
+                await asyncio.sleep(0.05)
+
+    pairs = asyncio.run(asyncio.wait_for(found(), 20.0))
+    assert len(pairs) == len(requests) + 1
+    assert all(full >= 64 for full, _ in pairs)
+    picture = [{"type": "image_url", "image_url": {"url": "http://localhost:1/x.png"}}]
+    for body in (
+        {"messages": [{"role": "user", "content": picture}]},
+        {"messages": messages, "chat_template": "{{ 1 }}"},
+        {"messages": messages, "model": "another"},
+    ):
+        raw = json.dumps({"model": "tiny", **body}).encode()
+        assert renderer("/v1/chat/completions", raw) is None, body
+    renderer.close()
+
+
+@pytest.mark.timeout(360)
+def test_notebooks_run_from_their_first_cell_to_their_last(
+    server: Server, cluster: Cluster
+) -> None:
+    asked(server, cluster, "Much have I travelled in the realms of gold. " * 8)
+    root = ROOT
+    notebooks = sorted((root / "notebooks").glob("*.ipynb"))
+    environment = {
+        **os.environ,
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "OPENAI_BASE_URL": f"http://127.0.0.1:{server.port}/v1",
+        "PYTHONPATH": str(root),
+        "RAY_ADDRESS": cluster.address,
+    }
+    command = [sys.executable, str(root / "tests" / "notebook_child.py"), *map(str, notebooks)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    images = [int(line.split()[-2]) for line in done.stdout.splitlines()]
+    assert len(images) == len(notebooks) == 4
+    assert min(images) >= 2, done.stdout
+
+
+def test_interrupt_ends_server_and_leaves_cluster(server: Server, cluster: Cluster) -> None:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert children
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert cluster.status().nodes, "RayKV's actors outlive the engine"

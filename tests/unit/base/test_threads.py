@@ -1,0 +1,233 @@
+"""Threads that fail go on, or their process ends; and every thread of RayKV is one of these."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import raykv.base.threads
+from raykv.base.threads import MAX_FAILURES, OnFailure, SupervisedThread, num_failed, start_thread
+from tests.house import ROOT
+
+LEFT_OUT = ("raykv/lab/", "raykv/serve/models.py", "raykv/base/threads.py")
+SOURCES = [
+    path
+    for path in sorted((ROOT / "raykv").rglob("*.py"))
+    if not str(path.relative_to(ROOT)).startswith(LEFT_OUT)
+]
+STARTERS = {
+    "Thread",
+    "Timer",
+    "ThreadPoolExecutor",
+    "ProcessPoolExecutor",
+    "start_new_thread",
+    "ensure_future",
+    "create_task",
+    "run_coroutine_threadsafe",
+}
+WATCHED = {
+    (
+        "raykv.serve.router.rendering",
+        "ThreadPoolExecutor",
+    ): "a request takes its answer, or what failed",
+    ("raykv.serve.http.exchange", "create_task"): "it is awaited for the end of each answer",
+    (
+        "raykv.serve.http.ingress",
+        "create_task",
+    ): "both are awaited by the request that they are for",
+    ("raykv.serve.disaggregated.proxy", "create_task"): "what it calls says False for all errors",
+    ("raykv.serve.replica", "create_task"): "awaited by the next request once the engine is dead",
+    (
+        "raykv.serve.router.directory",
+        "create_task",
+    ): "begun again by the next question when it is done",
+}
+"""By module and call: who notices that it has failed."""
+
+TIMES_S = 10.0
+
+
+def starts(tree: ast.Module, module: str) -> Iterator[str]:
+    """Threads and tasks that nobody supervises.
+
+    Who opens a pool in a `with` statement waits for the ends of all that it does.
+    """
+    awaited = {
+        id(item.context_expr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        for item in node.items
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or id(node) in awaited:
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        if name in STARTERS and (module, name) not in WATCHED:
+            yield f"{module}, line {node.lineno}: {name} dies silently; see raykv.base.threads"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_every_thread_is_supervised() -> None:
+    assert len(SOURCES) > 50
+    found = [
+        each for path in SOURCES for each in starts(ast.parse(path.read_text()), module_of(path))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_list_of_watched_threads_has_nothing_that_is_not_there() -> None:
+    there = {
+        (module_of(path), name) for path in SOURCES for name in STARTERS if name in path.read_text()
+    }
+    assert set(WATCHED) <= there, set(WATCHED) - there
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "threading.Thread(target=run).start()",
+        "Thread(target=run)",
+        "threading.Timer(1, run)",
+        "pool = ThreadPoolExecutor(2)",
+        "_thread.start_new_thread(run, ())",
+        "asyncio.create_task(run())",
+        "def f():\n    def g():\n        threading.Thread(target=run)",
+    ],
+)
+def test_thread_that_nobody_supervises_is_found(source: str) -> None:
+    assert len(list(starts(ast.parse(source), "raykv.node.actor"))) == 1
+
+
+class Failing:
+    """Raises so many times, then ends."""
+
+    def __init__(self, num_failures: int, error: BaseException) -> None:
+        self.left = num_failures
+        self.error = error
+        self.has_ended = threading.Event()
+
+    def __call__(self) -> None:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        self.has_ended.set()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.base.threads, "THREAD_PAUSES_S", (0.001, 0.01))
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(3), MemoryError()])
+@pytest.mark.parametrize("on_failure", [OnFailure.RUN_AGAIN, OnFailure.END_PROCESS])
+def test_thread_goes_on_after_failures_that_are_counted_and_said_once(
+    on_failure: OnFailure, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    body, before = Failing(MAX_FAILURES - 1, error), num_failed()
+    thread = start_thread("raykv-test", body, on_failure)
+    assert body.has_ended.wait(TIMES_S)
+    thread.join(TIMES_S)
+    assert not thread.is_alive()
+    assert num_failed() - before == MAX_FAILURES - 1
+    assert caplog.text.count("the thread raykv-test failed and begins anew") == 1
+    assert type(error).__name__ in caplog.text
+
+
+def test_thread_of_an_engine_goes_on_for_as_long_as_it_fails() -> None:
+    body = Failing(4 * MAX_FAILURES, ValueError("a bug"))
+    start_thread("raykv-test", body, OnFailure.RUN_AGAIN)
+    assert body.has_ended.wait(TIMES_S)
+
+
+def test_thread_that_works_once_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    body = Failing(1, ValueError("a bug"))
+    thread = start_thread("raykv-test", body)
+    thread.join(TIMES_S)
+    assert not thread.is_alive()
+    assert not body.has_ended.is_set()
+    assert "the thread raykv-test failed and ends" in caplog.text
+
+
+def test_thread_that_ran_well_for_a_while_counts_its_failures_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else an actor would end after some failures in a year."""
+    monkeypatch.setattr(raykv.base.threads, "THREAD_WELL_S", 0.0)
+    body = Failing(3 * MAX_FAILURES, ValueError("a bug"))
+    start_thread("raykv-test", body, OnFailure.END_PROCESS)
+    assert body.has_ended.wait(TIMES_S)
+
+
+ENDLESS = """
+import time
+from raykv.base.threads import OnFailure, start_thread
+
+def fail():
+    raise ValueError("a bug")
+
+start_thread("raykv-test", fail, OnFailure.END_PROCESS)
+time.sleep(60)
+"""
+
+
+def test_process_of_an_actor_ends_when_its_thread_fails_again_and_again() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.returncode == 1
+    expected = f"thread raykv-test has failed {MAX_FAILURES} times, the last time with ValueError"
+    assert expected in ended.stderr
+    assert ended.stderr.count("Traceback") == 1
+
+
+LIMITED = """
+import os, resource
+from raykv.base.errors import ThreadError
+from raykv.base.threads import OnFailure, SupervisedThread, num_failed
+
+if os.getuid() == 0:  # who is not limited
+    os.setuid(65534)
+_, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
+thread = SupervisedThread("raykv-test", lambda: print("it ran", flush=True), OnFailure.RUN_AGAIN)
+try:
+    thread.start()
+except ThreadError as error:
+    print(error)
+assert not thread.revive() and not thread.is_alive()
+assert num_failed() == 2
+thread.join(0)
+resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+assert not thread.revive()  # not before a pause
+import raykv.base.threads
+raykv.base.threads.THREAD_REVIVE_S = 0
+thread._revive_at = 0
+thread.revive()
+thread.join(10)
+"""
+
+
+def test_thread_that_the_system_does_not_give_is_an_error_and_comes_once_there_is_one() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    said, ran = ended.stdout.splitlines()
+    assert "can't start new thread" in said
+    assert "ulimit -u" in said
+    assert ran == "it ran"
+
+
+def test_thread_that_was_never_started_is_none_that_lives() -> None:
+    thread = SupervisedThread("raykv-test", lambda: None, OnFailure.GIVE_UP)
+    assert not thread.is_alive()
+    thread.join(0)

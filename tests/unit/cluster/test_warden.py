@@ -1,0 +1,114 @@
+"""What a command has started ends with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raykv.cluster.warden import MARK, ending_what_it_starts
+from tests.fixtures.waiting import wait_until
+
+ENDS_S = 10.0
+"""For the warden to see it and to kill."""
+
+ENGINE = """
+import time, setproctitle
+setproctitle.setproctitle("engine " * 400)
+time.sleep(60)
+"""
+"""The long title lies where its environment was, as with vLLM's processes."""
+
+DAEMON = f"""
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", {ENGINE!r}]).pid, flush=True)
+time.sleep(60)
+"""
+
+COMMAND = f"""
+import subprocess, sys
+from raykv.cluster.warden import ending_what_it_starts
+STARTER = '''import subprocess, sys
+daemon = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(daemon.pid, flush=True)'''
+with ending_what_it_starts():
+    print(subprocess.Popen([sys.executable, "-c", {ENGINE!r}]).pid, flush=True)
+    subprocess.run([sys.executable, "-c", STARTER, {DAEMON!r}], check=True)
+    sys.exit(int(sys.stdin.readline()))
+"""
+
+
+class Run:
+    """A command, and what it has started: an engine, a daemon, and a child of that one."""
+
+    def __init__(self) -> None:
+        self.command = subprocess.Popen(
+            [sys.executable, "-c", COMMAND],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.command.stdout is not None
+        self.started = [psutil.Process(int(self.command.stdout.readline())) for _ in range(3)]
+        wait_until(lambda: sum(map(is_titled, self.started)) == 2, ENDS_S, "engines have titles")
+        wait_until(self._has_looked(), ENDS_S, "the warden has looked since then")
+
+    def _has_looked(self) -> Callable[[], bool]:
+        children = psutil.Process(self.command.pid).children()
+        warden = next(each for each in children if "raykv.cluster.warden" in each.cmdline())
+        before = warden.num_ctx_switches().voluntary
+        return lambda: warden.num_ctx_switches().voluntary > before + 2
+
+    def left(self) -> list[psutil.Process]:
+        """What has not ended in time."""
+        return psutil.wait_procs(self.started, timeout=ENDS_S)[1]
+
+    def close(self) -> None:
+        self.command.kill()
+        self.command.communicate(timeout=ENDS_S)
+        for each in self.started:
+            if each.is_running():
+                each.kill()
+
+
+def is_titled(process: psutil.Process) -> bool:
+    return Path(f"/proc/{process.pid}/cmdline").read_text().startswith("engine")
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    run = Run()
+    yield run
+    run.close()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_all_that_a_command_has_started_ends_with_it(run: Run, signum: signal.Signals) -> None:
+    run.command.send_signal(signum)
+    code = run.command.wait(ENDS_S)
+    assert code == (-signum if signum is signal.SIGKILL else 128 + signum)
+    assert run.left() == []
+
+
+def test_command_that_fails_and_leaves_engines_behind_is_tidied_up(run: Run) -> None:
+    assert run.command.stdin is not None
+    run.command.stdin.write("3\n")
+    run.command.stdin.flush()
+    assert run.command.wait(ENDS_S) == 3
+    assert run.left() == []
+
+
+def test_environment_and_handlers_are_as_before_afterwards() -> None:
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(each) for each in signals]
+    with ending_what_it_starts():
+        assert os.environ[MARK]
+        assert [signal.getsignal(each) for each in signals] != handlers
+    assert MARK not in os.environ
+    assert [signal.getsignal(each) for each in signals] == handlers

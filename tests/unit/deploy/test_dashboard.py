@@ -1,0 +1,113 @@
+"""Grafana's dashboard is what its script makes, and asks only for what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raykv.metrics.table import METRICS, MetricKind
+from tests.fixtures.dashboard import generator, metrics_of_all_panels
+
+MAKE = generator()
+LOADED = json.loads(MAKE.TARGET.read_text())
+
+ENGINES = ("vllm:", "raykv_prompt_tokens_total", "raykv_missed_tokens_total")
+"""What engines serve."""
+
+
+def charts() -> list[dict[str, Any]]:
+    return [panel for panel in LOADED["panels"] if panel["type"] != "row"]
+
+
+def texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def test_file_is_what_the_script_makes() -> None:
+    assert MAKE.TARGET.read_text() == MAKE.text(), "run python deploy/grafana/make.py"
+
+
+def test_dashboard_loads_without_edits() -> None:
+    assert (LOADED["uid"], LOADED["schemaVersion"]) == ("raykv", 39)
+    assert "id" not in LOADED
+    assert "__inputs" not in LOADED
+    variables = {each["name"] for each in LOADED["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", " ".join(texts(LOADED))))
+    assert (
+        used - {"__rate_interval", "__all"} == variables == {"datasource", "cluster", "namespace"}
+    )
+    ids = [panel["id"] for panel in LOADED["panels"]]
+    assert len(set(ids)) == len(ids)
+    assert {panel["type"] for panel in LOADED["panels"]} == {"row", "timeseries"}
+    for chart in charts():
+        sources = [chart["datasource"], *(each["datasource"] for each in chart["targets"])]
+        assert all(source == MAKE.SOURCE for source in sources)
+
+
+def test_panels_do_not_lie_on_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in LOADED["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (place["x"] + right, place["y"] + down)
+            for right in range(place["w"])
+            for down in range(place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_every_query_parses() -> None:
+    parser = pytest.importorskip("promql_parser")
+    for text in MAKE.expressions():
+        parser.parse(text.replace("$__rate_interval", "5m"))
+
+
+def test_every_query_is_closed_and_takes_rates_over_the_rate_interval() -> None:
+    for text in MAKE.expressions():
+        plain = re.sub(r'"[^"]*"', "", text)
+        for opening, closing in ("()", "{}", "[]"):
+            assert plain.count(opening) == plain.count(closing), text
+        assert set(re.findall(r"\[([^\]]*)\]", text)) <= {"$__rate_interval"}, text
+
+
+def test_every_query_asks_for_metrics_that_exist_by_their_labels() -> None:
+    for text in MAKE.expressions():
+        names = MAKE.metrics_in(text)
+        assert names, text
+        known = [METRICS.get(name.removesuffix("_bucket")) for name in names]
+        for name, metric in zip(names, known, strict=True):
+            if metric is None:
+                assert name.startswith(ENGINES), name
+            else:
+                assert name.endswith("_bucket") == (metric.kind is MetricKind.HISTOGRAM), name
+        labels = {"cluster", "instance", "le"}.union(*(m.labels for m in known if m))
+        if all(known):
+            asked = re.findall(r"(?:by|on) \(([\w, ]+)\)", text)
+            asked_for = {label.strip() for group in asked for label in group.split(",")}
+            asked_for |= set(re.findall(r'(\w+)=~?"', text))
+            assert asked_for <= labels, (text, asked_for - labels)
+
+
+def test_every_metric_of_the_actors_is_on_the_dashboard() -> None:
+    shown = {name.removesuffix("_bucket") for name in metrics_of_all_panels()}
+    assert set(METRICS) <= shown, set(METRICS) - shown
+
+
+def test_a_counter_is_only_looked_at_by_its_rate() -> None:
+    for text in MAKE.expressions():
+        for name in MAKE.metrics_in(text):
+            if name.endswith("_total") and name != "raykv_quarantined_chunks_total":
+                assert re.search(rf"rate\({name}[{{\[]", text), text

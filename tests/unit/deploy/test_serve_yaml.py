@@ -1,0 +1,96 @@
+"""The Serve configurations of deploy/serve are what Serve, RayKV and vLLM take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+import yamllint.config
+import yamllint.linter
+from ray.serve import Application
+from ray.serve.schema import ServeDeploySchema
+
+import raykv.serve
+from raykv.base.settings import load_settings
+from raykv.serve.app import build_app
+from raykv.serve.arguments import AppArguments, ModelArguments, parse, plan_of
+from tests.house import ROOT
+
+FOLDER = ROOT / "deploy" / "serve"
+FILES = sorted(FOLDER.glob("*.yaml"))
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def application(file: Path) -> Any:
+    (found,) = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text())).applications
+    return found
+
+
+def own(file: Path) -> bool:
+    """Whether it is one of `build_app`'s; the other builders have tests of their own."""
+    return bool(application(file).import_path == "raykv.serve:build_app")
+
+
+def models() -> list[ModelArguments]:
+    files = [file for file in FILES if own(file)]
+    return [m for file in files for m in parse(AppArguments, application(file).args).models]
+
+
+def test_there_is_one_for_each_way_to_serve() -> None:
+    names = {file.stem for file in FILES}
+    assert {"cpu-trial", "replicas", "autoscaling", "two-models"} <= names
+
+
+@every_file
+def test_file_is_neat_and_names_a_builder(file: Path) -> None:
+    style = yamllint.config.YamlLintConfig(
+        "{extends: default, rules: {document-start: disable, line-length: {max: 110}, "
+        "comments: {min-spaces-from-content: 2}}}"
+    )
+    assert not list(yamllint.linter.run(file.read_text(), style, str(file)))
+    module, _, builder = application(file).import_path.partition(":")
+    assert module == "raykv.serve"
+    assert callable(getattr(raykv.serve, builder))
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if own(file)], ids=lambda file: str(file.stem)
+)
+def test_file_builds_an_application(file: Path) -> None:
+    args = application(file).args
+    assert isinstance(build_app(args), Application)
+    models = parse(AppArguments, args).models
+    changed = {deployment.name for deployment in application(file).deployments}
+    assert changed <= {model.deployment_name for model in models} | {"ingress"}
+    for model in models:
+        plan = plan_of(model, ray_address=None)
+        assert load_settings(plan.transfer["kv_connector_extra_config"]).pool_bytes
+
+
+def test_vllm_knows_all_options() -> None:
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from raykv.serve.vllm_app import parse_flags
+
+    for model in models():
+        plan = plan_of(model, ray_address="10.0.0.1:6379")
+        args = parse_flags(plan.vllm_args("10.0.0.1:6379")[1:])
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        assert engine_args.model == model.model
+        assert engine_args.max_model_len == model.engine_args["max_model_len"]
+        assert engine_args.kv_transfer_config.kv_connector == "RayKVConnector"
+
+
+def test_what_vllm_does_not_know_is_refused_in_one_sentence() -> None:
+    pytest.importorskip("vllm")
+    from raykv.base.errors import SettingError
+    from raykv.serve.vllm_app import parse_flags
+
+    for flag in ("--max-modle-len=1", "--max-model-len=many", "--dtype=float3"):
+        with pytest.raises(
+            SettingError, match=r"engine_args: vLLM refuses them: .*(many|modle|float3)"
+        ):
+            parse_flags(["model", flag])

@@ -1,0 +1,267 @@
+"""The tables of slots and chunks: the flat one does what that of dicts does, however it grows."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import (
+    NO_GENERATION,
+    SLOT_ALIGNMENT,
+    EngineId,
+    Generation,
+    Key,
+    Namespace,
+    NodeId,
+    Slot,
+)
+from raykv.directory.table.choose import FLAT_POLICIES, open_table
+from raykv.directory.table.dicts import DictTable
+from raykv.directory.table.flat import cache
+from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
+from raykv.directory.table.protocol import Changes, ChunkTable, Found, NodeTable
+from tests.fixtures import tables
+
+PAGE = SLOT_ALIGNMENT
+SLAB_SLOTS = 64
+SIZES = (PAGE, 2 * PAGE)
+NODES = (NodeId("one"), NodeId("two"), NodeId("three"))
+SPACES = (Namespace("model"), Namespace("second"))
+ENGINE = EngineId("engine")
+
+
+def key(number: int) -> Key:
+    """Short ones and long ones, and some that differ by zeros at their end only."""
+    lengths = (1, 2, 8, 20, 36, 40)
+    return Key(number.to_bytes(4, "little").rstrip(b"\0").ljust(lengths[number % 6], b"\0"))
+
+
+@dataclass
+class Pair:
+    """The same done to a table of each kind, and compared."""
+
+    rng: random.Random
+    policy: str
+    generation: int = 0
+    now: float = 0.0
+    ranked: tuple[NodeId, ...] = NODES
+
+    def __post_init__(self) -> None:
+        self.both = [tables.open_table(kind, self.policy) for kind in tables.TABLES]
+        self.nodes: dict[NodeId, list[NodeTable]] = {}
+        self.slabs: dict[NodeId, int] = {}
+        for node_id in NODES:
+            self.add(node_id)
+
+    def add(self, node_id: NodeId) -> None:
+        geometry = PoolGeometry(40 * SLAB_SLOTS * PAGE, SLAB_SLOTS * PAGE)
+        self.nodes[node_id] = [table.add_node(node_id, geometry) for table in self.both]
+        self.slabs[node_id] = 0
+
+    def lose(self) -> None:
+        node_id = self.rng.choice(NODES)
+        for table in self.both:
+            table.remove_node(node_id)
+        self.add(node_id)
+
+    def grow(self) -> None:
+        node_id = self.rng.choice(NODES)
+        slab, size = self.slabs[node_id], self.rng.choice(SIZES)
+        if slab < 40:
+            self.slabs[node_id] += 1
+            for node in self.nodes[node_id]:
+                node.give_slab(slab, size, Generation(self.generation))
+
+    def fill(self) -> None:
+        """Evict if need be, lease, store; some come at a generation that nobody has leased."""
+        nodes, space = self.nodes[self.rng.choice(NODES)], self.rng.choice(SPACES)
+        size, count = self.rng.choice(SIZES), self.rng.randrange(1, 60)
+        missing = max(0, count - nodes[0].num_free(size))
+        gone = [node.evict(size, missing, self.now) for node in nodes]
+        assert gone[0] == gone[1]
+        first = Generation(self.generation + 1)
+        self.generation += count + 1
+        slots = [node.lend(size, count, ENGINE, 0, first) for node in nodes]
+        assert slots[0] == slots[1]
+        keys = [key(self.rng.randrange(4000)) for _ in slots[0]]
+        wrong = self.rng.randrange(count + 10)
+        generations = [first + number + (number == wrong) for number in range(len(keys))]
+        came = Changes(True, space, keys, slots[0], generations)
+        others = [
+            node.store(came, [size] * len(keys), NO_GENERATION, from_free=False) for node in nodes
+        ]
+        assert others[0] == others[1]
+        for node in nodes:
+            for number in others[0]:
+                node.end_lease(slots[0][number], Generation(first + number))
+
+    def use(self) -> None:
+        nodes, space = self.nodes[self.rng.choice(NODES)], self.rng.choice(SPACES)
+        keys = [key(self.rng.randrange(4000)) for _ in range(50)]
+        until = self.rng.choice((0, 2, 9))
+        for node in nodes:
+            node.touch(space, keys)
+            node.pin(space, keys[:5], self.now + 3)
+            node.protect(space, keys[3:12], self.now + until)
+
+    def ask(self) -> None:
+        space = self.rng.choice(SPACES)
+        if self.rng.random() < 0.5:
+            self.ranked = tuple(self.rng.sample(NODES, len(NODES)))
+        first = self.rng.sample(NODES, self.rng.randrange(len(NODES)))
+        keys = [key(self.rng.randrange(4000)) for _ in range(self.rng.randrange(1, 200))]
+        found: list[Found] = [
+            table.ask(space, keys, self.ranked, first, 2, self.now + 2) for table in self.both
+        ]
+        assert found[0] == found[1]
+
+    def drop(self) -> None:
+        nodes, space = self.nodes[self.rng.choice(NODES)], self.rng.choice(SPACES)
+        for number in range(self.rng.randrange(4000), 4000, 7):
+            chunks = [node.drop(space, key(number)) for node in nodes]
+            assert chunks[0] == chunks[1]
+
+    def compare(self) -> None:
+        self.now += 1
+        for table in self.both:
+            table.check()
+        for ours, flat in self.nodes.values():
+            assert ours.leases() == flat.leases()
+            assert sorted(ours.spares()) == sorted(flat.spares())
+            assert count(ours) == count(flat)
+            for size in SIZES:
+                assert list(ours.candidates(size)) == list(flat.candidates(size))
+                assert ours.used_at(size) == flat.used_at(size)
+                assert ours.num_free(size) == flat.num_free(size)
+            assert ours.pinned_slabs(self.now) == flat.pinned_slabs(self.now)
+            held = [node.held_at(node.places()) for node in (ours, flat)]
+            rows = [
+                sorted(zip(h.namespaces, h.keys, h.slots, h.generations, h.slot_bytes, strict=True))
+                for h in held
+            ]
+            assert rows[0] == rows[1]
+            assert sorted(ours.chunks_in({1, 3})) == sorted(flat.chunks_in({1, 3}))
+
+
+def count(node: NodeTable) -> dict[Namespace, int]:
+    return {namespace: size for namespace, size in node.sizes().items() if size}
+
+
+@pytest.mark.parametrize("policy", FLAT_POLICIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_flat_table_does_what_the_one_of_dicts_does(seed: int, policy: str) -> None:
+    pair = Pair(random.Random(seed), policy)
+    actions = [pair.fill] * 6 + [pair.grow] * 3 + [pair.use, pair.ask, pair.ask, pair.drop]
+    for number in range(400):
+        pair.rng.choice(actions)()
+        if number % 40 == 39:
+            pair.compare()
+        if number in (150, 300):
+            pair.lose()
+    assert len(pair.nodes[NODES[0]][1].places()) > 100
+
+
+@pytest.fixture(params=tables.TABLES)
+def node(request: pytest.FixtureRequest) -> NodeTable:
+    """Two slabs, the first of four slots of one page."""
+    made = tables.open_table(request.param).add_node(NODES[0], PoolGeometry(8 * PAGE, 4 * PAGE))
+    made.give_slab(0, PAGE, Generation(5))
+    return made
+
+
+def test_slot_that_nobody_has_cut_has_no_lease_and_is_not_free(node: NodeTable) -> None:
+    for place in (-1, 4, 7, 8, 1 << 40):
+        assert node.lease_of(Slot(place)) is None
+        assert node.lowest(Slot(place), PAGE) is None
+    assert node.lowest(Slot(0), PAGE) == 5
+    assert node.lowest(Slot(0), 2 * PAGE) is None
+
+
+def test_slab_that_is_taken_and_cut_otherwise_has_other_slots(node: NodeTable) -> None:
+    assert node.take_slab(0, PAGE) == 5
+    node.give_slab(0, 2 * PAGE, Generation(6))
+    assert (node.num_free(PAGE), node.num_free(2 * PAGE)) == (0, 2)
+    assert node.lowest(Slot(2), 2 * PAGE) == 6
+    assert node.lowest(Slot(1), 2 * PAGE) is None
+    node.check()
+
+
+def test_claimed_slot_is_leased_or_free_again(node: NodeTable) -> None:
+    node.claim(Slot(1), PAGE)
+    node.claim(Slot(2), PAGE)
+    assert node.num_free(PAGE) == 2
+    node.release(Slot(1), PAGE, Generation(9))
+    assert node.lowest(Slot(1), PAGE) == 9
+    assert node.lend(PAGE, 9, ENGINE, 3, Generation(20)) == [0, 3, 1]
+    lease = node.lease_of(Slot(3))
+    assert lease is not None
+    assert (lease.engine_id, lease.group, lease.generation) == (ENGINE, 3, 21)
+    assert node.num_leases == 3
+
+
+def test_stored_chunks_that_need_thought_are_left_out(node: NodeTable) -> None:
+    slots = node.lend(PAGE, 3, ENGINE, 0, Generation(10))
+    columns = [b"a", b"b", b"a", b"c"], [*slots, 3], [10, 12, 12, 13]
+    came = Changes(True, SPACES[0], *columns)
+    others = node.store(came, [PAGE] * 4, Generation(9), from_free=False)
+    assert others == [1, 2, 3], "another generation, a key that is held, a slot that is free"
+    others = node.store(came.at([3]), [PAGE], Generation(13), from_free=True)
+    assert others == [0], "it was cleared"
+    assert node.store(came.at([3]), [2 * PAGE], Generation(9), from_free=True) == [0]
+    assert node.store(came.at([3]), [PAGE], Generation(9), from_free=True) == []
+    assert node.sizes() == {SPACES[0]: 2}
+
+
+def test_table_of_dicts_serves_where_numba_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "raykv.directory.table.flat.flat_table", None)
+    with caplog.at_level(logging.WARNING):
+        made: ChunkTable = open_table("lru")
+    assert isinstance(made, DictTable)
+    assert "without numba" in caplog.text
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_table_is_the_flat_one_for_the_policies_that_it_has(policy: str) -> None:
+    expected = "FlatTable" if policy in FLAT_POLICIES else "DictTable"
+    assert type(open_table(policy)).__name__ == expected
+
+
+def test_default_policy_is_one_that_the_flat_table_has() -> None:
+    assert DEFAULT_POLICY in FLAT_POLICIES
+
+
+def test_compiled_code_is_kept_apart_for_each_state_of_its_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    first = cache.folder()
+    assert first == cache.folder()
+    assert first.parent == tmp_path
+    other = tmp_path / "worth.py"
+    other.write_text("NUM_QUEUES = 4")
+    monkeypatch.setattr("raykv.directory.table.worth.__file__", str(other))
+    assert cache.folder() != first
+
+
+def test_compiled_code_goes_elsewhere_if_a_folder_is_not_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(blocked))
+    monkeypatch.setattr("raykv.directory.table.flat.cache.__file__", str(blocked / "cache.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache.folder().parent == tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = cache.folder()
+    assert made.is_dir()
+    assert made != cache.folder(), "nobody else may have put anything there"

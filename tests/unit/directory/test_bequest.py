@@ -1,0 +1,103 @@
+"""What a scheduler actor leaves to its next life, with Ray's store played by a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from raykv.base.errors import MessageError
+from raykv.base.ids import EVERY_NAMESPACE, Epoch, make_generation
+from raykv.directory import bequest
+from raykv.directory.actor import SchedulerActor
+from raykv.protocol.messages import PROTOCOL_VERSION, NodeReport, NodeReportReply, decode, encode
+from raykv.protocol.operator import KeptLife
+from tests.fixtures.waiting import wait_until
+
+FAR = (1 << 30) + 5
+"""An epoch that no clock of this century gives."""
+
+
+class Store(dict[str, bytes]):
+    """What was left, and who leaves something there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actors: list[SchedulerActor] = []
+
+
+def start(store: Store) -> SchedulerActor:
+    store.actors.append(SchedulerActor("here", "lru"))
+    return store.actors[-1]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    kept = Store()
+
+    def leave(name: str, value: bytes | None) -> None:
+        if value is None:
+            kept.pop(name, None)
+        else:
+            kept[name] = value
+
+    monkeypatch.setattr(bequest, "leave", leave)
+    monkeypatch.setattr(
+        bequest, "entries", lambda: [bequest.Entry(name, value) for name, value in kept.items()]
+    )
+    yield kept
+    # Else it comes into the next one's store.
+    everything = [actor._steward for actor in kept.actors]
+    wait_until(lambda: not any(each._unwritten for each in everything), 10.0, "all is left")
+
+
+def life(store: Store) -> KeptLife:
+    return decode(store.get(bequest.LIFE, encode(KeptLife())), KeptLife)
+
+
+def report(actor: SchedulerActor) -> NodeReportReply:
+    message = NodeReport(
+        version=PROTOCOL_VERSION,
+        node_id="node",
+        epoch=1,
+        seq=1,
+        pool_bytes=1 << 20,
+        slab_bytes=1 << 20,
+        highest_generation=0,
+        scheduler_epoch=0,
+    )
+    return decode(actor.report(encode(message)), NodeReportReply)
+
+
+def test_clearing_is_known_to_the_next_life_once_it_is_said_to_be_kept(
+    store: Store,
+) -> None:
+    first = start(store)
+    cleared = first.clear(None)
+    wait_until(first.has_kept_clearings, 10.0, "it is kept")
+    assert life(store).cleared == cleared
+    assert cleared.keys() == {EVERY_NAMESPACE}
+    told = report(start(store))
+    assert told.cleared == cleared
+    assert make_generation(Epoch(told.epoch), 0) > cleared[EVERY_NAMESPACE]
+
+
+def test_next_life_grants_above_a_counter_that_has_risen_past_the_clock(
+    store: Store,
+) -> None:
+    store[bequest.LIFE] = encode(KeptLife(FAR))
+    assert report(start(store)).epoch == FAR + 1
+    wait_until(lambda: life(store).epoch == FAR + 1, 10.0, "it is left to the one after")
+    assert report(start(store)).epoch == FAR + 2
+
+
+def test_next_life_begins_with_the_clock_when_what_is_left_can_not_be_read(
+    store: Store,
+) -> None:
+    store[bequest.LIFE] = b"no struct"
+    assert 0 < report(start(store)).epoch < FAR
+
+
+def test_nobody_clears_the_namespace_without_a_name(store: Store) -> None:
+    with pytest.raises(MessageError, match="the namespace ''"):
+        start(store).clear(EVERY_NAMESPACE)

@@ -1,0 +1,256 @@
+"""What the scheduler actor remembers of requests that have ended, and what it knows better."""
+
+from __future__ import annotations
+
+import pytest
+
+import raykv.directory.miss_log
+from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Namespace
+from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.directory.miss_log import MAX_RECORDS, MAX_TOLD
+from raykv.protocol.messages import (
+    PROTOCOL_VERSION,
+    AttachEngine,
+    Inventory,
+    NodeReport,
+    SyncReply,
+    SyncRequest,
+    decode,
+    encode,
+)
+from raykv.protocol.miss_types import Explanations, MissRecord
+from tests.fixtures.tables import TABLES, use_table
+
+EXPIRY_S = 10.0
+NUM_SLOTS = 4
+
+
+@pytest.fixture(params=TABLES, autouse=True)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, request.param)
+
+
+def key(name: str) -> bytes:
+    return name.encode() + bytes(4)
+
+
+class Desk:
+    """Two nodes of four slots each; the engine "e" is on the first, "far" on the second."""
+
+    def __init__(self) -> None:
+        settings = ManagerSettings(
+            engine_expiry_s=EXPIRY_S, node_expiry_s=EXPIRY_S, settle_s=0.0, pin_s=0.0
+        )
+        self.manager = BlockManager(Epoch(1), settings)
+        self.now = 100.0
+        self._seq = 0
+        for node in ("one", "two"):
+            self.report(node)
+        self.attach("e", "one", "model")
+        self.attach("far", "two", "model")
+
+    def report(self, node: str, stored: Inventory = Inventory()) -> None:  # noqa: B008
+        self._seq += 1
+        size = NUM_SLOTS * SLOT_ALIGNMENT
+        message = NodeReport(PROTOCOL_VERSION, node, 7, self._seq, size, size, 0, 0, stored)
+        self.manager.node_report(message, self.now)
+
+    def attach(self, engine: str, node: str, namespace: str) -> None:
+        message = AttachEngine(
+            PROTOCOL_VERSION, engine, node, namespace, "tiny", 1, {0: SLOT_ALIGNMENT}
+        )
+        assert not self.manager.attach_engine(message, self.now).error
+
+    def sync(self, engine: str, *finished: MissRecord, seq: int = 0, wanted: int = 0) -> SyncReply:
+        self._seq += 1
+        raw = encode(
+            SyncRequest(engine, 1, seq or self._seq, wanted={0: wanted}, finished=list(finished))
+        )
+        return self.manager.sync(decode(raw, SyncRequest), self.now)
+
+    def store(self, engine: str, node: str, namespace: str, *names: str) -> None:
+        """The engine stores chunks; what is in the way is evicted."""
+        granted = self.sync(engine, wanted=len(names)).granted
+        assert len(granted.slots) == len(names)
+        rows = [key(name) for name in names]
+        sizes, indices = [SLOT_ALIGNMENT] * len(rows), [0] * len(rows)
+        self.report(
+            node,
+            Inventory([namespace], indices, rows, granted.slots, granted.generations, sizes),
+        )
+
+    def reason(self, name: str) -> dict[str, int]:
+        """Those of a request of the engine "e" that knows nothing of a chunk."""
+        missed = {"never_stored": 64, "incomplete_chunk": 5}
+        self.sync("e", MissRecord("r", 69, 0, 0, missed, key(name)))
+        newest = self.find("r").found[0].record
+        assert sum(newest.missed.values()) == 69
+        return newest.missed
+
+    def find(self, beginning: str) -> Explanations:
+        """As it comes to a client."""
+        return decode(encode(self.manager.why_miss(beginning, self.now)), Explanations)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def record(request_id: str) -> MissRecord:
+    return MissRecord(request_id, 10, 2, 3, {"evicted": 5}, key("a"))
+
+
+# Which requests
+
+
+def test_record_is_told_as_it_came_with_where_it_came_from(desk: Desk) -> None:
+    desk.sync("e", record("cmpl-7-0-abcd"))
+    desk.now += 3.0
+    known = desk.find("cmpl-7")
+    (only,) = known.found
+    assert only.record == record("cmpl-7-0-abcd")
+    assert (only.engine_id, only.node_id, only.namespace) == ("e", "one", "model")
+    assert (only.model, only.age_s, known.num_known) == ("tiny", 3.0, 1)
+
+
+def test_newest_come_first_and_only_so_many(desk: Desk) -> None:
+    desk.sync("e", *(record(f"cmpl-{number}") for number in range(MAX_TOLD + 5)))
+    found = [each.record.request_id for each in desk.find("cmpl-").found]
+    assert found == [f"cmpl-{MAX_TOLD + 4 - i}" for i in range(MAX_TOLD)]
+
+
+@pytest.mark.parametrize(
+    ("request_id", "beginning", "is_found"),
+    [
+        ("cmpl-7-0-abcd", "cmpl-7-0-abcd", True),
+        ("cmpl-7-0-abcd", "mpl-7", False),
+        ("2_cmpl-7-0-abcd", "cmpl-7", True),
+        ("2_cmpl-7-0-abcd", "2_cmpl", True),
+        ("my_own", "my_o", True),
+        ("my_own", "own", False),
+    ],
+)
+def test_ids_are_known_by_their_beginning(
+    desk: Desk, request_id: str, beginning: str, is_found: bool
+) -> None:
+    desk.sync("e", record(request_id))
+    assert bool(desk.find(beginning).found) is is_found
+
+
+def test_oldest_are_forgotten(desk: Desk) -> None:
+    desk.sync("e", record("first"))
+    for start in range(0, MAX_RECORDS, 256):
+        desk.sync("e", *(record(f"later-{start + i}") for i in range(256)))
+    known = desk.find("first")
+    assert (known.found, known.num_known) == ([], MAX_RECORDS)
+
+
+def test_message_that_comes_again_is_counted_once(desk: Desk) -> None:
+    for _ in range(2):
+        desk.sync("e", record("r"), seq=77)
+    assert len(desk.find("r").found) == 1
+
+
+def test_engine_that_is_not_attached_is_not_believed(desk: Desk) -> None:
+    assert desk.sync("stranger", record("r")).attach
+    assert desk.find("r").found == []
+
+
+# What is known better
+
+
+def test_chunk_that_nobody_ever_had_was_never_stored(desk: Desk) -> None:
+    desk.store("far", "two", "model", "a")
+    assert desk.reason("b") == {"never_stored": 64, "incomplete_chunk": 5}
+
+
+def test_chunk_that_was_given_up_on_another_node_was_evicted(desk: Desk) -> None:
+    desk.store("far", "two", "model", "a")
+    desk.store("far", "two", "model", *"bcde")
+    assert desk.reason("a") == {"evicted": 64, "incomplete_chunk": 5}
+
+
+def test_chunk_that_was_stored_twice_was_not_evicted(desk: Desk) -> None:
+    """Two engines of a node had computed it, neither of which knew of the other."""
+    desk.store("e", "one", "model", "a")
+    desk.store("e", "one", "model", "a")
+    assert desk.reason("a") == {"never_stored": 64, "incomplete_chunk": 5}
+
+
+def test_chunk_of_a_node_that_is_gone_was_lost_with_it(desk: Desk) -> None:
+    desk.store("far", "two", "model", "a", "b")
+    desk.now += EXPIRY_S + 1.0
+    desk.report("one")
+    desk.sync("e")
+    desk.manager.expire(desk.now)
+    desk.attach("e", "one", "model")
+    assert desk.reason("a") == {"node_lost": 64, "incomplete_chunk": 5}
+    assert "never_stored" in desk.reason("c")
+
+
+def test_chunk_that_an_operator_removed_was_cleared(desk: Desk) -> None:
+    desk.store("far", "two", "model", "a")
+    desk.manager.clear(Namespace("model"))
+    assert desk.reason("a") == {"cleared": 64, "incomplete_chunk": 5}
+    assert "never_stored" in desk.reason("b")
+
+
+def test_chunk_of_the_same_tokens_in_another_namespace_is_named(desk: Desk) -> None:
+    desk.attach("other", "two", "other model")
+    desk.store("other", "two", "other model", "a")
+    assert desk.reason("a") == {"other_namespace": 64, "incomplete_chunk": 5}
+    assert "never_stored" in desk.reason("b")
+
+
+def test_what_went_in_another_namespace_says_nothing_of_this_one(desk: Desk) -> None:
+    desk.attach("other", "two", "other model")
+    desk.store("other", "two", "other model", "a")
+    desk.manager.clear(Namespace("other model"))
+    assert "never_stored" in desk.reason("a")
+
+
+def test_nodes_that_came_to_have_the_other_namespace_are_seen_after_a_while(desk: Desk) -> None:
+    assert "never_stored" in desk.reason("a")
+    desk.attach("other", "two", "other model")
+    desk.store("other", "two", "other model", "a")
+    desk.now += raykv.directory.miss_log.PLACES_S
+    assert "other_namespace" in desk.reason("a")
+
+
+def test_search_in_other_namespaces_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.directory.miss_log, "MAX_PLACES", 0)
+    desk.attach("other", "two", "other model")
+    desk.store("other", "two", "other model", "a")
+    assert "never_stored" in desk.reason("a")
+
+
+def test_other_reasons_stay_as_the_engine_gave_them(desk: Desk) -> None:
+    desk.store("far", "two", "model", "a")
+    desk.store("far", "two", "model", *"bcde")
+    desk.sync("e", MissRecord("r", 10, 0, 0, {"pool_full": 10}, key("a")))
+    assert desk.find("r").found[0].record.missed == {"pool_full": 10}
+
+
+def test_refined_reason_joins_tokens_that_have_it_already(desk: Desk) -> None:
+    desk.store("far", "two", "model", "a")
+    desk.store("far", "two", "model", *"bcde")
+    missed = {"never_stored": 6, "evicted": 4}
+    desk.sync("e", MissRecord("r", 10, 0, 0, missed, key("a")))
+    assert desk.find("r").found[0].record.missed == {"evicted": 10}
+
+
+def test_engine_is_told_what_was_known_better_once_for_each_message(desk: Desk) -> None:
+    desk.store("far", "two", "model", "a")
+    desk.store("far", "two", "model", *"bcde")
+    known = MissRecord("r1", 10, 0, 0, {"never_stored": 7, "incomplete_chunk": 3}, key("a"))
+    unknown = MissRecord("r2", 10, 0, 0, {"never_stored": 10}, key("z"))
+    for _ in range(2):
+        assert desk.sync("e", known, unknown, seq=77).refined == {"evicted": 7}
+    assert desk.sync("e", unknown, seq=78).refined == {}
+    assert desk.sync("e", seq=79).refined == {}
+
+
+def test_chunk_that_is_here_since_is_not_taken_for_one_of_another_namespace(desk: Desk) -> None:
+    desk.store("far", "two", "model", "a")
+    assert desk.reason("a") == {"never_stored": 64, "incomplete_chunk": 5}

@@ -1,0 +1,199 @@
+"""A pool that is pinned piece by piece: the pieces, the order of things, and what goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT
+from raykv.memory import placing as pinning
+from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.pinning import PoolPinner
+from raykv.memory.placing import MOST_PIECE_BYTES, HugePages, Placement, Placing, pin_pieces
+from raykv.memory.pool import Pool
+from tests.fixtures.fake_cuda import GPU, FakeCuda
+from tests.fixtures.waiting import wait_until
+
+GIB = 1 << 30
+SLAB = 16 * SLOT_ALIGNMENT
+GEOMETRY = PoolGeometry(6 * SLAB + SLOT_ALIGNMENT, SLAB)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pool_bytes=st.integers(1, 2 << 40),
+    slot_units=st.integers(1, 1 << 14),
+    data=st.data(),
+)
+def test_no_slot_crosses_the_border_of_a_piece(
+    pool_bytes: int, slot_units: int, data: st.DataObject
+) -> None:
+    slot_bytes = slot_units * SLOT_ALIGNMENT
+    geometry = PoolGeometry.for_pool(max(pool_bytes, slot_bytes), slot_bytes)
+    pieces = pin_pieces(geometry)
+    assert pieces[0].offset == 0
+    assert all(a.end == b.offset for a, b in pairwise(pieces))
+    assert pieces[-1].end == geometry.num_slabs * geometry.slab_bytes
+    assert all(piece.num_bytes <= MOST_PIECE_BYTES for piece in pieces)
+    assert len(pieces) <= 2 * pinning.TARGET_PIECES
+    slab = data.draw(st.integers(0, geometry.num_slabs - 1))
+    for slot in (geometry.slots_of(slab, slot_bytes) or [])[:3]:
+        start, end = slot * SLOT_ALIGNMENT, slot * SLOT_ALIGNMENT + slot_bytes
+        assert any(piece.offset <= start and end <= piece.end for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "sizes"),
+    [
+        (8 * GIB, {GIB}),
+        (512 * GIB, {2 * GIB}),
+        (32_768 * GIB, {64 * GIB}),
+    ],
+)
+def test_pieces_grow_with_the_pool_up_to_64_gib(pool_bytes: int, sizes: set[int]) -> None:
+    pieces = pin_pieces(PoolGeometry(pool_bytes, 256 << 20))
+    assert {piece.num_bytes for piece in pieces} == sizes
+
+
+def test_slab_that_is_larger_than_a_piece_is_one() -> None:
+    pieces = pin_pieces(PoolGeometry(300 * GIB, 100 * GIB))
+    assert [piece.num_bytes for piece in pieces] == [100 * GIB] * 3
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "expected"),
+    [
+        ([], [0, 1], Placement(Placing.ANYWHERE)),
+        ([0, 0], [0], Placement(Placing.ANYWHERE)),
+        ([1, 1], [0, 1], Placement(Placing.PREFER, (1,))),
+        ([1, 0, 1], [0, 1], Placement(Placing.INTERLEAVE, (0, 1))),
+        ([3, 1], [0, 1, 2], Placement(Placing.PREFER, (1,))),
+        ([7], [0, 1], Placement(Placing.ANYWHERE)),
+    ],
+)
+def test_pool_is_near_the_gpus(gpus: list[int], memory: list[int], expected: Placement) -> None:
+    assert pinning.placement(gpus, memory) == expected
+
+
+@pytest.mark.parametrize(
+    ("pages", "free", "mode", "expected"),
+    [
+        (4, 4, "never", HugePages.RESERVED),
+        (4, 3, "never", HugePages.NONE),
+        (4, 3, "advise", HugePages.TRANSPARENT),
+        (4.5, 9, "always", HugePages.TRANSPARENT),
+        (4.5, 9, "deny", HugePages.NONE),
+        (4, 0, "", HugePages.NONE),
+    ],
+)
+def test_pages_are_the_largest_that_all_of_the_pool_can_have(
+    pages: float, free: int, mode: str, expected: HugePages
+) -> None:
+    size = 2 << 20
+    assert pinning.huge_pages(int(pages * size), size, free, mode) is expected
+
+
+# The thread
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """Pinned two slabs at a time."""
+    monkeypatch.setattr(pinning, "LEAST_PIECE_BYTES", 2 * SLAB)
+    made = Pool(GEOMETRY, "")
+    yield made
+    made.stop()
+    made._region.close()
+
+
+def offsets(cuda: FakeCuda, pool: Pool) -> dict[int, int]:
+    return {address - pool.address: size for address, size in cuda.registered.items()}
+
+
+def test_piece_is_pinned_once_its_pages_were_touched(pool: Pool) -> None:
+    cuda = FakeCuda()
+    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    pool.prefaulted_bytes = 4 * SLAB - 1
+    pinner.start()
+    wait_until(lambda: pinner.pinned_bytes > 0, 5.0, "the first piece is pinned")
+    assert offsets(cuda, pool) == {0: 2 * SLAB}
+    assert pinner.pinned_bytes == 2 * SLAB
+    pool.prefaulted_bytes = GEOMETRY.pool_bytes
+    wait_until(lambda: pinner.pinned_bytes == 6 * SLAB, 5.0, "all slabs are pinned")
+    assert offsets(cuda, pool) == {0: 2 * SLAB, 2 * SLAB: 2 * SLAB, 4 * SLAB: 2 * SLAB}
+    pinner.stop(5.0)
+    assert (cuda.registered, pinner.pinned_bytes) == ({}, 0)
+
+
+def test_rest_stays_pageable_with_one_warning_when_cuda_refuses(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = FakeCuda()
+    cuda.fail_at = 2
+    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    pool.prefaulted_bytes = GEOMETRY.pool_bytes
+    pinner.start()
+    wait_until(lambda: not pinner._thread.is_alive(), 5.0, "it gives up")
+    assert cuda.calls == ["register_host"] * 2
+    assert pinner.pinned_bytes == 2 * SLAB
+    (record,) = caplog.records
+    assert f"{4 * SLAB} of the pool's {6 * SLAB} bytes can't be pinned" in record.getMessage()
+    assert "register_host was refused" in record.getMessage()
+    pinner.stop(5.0)
+    assert cuda.registered == {}
+
+
+def test_end_comes_in_time_before_the_pool_is_prefaulted(pool: Pool) -> None:
+    cuda = FakeCuda()
+    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    pinner.start()
+    pinner.stop(5.0)
+    assert not pinner._thread.is_alive()
+    assert cuda.calls == []
+
+
+def test_all_stays_pinned_when_cuda_does_not_come_back(pool: Pool) -> None:
+    """The process is about to end; unpinning while CUDA pins could take for ever too."""
+    gate = threading.Event()
+
+    class Stuck(FakeCuda):
+        def register_host(self, device: str, address: int, num_bytes: int) -> None:
+            super().register_host(device, address, num_bytes)
+            if len(self.registered) == 2:
+                gate.wait(10.0)
+
+    cuda = Stuck()
+    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    pool.prefaulted_bytes = GEOMETRY.pool_bytes
+    pinner.start()
+    wait_until(lambda: len(cuda.registered) == 2, 5.0, "it is stuck")
+    pinner.stop(0.05)
+    assert "unregister_host" not in cuda.calls
+    gate.set()
+    pinner.stop(5.0)
+    assert cuda.registered == {}
+
+
+def test_refused_unpinning_does_not_keep_the_rest_pinned(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stubborn(FakeCuda):
+        def unregister_host(self, device: str, address: int) -> None:
+            if address == pool.address:
+                raise DriverError("no")
+            super().unregister_host(device, address)
+
+    cuda = Stubborn()
+    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    pool.prefaulted_bytes = GEOMETRY.pool_bytes
+    pinner.start()
+    wait_until(lambda: pinner.pinned_bytes == 6 * SLAB, 5.0, "all slabs are pinned")
+    pinner.stop(5.0)
+    assert offsets(cuda, pool) == {0: 2 * SLAB}
+    assert "a part of the pool stays pinned: no" in caplog.text

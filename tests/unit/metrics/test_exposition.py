@@ -1,0 +1,272 @@
+"""Metrics over HTTP: a real server and real connections on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from raykv.base.deadlines import METRICS_CLIENT_S
+from raykv.base.ids import Direction, Namespace, Refusal
+from raykv.base.settings import MetricsPlace
+from raykv.metrics import server as exposition
+from raykv.metrics.server import MAX_CONNECTIONS, PORTS_TRIED, Collect, MetricsServer, _Families
+from raykv.metrics.table import LATENCY_BOUNDS, METRICS, histograms, number, numbers
+from raykv.node.meter import NodeMeter, PoolContents
+from raykv.node.slots import SlotState
+from raykv.protocol.messages import NodeStats
+from raykv.protocol.metric_types import HistogramData, MetricFamily
+from tests.fixtures.metric_lint import complaints
+from tests.fixtures.waiting import wait_until
+
+HERE = "127.0.0.1"
+
+
+def nodes() -> list[MetricFamily]:
+    return [number("raykv_nodes", 3)]
+
+
+@contextmanager
+def serving(
+    collect: Collect = nodes, port: str = "auto", address: str = ""
+) -> Iterator[MetricsServer]:
+    server = MetricsServer(MetricsPlace(port, address), HERE, collect)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def get(address: str, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def text_of(families: list[MetricFamily]) -> str:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(_Families(lambda: families))
+    return generate_latest(registry).decode()
+
+
+def test_scrape_has_what_was_collected_at_that_moment() -> None:
+    count = [0]
+
+    def collect() -> list[MetricFamily]:
+        count[0] += 1
+        return [number("raykv_nodes", count[0])]
+
+    with serving(collect) as server:
+        assert server.address.startswith(f"{HERE}:")
+        assert "raykv_nodes 1.0" in get(server.address)
+        assert "raykv_nodes 2.0" in get(server.address)
+    assert count == [2]
+
+
+def test_histogram_has_cumulative_buckets_up_to_infinity() -> None:
+    counts = [1, 2, *[0] * (len(LATENCY_BOUNDS) - 2), 4]
+    text = text_of([histograms("raykv_fetch_seconds", [((), HistogramData(counts, 1.5))])])
+    assert 'raykv_fetch_seconds_bucket{le="0.0001"} 1.0' in text
+    assert 'raykv_fetch_seconds_bucket{le="0.00025"} 3.0' in text
+    assert 'raykv_fetch_seconds_bucket{le="+Inf"} 7.0' in text
+    assert "raykv_fetch_seconds_count 7.0" in text
+    assert "raykv_fetch_seconds_sum 1.5" in text
+    assert complaints(text) == []
+
+
+def test_collection_that_fails_is_answered_with_503_and_the_next_one_works() -> None:
+    fails = [True]
+
+    def collect() -> list[MetricFamily]:
+        if fails[0]:
+            raise ValueError("not now")
+        return nodes()
+
+    with serving(collect) as server:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            get(server.address)
+        fails[0] = False
+        assert "raykv_nodes 3.0" in get(server.address)
+
+
+def test_port_that_is_taken_gives_way_to_the_next_one() -> None:
+    with serving() as first:
+        taken = first.address.rpartition(":")[2]
+        with serving(port=taken) as second:
+            assert not second.problem
+            number_of = [int(each.address.rpartition(":")[2]) for each in (first, second)]
+            assert 0 < number_of[1] - number_of[0] < PORTS_TRIED
+            assert "raykv_nodes" in get(second.address)
+
+
+def test_no_free_port_is_said_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition, "PORTS_TRIED", 1)
+    with serving() as first:
+        taken = first.address.rpartition(":")[2]
+        with serving(port=taken) as second:
+            assert second.address == ""
+            assert f"ports {taken} to {taken} of {HERE} are all taken" in second.problem
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no.such.host.invalid", "a\0b"])
+def test_address_that_is_not_ours_is_said_and_stops_nobody(address: str) -> None:
+    with serving(address=address) as server:
+        assert server.address == ""
+        assert server.problem.startswith("no metrics: ")
+
+
+def test_switched_off_has_no_server_and_no_problem() -> None:
+    with serving(port="off") as server:
+        assert (server.address, server.problem) == ("", "")
+
+
+def test_any_address_is_told_as_that_of_the_node() -> None:
+    with serving(address="0.0.0.0") as server:
+        assert server.address.startswith(f"{HERE}:")
+        assert "raykv_nodes" in get(server.address)
+
+
+def connection(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), 5)
+
+
+def test_silent_clients_neither_pile_up_nor_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exposition._Handler.timeout == METRICS_CLIENT_S
+    monkeypatch.setattr(exposition._Handler, "timeout", 1.0)
+    with serving() as server:
+        before = threading.active_count()
+        silent = [connection(server.address) for _ in range(3 * MAX_CONNECTIONS)]
+        try:
+            wait_until(
+                lambda: threading.active_count() - before == MAX_CONNECTIONS, 5.0, "all are busy"
+            )
+            wait_until(lambda: threading.active_count() == before, 10.0, "the silent are left")
+            assert "raykv_nodes" in get(server.address)
+        finally:
+            for each in silent:
+                each.close()
+
+
+@pytest.mark.parametrize("raw", [b"\0" * 100, b"GET /\r\n\r\n", b"G" * 100_000, b"\r\n", b""])
+def test_garbage_is_survived(raw: bytes) -> None:
+    with serving() as server:
+        with closing(connection(server.address)) as sock:
+            sock.sendall(raw)
+        assert "raykv_nodes" in get(server.address)
+
+
+def test_only_reading_is_allowed() -> None:
+    with serving() as server:
+        client = http.client.HTTPConnection(server.address, timeout=5)
+        client.request("POST", "/metrics", b"x")
+        assert client.getresponse().status == 405
+        client.close()
+        assert get(server.address, "/metrics?name[]=raykv_none") == ""
+
+
+# What a NodeActor shows
+
+
+def test_pool_bytes_add_up_to_the_pool_by_state_and_namespace() -> None:
+    contents = PoolContents(
+        {
+            (SlotState.READY, Namespace("a" * 40)): 50,
+            (SlotState.READY, Namespace("b")): 20,
+            (SlotState.WRITING, Namespace("b")): 10,
+        },
+        num_unreported=2,
+    )
+    text = text_of(NodeMeter().families(NodeStats(pool_bytes=100), contents))
+    assert complaints(text) == []
+    found = {
+        (sample.labels["state"], sample.labels["namespace"]): sample.value
+        for family in text_string_to_metric_families(text)
+        if family.name == "raykv_pool_bytes"
+        for sample in family.samples
+    }
+    assert found == {
+        ("ready", "a" * 12): 50,
+        ("ready", "b"): 20,
+        ("writing", "b"): 10,
+        ("empty", ""): 20,
+    }
+    assert "raykv_unreported_chunks 2.0" in text
+
+
+def test_jobs_and_refusals_are_measured() -> None:
+    meter = NodeMeter()
+    meter.ran(Direction.LOAD, 0.2, 0.01)
+    meter.refused([Refusal.STALE, Refusal.STALE, Refusal.CANCELLED])
+    text = text_of(meter.families(NodeStats(), PoolContents({})))
+    assert 'raykv_queue_seconds_bucket{direction="load",le="0.25"} 1.0' in text
+    assert 'raykv_queue_seconds_bucket{direction="load",le="0.1"} 0.0' in text
+    assert 'raykv_copy_seconds_bucket{direction="load",le="0.01"} 1.0' in text
+    assert 'raykv_copy_seconds_count{direction="store"} 0.0' in text
+    assert 'raykv_refused_chunks_total{reason="stale"} 2.0' in text
+    assert 'raykv_refused_chunks_total{reason="cancelled"} 1.0' in text
+
+
+def test_every_metric_of_the_table_is_in_good_form() -> None:
+    for metric in METRICS.values():
+        labels = tuple("x" for _ in metric.labels)
+        data = HistogramData([0] * (len(metric.bounds) + 1))
+        family = (
+            histograms(metric.name, [(labels, data)])
+            if metric.bounds
+            else numbers(metric.name, {labels: 1})
+        )
+        assert complaints(text_of([family])) == [], metric.name
+
+
+BAD_BUCKETS = """# HELP raykv_x_seconds X.
+# TYPE raykv_x_seconds histogram
+raykv_x_seconds_bucket{le="1"} 3
+raykv_x_seconds_bucket{le="+Inf"} 2
+raykv_x_seconds_count 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (
+            "# HELP raykv_x_total X.\n# TYPE raykv_x_total counter\nraykv_x_total -1\n",
+            "a counter of -1",
+        ),
+        ("# HELP raykv_x_ms X.\n# TYPE raykv_x_ms gauge\nraykv_x_ms 1\n", "base units"),
+        ("# HELP raykv_x X\n# TYPE raykv_x gauge\nraykv_x 1\n", "a sentence"),
+        ("# HELP x X.\n# TYPE x gauge\nx 1\n", "begins with raykv_"),
+        ('# HELP raykv_x X.\n# TYPE raykv_x gauge\nraykv_x{job="a"} 1\n', "the label job"),
+        ("# HELP raykv_x X.\n# TYPE raykv_x gauge\nraykv_x 1\nraykv_x 1\n", "twice"),
+        ('# HELP raykv_x X.\n# TYPE raykv_x gauge\nraykv_x 1\nraykv_x{a="b"} 1\n', "different"),
+        (
+            BAD_BUCKETS,
+            "don't add up",
+        ),
+        ("", "nothing is there"),
+    ],
+)
+def test_bad_form_is_found(bad: str, why: str) -> None:
+    assert any(why in complaint for complaint in complaints(bad)), complaints(bad)
+
+
+@given(st.text(max_size=30))
+def test_any_text_may_be_a_label(label: str) -> None:
+    if "\n" in label or not label.isprintable():
+        return
+    text = text_of([numbers("raykv_engines", {(label,): 1})])
+    (family,) = text_string_to_metric_families(text)
+    assert family.samples[0].labels == {"namespace": label}

@@ -1,0 +1,483 @@
+"""The ingress in front of replicas that are plain generators: what a client gets, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import BackPressureError
+
+from raykv.serve.http import ingress as module
+from raykv.serve.http.answer import BrokenAnswerError
+from raykv.serve.http.exchange import Head, HttpRequest
+from raykv.serve.http.ingress import Ingress, NoReplicaError, ReplicaBackend, ServedModel
+from raykv.serve.http.metrics import ReplicaMetrics
+from tests.fixtures.asgi import Client
+from tests.fixtures.serve_handle import Handle, Pieces
+
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+DIED = ActorDiedError()
+AWAY = ActorUnavailableError("away", b"0" * 16)
+
+Answer = Callable[[HttpRequest], AsyncGenerator[Head | bytes, None]]
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPLICA_RETRY_PAUSE_S", 0.0)
+
+
+class Replicas:
+    """Each request takes the next script: pieces, and errors that are raised in their place."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self.scripts = list(scripts)
+        self.asked: list[HttpRequest] = []
+        self.ended = 0
+
+    async def answer(self, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
+        self.asked.append(request)
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        try:
+            for piece in script:
+                if isinstance(piece, Exception):
+                    raise piece
+                if isinstance(piece, asyncio.Event):
+                    await piece.wait()
+                    continue
+                yield piece
+        finally:
+            self.ended += 1
+
+
+def ingress(*backends: Any, **limits: int) -> Ingress:
+    """One model for each backend, called m0, m1, and so on."""
+    models = [ServedModel([f"m{index}"], each) for index, each in enumerate(backends)]
+    return Ingress(models, **limits)
+
+
+def ask(app: Ingress, client: Client) -> Client:
+    asyncio.run(asyncio.wait_for(client.ask(app), 10))
+    return client
+
+
+def asking(model: Any = "m0", **more: Any) -> Client:
+    return Client(body=[json.dumps({"model": model, **more}).encode()])
+
+
+def error_of(client: Client) -> str:
+    """What an error says, which is as OpenAI's API has them."""
+    assert client.is_whole
+    error = json.loads(client.text)["error"]
+    assert error["code"] == client.status
+    assert error["type"]
+    message: str = error["message"]
+    return message
+
+
+def listing(*names: str) -> list[Any]:
+    data = [{"id": name, "object": "model"} for name in names]
+    return [Head(200, []), json.dumps({"object": "list", "data": data}).encode()]
+
+
+# Passing on
+
+
+def test_request_goes_on_as_it_came_and_answer_comes_back() -> None:
+    replicas = Replicas([Head(201, [(b"x-y", b"z")]), b"one", b"two"])
+    client = ask(ingress(replicas), Client(body=[b"ab", b"", b"cd"], headers=[(b"h", b"v")]))
+    assert (client.status, client.answered, client.text) == (201, {b"x-y": b"z"}, "onetwo")
+    assert client.is_whole
+    (request,) = replicas.asked
+    assert request == HttpRequest("POST", "/v1/completions", b"", [(b"h", b"v")], b"abcd")
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "expected"),
+    [
+        ("", "/v1/models", "/v1/models"),
+        ("/llm", "/llm/v1/models", "/v1/models"),
+        ("/v1", "/v1models", "/v1models"),
+        ("/a/b", "/a/b/", "/"),
+    ],
+)
+def test_replica_knows_nothing_of_the_prefix_of_the_route(
+    root: str, path: str, expected: str
+) -> None:
+    replicas = Replicas([Head(200, [])])
+    ask(ingress(replicas), Client(root_path=root, path=path))
+    assert [request.path for request in replicas.asked] == [expected]
+
+
+def test_pieces_are_passed_on_when_they_come() -> None:
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+        client = Client()
+        asked = client.ask(ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"])))
+        task = asyncio.create_task(asked)
+        await client.heard(1)
+        assert (client.text, client.is_whole) == ("one", False)
+        go_on.set()
+        await task
+        assert (client.text, client.is_whole) == ("onetwo", True)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_requests_are_answered_at_the_same_time() -> None:
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+        app = ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"]))
+        clients = [asking() for _ in range(50)]
+        tasks = [asyncio.create_task(client.ask(app)) for client in clients]
+        for client in clients:
+            await client.heard(1)
+        go_on.set()
+        await asyncio.gather(*tasks)
+        assert {client.text for client in clients} == {"onetwo"}
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+# Models
+
+
+def test_request_goes_to_the_model_that_it_names() -> None:
+    first, second = Replicas([Head(200, []), b"first"]), Replicas([Head(200, []), b"second"])
+    assert ask(ingress(first, second), asking("m1")).text == "second"
+    assert ask(ingress(first, second), asking("m0")).text == "first"
+
+
+@pytest.mark.parametrize("model", ["m2", "", 7, ["m0"], {"m0": 1}])
+def test_unknown_model_is_refused_with_those_that_there_are(model: Any) -> None:
+    client = ask(ingress(Replicas([]), Replicas([])), asking(model))
+    assert client.status == 404
+    assert "m0, m1" in error_of(client)
+
+
+@pytest.mark.parametrize("body", [b"", b"no JSON", b"[1]", b"{}", b'{"model": null}', b"\xff"])
+def test_request_without_a_model_is_left_to_vllm(body: bytes) -> None:
+    first, second = Replicas([Head(400, []), b"vLLM's words"]), Replicas([])
+    client = ask(ingress(first, second), Client(body=[body]))
+    assert (client.status, client.text) == (400, "vLLM's words")
+
+
+@pytest.mark.parametrize("num_models", [1, 2])
+@pytest.mark.parametrize("inner", [b"[" * 100_000, b'{"a":' * 100 + b"1" + b"}" * 100])
+def test_body_that_is_nested_too_deeply_is_refused_before_anybody_is_asked(
+    num_models: int, inner: bytes
+) -> None:
+    """A replica that has died of it would be followed by the next one."""
+    replicas = [Replicas([]) for _ in range(num_models)]
+    client = ask(ingress(*replicas), Client(body=[b'{"model": ', inner, b"}"]))
+    assert client.status == 400
+    assert "nested deeper than 100" in error_of(client)
+    assert not any(each.asked for each in replicas)
+
+
+def test_only_model_gets_whatever_is_asked() -> None:
+    assert ask(ingress(Replicas([Head(404, []), b"its own"])), asking("other")).text == "its own"
+
+
+def test_models_of_all_are_in_one_list() -> None:
+    app = ingress(Replicas(listing("a", "lora")), Replicas(listing("b")))
+    client = ask(app, Client(method="GET", path="/v1/models", body=[b""]))
+    listed = json.loads(client.text)
+    assert (client.status, listed["object"]) == (200, "list")
+    assert [each["id"] for each in listed["data"]] == ["a", "lora", "b"]
+
+
+def test_list_of_models_leaves_out_one_without_replicas() -> None:
+    app = ingress(Replicas([NoReplicaError("none")]), Replicas(listing("b")))
+    client = ask(app, Client(method="GET", path="/v1/models", body=[b""]))
+    assert [each["id"] for each in json.loads(client.text)["data"]] == ["b"]
+    none = ingress(Replicas([NoReplicaError("none")]), Replicas([DIED]))
+    assert ask(none, Client(method="GET", path="/v1/models", body=[b""])).status == 503
+
+
+def test_list_of_models_that_is_refused_says_why() -> None:
+    refusal = [Head(401, []), b'{"error": "Unauthorized"}']
+    app = ingress(Replicas(refusal), Replicas(refusal))
+    client = ask(app, Client(method="GET", path="/v1/models", body=[b""]))
+    assert (client.status, client.text) == (401, '{"error": "Unauthorized"}')
+
+
+# Metrics
+
+
+class Metered(Replicas):
+    def __init__(self, *pages: ReplicaMetrics, error: Exception | None = None) -> None:
+        super().__init__([Head(200, []), b"of one replica"])
+        self.pages = pages
+        self.error = error
+
+    async def metrics(self) -> Sequence[ReplicaMetrics]:
+        if self.error is not None:
+            raise self.error
+        return self.pages
+
+
+def scraper() -> Client:
+    return Client(method="GET", path="/metrics", body=[b""])
+
+
+def test_metrics_are_those_of_all_replicas_that_answer() -> None:
+    first, second = (
+        ReplicaMetrics("d", "r1", "x_total 1\n"),
+        ReplicaMetrics("d", "r2", "x_total 2\n"),
+    )
+    app = ingress(Metered(first, second), Metered(error=TimeoutError()), Replicas([]))
+    client = ask(app, scraper())
+    assert client.answered[b"content-type"].startswith(b"text/plain")
+    assert client.text.splitlines() == [
+        'x_total{deployment="d",replica="r1"} 1',
+        'x_total{deployment="d",replica="r2"} 2',
+    ]
+    silent = ask(ingress(Metered(error=TimeoutError())), scraper())
+    assert silent.status == 503
+    other = ingress(Replicas([Head(200, []), b"its own"]))
+    assert ask(other, scraper()).text == "its own"
+
+
+# Replicas that die
+
+
+@pytest.mark.parametrize("death", [DIED, AWAY])
+def test_replica_that_dies_before_its_answer_is_followed_by_another(death: Exception) -> None:
+    replicas = Replicas([death], [death], [Head(200, []), b"third"])
+    client = ask(ingress(replicas), asking())
+    assert (client.status, client.text) == (200, "third")
+    assert len(replicas.asked) == 3
+    assert len({request.body for request in replicas.asked}) == 1
+
+
+def test_request_is_refused_when_all_attempts_have_died() -> None:
+    replicas = Replicas([DIED])
+    client = ask(ingress(replicas, attempts=2), asking())
+    assert client.status == 503
+    assert "2 replicas died" in error_of(client)
+    assert client.answered[b"retry-after"] == b"5"
+    assert len(replicas.asked) == 2
+
+
+def test_stream_of_events_that_has_begun_ends_with_an_error_event() -> None:
+    replicas = Replicas([Head(200, EVENTS), b"data: one\n\n", DIED])
+    client = ask(ingress(replicas), asking())
+    assert (client.status, client.is_whole) == (200, True)
+    first, last = client.text.split("\n\n", 1)
+    assert first == "data: one"
+    assert "died" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert len(replicas.asked) == 1, "half an answer is never followed by another one"
+
+
+def test_other_answer_that_has_begun_is_cut_not_ended() -> None:
+    client = asking()
+    with pytest.raises(BrokenAnswerError, match="died"):
+        ask(ingress(Replicas([Head(200, []), b'{"half":', DIED])), client)
+    assert client.text == '{"half":'
+    assert not client.is_whole
+
+
+def test_failing_replica_is_an_error_for_its_request_only() -> None:
+    replicas = Replicas([KeyError("of the replica")], [Head(200, []), b"well"])
+    app = ingress(replicas)
+    client = ask(app, asking())
+    assert client.status == 500
+    assert "log" in error_of(client)
+    assert ask(app, asking()).text == "well"
+    broken = asking()
+    with pytest.raises(KeyError):
+        ask(ingress(Replicas([Head(200, EVENTS), b"data: 1\n\n", KeyError("x")])), broken)
+    assert not broken.is_whole
+
+
+@pytest.mark.parametrize("error", [NoReplicaError("none in 60 s"), BackPressureError(9, 8)])
+def test_request_that_nobody_takes_is_to_come_back_later(error: Exception) -> None:
+    replicas = Replicas([error])
+    client = ask(ingress(replicas), asking())
+    assert (client.status, client.answered[b"retry-after"]) == (503, b"5")
+    assert error_of(client) == str(error)
+    assert len(replicas.asked) == 1
+
+
+# Bodies
+
+
+def test_long_body_is_refused_and_never_passed_on() -> None:
+    replicas = Replicas([Head(200, []), b"well"])
+    app = ingress(replicas, max_body_bytes=10)
+    client = ask(app, Client(body=[b"x" * 6, b"x" * 5, b"never read"]))
+    assert client.status == 413
+    assert "10 bytes" in error_of(client)
+    assert client.body == [b"never read"]
+    assert ask(app, Client(body=[b"x" * 6, b"x" * 4])).text == "well"
+    assert len(replicas.asked) == 1
+
+
+def test_bodies_of_all_requests_have_a_bound_which_each_gives_back() -> None:
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+        app = ingress(Replicas([Head(200, EVENTS), b"one", go_on]), max_held_bytes=10)
+        held = Client(body=[b"x" * 8])
+        task = asyncio.create_task(held.ask(app))
+        await held.heard(1)
+        refused, small = Client(body=[b"x" * 3]), Client(body=[b"x" * 2])
+        await refused.ask(app)
+        assert (refused.status, refused.answered[b"retry-after"]) == (503, b"5")
+        other = asyncio.create_task(small.ask(app))
+        await small.heard(1)
+        go_on.set()
+        await asyncio.gather(task, other)
+        whole = Client(body=[b"x" * 10])
+        await whole.ask(app)
+        assert whole.status == 200
+        assert app._held_bytes == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BODY_S", 0.02)
+    app = ingress(Replicas([]))
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if sent:
+            await asyncio.Event().wait()
+        sent.append(1)
+        return {"type": "http.request", "body": b"half", "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
+    assert sent[1]["status"] == 408
+    assert app._held_bytes == 0
+
+
+# Clients that leave
+
+
+def test_client_that_leaves_takes_its_request_along() -> None:
+    async def scenario() -> None:
+        replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
+        app = ingress(replicas)
+        client = asking()
+        task = asyncio.create_task(client.ask(app))
+        await client.heard(1)
+        assert replicas.ended == 0
+        client.leave()
+        await task
+        assert replicas.ended == 1
+        assert app._held_bytes == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_cancelled_request_ends_at_its_replica() -> None:
+    async def scenario() -> None:
+        replicas = Replicas([asyncio.Event()])
+        task = asyncio.create_task(asking().ask(ingress(replicas)))
+        while not replicas.asked:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert replicas.ended == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_client_that_cannot_be_sent_to_ends_its_request_at_once() -> None:
+    class Closed(Client):
+        async def _send(self, message: Any) -> None:
+            raise OSError("closed")
+
+    async def scenario() -> None:
+        replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
+        with pytest.raises(OSError, match="closed"):
+            await Closed().ask(ingress(replicas))
+        assert replicas.ended == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_client_that_leaves_within_its_body_is_not_answered() -> None:
+    replicas = Replicas([])
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    asyncio.run(ingress(replicas)(scope, receive, send))
+    assert not replicas.asked
+
+
+# What is not HTTP
+
+
+def test_lifespan_and_websockets_are_answered() -> None:
+    sent: list[str] = []
+    inbox = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+
+    async def receive() -> Any:
+        return inbox.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    async def scenario() -> None:
+        app = ingress(Replicas([]))
+        await app({"type": "lifespan"}, receive, send)
+        await app({"type": "websocket"}, receive, send)
+
+    asyncio.run(scenario())
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete", "websocket.close"]
+
+
+# Serve's handles
+
+
+def test_request_that_no_replica_takes_in_time_is_withdrawn() -> None:
+    async def scenario() -> Pieces:
+        pieces = Pieces(Head(200, []))
+        client = asking()
+        await client.ask(ingress(ReplicaBackend(Handle(pieces), wait_s=0.02)))
+        assert client.status == 503
+        assert "within 0.02 s" in error_of(client)
+        return pieces
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10)).is_cancelled
+
+
+def test_time_that_an_answer_takes_does_not_count_as_waiting() -> None:
+    async def scenario() -> None:
+        pieces = Pieces(Head(200, []), b"well")
+        pieces.is_taken.set()
+        client = asking()
+        await client.ask(ingress(ReplicaBackend(Handle(pieces), wait_s=0.001)))
+        assert client.text == "well"
+        assert not pieces.is_cancelled
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_client_that_leaves_while_it_waits_withdraws_its_request() -> None:
+    async def scenario() -> None:
+        pieces, client = Pieces(), asking()
+        task = asyncio.create_task(client.ask(ingress(ReplicaBackend(Handle(pieces)))))
+        await asyncio.sleep(0)
+        client.leave()
+        await task
+        assert pieces.is_cancelled
+        assert client.status is None
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))

@@ -1,0 +1,144 @@
+"""A replica whose engine lives or not; what it tells Serve and the ingress, without either."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raykv.serve import models
+from raykv.serve import replica as module
+from raykv.serve.arguments import ModelArguments, parse
+from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest
+from raykv.serve.replica import EngineReplica
+from tests.fixtures.asgi import app_of, body, start
+
+REQUEST = HttpRequest("POST", "/v1/completions", b"", [], b"{}")
+FAILED = "the process ended"
+
+
+class Engine:
+    """As much of vLLM's as a replica looks at."""
+
+    errored = False
+
+
+class Replica(EngineReplica):
+    """Its end is an error that a test can see."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+        self._engine = Engine()
+        self._watch = asyncio.create_task(self._end_with_engine())
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Nothing has been started."""
+
+    async def _end_with_engine(self) -> None:
+        while not self._engine.errored:
+            await asyncio.sleep(0)
+        raise RuntimeError(FAILED)
+
+
+def test_head_comes_with_the_first_piece_of_the_body() -> None:
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+
+        async def steps(receive: Any, send: Any) -> None:
+            await send(start())
+            await go_on.wait()
+            await send(body(b"one", more=True))
+            await send(body(b"two", more=False))
+
+        pieces = Replica(app_of(steps)).handle_http(REQUEST)
+        first = asyncio.create_task(anext(pieces))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not first.done()
+        go_on.set()
+        assert await first == Head(200, [])
+        assert [piece async for piece in pieces] == [b"one", b"two"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_answer_without_a_body_has_a_head() -> None:
+    async def scenario() -> list[Any]:
+        async def steps(receive: Any, send: Any) -> None:
+            await send(start(204))
+            await send(body(b"", more=False))
+
+        return [piece async for piece in Replica(app_of(steps)).handle_http(REQUEST)]
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [Head(204, [])]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("text", [b'data: {"error": "EngineDeadError"}', b""])
+def test_replica_ends_before_it_tells_anybody_that_its_engine_died(
+    status: int, text: bytes
+) -> None:
+    async def scenario() -> list[Any]:
+        async def steps(receive: Any, send: Any) -> None:
+            await send(start(status))
+            replica._engine.errored = True
+            await send(body(text, more=False))
+
+        replica = Replica(app_of(steps))
+        seen: list[Any] = []
+
+        async def collect() -> None:
+            async for piece in replica.handle_http(REQUEST):
+                seen.append(piece)  # noqa: PERF401 - what comes before the error is kept
+
+        with pytest.raises(RuntimeError, match=FAILED):
+            await collect()
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == []
+
+
+def test_failed_request_of_a_living_engine_is_answered() -> None:
+    async def scenario() -> list[Any]:
+        async def steps(receive: Any, send: Any) -> None:
+            await send(start(500))
+            await send(body(b"sorry", more=False))
+
+        return [piece async for piece in Replica(app_of(steps)).handle_http(REQUEST)]
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [Head(500, []), b"sorry"]
+
+
+def test_caller_that_leaves_ends_the_request_at_once() -> None:
+    async def scenario() -> None:
+        ended: list[int] = []
+
+        async def steps(receive: Any, send: Any) -> None:
+            await send(start())
+            await send(body(b"one", more=True))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(1)
+
+        async with aclosing(Replica(app_of(steps)).handle_http(REQUEST)) as pieces:
+            assert await anext(pieces) == Head(200, [])
+            assert not ended
+        assert ended
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_small_model_is_served_from_its_folder_under_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(models, "smollm2", lambda progress: tmp_path)
+    small = module._with_folder(parse(ModelArguments, {"model": "smollm2"}))
+    assert (small.model, small.served_names) == (str(tmp_path), ["smollm2"])
+    named = {"model": "smollm2", "engine_args": {"served_model_name": "mine"}}
+    assert module._with_folder(parse(ModelArguments, named)).served_names == ["mine"]
+    other = parse(ModelArguments, {"model": "org/smollm2"})
+    assert module._with_folder(other) == other
