@@ -13,8 +13,6 @@ import msgspec
 from raykv.base.errors import MessageError, VersionError
 from raykv.protocol.messages import PROTOCOL_VERSION
 
-S = TypeVar("S", bound=msgspec.Struct)
-
 
 class Introduction(msgspec.Struct, frozen=True):
     """What messages of all versions have that have a version, as far as it can be read."""

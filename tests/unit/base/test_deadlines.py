@@ -74,6 +74,7 @@ BOUNDED = {
     ("raykv.worker.link", "_await_attached", "recv"): "it is readable",
     ("raykv.worker.link", "_receive", "recv"): "MSG_DONTWAIT",
     ("raykv.engine.fetches", "_end", "result"): "the call is done",
+    ("raykv.worker.front", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.worker.staging", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.vllm.worker", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.base.parent", "_end_after", "select"): "a daemon thread: until the parent has ended",
@@ -279,7 +280,11 @@ def test_pure_modules_wait_for_nothing() -> None:
         module = module_name(path)
         if not is_shell(module):
             calls = calls_of(ast.parse(path.read_text()), module)
-            assert not [place for place, call in calls if waits(call)], module
+            assert not [
+                place
+                for place, call in calls
+                if waits(call) and (module, place.function, name_of(call)) not in BOUNDED
+            ], module
 
 
 def test_list_of_bounded_waits_has_nothing_that_is_not_there() -> None:
