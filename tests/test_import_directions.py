@@ -48,7 +48,6 @@ NOT_YET = (
     "raykv.directory.steward",
     "raykv.inspect.curves",
     "raykv.memory.pool",
-    "raykv.protocol.check",
 )
 """Modules that import from above until they are taken apart."""
 

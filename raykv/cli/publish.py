@@ -11,7 +11,7 @@ from raykv.base.errors import ClusterError
 from raykv.base.settings import Settings, load_settings
 from raykv.cli.base import Address, AsJson, print_json, say
 from raykv.cli.base import app as main_app
-from raykv.protocol.publisher_types import PublisherSettings, PublisherStatus
+from raykv.protocol.events import PublisherSettings, PublisherStatus
 
 app = typer.Typer(
     help="Publish the cluster's events in vLLM's format (ZMQ), for routers that index KV caches.",

@@ -9,7 +9,7 @@ import typer
 
 from raykv.base.errors import SettingError
 from raykv.cli.base import Address, AsJson, app, connected, print_json, say
-from raykv.protocol.disk import Kept
+from raykv.protocol.node import Kept
 
 
 @app.command()

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raykv.base.ids import MissReason
-from raykv.protocol.miss_types import Explanation, MissRecord
+from raykv.protocol.engine import MissRecord
+from raykv.protocol.reader import Explanation
 
 ADVICE = {
     MissReason.INCOMPLETE_CHUNK: "Nothing is wrong: what is left over from whole chunks is always "

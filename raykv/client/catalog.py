@@ -11,9 +11,8 @@ import ray
 
 from raykv.base.deadlines import CLIENT_S, LISTING_PAUSE_S
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.protocol.check import check_chunk_page, check_where_page
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION, encode
+from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.reader import (
     MAX_PAGE,
     Chunk,
@@ -21,6 +20,8 @@ from raykv.protocol.reader import (
     ChunkQuery,
     WherePage,
     WhereQuery,
+    check_chunk_page,
+    check_where_page,
     chunks_of,
 )
 

@@ -22,11 +22,11 @@ from raykv.base.ids import Generation, Key, Namespace, NodeId, Refusal, Slot
 from raykv.cluster import join as cluster
 from raykv.memory.kv_form import objection
 from raykv.node.peers import Bytes, ObjectRefTransport, PeerError
-from raykv.protocol.check import check_partial
-from raykv.protocol.handshake import receive
-from raykv.protocol.kv_types import KVForm
-from raykv.protocol.messages import PROTOCOL_VERSION, Handles, ReadReply, ReadRequest
-from raykv.protocol.miss_types import RequestPage
+from raykv.protocol.columns import Handles
+from raykv.protocol.framing import PROTOCOL_VERSION, receive
+from raykv.protocol.peer import ReadReply, ReadRequest, check_partial
+from raykv.protocol.reader import RequestPage
+from raykv.protocol.worker import KVForm
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -32,12 +32,10 @@ from raykv.doctor import gather as diagnosis
 from raykv.doctor.checks import diagnose
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.protocol.descriptions import Description
-from raykv.protocol.disk import Kept
-from raykv.protocol.events import Event
+from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
 from raykv.protocol.findings import Finding
-from raykv.protocol.miss_types import Explanation, RequestPage
-from raykv.protocol.publisher_types import PublisherSettings, PublisherStatus
-from raykv.protocol.reader import Chunk, PromptLookup
+from raykv.protocol.node import Kept
+from raykv.protocol.reader import Chunk, Explanation, PromptLookup, RequestPage
 from raykv.protocol.status import ClusterStatus, NodeStatus
 from raykv.stream.publishing import publish, publisher_status, stop_publisher
 from raykv.stream.readers import describe, read_events, take_snapshot
@@ -159,7 +157,7 @@ class Cluster(Operations):
             tier: only in pools ("ram"), or on disks ("disk").
 
         Raises:
-            ClusterError: RayKV does not run here or does not answer, or an argument can't be meant.
+            ClusterError: RayKV does not run here or does not answer, or an argument is invalid.
         """
         return self._reader.chunks(namespace, node, key, group, order, limit, tier)
 

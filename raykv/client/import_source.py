@@ -24,9 +24,8 @@ from raykv.node.disk.index import DiskChunk
 from raykv.node.peers import Bytes
 from raykv.node.read import ChunkRead, answer
 from raykv.node.slots import ChunkName
-from raykv.protocol.check import check_read
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import ReadRequest, encode
+from raykv.protocol.framing import encode, receive
+from raykv.protocol.peer import ReadRequest, check_read
 
 EPOCH = 1
 """Of every such actor: it has one life."""

@@ -18,8 +18,8 @@ from raykv.prompts.adapters import named
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.lookup import choose_namespace, look_up, scheme_of
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
-from raykv.protocol.disk import is_disk, node_of
-from raykv.protocol.messages import PROTOCOL_VERSION
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import is_disk, node_of
 from raykv.protocol.reader import (
     DISK,
     MAX_PAGE,

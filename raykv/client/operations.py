@@ -28,16 +28,9 @@ from raykv.client import pools as deployment
 from raykv.client.ship import Shipping, raw_keys, with_rows
 from raykv.cluster import join as cluster
 from raykv.node.wishes import usual_nodes
-from raykv.protocol.disk import Demotions
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    FetchRequest,
-    FetchResult,
-    LostReplicas,
-    Replicas,
-    encode,
-)
+from raykv.protocol.columns import LostReplicas, Replicas
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.node import Demotions
 from raykv.protocol.operator import (
     MAX_ORDERED,
     MAX_PIN_S,
@@ -55,6 +48,7 @@ from raykv.protocol.operator import (
     TransferOrder,
     TransferResult,
 )
+from raykv.protocol.peer import FetchRequest, FetchResult
 
 logger = logging.getLogger("raykv")
 

@@ -19,9 +19,8 @@ from raykv.cluster import names
 from raykv.doctor.gather import ask_all, ask_ray
 from raykv.memory.room import default_pool_bytes, human_bytes, tightest
 from raykv.node.wishes import NodeFacts, geometry_of, wants
-from raykv.protocol.disk import Kept
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import NodeDescription
+from raykv.protocol.framing import receive
+from raykv.protocol.node import Kept, NodeDescription
 from raykv.protocol.operator import NodeUp, PoolWish
 
 MAX_STARTING = 32

@@ -33,16 +33,8 @@ from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Generation, Key, Namespace
 from raykv.client.import_source import EPOCH, GENERATION, import_source
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
-from raykv.protocol.check import check_partial
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    Handles,
-    ReadReply,
-    ReadRequest,
-    Replicas,
-    encode,
-)
+from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.operator import (
     Exported,
     PinOrder,
@@ -50,6 +42,7 @@ from raykv.protocol.operator import (
     TransferOrder,
     TransferResult,
 )
+from raykv.protocol.peer import ReadReply, ReadRequest, check_partial
 from raykv.protocol.reader import DISK, Chunk
 from raykv.protocol.status import ClusterStatus, NamespaceStatus
 

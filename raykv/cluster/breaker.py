@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import compress, count
 
-from raykv.protocol.told import MAX_REASON, MAX_ROWS, BreakerReport
+from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport
 
 MAX_PEERS = 1024
 """Peers that are remembered; beyond it the longest known ones that are CLOSED are forgotten."""
@@ -178,7 +178,7 @@ class Breakers:
         """
         known = [(p, b) for p, b in self._by_peer.items() if but is None or not p.startswith(but)]
         bad = [(p, b) for p, b in known if b.state is not BreakerState.CLOSED]
-        bad = sorted(bad, key=lambda row: -row[1].failures)[:MAX_ROWS]
+        bad = sorted(bad, key=lambda row: -row[1].failures)[:MAX_BREAKERS]
         return BreakerReport(
             peers=[peer for peer, _ in bad],
             states=[breaker.state.value for _, breaker in bad],
@@ -203,11 +203,11 @@ def joined(reports: Iterable[BreakerReport]) -> BreakerReport:
     """One report of several."""
     reports = list(reports)
     return BreakerReport(
-        peers=[peer for each in reports for peer in each.peers][:MAX_ROWS],
-        states=[state for each in reports for state in each.states][:MAX_ROWS],
-        failures=[number for each in reports for number in each.failures][:MAX_ROWS],
-        seconds=[age_s for each in reports for age_s in each.seconds][:MAX_ROWS],
-        reasons=[reason for each in reports for reason in each.reasons][:MAX_ROWS],
+        peers=[peer for each in reports for peer in each.peers][:MAX_BREAKERS],
+        states=[state for each in reports for state in each.states][:MAX_BREAKERS],
+        failures=[number for each in reports for number in each.failures][:MAX_BREAKERS],
+        seconds=[age_s for each in reports for age_s in each.seconds][:MAX_BREAKERS],
+        reasons=[reason for each in reports for reason in each.reasons][:MAX_BREAKERS],
         opened=sum(each.opened for each in reports),
         failed=sum(each.failed for each in reports),
         refused=sum(each.refused for each in reports),

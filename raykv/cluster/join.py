@@ -39,9 +39,9 @@ from raykv.directory import bequest
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.pins import SHARE
 from raykv.node.actor import CONCURRENCY, NodeActor
-from raykv.protocol.handshake import introduction, receive
-from raykv.protocol.messages import PROTOCOL_VERSION, NodeDescription, decode
-from raykv.protocol.miss_types import Explanations
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, introduction, receive
+from raykv.protocol.node import NodeDescription
+from raykv.protocol.reader import Explanations
 from raykv.protocol.status import ClusterStatus
 
 logger = logging.getLogger("raykv.cluster")

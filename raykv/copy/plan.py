@@ -17,7 +17,7 @@ import numpy.typing as npt
 from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Direction
 from raykv.memory.canonical import clipped, fragments_of, shares
 from raykv.memory.handles import part_bytes
-from raykv.protocol.messages import CopyJob, KVLayout, TensorLayout
+from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 
 Column = npt.NDArray[np.int64]
 

@@ -2,7 +2,7 @@
 
 Guarantees of its calls: each is idempotent (callers repeat what got no answer), none blocks, none
 calls another actor. Times come from this host's monotonic clock; the state itself knows no clock.
-A message of another version, or one that can't be meant, raises and changes nothing.
+A message of another version, or an invalid one, raises and changes nothing.
 
 Pins, the operator's wish for pools, what was cleared and how far generations have come outlive this
 process: a thread that nobody waits for keeps them in Ray's internal store, so what was ordered
@@ -35,31 +35,17 @@ from raykv.directory.table.choose import open_table
 from raykv.metrics.discovery import Discovery, TargetsFile, default_path
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import numbers
-from raykv.protocol.check import (
-    MAX_NUMBER,
-    check_attach,
-    check_chunk_query,
-    check_end,
-    check_pin,
-    check_release,
-    check_report,
-    check_sync,
-    check_transfer,
-    check_where_query,
-    check_wish,
-    require,
-)
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import (
-    MAX_KEYS,
+from raykv.protocol.columns import MAX_KEYS, MAX_NUMBER, require
+from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
-    NodeReport,
     SyncRequest,
-    decode,
-    encode,
+    check_attach,
+    check_sync,
 )
-from raykv.protocol.metric_types import ClusterMetrics, MetricFamily
+from raykv.protocol.framing import decode, encode, receive
+from raykv.protocol.measures import ClusterMetrics, MetricFamily
+from raykv.protocol.node import NodeReport, check_report
 from raykv.protocol.operator import (
     KeptLife,
     PinOrder,
@@ -67,8 +53,19 @@ from raykv.protocol.operator import (
     ReleaseOrder,
     TransferEnd,
     TransferOrder,
+    check_end,
+    check_pin,
+    check_release,
+    check_transfer,
+    check_wish,
 )
-from raykv.protocol.reader import ChunkQuery, PrefixQuery, WhereQuery
+from raykv.protocol.reader import (
+    ChunkQuery,
+    PrefixQuery,
+    WhereQuery,
+    check_chunk_query,
+    check_where_query,
+)
 from raykv.stream.descriptions import DescriptionBook
 
 logger = logging.getLogger("raykv.scheduler")

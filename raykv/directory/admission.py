@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from raykv.base.geometry import PoolGeometry
-from raykv.protocol.messages import PROTOCOL_VERSION
+from raykv.protocol.framing import PROTOCOL_VERSION
 
 
 def version_objection(version: int) -> str:

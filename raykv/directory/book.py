@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from raykv.base.clearings import Clearings
 from raykv.base.ids import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
 from raykv.directory.table.protocol import Changes, Chunk, Lease, Name, NodeTable
-from raykv.protocol.messages import Handles, Leases
+from raykv.protocol.columns import Handles, Leases
 
 IDLE_S = 60.0
 """Chunks of a slot size that nobody has stored or loaded for so long must make room for others."""

@@ -20,8 +20,9 @@ from raykv.directory.members import Engine, Node, engine_status, node_status
 from raykv.directory.pins import Pins
 from raykv.directory.prefix_answers import MAX_NODES_OF_A_KEY, prefix_page
 from raykv.directory.table.protocol import ChunkTable, Name, Stretch, Uses
-from raykv.protocol.disk import disk_of
-from raykv.protocol.messages import PROTOCOL_VERSION, AttachEngine
+from raykv.protocol.engine import AttachEngine
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import disk_of
 from raykv.protocol.reader import (
     DISK,
     MAX_PAGE,

@@ -20,9 +20,9 @@ from raykv.metrics.breakers import breaker_families
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.label_values import OTHER, NamespaceLabels
 from raykv.metrics.table import AGE_BOUNDS, LATENCY_BOUNDS, histograms, number, numbers
+from raykv.protocol.engine import SyncReply, SyncRequest
 from raykv.protocol.events import EventPage
-from raykv.protocol.messages import SyncReply, SyncRequest
-from raykv.protocol.metric_types import MetricFamily
+from raykv.protocol.measures import MetricFamily
 
 CALLS = ("attach", "sync", "report", "events")
 

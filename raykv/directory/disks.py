@@ -25,9 +25,17 @@ from dataclasses import dataclass, field
 from raykv.base.clearings import Clearings
 from raykv.base.ids import Epoch, Generation, Key, Namespace, NodeId
 from raykv.directory.table.protocol import Changes, Name
-from raykv.protocol.disk import Demotions, DiskNews, DiskOrder, DiskStats, disk_of, is_disk, node_of
-from raykv.protocol.messages import LostReplicas, NodeReport, Replicas
-from raykv.protocol.namespace_column import namespace_column
+from raykv.protocol.columns import LostReplicas, Replicas, namespace_column
+from raykv.protocol.node import (
+    Demotions,
+    DiskNews,
+    DiskOrder,
+    DiskStats,
+    NodeReport,
+    disk_of,
+    is_disk,
+    node_of,
+)
 
 MAX_DEMOTED = 4096
 """Chunks of a node that wait to be offered to its disk; beyond it the oldest are lost."""

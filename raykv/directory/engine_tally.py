@@ -19,9 +19,8 @@ from raykv.base.ids import EngineId, MissReason, TokenSource
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.reach import Reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
-from raykv.protocol.messages import SyncRequest
-from raykv.protocol.metric_types import HistogramData
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.engine import SyncRequest
+from raykv.protocol.measures import BreakerReport, HistogramData
 
 MAX_ENGINES = 4096
 """Engines of which the last numbers are remembered; one that was forgotten begins anew."""

@@ -11,7 +11,8 @@ from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot
 from raykv.directory.book import PoolBook
 from raykv.directory.members import Node
 from raykv.directory.table.protocol import Changes, Chunk, Name
-from raykv.protocol.messages import FailedStores, Inventory, LostReplicas, NodeReport
+from raykv.protocol.columns import LostReplicas
+from raykv.protocol.node import FailedStores, Inventory, NodeReport
 
 
 @dataclass(frozen=True)

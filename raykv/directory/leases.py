@@ -10,7 +10,7 @@ from raykv.base.ids import GENERATIONS_PER_EPOCH, Epoch, Generation, Slot, make_
 from raykv.directory.members import Engine, Node
 from raykv.directory.table.protocol import Chunk, Lease
 from raykv.engine.stock import SHARE
-from raykv.protocol.messages import MAX_KEYS, Leases
+from raykv.protocol.columns import MAX_KEYS, Leases
 
 RECENT = 4096
 """Chunks that an engine has stored count for less once those of its node are so many more."""

@@ -19,7 +19,7 @@ from typing import TypeVar
 from raykv.base.ids import Epoch, EventKind, Generation, Namespace, NodeId
 from raykv.directory.table.protocol import Changes
 from raykv.protocol.events import EventPage
-from raykv.protocol.messages import PROTOCOL_VERSION
+from raykv.protocol.framing import PROTOCOL_VERSION
 
 N = TypeVar("N", bound=str)
 

@@ -71,16 +71,10 @@ from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
 from raykv.directory.table.protocol import Changes, ChunkTable
 from raykv.directory.transfers import Transfers
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.events import EventPage, SnapshotPage
-from raykv.protocol.messages import (
-    AttachEngine,
-    EngineAttached,
-    NodeReport,
-    NodeReportReply,
-    SyncReply,
-    SyncRequest,
-)
-from raykv.protocol.miss_types import Explanations
+from raykv.protocol.node import NodeReport, NodeReportReply
+from raykv.protocol.reader import Explanations
 from raykv.protocol.status import ClusterStatus
 
 

@@ -9,9 +9,10 @@ from raykv.base.ids import EngineId, Epoch, Namespace, NodeId
 from raykv.cluster.breaker import aged, without
 from raykv.directory.book import PoolBook
 from raykv.directory.mirror import Mirror
-from raykv.protocol.messages import NodeStats, SyncReply, SyncRequest
+from raykv.protocol.engine import SyncReply, SyncRequest
+from raykv.protocol.measures import OWN_NODE, BreakerReport
+from raykv.protocol.node import NodeStats
 from raykv.protocol.status import EngineStatus, NodeStatus
-from raykv.protocol.told import OWN_NODE, BreakerReport
 
 if TYPE_CHECKING:
     from raykv.directory.pins import Pins

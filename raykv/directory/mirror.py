@@ -15,7 +15,7 @@ from typing import Any
 
 from raykv.base.ids import Namespace
 from raykv.directory.table.protocol import Changes, NodeTable
-from raykv.protocol.messages import MAX_KEYS, Handles
+from raykv.protocol.columns import MAX_KEYS, Handles
 
 MAX_PENDING_CHANGES = 262_144
 """Per engine. The columns are the event log's own, which keeps the latest of them anyway."""

@@ -17,7 +17,8 @@ from itertools import chain, islice
 from raykv.base.departures import Departures
 from raykv.base.ids import Key, MissReason, Namespace, NodeId
 from raykv.directory.members import Engine, Node
-from raykv.protocol.miss_types import Explanation, Explanations, MissRecord, RequestPage
+from raykv.protocol.engine import MissRecord
+from raykv.protocol.reader import Explanation, Explanations, RequestPage
 
 MAX_RECORDS = 4096
 """Requests; the oldest are forgotten."""

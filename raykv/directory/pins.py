@@ -31,8 +31,8 @@ from raykv.directory.book import PoolBook
 from raykv.directory.members import Node
 from raykv.directory.table.protocol import Changes, ChunkTable, Name
 from raykv.memory.room import human_bytes
-from raykv.protocol.hint_types import Hints
-from raykv.protocol.messages import PROTOCOL_VERSION
+from raykv.protocol.engine import Hints
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import NodePins, PinAnswer, Pinned, PinOrder, PinStatus
 
 MAX_PINNED = 65_536

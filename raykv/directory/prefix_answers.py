@@ -14,8 +14,8 @@ import numpy as np
 from raykv.base.errors import MessageError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.prompts.prefixes import ChunkGroup, parse_groups
-from raykv.protocol.check import MAX_NUMBER, require
-from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION
+from raykv.protocol.columns import MAX_KEYS, MAX_NUMBER, require
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.reader import PrefixPage, PrefixQuery
 
 MAX_NODES_OF_A_KEY = 32
@@ -28,7 +28,7 @@ MAX_NAME = 256
 
 def check_prefix_query(query: PrefixQuery) -> None:
     """Raises:
-    MessageError: it can't be meant.
+    MessageError: it is invalid.
     """
     require(0 < len(query.namespace) <= MAX_NAME, f"a namespace {query.namespace[:MAX_NAME]!r}")
     require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
@@ -47,7 +47,7 @@ def _groups(text: str) -> list[ChunkGroup]:
     try:
         groups = parse_groups(text)
     except ValueError as error:
-        raise MessageError(f"a message that can't be meant: chunks {text!r} ({error})") from error
+        raise MessageError(f"invalid message: chunks {text!r} ({error})") from error
     names = {group.group for group in groups}
     require(len(names) == len(groups), f"chunks {text!r} with a KV group twice")
     step = lcm(*(group.tokens for group in groups))
@@ -59,7 +59,7 @@ def check_prefix_page(page: PrefixPage, num_prompts: int) -> None:
     """An answer to a question about so many prompts.
 
     Raises:
-        MessageError: it can't be meant.
+        MessageError: it is invalid.
     """
     require(len(page.anywhere) == num_prompts, f"an answer for {len(page.anywhere)} prompts")
     is_table = len(page.tokens) == num_prompts * len(page.nodes)

@@ -15,7 +15,7 @@ from raykv.directory.disks import Disks
 from raykv.directory.inventory import drop_lost
 from raykv.directory.members import Engine, Node
 from raykv.directory.table.protocol import Changes, ChunkTable, Name
-from raykv.protocol.messages import Handles, LostReplicas, Replicas
+from raykv.protocol.columns import Handles, LostReplicas, Replicas
 
 MAX_TOLD = 2
 """Replicas told per key: one to fetch from, and one for when that fails."""

@@ -15,7 +15,8 @@ from typing import Any
 from raykv.base.ids import NodeId
 from raykv.directory.members import Node
 from raykv.protocol.events import SnapshotPage
-from raykv.protocol.messages import PROTOCOL_VERSION, Inventory
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import Inventory
 
 MAX_OPEN = 4
 """Each keeps four bytes a chunk, or as many more as the table of chunks makes of it."""

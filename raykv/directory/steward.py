@@ -21,7 +21,7 @@ from raykv.base.threads import OnFailure, start_thread
 from raykv.cluster.ask import within
 from raykv.directory import bequest
 from raykv.node.wishes import wants
-from raykv.protocol.messages import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.operator import KeptLife, KeptPin, PinOrder, PoolWish
 
 logger = logging.getLogger("raykv.scheduler")

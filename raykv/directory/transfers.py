@@ -35,7 +35,8 @@ from raykv.directory.leases import Generations
 from raykv.directory.members import Node
 from raykv.directory.pins import Pins
 from raykv.directory.table.protocol import ChunkTable, Found, Lease, Name
-from raykv.protocol.messages import PROTOCOL_VERSION, Handles, Replicas
+from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import (
     Released,
     ReleaseOrder,

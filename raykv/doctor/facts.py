@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from raykv.protocol.findings import HostFacts
-from raykv.protocol.messages import NodeDescription
+from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus, EngineStatus
 
 

@@ -20,7 +20,8 @@ from raykv.cluster.ask import within
 from raykv.cluster.join import named_actors
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.protocol.findings import HostFacts, HostQuestion, Place
-from raykv.protocol.messages import PROTOCOL_VERSION, NodeDescription, decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
 
 logger = logging.getLogger("raykv.doctor")

@@ -26,7 +26,7 @@ from itertools import islice
 from raykv.base.ids import MissReason
 from raykv.engine.outbox import take
 from raykv.engine.requests import Miss
-from raykv.protocol.miss_types import CHUNK_NAME_BYTES, MissRecord
+from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord
 
 MAX_WAITING = 1024
 """Records that wait for an exchange; beyond it the oldest are lost, and remain in the counters."""
@@ -34,9 +34,6 @@ MAX_WAITING = 1024
 MAX_RECORDS = 128
 """Records in one message: some 20 KiB, and their chunks' names."""
 
-MAX_NAMES_BYTES = 32 << 10
-"""Of chunks' names in the records that wait for an exchange; further requests have none, or those
-of their first chunks."""
 
 MAX_NAMED = 2048
 """Chunks of one request that are named: that takes 0.2 ms of vLLM's scheduler."""

@@ -25,17 +25,10 @@ from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.engine.remote import FetchOrder
 from raykv.node.peers import what_failed
-from raykv.protocol.check import check_fetched
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    FetchRequest,
-    FetchResult,
-    Handles,
-    Replicas,
-    encode,
-)
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.peer import FetchRequest, FetchResult, check_fetched
 
 logger = logging.getLogger("raykv.fetch")
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from raykv.base.ids import Key
 from raykv.engine.outbox import take
-from raykv.protocol.hint_types import Hints
+from raykv.protocol.engine import Hints
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from raykv.base.ids import Key
-from raykv.protocol.messages import MAX_KEYS, Handle, Handles, Leases, handles_of
+from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, handles_of
 
 T = TypeVar("T")
 

@@ -36,7 +36,8 @@ from raykv.engine.cost import FetchCost
 from raykv.engine.outbox import columns, take
 from raykv.engine.requests import Replica, RequestState
 from raykv.engine.stock import LeaseStock
-from raykv.protocol.messages import FetchResult, Handle, Handles, LostReplicas, Replicas
+from raykv.protocol.columns import Handle, Handles, LostReplicas, Replicas
+from raykv.protocol.peer import FetchResult
 
 MAX_QUESTIONS = 65_536
 """Keys that wait to be asked for; beyond it the oldest are lost, and count as unanswered until the

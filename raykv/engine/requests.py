@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raykv.base.ids import Epoch, Generation, Key, Lookup, MissReason, NodeId, TokenSource
-from raykv.protocol.disk import is_disk
-from raykv.protocol.messages import Handle
+from raykv.protocol.columns import Handle
+from raykv.protocol.node import is_disk
 
 PREFILLED_REPEATS = 10
 """Answers that a `prefilled` request does not believe. An announcement leaves the engine before the

@@ -37,7 +37,7 @@ from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
-from raykv.protocol.messages import NodeDescription
+from raykv.protocol.node import NodeDescription
 from raykv.stream.publishing import ensure_publisher
 
 logger = logging.getLogger("raykv")

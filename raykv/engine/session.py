@@ -38,17 +38,16 @@ from raykv.engine.view import EngineView
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.reach import WantedKeys
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
-from raykv.protocol.check import check_attached, check_reply
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
+from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
     SyncReply,
     SyncRequest,
-    encode,
+    check_attached,
+    check_reply,
 )
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.measures import BreakerReport
 from raykv.stream.descriptions import DescriptionOutbox
 
 logger = logging.getLogger("raykv.session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 
-from raykv.protocol.messages import MAX_KEYS, Handle, Leases, handles_of
+from raykv.protocol.columns import MAX_KEYS, Handle, Leases, handles_of
 
 SHARE = 0.25
 """Of a node's pool, for the free slots that its engines hold, all of them together: what is leased

@@ -51,16 +51,9 @@ from raykv.engine.request_table import RequestTable
 from raykv.engine.requests import FailedLoad, RequestOptions, StorePlan, ViewCounters
 from raykv.engine.stock import LeaseStock
 from raykv.engine.tombstones import Tombstones
-from raykv.protocol.messages import (
-    MAX_KEYS,
-    EngineAttached,
-    FetchResult,
-    Handle,
-    Leases,
-    Replicas,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import MAX_KEYS, Handle, Leases, Replicas
+from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.peer import FetchResult
 
 
 class EngineView:

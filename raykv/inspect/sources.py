@@ -9,8 +9,8 @@ import msgspec
 
 from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot, group_of
 from raykv.client.chunks import ChunkPlace
-from raykv.protocol.miss_types import CHUNK_NAME_BYTES, Explanation
-from raykv.protocol.reader import RAM
+from raykv.protocol.engine import CHUNK_NAME_BYTES
+from raykv.protocol.reader import RAM, Explanation
 
 if TYPE_CHECKING:
     from raykv.client.cluster import Cluster

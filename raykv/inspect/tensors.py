@@ -15,7 +15,7 @@ from raykv.base.ids import Namespace, group_of
 from raykv.client.chunks import ChunkPlace, kv_form, read_chunks
 from raykv.inspect.sources import chunk_places, known_tokens
 from raykv.memory.kv_form import LayerElements, layers_of, tokens_per_chunk
-from raykv.protocol.kv_types import GroupForm, KVForm
+from raykv.protocol.worker import GroupForm, KVForm
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raykv.protocol.kv_types import CanonicalPages, PageMap
+from raykv.protocol.worker import CanonicalPages, PageMap
 
 MAX_PAGE_BYTES = 1 << 40
 MAX_WRITERS = 1 << 12

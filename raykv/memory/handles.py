@@ -17,7 +17,7 @@ from raykv.memory.cuda.driver import MemoryDriver
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, check_pieces, open_device_kv
 from raykv.memory.kv_form import objection
 from raykv.memory.region import Region
-from raykv.protocol.messages import KVLayout
+from raykv.protocol.worker import KVLayout
 
 MEMFD = "memfd"
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raykv.protocol.kv_types import ElementOrder, GroupForm, KVForm
+from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Data types of KV that can be read, by torch's names."""

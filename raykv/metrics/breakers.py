@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from raykv.metrics.table import numbers
-from raykv.protocol.metric_types import MetricFamily
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.measures import BreakerReport, MetricFamily
 
 SCHEDULER, OWN_NODE, NODE = "scheduler", "own_node", "other_node"
 STATES = ("open", "half_open")

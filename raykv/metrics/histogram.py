@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raykv.protocol.metric_types import HistogramData
+from raykv.protocol.measures import HistogramData
 
 
 class Histogram:

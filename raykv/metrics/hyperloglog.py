@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from raykv.protocol.metric_types import KeySketch
+from raykv.protocol.measures import KeySketch
 
 BITS = 14
 NUM_REGISTERS = 1 << BITS

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from raykv.base.ids import Epoch
 from raykv.metrics.hyperloglog import HyperLogLog
-from raykv.protocol.metric_types import KeySketch
+from raykv.protocol.measures import KeySketch
 
 MAX_WAITING = 4096
 """Requests whose keys were not counted yet; beyond it the oldest are left out of both numbers."""

@@ -33,7 +33,7 @@ from raykv.base.errors import ThreadError, first_line
 from raykv.base.settings import MetricsPlace
 from raykv.base.threads import OnFailure, start_thread
 from raykv.metrics.table import METRICS, MetricKind
-from raykv.protocol.metric_types import MetricFamily, MetricRow
+from raykv.protocol.measures import MetricFamily, MetricRow
 
 logger = logging.getLogger("raykv.metrics")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from raykv.protocol.metric_types import HistogramData, MetricFamily, MetricRow
+from raykv.protocol.measures import HistogramData, MetricFamily, MetricRow
 
 LATENCY_BOUNDS = (
     0.0001,

@@ -64,25 +64,23 @@ from raykv.node.service import (
     process_id,
 )
 from raykv.node.states.file import HiddenStates
-from raykv.protocol.check import check_read, require
-from raykv.protocol.disk import Demotions, DiskNews, DiskStats, Kept
+from raykv.protocol.columns import MAX_KEYS, require
 from raykv.protocol.findings import HostQuestion
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import (
-    MAX_KEYS,
-    PROTOCOL_VERSION,
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
+from raykv.protocol.measures import MetricFamily
+from raykv.protocol.node import (
+    Demotions,
+    DiskNews,
+    DiskStats,
     FailedStores,
-    FetchRequest,
     Inventory,
+    Kept,
     NodeDescription,
     NodeReport,
     NodeReportReply,
     NodeStats,
-    ReadRequest,
-    decode,
-    encode,
 )
-from raykv.protocol.metric_types import MetricFamily
+from raykv.protocol.peer import FetchRequest, ReadRequest, check_read
 
 logger = logging.getLogger("raykv.node")
 

@@ -24,16 +24,16 @@ from raykv.memory.words import CancelWords, Word
 from raykv.node.devices import Devices
 from raykv.node.slots import ChunkName
 from raykv.protocol import wire
-from raykv.protocol.check import (
-    MAX_GROUPS,
-    MAX_NAME,
-    MAX_NUMBER,
+from raykv.protocol.columns import MAX_GROUPS, MAX_NAME, MAX_NUMBER, require
+from raykv.protocol.framing import receive
+from raykv.protocol.worker import (
     MAX_PIECES,
+    AttachWorker,
+    CopyJob,
+    JobBatch,
+    JobResult,
     check_device_memory,
-    require,
 )
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import AttachWorker, CopyJob, JobBatch, JobResult
 
 _DIRECTIONS = frozenset(int(direction) for direction in Direction)
 
@@ -207,7 +207,7 @@ def receive_hello(
 
 def _check_hello(hello: AttachWorker) -> None:
     """Raises:
-    MessageError: it can't be meant.
+    MessageError: it is invalid.
     """
     is_rank = 0 <= hello.rank < hello.num_ranks <= MAX_GROUPS
     require(is_rank, f"rank {hello.rank} of {hello.num_ranks}")
@@ -239,7 +239,7 @@ def read_batch(raw: bytes) -> JobBatch:
     """A message after the first one.
 
     Raises:
-        MessageError: it is no job batch, or has jobs that can't be meant.
+        MessageError: it is no job batch, or has invalid jobs.
     """
     batch = receive(raw, JobBatch, "a worker", "this NodeActor")
     for job in batch.jobs:

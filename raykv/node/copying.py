@@ -34,7 +34,7 @@ from raykv.node.attached import QueuedJob
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.slots import SlotState
-from raykv.protocol.messages import JobResults
+from raykv.protocol.worker import JobResults
 
 
 @dataclass(frozen=True)

@@ -40,17 +40,10 @@ from raykv.cluster.breaker import Breakers, Pauses
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.slots import ChunkName, SlotState
-from raykv.protocol.check import check_partial
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    FetchRequest,
-    FetchResult,
-    Handles,
-    LostReplicas,
-    ReadReply,
-    ReadRequest,
-)
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest, check_partial
 
 logger = logging.getLogger("raykv.node")
 

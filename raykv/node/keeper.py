@@ -28,8 +28,8 @@ from raykv.base.ids import (
 from raykv.memory.pool import Pool
 from raykv.node.meter import PoolContents
 from raykv.node.slots import Admission, ChunkName, FailedStore, Seal, SlotState, SlotTable
-from raykv.protocol.messages import FailedStores, Inventory
-from raykv.protocol.namespace_column import namespace_column
+from raykv.protocol.columns import namespace_column
+from raykv.protocol.node import FailedStores, Inventory
 
 logger = logging.getLogger("raykv.node")
 

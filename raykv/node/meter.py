@@ -16,10 +16,8 @@ from raykv.metrics.histogram import Histogram
 from raykv.metrics.label_values import NamespaceLabels
 from raykv.metrics.table import LATENCY_BOUNDS, histograms, number, numbers
 from raykv.node.slots import SlotState
-from raykv.protocol.disk import DiskStats
-from raykv.protocol.messages import NodeStats
-from raykv.protocol.metric_types import HistogramData, MetricFamily
-from raykv.protocol.state_types import CaptureStats
+from raykv.protocol.measures import HistogramData, MetricFamily
+from raykv.protocol.node import CaptureStats, DiskStats, NodeStats
 
 _NAMES = {direction: direction.name.lower() for direction in Direction}
 

@@ -17,8 +17,8 @@ from raykv.base.deadlines import GCS_S
 from raykv.base.errors import RayKVError, cause_of
 from raykv.cluster import names
 from raykv.cluster.ask import within
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import ReadReply, ReadRequest, encode
+from raykv.protocol.framing import encode, receive
+from raykv.protocol.peer import ReadReply, ReadRequest
 
 Bytes = npt.NDArray[np.uint8]
 

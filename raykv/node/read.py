@@ -25,8 +25,8 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
 from raykv.node.scratch import Scratch
 from raykv.node.slots import ChunkName
-from raykv.protocol.check import check_read
-from raykv.protocol.messages import PROTOCOL_VERSION, ReadReply, ReadRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.peer import ReadReply, ReadRequest, check_read
 
 MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
@@ -58,7 +58,7 @@ class ReadService:
         """Copy out what is asked for, as far as it is still there at its generation.
 
         Raises:
-            MessageError: the request can't be meant.
+            MessageError: the request is invalid.
         """
         check_read(request, self._keeper.table.geometry.slab_bytes)
         with self._lock:

@@ -61,14 +61,9 @@ from raykv.node.lanes import CopyLanes
 from raykv.node.meter import NodeMeter
 from raykv.node.states.capturing import Capturing
 from raykv.protocol import wire
-from raykv.protocol.check import require
-from raykv.protocol.messages import (
-    AttachWorker,
-    JobBatch,
-    JobResults,
-    NodeStats,
-    WorkerAttached,
-)
+from raykv.protocol.columns import require
+from raykv.protocol.node import NodeStats
+from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached
 
 logger = logging.getLogger("raykv.node")
 

@@ -18,7 +18,7 @@ from raykv.prompts.block_hashes import (
     seed_digest,
 )
 from raykv.prompts.prefixes import ChunkGroup, loadable_tokens, parse_groups
-from raykv.protocol.disk import disk_of, is_disk, node_of
+from raykv.protocol.node import disk_of, is_disk, node_of
 from raykv.protocol.reader import NodePrefix, PromptChunk, PromptLookup
 from raykv.protocol.status import NamespaceStatus
 
@@ -127,7 +127,7 @@ def look_up(
         tokens: of the prompt.
         traits: what separates it from others with the same tokens.
         nodes_with: told keys, returns which nodes and disks have each, disks under names of their
-            own, as in `raykv.protocol.disk`.
+            own, as in `raykv.protocol.node`.
     """
     keys = scheme.chunks(tokens, traits)
     flat = [key for group in scheme.groups for key in keys[group]]

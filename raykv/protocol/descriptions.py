@@ -1,4 +1,4 @@
-"""What is inside of chunks, in tokens: structs that cross processes, as in `messages.py`."""
+"""What is inside of chunks, in tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
+
+from raykv.base.ids import MAX_KEY_BYTES
+from raykv.protocol.columns import (
+    MAX_BLOCK_TOKENS,
+    check_keys,
+    check_names,
+    check_numbers,
+    check_rows,
+    require,
+)
 
 _TOKEN_BYTES = 4
 
@@ -84,6 +94,22 @@ class Descriptions(msgspec.Struct, frozen=True, array_like=True):
 
     def __len__(self) -> int:
         return len(self.keys)
+
+
+def check_descriptions(page: Descriptions) -> None:
+    """Raises:
+    MessageError: it is invalid.
+    """
+    check_keys("keys of descriptions", page.keys)
+    check_rows("descriptions", page.keys, page.parents, page.inner, page.tokens)
+    check_rows("descriptions", page.keys, page.block_sizes, page.namespace_index, page.model_index)
+    check_rows("descriptions", page.keys, page.kind_index, page.lora_index)
+    check_names("a name", page.names)
+    for index in (page.namespace_index, page.model_index, page.kind_index, page.lora_index):
+        check_numbers("numbers of names", index, 0, len(page.names) - 1)
+    check_numbers("block sizes", page.block_sizes, 1, MAX_BLOCK_TOKENS)
+    check_numbers("lengths of parents", set(map(len, page.parents)), 0, MAX_KEY_BYTES)
+    require(all(map(is_whole, rows_of(page))), "a description whose parts don't fit together")
 
 
 def page_of(rows: Sequence[Description]) -> Descriptions:

@@ -8,11 +8,12 @@ one without gaps. Replaying all events of an epoch gives the directory; an epoch
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
 from raykv.base.ids import EventKind
-from raykv.protocol.messages import Inventory
+from raykv.protocol.node import Inventory
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -183,3 +184,41 @@ def _event(
                 slot=slot,
                 generation=generation,
             )
+
+
+@dataclass(frozen=True)
+class PublisherSettings:
+    """See the settings `events_...`; `endpoint` and `replay_endpoint` are ZMQ's."""
+
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = "kv@{node}@{model}"
+    form: str = "map"
+    hashes: str = "int"
+
+
+class PublisherStatus(msgspec.Struct, frozen=True):
+    """What the publisher does, since its start; `error` says why it does nothing.
+
+    `endpoint` and `replay_endpoint` are as they were bound. `held`: chunks that subscribers were
+    told of; `waiting`: those that are not told yet; `undescribed` were told as a bare hash,
+    `skipped` not at all. `restarts`: how often all was taken back and told again.
+    `dropped` messages did not fit before a subscriber that was too slow.
+    """
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+    format: str
+    hashes: str
+    pid: int
+    streams: int = 0
+    held: int = 0
+    waiting: int = 0
+    messages: int = 0
+    undescribed: int = 0
+    skipped: int = 0
+    restarts: int = 0
+    dropped: int = 0
+    replays: int = 0
+    error: str = ""

@@ -5,10 +5,24 @@ Orders repeat harmlessly: each names itself, and comes to the same when it comes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from raykv.protocol.disk import Demotions
-from raykv.protocol.messages import Handles, LostReplicas, Replicas
+from raykv.base.ids import SLOT_ALIGNMENT
+from raykv.protocol.columns import (
+    MAX_POOL_BYTES,
+    Handles,
+    LostReplicas,
+    Replicas,
+    check_keys,
+    check_lost,
+    check_names,
+    check_rows,
+    check_sizes,
+    require,
+)
+from raykv.protocol.node import Demotions
 
 MAX_ORDERED = 4096
 """Chunks that one order names, at most."""
@@ -33,6 +47,15 @@ class PinOrder(msgspec.Struct, frozen=True):
     keys: list[bytes]
     ttl_s: float
     priority: int | None = None
+
+
+def check_pin(order: PinOrder) -> None:
+    """Raises:
+    MessageError: it is invalid.
+    """
+    _ordered("a pin", order.pin_id, order.namespace, order.keys)
+    require(0 < order.ttl_s <= MAX_PIN_S, f"a pin for {order.ttl_s} s")
+    require(order.priority is None or 1 <= order.priority <= MAX_PRIORITY, "a pin's priority")
 
 
 class PinStatus(msgspec.Struct, frozen=True):
@@ -112,6 +135,16 @@ class TransferOrder(msgspec.Struct, frozen=True):
     series_id: str = ""
 
 
+def check_transfer(order: TransferOrder) -> None:
+    """Raises:
+    MessageError: it is invalid.
+    """
+    _ordered("a transfer", order.transfer_id, order.namespace, order.keys)
+    check_names("a node", [order.node_id, order.series_id])
+    check_sizes(set(order.slot_bytes))
+    require(len(order.slot_bytes) in (0, len(set(order.keys))), "sizes that don't fit the chunks")
+
+
 class TransferGrant(msgspec.Struct, frozen=True):
     """Answer to `TransferOrder`: what `FetchRequest` needs. With `error` set nothing was lent.
 
@@ -146,6 +179,15 @@ class TransferEnd(msgspec.Struct, frozen=True):
     lost: LostReplicas = LostReplicas()
 
 
+def check_end(message: TransferEnd) -> None:
+    """Raises:
+    MessageError: it is invalid.
+    """
+    check_names("a name", [message.transfer_id, message.namespace])
+    check_rows("slots", message.came)
+    check_lost(message.lost)
+
+
 class ReleaseOrder(msgspec.Struct, frozen=True):
     """Give up the replicas of chunks on all nodes but one, as far as that one has them."""
 
@@ -153,6 +195,13 @@ class ReleaseOrder(msgspec.Struct, frozen=True):
     namespace: str
     node_id: str
     keys: list[bytes]
+
+
+def check_release(order: ReleaseOrder) -> None:
+    """Raises:
+    MessageError: it is invalid.
+    """
+    _ordered("a release", order.node_id, order.namespace, order.keys)
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -209,6 +258,17 @@ class PoolWish(msgspec.Struct, frozen=True):
     disk: tuple[str, int | None, int] = ("", None, 0)
 
 
+def check_wish(wish: PoolWish) -> None:
+    """Raises:
+    MessageError: it is invalid.
+    """
+    check_names("a name", (wish.on, wish.pool_path, *wish.node_ids, *wish.metrics))
+    check_rows("nodes", wish.node_ids)
+    for size in (wish.pool_bytes, wish.slab_bytes):
+        if size is not None:
+            require(SLOT_ALIGNMENT <= size <= MAX_POOL_BYTES, f"a pool or a slab of {size} bytes")
+
+
 class KeptPin(msgspec.Struct, frozen=True):
     """A pin as it outlives the scheduler actor; it ends at a Unix time."""
 
@@ -240,3 +300,10 @@ class NodeUp(msgspec.Struct, frozen=True):
     def is_ready(self) -> bool:
         """Whether there is nothing left to do."""
         return bool(self.error) or 0 < self.pool_bytes <= self.prefaulted_bytes
+
+
+def _ordered(what: str, name: str, namespace: str, keys: Sequence[bytes]) -> None:
+    check_names(what, [name, namespace])
+    require(bool(name and namespace), f"{what} without a name, or a namespace")
+    check_keys(f"keys of {what}", keys)
+    require(0 < len(keys) <= MAX_ORDERED, f"{what} of {len(keys)} chunks")

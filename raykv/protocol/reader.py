@@ -11,7 +11,19 @@ from collections.abc import Iterator
 
 import msgspec
 
-from raykv.base.ids import Key, group_of
+from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
+from raykv.protocol.columns import (
+    MAX_GROUPS,
+    MAX_KEYS,
+    MAX_SLOTS,
+    check_keys,
+    check_names,
+    check_numbers,
+    check_places,
+    check_rows,
+    require,
+)
+from raykv.protocol.engine import MissRecord
 from raykv.protocol.status import NamespaceStatus
 
 MAX_PAGE = 1024
@@ -59,6 +71,18 @@ class ChunkQuery(msgspec.Struct, frozen=True):
         return self.order in ("", *ORDERS) and self.tier in ("", *TIERS)
 
 
+def check_chunk_query(query: ChunkQuery) -> None:
+    """Raises:
+    MessageError: it is invalid.
+    """
+    check_names("a name", (query.namespace, query.node_id, query.from_node))
+    require(len(query.key) <= MAX_KEY_BYTES, f"a key of {len(query.key)} bytes")
+    require(query.is_known, f"the order {query.order!r}, the tier {query.tier!r}")
+    check_numbers("a KV group", () if query.group is None else (query.group,), 0, MAX_GROUPS - 1)
+    check_numbers("a number of chunks", (query.limit,), 1, MAX_PAGE)
+    check_numbers("a slot", (query.from_slot,), 0, MAX_SLOTS - 1)
+
+
 class ChunkPage(msgspec.Struct):
     """Chunks as columns, filled one after another.
 
@@ -92,6 +116,24 @@ class ChunkPage(msgspec.Struct):
     def place(self) -> tuple[str, bool, int]:
         """Where the next page goes on."""
         return self.from_node, self.from_disk, self.from_slot
+
+
+def check_chunk_page(page: ChunkPage, query: ChunkQuery) -> None:
+    """An answer to `query`, which brings the listing on.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    check_keys("keys of chunks", page.keys)
+    check_rows("chunks", page.keys, page.slots, page.node_index, page.namespace_index, page.hits)
+    check_rows("chunks", page.keys, page.slot_bytes, page.ages, page.idles)
+    check_rows("chunks", page.keys, page.is_replicated, page.is_on_disk)
+    check_places("chunks", page.slots, page.generations)
+    check_rows("namespaces", page.namespaces, page.models)
+    check_numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
+    check_numbers("numbers of namespaces", page.namespace_index, 0, len(page.namespaces) - 1)
+    goes_on = page.is_last or page.place > query.place
+    require(goes_on, f"a listing that goes from {query.place} to {page.place}")
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,11 +179,20 @@ class WhereQuery(msgspec.Struct, frozen=True):
     keys: list[bytes]
 
 
+def check_where_query(query: WhereQuery) -> None:
+    """Raises:
+    MessageError: it is invalid.
+    """
+    check_names("a namespace", (query.namespace,))
+    require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
+    check_keys("keys", query.keys)
+
+
 class WherePage(msgspec.Struct, frozen=True):
     """Who has the first `answered` keys of a question: a row for each replica.
 
     `key_index` points into the keys that were asked, `node_index` into `nodes`. Disks have names
-    of their own there, as in `raykv.protocol.disk`.
+    of their own there, as in `raykv.protocol.node`.
     """
 
     version: int
@@ -149,6 +200,18 @@ class WherePage(msgspec.Struct, frozen=True):
     nodes: list[str] = []
     key_index: list[int] = []
     node_index: list[int] = []
+
+
+def check_where_page(page: WherePage, query: WhereQuery) -> None:
+    """An answer to `query`.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    check_numbers("answered keys", (page.answered,), min(1, len(query.keys)), len(query.keys))
+    check_rows("replicas", page.key_index, page.node_index)
+    check_numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
+    check_numbers("numbers of keys", page.key_index, 0, page.answered - 1)
 
 
 class PrefixQuery(msgspec.Struct, frozen=True):
@@ -275,3 +338,36 @@ def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
             generation=generation,
             tier=DISK if disk else RAM,
         )
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """A record as the scheduler actor tells it; `age_s` is since it heard of it."""
+
+    record: MissRecord
+    engine_id: str
+    node_id: str
+    namespace: str
+    model: str
+    age_s: float
+
+
+class Explanations(msgspec.Struct, frozen=True):
+    """Those of all requests whose ids were asked for, newest first.
+
+    `num_known` requests are remembered at all.
+    """
+
+    found: list[Explanation] = []
+    num_known: int = 0
+
+
+class RequestPage(msgspec.Struct, frozen=True):
+    """Requests that have ended, the oldest first; they are numbered from 1 in an epoch.
+
+    `first` is the number of the first one in `found`, `last` that of the newest that is known.
+    """
+
+    epoch: int
+    first: int
+    last: int
+    found: list[Explanation] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from raykv.protocol.disk import DiskStats
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.node import DiskStats
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

@@ -20,8 +20,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from raykv.base.errors import MessageError
-from raykv.protocol.check import check_descriptions
-from raykv.protocol.descriptions import Description, Descriptions, page_of, rows_of
+from raykv.protocol.descriptions import (
+    Description,
+    Descriptions,
+    check_descriptions,
+    page_of,
+    rows_of,
+)
 
 BOOK_BYTES = 256 << 20
 """Kept by the scheduler actor: about 250,000 chunks of 128 tokens."""

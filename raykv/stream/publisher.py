@@ -35,9 +35,8 @@ from raykv.base.ids import Key, Namespace, NodeId
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
 from raykv.cluster import join as cluster
 from raykv.protocol.descriptions import Description
-from raykv.protocol.events import EventsMissed
-from raykv.protocol.messages import encode
-from raykv.protocol.publisher_types import PublisherSettings, PublisherStatus
+from raykv.protocol.events import EventsMissed, PublisherSettings, PublisherStatus
+from raykv.protocol.framing import encode
 from raykv.stream.connections import cut_off
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import Message, NodePlace, Publication

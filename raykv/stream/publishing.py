@@ -13,8 +13,8 @@ from raykv.base.errors import ClusterError, first_line
 from raykv.base.settings import Settings
 from raykv.cluster import join as cluster
 from raykv.cluster import names
-from raykv.protocol.handshake import receive
-from raykv.protocol.publisher_types import PublisherSettings, PublisherStatus
+from raykv.protocol.events import PublisherSettings, PublisherStatus
+from raykv.protocol.framing import receive
 
 logger = logging.getLogger("raykv.publisher")
 

@@ -23,11 +23,10 @@ from raykv.base.errors import (
     first_line,
 )
 from raykv.base.ids import EventKind
-from raykv.protocol.check import check_descriptions
-from raykv.protocol.descriptions import Description, Descriptions, rows_of
+from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.descriptions import Description, Descriptions, check_descriptions, rows_of
 from raykv.protocol.events import Event, EventPage, EventsMissed, SnapshotPage, events_of
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import MAX_KEYS
+from raykv.protocol.framing import receive
 from raykv.stream.descriptions import ANSWER_BYTES
 from raykv.stream.replay import Replay
 
@@ -138,7 +137,7 @@ def describe(
 
     Raises:
         ClusterError: the scheduler actor does not answer for half a minute.
-        MessageError: it sent something that can't be meant.
+        MessageError: it sent something invalid.
     """
     found: list[Description] = []
     left = list(keys)

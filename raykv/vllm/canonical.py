@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from raykv.base.errors import SettingError
-from raykv.protocol.kv_types import CanonicalPages, PageMap
+from raykv.protocol.worker import CanonicalPages, PageMap
 
 logger = logging.getLogger("raykv")
 

@@ -34,8 +34,8 @@ from raykv.base.guard import guarded, nothing, report
 from raykv.base.ids import Direction, Refusal
 from raykv.base.settings import Settings
 from raykv.node.states.file import promise, settle
-from raykv.protocol.messages import Handles, JobResult, KVLayout
-from raykv.protocol.state_types import Capture
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import Capture, JobResult, KVLayout
 from raykv.vllm.connector import RayKVConnector, logged_refusals
 from raykv.vllm.metadata import RayKVConnectorMetadata
 from raykv.vllm.worker import RayOffloadingWorker

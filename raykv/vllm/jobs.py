@@ -10,7 +10,8 @@ from typing import Any
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
 from raykv.base.ids import Direction, Refusal
-from raykv.protocol.messages import Handles, JobResult, KVLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import JobResult, KVLayout
 from raykv.vllm.spec import PoolSpec
 from raykv.worker.job import JobRequest
 

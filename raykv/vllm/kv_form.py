@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.memory.kv_form import ELEMENT_BYTES, objection
-from raykv.protocol.kv_types import ElementOrder, GroupForm, KVForm
+from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.vllm.canonical import whole_spec
 
 logger = logging.getLogger("raykv")

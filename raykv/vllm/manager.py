@@ -35,7 +35,7 @@ from raykv.engine.layered import LayeredLoads
 from raykv.engine.requests import FailedLoad
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import Handle
+from raykv.protocol.columns import Handle
 from raykv.vllm.engine_core import is_resting
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import hint_of, request_options

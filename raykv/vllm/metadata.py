@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from raykv.engine.requests import FailedLoad
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.measures import BreakerReport
 from raykv.vllm.identity.adapters import AdapterUse
 from raykv.worker.link import LinkTarget
 

@@ -20,7 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import MissReason, TokenSource
 from raykv.engine.view import EngineView
-from raykv.protocol.miss_types import MissRecord
+from raykv.protocol.engine import MissRecord
 
 logger = logging.getLogger("raykv")
 

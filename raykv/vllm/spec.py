@@ -26,8 +26,7 @@ from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.remote import ChunkSize, RemoteSettings
 from raykv.engine.view import EngineView
-from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, KVForm
-from raykv.protocol.messages import KVLayout
+from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
 from raykv.vllm import canonical
 from raykv.worker.link import LinkSettings, WorkerLink
 

@@ -30,8 +30,8 @@ from raykv.base.deadlines import LINK_CLOSE_S
 from raykv.base.guard import guarded, report
 from raykv.base.ids import Direction, Epoch, Generation, Key
 from raykv.engine.requests import FailedLoad
-from raykv.protocol.messages import JobResult, KVLayout
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.worker import JobResult, KVLayout
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.identity.weight_changes import WeightWatch, watch_worker
 from raykv.vllm.jobs import (

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from raykv.base.errors import HandleError
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
-from raykv.protocol.messages import KVLayout, TensorLayout
+from raykv.protocol.worker import KVLayout, TensorLayout
 
 
 class SharedAllocation(TorchFunctionMode):

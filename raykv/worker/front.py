@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
-from raykv.protocol.messages import JobResult
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.worker import JobResult
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkTarget
 

@@ -22,8 +22,7 @@ from raykv.base.ids import Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.driver import DriverError, MemoryDriver
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
-from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages
-from raykv.protocol.messages import JobResult, KVLayout
+from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, JobResult, KVLayout
 from raykv.worker.front import FrontLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink

@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 from raykv.base.ids import Direction
-from raykv.protocol.messages import CopyJob, Handles
-from raykv.protocol.state_types import Capture
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import Capture, CopyJob
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,9 @@ from raykv.cluster.deaths import has_halted, kill
 from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.check import believable
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.measures import OWN_NODE, BreakerReport
+from raykv.protocol.worker import (
     AttachWorker,
     JobBatch,
     JobResult,
@@ -63,8 +63,8 @@ from raykv.protocol.messages import (
     KVLayout,
     NodeMessage,
     WorkerAttached,
+    believable,
 )
-from raykv.protocol.told import OWN_NODE, BreakerReport
 from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
 from raykv.worker.job import JobRequest, PendingJob, Stage
 

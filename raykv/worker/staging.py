@@ -27,7 +27,8 @@ from raykv.base.guard import report
 from raykv.base.ids import Direction, Refusal
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
-from raykv.protocol.messages import Handles, JobResult, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.worker.front import ALL_LAYERS, FrontLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, WorkerLink

@@ -25,7 +25,8 @@ from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.memory.region import Region
 from raykv.node.states.file import HiddenStates, promise, settle, write_states
-from raykv.protocol.messages import Handles, JobResult, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 

@@ -14,7 +14,9 @@ from raykv.base.ids import Direction
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.messages import PROTOCOL_VERSION, AttachWorker, Handles
+from raykv.protocol.columns import Handles
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.worker import AttachWorker
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.fake_cuda import FakeCuda

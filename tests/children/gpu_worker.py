@@ -19,7 +19,7 @@ import torch
 
 from raykv.memory.cuda.bindings import load
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
-from raykv.protocol.messages import encode
+from raykv.protocol.framing import encode
 
 NUM_LAYERS = 32
 PAGE_BYTES = 16 * 2 * 8 * 128 * 2

@@ -15,7 +15,9 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.messages import PROTOCOL_VERSION, AttachWorker, Handles, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.waiting import wait_until

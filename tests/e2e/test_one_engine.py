@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fixtures.processes import freeze
-from tests.fixtures.waiting import wait_until, wait_until_quiet
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
@@ -21,8 +19,10 @@ from raykv.client.plan import plan
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.prompts.block_hashes import PromptTraits
-from raykv.protocol.miss_types import MissRecord
+from raykv.protocol.engine import MissRecord
 from raykv.protocol.status import NodeStatus
+from tests.fixtures.processes import freeze
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

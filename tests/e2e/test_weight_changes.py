@@ -6,14 +6,14 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
-from raykv.protocol.miss_types import MissRecord
+from raykv.protocol.engine import MissRecord
 from raykv.serve.models import tiny_llama
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

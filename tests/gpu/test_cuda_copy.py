@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.fixtures.cuda_fake import Compute, FakeDriver, WithoutWait
 
 from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
@@ -31,7 +30,9 @@ from raykv.copy.spans import SPAN_BYTES, spans
 from raykv.lab.bench import copy as bench
 from raykv.lab.bench.report import Options
 from raykv.memory.words import Word
-from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
+from tests.fixtures.cuda_fake import Compute, FakeDriver, WithoutWait
 
 torch = pytest.importorskip("torch")
 

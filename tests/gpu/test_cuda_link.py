@@ -19,8 +19,8 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
 from raykv.node.states.file import load_hidden_states, promise
-from raykv.protocol.messages import Handles
-from raykv.protocol.state_types import Capture
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import Capture
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.links import refusals

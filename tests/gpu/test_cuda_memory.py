@@ -21,8 +21,8 @@ from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceKV
 from raykv.memory.cuda.pinning import PoolPinner
 from raykv.memory.handles import open_kv
 from raykv.memory.pool import Pool
-from raykv.protocol.check import check_device_memory
-from raykv.protocol.messages import KVLayout, decode
+from raykv.protocol.framing import decode
+from raykv.protocol.worker import KVLayout, check_device_memory
 from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("torch")
@@ -204,7 +204,8 @@ OPENER = """
 import os, signal, sys
 from raykv.memory import cuda_bindings
 from raykv.memory.handles import open_kv
-from raykv.protocol.messages import KVLayout, decode
+from raykv.protocol.framing import decode
+from raykv.protocol.worker import KVLayout
 kv = open_kv(decode(bytes.fromhex(sys.argv[1]), KVLayout), [], cuda_bindings.load)
 print("there", flush=True)
 signal.pause()
@@ -212,7 +213,7 @@ signal.pause()
 
 
 def test_worker_goes_on_when_who_opened_its_memory_dies(workers: list[Worker]) -> None:
-    from raykv.protocol.messages import encode
+    from raykv.protocol.framing import encode
 
     worker = Worker()
     workers.append(worker)

@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 import ray
-from tests.fixtures.one_node import actors_of_one_node
-from tests.fixtures.waiting import wait_until
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError, MessageError
@@ -30,19 +28,11 @@ from raykv.prompts.block_hashes import (
     chunk_keys,
     seed_digest,
 )
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    Inventory,
-    NodeReport,
-    NodeReportReply,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
-from raykv.protocol.miss_types import MissRecord
+from raykv.protocol.engine import AttachEngine, EngineAttached, MissRecord, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
+from tests.fixtures.one_node import actors_of_one_node
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -12,9 +12,6 @@ from contextlib import contextmanager
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from tests.fixtures.one_node import actors_of_one_node
-from tests.fixtures.processes import freeze
-from tests.fixtures.waiting import wait_until
 from typer.testing import CliRunner
 
 import raykv.engine.runtime
@@ -32,16 +29,13 @@ from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
 from raykv.engine.view import EngineView
 from raykv.memory.room import MemoryLimit
+from raykv.protocol.engine import AttachEngine, EngineAttached
 from raykv.protocol.findings import Finding, Severity
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    NodeDescription,
-    NodeReport,
-    decode,
-    encode,
-)
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import NodeDescription, NodeReport
+from tests.fixtures.one_node import actors_of_one_node
+from tests.fixtures.processes import freeze
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

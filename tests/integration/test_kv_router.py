@@ -25,17 +25,9 @@ from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_dig
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptTokens
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    Inventory,
-    NodeReport,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import Inventory, NodeReport
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.planner import PlacedRequest
 

@@ -10,25 +10,18 @@ from pathlib import Path
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
-from tests.fixtures.dashboard import metrics_of_all_panels
-from tests.fixtures.metric_lint import complaints
-from tests.fixtures.scrapes import names_in, scrape
-from tests.fixtures.waiting import wait_until
 
 from raykv.base.ids import MissReason, TokenSource
 from raykv.base.settings import MetricsPlace
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as clusters
 from raykv.metrics.table import BREAKERS, BUILD, CLUSTER, METRICS, NODE
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from tests.fixtures.dashboard import metrics_of_all_panels
+from tests.fixtures.metric_lint import complaints
+from tests.fixtures.scrapes import names_in, scrape
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import ray
 import xxhash
-from tests.fixtures.waiting import wait_until
 from typer.testing import CliRunner
 
 from raykv.base.errors import ChunkFileError, ClusterError, SettingError
@@ -31,19 +30,14 @@ from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.memory.region import Region
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
+from raykv.protocol.columns import Handles
 from raykv.protocol.events import EpochBegan, NodeJoined
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    Handles,
-    KVLayout,
-    ReadReply,
-    ReadRequest,
-    TensorLayout,
-    decode,
-    encode,
-)
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.peer import ReadReply, ReadRequest
+from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

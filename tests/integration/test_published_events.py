@@ -9,9 +9,6 @@ from collections.abc import Iterator
 import pytest
 import ray
 import zmq
-from tests.fixtures.one_node import actors_of_one_node, granted
-from tests.fixtures.waiting import wait_until
-from tests.fixtures.wire_index import WireIndex
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
@@ -25,10 +22,14 @@ from raykv.lab.bench.ports import free_port
 from raykv.node.keeper import inventory_of
 from raykv.node.slots import ChunkName
 from raykv.protocol.descriptions import Description, pack_tokens
-from raykv.protocol.messages import PROTOCOL_VERSION, NodeReport, encode
-from raykv.protocol.publisher_types import PublisherStatus
+from raykv.protocol.events import PublisherStatus
+from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.node import NodeReport
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.stream.publishing import find_publisher
+from tests.fixtures.one_node import actors_of_one_node, granted
+from tests.fixtures.waiting import wait_until
+from tests.fixtures.wire_index import WireIndex
 
 pytestmark = pytest.mark.integration
 

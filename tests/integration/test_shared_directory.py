@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import ray
-from tests.fixtures.one_node import actors_of_one_node, granted
-from tests.fixtures.waiting import wait_until
 
 import raykv
 from raykv.base.errors import ClusterError
@@ -39,6 +37,7 @@ from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.node.keeper import inventory_of
 from raykv.node.slots import ChunkName
+from raykv.protocol.engine import SyncRequest
 from raykv.protocol.events import (
     BlockStored,
     CacheCleared,
@@ -47,14 +46,10 @@ from raykv.protocol.events import (
     NodeJoined,
     NodeLost,
 )
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    NodeReport,
-    NodeReportReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import NodeReport, NodeReportReply
+from tests.fixtures.one_node import actors_of_one_node, granted
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import ray
-from tests.fixtures.waiting import wait_until
 
 from raykv.base.errors import VersionError
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as clusters
 from raykv.cluster import names
-from raykv.protocol.messages import PROTOCOL_VERSION, NodeDescription, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.node import NodeDescription
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

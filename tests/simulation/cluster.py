@@ -9,19 +9,10 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId, Slot
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.node.slots import ChunkName
-from raykv.protocol.messages import (
-    AttachEngine,
-    EngineAttached,
-    FetchRequest,
-    FetchResult,
-    NodeReport,
-    NodeReportReply,
-    ReadRequest,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.node import NodeReport, NodeReportReply
+from raykv.protocol.peer import FetchRequest, FetchResult, ReadRequest
 from tests.simulation.engine import Engine
 from tests.simulation.fetch import Post, ReadAnswer
 from tests.simulation.node import Node

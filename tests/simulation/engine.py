@@ -13,7 +13,8 @@ from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.node.slots import ChunkName
-from raykv.protocol.messages import FetchResult, Handle
+from raykv.protocol.columns import Handle
+from raykv.protocol.peer import FetchResult
 from tests.simulation.node import Job
 from tests.simulation.session import FetchEnded, Identity, Session
 from tests.simulation.wire import Call

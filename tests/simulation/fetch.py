@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 from raykv.base.ids import Key, Namespace, Refusal
 from raykv.node.fetch import Source, wanted
 from raykv.node.slots import ChunkName, SlotState
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    FetchRequest,
-    FetchResult,
-    Handles,
-    LostReplicas,
-    ReadReply,
-    ReadRequest,
-)
+from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest
 from tests.simulation.wire import Call
 
 if TYPE_CHECKING:

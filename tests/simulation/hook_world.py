@@ -17,7 +17,6 @@ from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
-from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -27,13 +26,16 @@ import raykv
 from raykv.base import guard
 from raykv.base.ids import Direction, Refusal
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import Handles, JobResult, KVLayout, Leases, SyncReply, TensorLayout
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.columns import Handles, Leases
+from raykv.protocol.engine import SyncReply
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
 from raykv.worker.job import JobRequest
 from tests.simulation.layered_world import RUBBISH, World
+from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH
 
 SCHEDULER_HOOKS = (
     "on_new_request",

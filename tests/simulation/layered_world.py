@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -28,11 +27,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 from raykv.base.ids import EngineId, Epoch, Generation, Key
 from raykv.engine.requests import FailedLoad
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import EngineAttached, Leases, SyncReply
+from raykv.protocol.columns import Leases
+from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.metadata import RayKVWorkerMetadata
+from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
 
 RUBBISH = 0
 """In place of a prefix's name."""

@@ -25,14 +25,9 @@ from raykv.base.ids import (
 )
 from raykv.node.keeper import failed_columns, inventory_of
 from raykv.node.slots import Admission, ChunkName, SlotState, SlotTable
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    FailedStores,
-    NodeReport,
-    NodeReportReply,
-    ReadReply,
-    ReadRequest,
-)
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import FailedStores, NodeReport, NodeReportReply
+from raykv.protocol.peer import ReadReply, ReadRequest
 from tests.simulation.fetch import Fetches, Post, ReadAnswer
 from tests.simulation.wire import Call
 

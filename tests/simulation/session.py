@@ -12,15 +12,10 @@ from typing import TYPE_CHECKING
 from raykv.base.ids import EngineId, Epoch, Generation, Namespace, NodeId, Slot
 from raykv.engine.remote import FetchOrder
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    FetchResult,
-    Handle,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import Handle
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.peer import FetchResult
 from tests.simulation.wire import Call
 
 if TYPE_CHECKING:

@@ -15,15 +15,10 @@ from raykv.base.settings import load_settings
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Handle,
-    Inventory,
-    NodeReport,
-    NodeStats,
-    SyncReply,
-)
+from raykv.protocol.columns import Handle
+from raykv.protocol.engine import AttachEngine, SyncReply
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import Inventory, NodeReport, NodeStats
 
 KIB, MIB = 1 << 10, 1 << 20
 SPACE = Namespace("model")

@@ -26,7 +26,6 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from tests.fixtures.tables import use_table
 
 import raykv.directory.leases
 import raykv.directory.mirror
@@ -49,17 +48,11 @@ from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.node.keeper import failed_columns
 from raykv.node.slots import Admission, ChunkName, SlotTable
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    FailedStores,
-    Handle,
-    Inventory,
-    NodeReport,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import Handle
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import FailedStores, Inventory, NodeReport
+from tests.fixtures.tables import use_table
 
 PAGE = 4096
 NUM_PAGES = 16

@@ -17,26 +17,17 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.fixtures.tables import use_table
 
 import raykv.directory.snapshots
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.protocol.columns import Handles, Leases, LostReplicas
+from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.events import EpochBegan, EventPage, SnapshotPage, events_of
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Handles,
-    Inventory,
-    Leases,
-    LostReplicas,
-    NodeReport,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import Inventory, NodeReport
 from raykv.stream.replay import Replay
+from tests.fixtures.tables import use_table
 
 PAGE = 4096
 SLAB = 4

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.fixtures.tables import TABLES, use_table
-from tests.unit.directory.test_pins import PAGE, SPACE, Cluster, key
 
 from raykv.base.ids import NodeId
-from raykv.protocol.hint_types import Hints
+from raykv.protocol.engine import Hints
+from tests.fixtures.tables import TABLES, use_table
+from tests.unit.directory.test_pins import PAGE, SPACE, Cluster, key
 
 SLOTS = 8
 QUOTA_CHUNKS = 4

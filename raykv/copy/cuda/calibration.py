@@ -193,7 +193,7 @@ def _head(name: DeviceName, mover: str) -> dict[str, Any]:
 
 def _table(points: Any) -> Table:
     """Raises:
-    ValueError: a number can't be meant.
+    ValueError: a number is invalid.
     TypeError, KeyError: it has another form.
     """
     if not isinstance(points, list) or not 0 < len(points) <= MAX_POINTS:

@@ -38,7 +38,8 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, sho
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
-from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 
 LEAST_OF_MEMCPY = 0.85
 """Of the best memcpy of one thread, for pages from `BUDGET_PAGE_BYTES`."""

@@ -20,18 +20,10 @@ from raykv.directory.log import MAX_EVENTS
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.choose import open_table
 from raykv.lab.bench.directory import CORE, DICT, MESSAGES
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Inventory,
-    Leases,
-    NodeReport,
-    NodeReportReply,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.columns import Leases
+from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
 
 BATCH = 512
 PREFIX = 4096

@@ -44,7 +44,8 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.node.disk.tier import FILE_BYTES
-from raykv.protocol.messages import Handles, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 

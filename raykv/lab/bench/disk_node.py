@@ -31,8 +31,9 @@ from raykv.node.fetch import FetchService
 from raykv.node.peers import PeerError, PendingRead
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.node.slots import ChunkName
-from raykv.protocol.disk import Demotions, DiskOrder, disk_of
-from raykv.protocol.messages import Handle, ReadRequest
+from raykv.protocol.columns import Handle
+from raykv.protocol.node import Demotions, DiskOrder, disk_of
+from raykv.protocol.peer import ReadRequest
 
 CHUNK_BYTES = 2 << 20
 SLAB_BYTES = 64 << 20

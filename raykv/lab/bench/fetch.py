@@ -28,17 +28,10 @@ from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
 from raykv.lab.bench.serving import Bed
 from raykv.memory.region import Region
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    FetchRequest,
-    FetchResult,
-    Handles,
-    KVLayout,
-    Replicas,
-    TensorLayout,
-    decode,
-    encode,
-)
+from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.peer import FetchRequest, FetchResult
+from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 

@@ -17,7 +17,8 @@ from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
-from raykv.protocol.messages import EngineAttached, Handles, SyncReply
+from raykv.protocol.columns import Handles
+from raykv.protocol.engine import EngineAttached, SyncReply
 
 MOST_RATIO = 1.5
 """Of a bare dict."""

@@ -22,7 +22,7 @@ from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptHasher, PromptTokens
-from raykv.protocol.messages import PROTOCOL_VERSION
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.reader import PrefixQuery
 from raykv.serve.router.rank import PromptPlace, RecentPrompts, Replica, Weights, rank
 

@@ -24,20 +24,10 @@ from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.lab.bench.directory_load import M, R, exchange, manager
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    Handles,
-    Inventory,
-    Leases,
-    NodeReport,
-    NodeReportReply,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.columns import Handles, Leases
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
 
 ENGINES_PER_NODE = 4
 ASKED = 32

@@ -18,7 +18,8 @@ from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
 from raykv.lab.bench.serving import Bed
-from raykv.protocol.messages import EngineAttached, Leases, SyncReply
+from raykv.protocol.columns import Leases
+from raykv.protocol.engine import EngineAttached, SyncReply
 
 BATCH = 512
 SMALL_BLOCK = 32

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from raykv.memory.cuda.driver import DriverError, Extent
-from raykv.protocol.check import CUDA_HANDLE_BYTES
+from raykv.protocol.worker import CUDA_HANDLE_BYTES
 
 ATTRIBUTE_CALL, ATTRIBUTE_SINCE = b"cuPointerGetAttribute", 12000
 """The driver's own name, and the version of CUDA whose form of the call is meant."""

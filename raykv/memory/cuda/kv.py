@@ -27,9 +27,7 @@ import msgspec
 
 from raykv.base.errors import HandleError
 from raykv.memory.cuda.driver import DriverError, Extent, MemoryDriver
-from raykv.protocol.check import MAX_PIECES
-from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages
-from raykv.protocol.messages import KVLayout, TensorLayout
+from raykv.protocol.worker import MAX_PIECES, NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout
 
 logger = logging.getLogger("raykv.node")
 

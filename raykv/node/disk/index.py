@@ -27,8 +27,8 @@ from itertools import islice
 
 from raykv.base.clearings import Clearings
 from raykv.base.ids import ALL_BLOCKS, NO_GENERATION, Blocks, Generation, Key, Namespace
-from raykv.protocol.disk import DiskChunks, DiskNews
-from raykv.protocol.namespace_column import namespace_column
+from raykv.protocol.columns import namespace_column
+from raykv.protocol.node import DiskChunks, DiskNews
 
 MAX_GONE = 65_536
 """Places that went and were not told yet; beyond it the listing begins anew."""

@@ -24,8 +24,8 @@ from raykv.node.disk.index import DiskIndex
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.read import ChunkRead, answer
 from raykv.node.slots import ChunkName
-from raykv.protocol.disk import DiskStats, disk_of, is_disk, node_of
-from raykv.protocol.messages import ReadReply, ReadRequest
+from raykv.protocol.node import DiskStats, disk_of, is_disk, node_of
+from raykv.protocol.peer import ReadReply, ReadRequest
 
 logger = logging.getLogger("raykv.disk")
 

@@ -53,7 +53,7 @@ from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.reads import OPENING, DiskReads, DiskState
 from raykv.node.keeper import PoolKeeper
 from raykv.node.slots import ChunkName
-from raykv.protocol.disk import Demotions, DiskNews, DiskOrder, DiskStats
+from raykv.protocol.node import Demotions, DiskNews, DiskOrder, DiskStats
 
 logger = logging.getLogger("raykv.disk")
 

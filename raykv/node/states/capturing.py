@@ -53,7 +53,8 @@ from raykv.node.states.file import (
     write_states,
 )
 from raykv.node.states.index import WIDTHS, CaptureIndex, CaptureState, objection
-from raykv.protocol.state_types import Capture, CaptureStats
+from raykv.protocol.node import CaptureStats
+from raykv.protocol.worker import Capture
 
 logger = logging.getLogger("raykv.node")
 
@@ -314,9 +315,7 @@ class Capturing:
             return planner.pages(layer, job.block_ids, to), pages
         except PlanError as error:
             logger.warning("refused a malformed capture: %s", error)
-            raise _RefusedError(
-                Refusal.BAD_HANDLE, f"a capture that can't be meant: {error}"
-            ) from error
+            raise _RefusedError(Refusal.BAD_HANDLE, f"invalid capture: {error}") from error
 
     def _admit(self, queued: QueuedJob, capture: Capture, num_bytes: int) -> None:
         """Wait for room.

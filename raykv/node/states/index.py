@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from raykv.protocol.state_types import Capture
+from raykv.protocol.worker import Capture
 
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of each type that states may have."""
@@ -36,7 +36,7 @@ MAX_ENTRIES = 1 << 16
 
 
 def objection(capture: Capture, num_blocks: int, page_bytes: int) -> str:
-    """Why a capture can't be meant, in a few words; empty if it can.
+    """Why a capture is invalid, in a few words; empty if it is valid.
 
     Args:
         capture: what a worker asks for.

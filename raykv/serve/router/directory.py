@@ -30,9 +30,8 @@ from raykv.directory.prefix_answers import check_prefix_page
 from raykv.prompts.lookup import choose_namespace, scheme_of
 from raykv.prompts.prefixes import groups_text
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys
-from raykv.protocol.check import require
-from raykv.protocol.handshake import receive
-from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION, encode
+from raykv.protocol.columns import MAX_KEYS, require
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
 from raykv.protocol.status import NamespaceStatus
 

@@ -44,7 +44,7 @@ class Weights:
     differ, hence the reserve. One request is as a short prompt.
 
     Raises:
-        SettingError: a weight can't be meant.
+        SettingError: a weight is invalid.
     """
 
     load: float = 0.05

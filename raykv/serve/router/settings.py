@@ -35,7 +35,7 @@ class RouteSettings(BaseModel):
     @property
     def weights(self) -> Weights:
         """Raises:
-        SettingError: they can't be meant.
+        SettingError: they are invalid.
         """
         return Weights(self.load, self.fetch, self.request)
 

@@ -32,7 +32,8 @@ from raykv.copy.reference import ReferenceBackend
 from raykv.copy.rows import RowCopier, kernel
 from raykv.memory.region import Region
 from raykv.memory.words import Word
-from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 from tests.fixtures.cuda_fake import FakeDriver
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

@@ -24,8 +24,8 @@ from raykv.base.errors import SettingError
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import Planner
 from raykv.memory.handles import check_layout
-from raykv.protocol.kv_types import CanonicalPages
-from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import CanonicalPages, CopyJob, KVLayout, TensorLayout
 from raykv.vllm.canonical import block_bytes, pages_of
 from tests.contract.copy.test_backends import MEMORIES, NEVER, Memory
 

@@ -27,14 +27,9 @@ from raykv.engine.fetches import (
 )
 from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import Replica
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    FetchRequest,
-    FetchResult,
-    Handle,
-    decode,
-    encode,
-)
+from raykv.protocol.columns import Handle
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.peer import FetchRequest, FetchResult
 from tests.fixtures.peers import LONG_S, NAMESPACE, key
 from tests.fixtures.waiting import wait_until
 

@@ -22,8 +22,9 @@ from raykv.cluster.breaker import BreakerState, Pauses
 from raykv.engine.runtime import EngineRuntime, leave_ray
 from raykv.engine.session import Session, SessionSettings
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import EngineAttached, SyncReply, SyncRequest, decode, encode
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.measures import BreakerReport
 from tests.fixtures.waiting import wait_until
 
 LONG_S = 10.0

@@ -21,8 +21,9 @@ from raykv.node.states import capturing
 from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
-from raykv.protocol.messages import Handles, JobResult
-from raykv.protocol.state_types import Capture, CaptureStats
+from raykv.protocol.columns import Handles
+from raykv.protocol.node import CaptureStats
+from raykv.protocol.worker import Capture, JobResult
 from raykv.worker.job import JobRequest
 from tests.contract.worker.test_worker_link import NUM_BLOCKS, PATIENT, Node, Worker, failures
 from tests.fixtures.states_reader import DisappointedReader
@@ -166,9 +167,9 @@ def test_capture_that_cannot_be_meant_is_refused_and_the_reader_told(
     job = request(worker, "a", blocks, num_tokens, path=path, lock_fd=lock_fd, **changes)
     assert failures(worker.run(job)) == [Refusal.BAD_HANDLE]
     os.close(lock_fd)
-    with pytest.raises(HiddenStatesError, match="can't be meant"):
+    with pytest.raises(HiddenStatesError, match="invalid"):
         here.states("a")
-    with pytest.raises(HiddenStatesError, match="can't be meant"):
+    with pytest.raises(HiddenStatesError, match="invalid"):
         load_hidden_states(path, 10.0)
     assert failures(worker.run(request(worker, "b", [0], BLOCK))) == []
 

@@ -21,8 +21,9 @@ from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.peers import PendingRead
 from raykv.node.slots import ChunkName
-from raykv.protocol.disk import Demotions, DiskOrder, disk_of
-from raykv.protocol.messages import Handle, ReadRequest
+from raykv.protocol.columns import Handle
+from raykv.protocol.node import Demotions, DiskOrder, disk_of
+from raykv.protocol.peer import ReadRequest
 from tests.fixtures.peers import (
     NAMESPACE,
     PAGE,

@@ -21,7 +21,8 @@ from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import Replica
 from raykv.node.fetch import PIECE_BYTES, WINDOW
 from raykv.node.slots import ChunkName, SlotState
-from raykv.protocol.messages import FetchResult, Handle, Handles, LostReplicas, Replicas
+from raykv.protocol.columns import Handle, Handles, LostReplicas, Replicas
+from raykv.protocol.peer import FetchResult
 from tests.fixtures.peers import (
     LONG_S,
     NAMESPACE,
@@ -551,7 +552,7 @@ def test_malformed_request_is_refused_and_does_not_raise(
 
 
 def test_repeated_request_gets_the_same_answer(here: Node, source: Node) -> None:
-    """`messages.py`: all messages are idempotent."""
+    """All messages are idempotent."""
     orders = here.orders((source, source.store(key(0))))
     first = here.fetch(orders)
     again = here.fetch(orders)

@@ -15,7 +15,8 @@ from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, 
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.slots import ChunkName, Seal, SlotState
-from raykv.protocol.messages import FailedStores, ReadRequest
+from raykv.protocol.node import FailedStores
+from raykv.protocol.peer import ReadRequest
 from tests.fixtures.peers import (
     NAMESPACE,
     Network,

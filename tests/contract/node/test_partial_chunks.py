@@ -39,9 +39,11 @@ from raykv.node.peers import Bytes
 from raykv.node.read import ReadService
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.node.slots import ChunkName, SlotState
-from raykv.protocol.disk import Demotions
-from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
-from raykv.protocol.messages import Handle, ReadReply, ReadRequest, decode, encode
+from raykv.protocol.columns import Handle
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.node import Demotions
+from raykv.protocol.peer import ReadReply, ReadRequest
+from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.worker.job import JobRequest
 from tests.contract.worker.test_worker_link import Worker, failures
 

@@ -21,7 +21,9 @@ import raykv.node.read
 from raykv.base.ids import Generation, Key, Refusal, Slot
 from raykv.cluster.breaker import Pauses
 from raykv.node.slots import ChunkName
-from raykv.protocol.messages import PROTOCOL_VERSION, Handles, LostReplicas, ReadReply, ReadRequest
+from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.peer import ReadReply, ReadRequest
 from tests.fixtures.peers import (
     LONG_S,
     NAMESPACE,

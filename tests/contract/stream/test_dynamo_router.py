@@ -15,8 +15,7 @@ import pytest
 
 from raykv.base.ids import Namespace, NodeId
 from raykv.protocol.descriptions import Description, pack_tokens
-from raykv.protocol.events import BlockRemoved, BlockStored, EpochBegan
-from raykv.protocol.publisher_types import PublisherSettings
+from raykv.protocol.events import BlockRemoved, BlockStored, EpochBegan, PublisherSettings
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import NodePlace, Publication
 from raykv.stream.publisher import Sockets, first_number

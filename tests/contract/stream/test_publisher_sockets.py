@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from raykv.protocol.publisher_types import PublisherSettings
+from raykv.protocol.events import PublisherSettings
 from raykv.stream import publisher
 from raykv.stream.publication import Message
 from raykv.stream.publisher import Sockets, first_number

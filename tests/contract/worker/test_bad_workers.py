@@ -22,12 +22,11 @@ from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.node.service import NodeService, ServiceSettings
 from raykv.protocol import wire
-from raykv.protocol.check import believable
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
+from raykv.protocol.columns import Handles
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.worker import (
     AttachWorker,
     CopyJob,
-    Handles,
     JobBatch,
     JobResult,
     JobResults,
@@ -35,6 +34,7 @@ from raykv.protocol.messages import (
     NodeMessage,
     TensorLayout,
     WorkerAttached,
+    believable,
 )
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink

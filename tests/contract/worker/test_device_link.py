@@ -25,13 +25,9 @@ from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices, MakeBackend
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.protocol import wire
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachWorker,
-    Handles,
-    JobResult,
-    WorkerAttached,
-)
+from raykv.protocol.columns import Handles
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.worker import AttachWorker, JobResult, WorkerAttached
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fixtures.fake_cuda import (
@@ -376,7 +372,7 @@ def test_worker_whose_memory_can_not_be_opened_hears_why(world: World) -> None:
     answer = attach(world.service, worker, handles=[b"x" * 64])
     assert (answer.error, answer.unsuited) == ("that is no handle", True)
     answer = attach(world.service, worker, handles=[b"x" * 5])
-    assert "can't be meant" in answer.error
+    assert "invalid" in answer.error
     assert not answer.unsuited
     assert world.cuda.num_open == before
     assert world.service.stats().num_workers == 1

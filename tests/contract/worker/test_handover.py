@@ -12,7 +12,7 @@ from raykv.base.errors import SettingError
 from raykv.base.settings import Settings, load_settings
 from raykv.memory.cuda.driver import DriverError
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC
-from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
+from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.worker.link import LinkSettings
 from tests.fixtures.fake_cuda import PAGE, FakeCuda
 

@@ -14,7 +14,7 @@ from raykv.base.errors import SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Refusal
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.protocol.messages import Handles
+from raykv.protocol.columns import Handles
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fixtures.links import result_of

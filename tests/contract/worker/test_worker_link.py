@@ -23,8 +23,15 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
 from raykv.base.threads import end_process
 from raykv.memory.region import Region
 from raykv.protocol import wire
-from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
-from raykv.protocol.messages import Handles, JobResult, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import (
+    NOT_CANONICAL,
+    CanonicalPages,
+    JobResult,
+    KVLayout,
+    PageMap,
+    TensorLayout,
+)
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.links import result_of

@@ -22,7 +22,7 @@ from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
-from raykv.protocol.miss_types import MissRecord
+from raykv.protocol.engine import MissRecord
 from raykv.serve.router.directory import Directory
 from raykv.serve.router.vllm_renderer import VLLMRenderer
 from tests.fixtures.dashboard import metrics_of_all_panels

@@ -21,7 +21,7 @@ from raykv.client.cluster import Cluster
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.node.wishes import NodeFacts
-from raykv.protocol.publisher_types import PublisherSettings
+from raykv.protocol.events import PublisherSettings
 from raykv.stream import publishing, readers
 
 KEY = "00" * 36

@@ -16,7 +16,8 @@ from raykv.base.ids import MissReason
 from raykv.cli.why_miss import ADVICE, advice
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as clusters
-from raykv.protocol.miss_types import Explanation, Explanations, MissRecord
+from raykv.protocol.engine import MissRecord
+from raykv.protocol.reader import Explanation, Explanations
 
 RECORD = MissRecord(
     "cmpl-7-0-abcd", 1000, 96, 640, {"incomplete_chunk": 8, "evicted": 256}, b"\xab\xcd"

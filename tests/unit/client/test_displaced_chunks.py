@@ -12,9 +12,11 @@ from raykv.base.ids import Refusal
 from raykv.client import operations as client_operations
 from raykv.client.operations import Operations
 from raykv.cluster import join as cluster
-from raykv.protocol.disk import Demotions
-from raykv.protocol.messages import PROTOCOL_VERSION, FetchResult, Handles, Replicas, encode
+from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.node import Demotions
 from raykv.protocol.operator import TransferGrant, TransferOrder, TransferResult
+from raykv.protocol.peer import FetchResult
 
 GRANT = TransferGrant(
     PROTOCOL_VERSION,

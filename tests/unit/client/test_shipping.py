@@ -16,7 +16,7 @@ from raykv.cli.switch import refuse_without_place
 from raykv.client.ship import _chosen, first_that_fit, refuse_foreign
 from raykv.node.disk.chunk_file import ChunkFile
 from raykv.node.disk.index import DiskChunk
-from raykv.protocol.disk import Kept
+from raykv.protocol.node import Kept
 from raykv.protocol.status import NamespaceStatus
 
 TRAITS = {"model": "x", "dtype": "float32", "weights_version": "", "kv_layout": "a"}

@@ -6,14 +6,11 @@ import pytest
 
 import raykv.cluster.breaker
 from raykv.cluster.breaker import Breakers, BreakerState, Pauses, aged, joined, sentences
-from raykv.protocol.messages import (
-    NodeStats,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.engine import SyncRequest
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport
+from raykv.protocol.node import NodeStats
 from raykv.protocol.status import EngineStatus, NodeStatus
-from raykv.protocol.told import MAX_REASON, MAX_ROWS, BreakerReport
 
 PEER = "node:a"
 PAUSES = Pauses(1.0, 5.0, trial_s=10.0)
@@ -142,7 +139,7 @@ def test_forgetting_an_older_call_does_not_end_the_trial(breakers: Breakers) -> 
 
 
 def test_report_names_the_worst_and_counts_all(breakers: Breakers) -> None:
-    for number in range(MAX_ROWS + 3):
+    for number in range(MAX_BREAKERS + 3):
         fail(breakers, 10.0, f"node:{number}")
     breakers.failed("node:7", begin(breakers, 11.0, "node:7"), 11.0, "x" * 1000)
     report = breakers.report(14.0)
@@ -150,8 +147,10 @@ def test_report_names_the_worst_and_counts_all(breakers: Breakers) -> None:
     assert report.failures[0] == 2
     assert report.seconds[0] == 4.0
     assert len(report.reasons[0]) == MAX_REASON
-    assert {len(column) for column in (report.peers, report.states, report.seconds)} == {MAX_ROWS}
-    assert (report.opened, report.failed) == (MAX_ROWS + 3, MAX_ROWS + 4)
+    assert {len(column) for column in (report.peers, report.states, report.seconds)} == {
+        MAX_BREAKERS
+    }
+    assert (report.opened, report.failed) == (MAX_BREAKERS + 3, MAX_BREAKERS + 4)
 
 
 def test_peers_that_are_remembered_are_bounded_and_bad_ones_stay(

@@ -9,7 +9,8 @@ import pytest
 
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import CopyRuns, PlanError, Planner
-from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 
 PAGE = 64
 Run = tuple[int, int, int]

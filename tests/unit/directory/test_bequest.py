@@ -10,7 +10,8 @@ from raykv.base.errors import MessageError
 from raykv.base.ids import EVERY_NAMESPACE, Epoch, make_generation
 from raykv.directory import bequest
 from raykv.directory.actor import SchedulerActor
-from raykv.protocol.messages import PROTOCOL_VERSION, NodeReport, NodeReportReply, decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import NodeReport, NodeReportReply
 from raykv.protocol.operator import KeptLife
 from tests.fixtures.waiting import wait_until
 

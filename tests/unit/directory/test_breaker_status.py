@@ -11,15 +11,11 @@ from rich.console import Console
 from raykv.base.ids import Epoch
 from raykv.cli.status import print_status
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    NodeReport,
-    NodeStats,
-    SyncRequest,
-)
+from raykv.protocol.engine import AttachEngine, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.node import NodeReport, NodeStats
 from raykv.protocol.status import ClusterStatus
-from raykv.protocol.told import BreakerReport
 
 SOURCE = BreakerReport(["node:b"], ["open"], [2], [1.5], ["no [bold] answer"], 1, 2, 3)
 OWN = BreakerReport(["own node"], ["half-open"], [4], [7.0], ["it is gone"], 2, 5, 6)

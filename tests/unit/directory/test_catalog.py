@@ -17,17 +17,9 @@ from raykv.base.ids import SLOT_ALIGNMENT, Epoch
 from raykv.client.listing import Reader
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.check import check_chunk_page, check_where_page
-from raykv.protocol.disk import DiskChunks, DiskNews, disk_of
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Inventory,
-    NodeReport,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.engine import AttachEngine, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import DiskChunks, DiskNews, Inventory, NodeReport, disk_of
 from raykv.protocol.reader import (
     MAX_PAGE,
     ORDERS,
@@ -37,6 +29,8 @@ from raykv.protocol.reader import (
     PrefixQuery,
     WherePage,
     WhereQuery,
+    check_chunk_page,
+    check_where_page,
     chunks_of,
 )
 from tests.fixtures.tables import TABLES, use_table

@@ -10,17 +10,10 @@ from raykv.directory.cluster_meter import LAG_WINDOW_S, MAX_MODELS
 from raykv.directory.manager import BlockManager
 from raykv.metrics.label_values import MOST, OTHER, NamespaceLabels
 from raykv.metrics.table import METRICS
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Inventory,
-    NodeReport,
-    NodeStats,
-    SyncReply,
-    SyncRequest,
-)
-from raykv.protocol.metric_types import HistogramData
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.measures import BreakerReport, HistogramData
+from raykv.protocol.node import Inventory, NodeReport, NodeStats
 
 PAGE = SLOT_ALIGNMENT
 

@@ -13,17 +13,19 @@ from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
 from raykv.directory.disks import MAX_DEMOTED, MAX_STALE, MAX_SWEPT, Disks
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.protocol import Changes
-from raykv.protocol.disk import DiskChunks, DiskNews, DiskOrder, DiskStats, disk_of
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
+from raykv.protocol.columns import LostReplicas
+from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import (
+    DiskChunks,
+    DiskNews,
+    DiskOrder,
+    DiskStats,
     Inventory,
-    LostReplicas,
     NodeReport,
     NodeReportReply,
     NodeStats,
-    SyncReply,
-    SyncRequest,
+    disk_of,
 )
 from raykv.protocol.operator import TransferOrder
 from tests.fixtures.tables import TABLES, use_table

@@ -12,9 +12,8 @@ from raykv.base.ids import MissReason, TokenSource
 from raykv.directory.engine_tally import MAX_ENGINES, EngineTally
 from raykv.metrics.hyperloglog import HyperLogLog
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
-from raykv.protocol.messages import SyncRequest
-from raykv.protocol.metric_types import HistogramData
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.engine import SyncRequest
+from raykv.protocol.measures import BreakerReport, HistogramData
 
 
 def message(engine: str, seq: int, **counters: int) -> SyncRequest:

@@ -18,7 +18,7 @@ from raykv.protocol.events import (
     NodeLost,
     events_of,
 )
-from raykv.protocol.messages import decode, encode
+from raykv.protocol.framing import decode, encode
 
 EPOCH = Epoch(3)
 NODE, OTHER = NodeId("node"), NodeId("other")

@@ -11,7 +11,7 @@ from raykv.base.ids import EngineId, Namespace, NodeId
 from raykv.directory.leases import RECENT, count_stored, lease_share, split
 from raykv.directory.members import Engine
 from raykv.engine.stock import SHARE, LeaseStock
-from raykv.protocol.messages import Leases
+from raykv.protocol.columns import Leases
 
 NO_MIRROR: Any = None
 

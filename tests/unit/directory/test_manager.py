@@ -23,21 +23,10 @@ from raykv.base.ids import (
 from raykv.directory.leases import Generations
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.reuse import MIN_SAMPLE, SOME
-from raykv.protocol.messages import (
-    MAX_KEYS,
-    PROTOCOL_VERSION,
-    AttachEngine,
-    EngineAttached,
-    FailedStores,
-    Handles,
-    Inventory,
-    Leases,
-    NodeReport,
-    NodeReportReply,
-    NodeStats,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import MAX_KEYS, Handles, Leases
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import FailedStores, Inventory, NodeReport, NodeReportReply, NodeStats
 from tests.fixtures.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT

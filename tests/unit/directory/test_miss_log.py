@@ -8,17 +8,10 @@ import raykv.directory.miss_log
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Namespace
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.miss_log import MAX_RECORDS, MAX_TOLD
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Inventory,
-    NodeReport,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
-from raykv.protocol.miss_types import Explanations, MissRecord
+from raykv.protocol.engine import AttachEngine, MissRecord, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import Inventory, NodeReport
+from raykv.protocol.reader import Explanations
 from tests.fixtures.tables import TABLES, use_table
 
 EXPIRY_S = 10.0

@@ -8,7 +8,8 @@ from rich.console import Console
 from raykv.base.ids import Epoch
 from raykv.cli.status import print_status
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.messages import PROTOCOL_VERSION, NodeReport, NodeStats
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import NodeReport, NodeStats
 from raykv.protocol.status import ClusterStatus
 
 POOL_BYTES = 1 << 20

@@ -10,17 +10,9 @@ import raykv.directory.pins
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.pins import FAVOUR_S, LOOK_S
-from raykv.protocol.disk import DiskNews, DiskStats
-from raykv.protocol.hint_types import Hints
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Inventory,
-    NodeReport,
-    NodeStats,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.engine import AttachEngine, Hints, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import DiskNews, DiskStats, Inventory, NodeReport, NodeStats
 from raykv.protocol.operator import PinAnswer, PinOrder
 from tests.fixtures.tables import TABLES, use_table
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from raykv.base.errors import MessageError
 from raykv.directory.prefix_answers import check_prefix_page, check_prefix_query, prefix_page
 from raykv.prompts.prefixes import ChunkGroup, groups_text, loadable_tokens
-from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION
+from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.reader import PrefixPage, PrefixQuery
 
 NODES = ["n0", "n1", "n2"]

@@ -10,18 +10,10 @@ import raykv.directory.questions
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.questions import FEW_NODES, MAX_TOLD
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Handles,
-    Inventory,
-    Leases,
-    NodeReport,
-    NodeStats,
-    Replicas,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import Handles, Leases, Replicas
+from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import Inventory, NodeReport, NodeStats
 from tests.fixtures.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT

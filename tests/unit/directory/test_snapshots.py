@@ -14,7 +14,7 @@ from raykv.directory.members import Node
 from raykv.directory.snapshots import MAX_OPEN, Snapshots
 from raykv.directory.table.protocol import Chunk
 from raykv.protocol.events import SnapshotPage
-from raykv.protocol.messages import decode, encode
+from raykv.protocol.framing import decode, encode
 from tests.fixtures.tables import TABLES, default_table, use_table
 
 PAGE = SLOT_ALIGNMENT

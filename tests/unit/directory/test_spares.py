@@ -13,16 +13,10 @@ from raykv.directory.book import PoolBook
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.protocol import Changes, Chunk, Name
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Handles,
-    Inventory,
-    LostReplicas,
-    NodeReport,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import Inventory, NodeReport
 from tests.fixtures.tables import TABLES, default_table, use_table
 
 PAGE = SLOT_ALIGNMENT

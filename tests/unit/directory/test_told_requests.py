@@ -11,18 +11,19 @@ from raykv.directory.actor import SchedulerActor
 from raykv.directory.members import Engine
 from raykv.directory.mirror import Mirror
 from raykv.directory.miss_log import MissLog
-from raykv.engine.accounts import MAX_NAMED, MAX_NAMES_BYTES, MAX_RECORDS, Accounts
-from raykv.protocol.check import check_sync
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
+from raykv.engine.accounts import MAX_NAMED, MAX_RECORDS, Accounts
+from raykv.protocol.engine import (
+    CHUNK_NAME_BYTES,
+    MAX_NAMES_BYTES,
     AttachEngine,
     EngineAttached,
-    NodeReport,
+    MissRecord,
     SyncRequest,
-    decode,
-    encode,
+    check_sync,
 )
-from raykv.protocol.miss_types import CHUNK_NAME_BYTES, MissRecord, RequestPage
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import NodeReport
+from raykv.protocol.reader import RequestPage
 
 
 def key(number: int) -> bytes:

@@ -7,8 +7,9 @@ import pytest
 import raykv.directory.transfers
 from raykv.base.ids import NodeId
 from raykv.directory.transfers import OWNER
-from raykv.protocol.disk import DiskChunks, DiskNews
-from raykv.protocol.messages import PROTOCOL_VERSION, Inventory, LostReplicas
+from raykv.protocol.columns import LostReplicas
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.node import DiskChunks, DiskNews, Inventory
 from raykv.protocol.operator import (
     Released,
     ReleaseOrder,

@@ -14,9 +14,8 @@ from raykv.cli.doctor_text import exit_code, print_findings
 from raykv.doctor.checks import CHECKS, MANY_STORED, diagnose
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.memory.room import RESERVE_BYTES
-from raykv.protocol.disk import DiskStats
 from raykv.protocol.findings import Finding, HostFacts, LimitFacts, Place, Severity, UnownedFolder
-from raykv.protocol.messages import NodeDescription
+from raykv.protocol.node import DiskStats, NodeDescription
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
 GIB = 1 << 30

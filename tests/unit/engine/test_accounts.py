@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raykv.base.ids import Key, MissReason
 from raykv.engine.accounts import MAX_RECORDS, MAX_WAITING, Accounts, TokenAccount
 from raykv.engine.requests import Miss
-from raykv.protocol.miss_types import MissRecord
+from raykv.protocol.engine import MissRecord
 
 CHUNK = 32
 EVICTED = Miss(Key(b"first gone\x00\x00\x00\x00"), MissReason.EVICTED)

@@ -9,7 +9,8 @@ from raykv.engine.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS
 from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
 from raykv.engine.requests import Replica, RequestOptions, RequestState
 from raykv.engine.stock import LeaseStock
-from raykv.protocol.messages import FetchResult, Handle, Leases
+from raykv.protocol.columns import Handle, Leases
+from raykv.protocol.peer import FetchResult
 
 MB = 1 << 20
 TOKENS = 100

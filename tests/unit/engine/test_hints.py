@@ -8,9 +8,7 @@ import raykv.engine.hints
 from raykv.base.errors import MessageError
 from raykv.base.ids import Key
 from raykv.engine.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
-from raykv.protocol.check import check_sync
-from raykv.protocol.hint_types import Hints
-from raykv.protocol.messages import SyncRequest
+from raykv.protocol.engine import Hints, SyncRequest, check_sync
 
 BOTH = Hint(pin_s=60.0, priority=3)
 

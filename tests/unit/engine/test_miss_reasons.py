@@ -12,15 +12,9 @@ from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import (
-    EngineAttached,
-    FetchResult,
-    Handles,
-    Leases,
-    Replicas,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import Handles, Leases, Replicas
+from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.peer import FetchResult
 
 EPOCH, NODE_EPOCH = 5, 70
 QUERY_S, PENDING_S, STORE_S, FETCH_S = 1.0, 2.0, 4.0, 10.0

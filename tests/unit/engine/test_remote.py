@@ -14,18 +14,9 @@ from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
 from raykv.engine.requests import PREFILLED_REPEATS, Replica, RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import (
-    MAX_KEYS,
-    EngineAttached,
-    FetchResult,
-    Handle,
-    Handles,
-    Leases,
-    LostReplicas,
-    Replicas,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, LostReplicas, Replicas
+from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.peer import FetchResult
 
 HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 EPOCH, NODE_EPOCH = 5, 70

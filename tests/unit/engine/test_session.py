@@ -7,14 +7,8 @@ from raykv.engine.requests import RequestOptions
 from raykv.engine.session import MAX_INBOX, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.metrics.reach import Reach
-from raykv.protocol.messages import (
-    AttachEngine,
-    EngineAttached,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import decode, encode
 from tests.fixtures.waiting import wait_until
 
 DEADLINE_S = 10.0

@@ -12,17 +12,9 @@ from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import RequestOptions
 from raykv.engine.stock import LeaseStock
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import (
-    MAX_KEYS,
-    EngineAttached,
-    FetchResult,
-    Handle,
-    Handles,
-    Leases,
-    Replicas,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, Replicas
+from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.peer import FetchResult
 
 
 def handle(slot: int, generation: int) -> Handle:

@@ -12,15 +12,8 @@ from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Look
 from raykv.directory.reuse import StoreSampler
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import (
-    MAX_KEYS,
-    EngineAttached,
-    Handle,
-    Handles,
-    Leases,
-    SyncReply,
-    SyncRequest,
-)
+from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases
+from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 DEADLINE_S = 2.0

@@ -27,8 +27,9 @@ from raykv.client.cluster import Cluster
 from raykv.inspect.frames import TABLES, frame
 from raykv.inspect.sources import chunk_places, known_tokens
 from raykv.inspect.traces import Trace
+from raykv.protocol.engine import MissRecord
 from raykv.protocol.events import BlockRemoved, BlockStored, Event, EventsMissed, NodeJoined
-from raykv.protocol.miss_types import Explanation, MissRecord, RequestPage
+from raykv.protocol.reader import Explanation, RequestPage
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 from raykv.stream.replay import Replay
 from tests.fixtures.waiting import wait_until

@@ -22,9 +22,10 @@ from raykv.client.cluster import Cluster
 from raykv.inspect import tensors
 from raykv.node.peers import Bytes, PeerError
 from raykv.protocol.events import BlockStored, NodeJoined
-from raykv.protocol.kv_types import ElementOrder, GroupForm, KVForm
-from raykv.protocol.messages import PROTOCOL_VERSION, ReadReply, ReadRequest, decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.peer import ReadReply, ReadRequest
 from raykv.protocol.status import ClusterStatus, NodeStatus
+from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.stream.replay import Replay
 
 SLOT_BYTES = 4096

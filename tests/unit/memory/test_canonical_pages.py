@@ -15,8 +15,16 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import Planner
 from raykv.memory.canonical import MAX_ROWS, Span, objection, shares
 from raykv.memory.handles import check_layout
-from raykv.protocol.kv_types import NOT_CANONICAL, CanonicalPages, PageMap
-from raykv.protocol.messages import CopyJob, Handles, KVLayout, TensorLayout, decode, encode
+from raykv.protocol.columns import Handles
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.worker import (
+    NOT_CANONICAL,
+    CanonicalPages,
+    CopyJob,
+    KVLayout,
+    PageMap,
+    TensorLayout,
+)
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 replace = msgspec.structs.replace

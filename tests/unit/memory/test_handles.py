@@ -10,7 +10,7 @@ import pytest
 
 from raykv.base.errors import HandleError
 from raykv.memory.handles import check_layout, open_kv, part_bytes
-from raykv.protocol.messages import KVLayout, TensorLayout
+from raykv.protocol.worker import KVLayout, TensorLayout
 
 TENSOR = TensorLayout(offset=100, num_blocks=10, block_stride=80, page_bytes=64)
 END = 100 + 9 * 80 + 64

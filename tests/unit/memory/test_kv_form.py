@@ -19,8 +19,8 @@ from raykv.memory.kv_form import (
     part_bytes,
     tokens_per_chunk,
 )
-from raykv.protocol.kv_types import ElementOrder, GroupForm, KVForm
-from raykv.protocol.messages import KVLayout, TensorLayout, decode, encode
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.worker import ElementOrder, GroupForm, KVForm, KVLayout, TensorLayout
 
 TOKENS, HEADS, DIMS = 4, 2, 3
 LAYERS = ["layer.0", "layer.1", "layer.2"]

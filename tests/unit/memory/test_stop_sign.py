@@ -13,7 +13,8 @@ from raykv.memory.handles import MEMFD, open_kv
 from raykv.memory.region import Region
 from raykv.memory.words import NUM_WORDS, CancelWords, Word
 from raykv.node.attached import AttachedWorker
-from raykv.protocol.messages import PROTOCOL_VERSION, AttachWorker, KVLayout, TensorLayout
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 
 LAYOUT = KVLayout(MEMFD, 4096, 1, [TensorLayout(0, 64, 64, 64)], [0], [[0]])
 

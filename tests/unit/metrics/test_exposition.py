@@ -24,8 +24,8 @@ from raykv.metrics.server import MAX_CONNECTIONS, PORTS_TRIED, Collect, MetricsS
 from raykv.metrics.table import LATENCY_BOUNDS, METRICS, histograms, number, numbers
 from raykv.node.meter import NodeMeter, PoolContents
 from raykv.node.slots import SlotState
-from raykv.protocol.messages import NodeStats
-from raykv.protocol.metric_types import HistogramData, MetricFamily
+from raykv.protocol.measures import HistogramData, MetricFamily
+from raykv.protocol.node import NodeStats
 from tests.fixtures.metric_lint import complaints
 from tests.fixtures.waiting import wait_until
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raykv.directory.ages import SPAN_BITS, StoreTimes
 from raykv.metrics.histogram import Histogram
-from raykv.protocol.metric_types import HistogramData
+from raykv.protocol.measures import HistogramData
 
 BOUNDS = (0.5, 1.0, 4.0)
 

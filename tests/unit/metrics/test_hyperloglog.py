@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.metrics.hyperloglog import MAX_RANK, NUM_REGISTERS, HyperLogLog, _sigma, _tau
-from raykv.protocol.metric_types import KeySketch
+from raykv.protocol.measures import KeySketch
 
 MOST = 4 * 0.0081
 """Four standard errors."""

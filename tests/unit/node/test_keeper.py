@@ -17,7 +17,7 @@ from raykv.base.ids import NO_GENERATION, SLOT_ALIGNMENT, Generation, Key, Names
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper, inventory_of
 from raykv.node.slots import ChunkName, SlotState
-from raykv.protocol.messages import FailedStores, Inventory
+from raykv.protocol.node import FailedStores, Inventory
 
 PAGE = SLOT_ALIGNMENT
 GEOMETRY = PoolGeometry(16 * PAGE, 4 * PAGE)

@@ -9,8 +9,11 @@ import pytest
 import raykv.node.actor
 from raykv.base.errors import SettingError
 from raykv.node.actor import NodeActor
+from raykv.protocol.columns import Handles, Replicas
 from raykv.protocol.findings import HostFacts, HostQuestion, Place
-from raykv.protocol.messages import FetchRequest, Handles, NodeDescription, Replicas, decode, encode
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.node import NodeDescription
+from raykv.protocol.peer import FetchRequest
 
 POOL_BYTES = 1 << 60
 

@@ -8,7 +8,6 @@ from raykv.base.errors import MessageError, SettingError
 from raykv.cli.operate import parse_duration
 from raykv.client.operations import _ordered
 from raykv.node.wishes import NodeFacts, geometry_of, usual_nodes, wants
-from raykv.protocol.check import check_end, check_pin, check_release, check_transfer, check_wish
 from raykv.protocol.operator import (
     MAX_ORDERED,
     NodeUp,
@@ -17,6 +16,11 @@ from raykv.protocol.operator import (
     ReleaseOrder,
     TransferEnd,
     TransferOrder,
+    check_end,
+    check_pin,
+    check_release,
+    check_transfer,
+    check_wish,
 )
 
 GPU = NodeFacts("a" * 56, "gpu", {"CPU": 8.0, "GPU": 2.0}, {"pool": "kv", "zone": "east"})

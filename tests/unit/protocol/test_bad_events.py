@@ -20,7 +20,8 @@ from raykv.base.errors import ClusterError, MessageError, VersionError
 from raykv.base.ids import SLOT_ALIGNMENT, EventKind
 from raykv.directory.actor import SchedulerActor
 from raykv.protocol.events import EventPage, EventsMissed, SnapshotPage
-from raykv.protocol.messages import PROTOCOL_VERSION, Inventory, NodeReport, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.node import Inventory, NodeReport
 from raykv.stream import readers
 from raykv.stream.readers import read_events, take_snapshot
 from raykv.stream.replay import Replay

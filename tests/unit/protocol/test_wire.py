@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.protocol import wire
-from raykv.protocol.messages import CopyJob, Handles, JobBatch
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import CopyJob, JobBatch
 
 
 def batch(*cancelled: int) -> JobBatch:

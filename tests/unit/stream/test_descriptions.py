@@ -8,16 +8,17 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError
 from raykv.directory.actor import SchedulerActor
-from raykv.protocol.check import check_descriptions
 from raykv.protocol.descriptions import (
     Description,
     Descriptions,
+    check_descriptions,
     is_whole,
     pack_tokens,
     page_of,
     rows_of,
 )
-from raykv.protocol.messages import SyncRequest, decode, encode
+from raykv.protocol.engine import SyncRequest
+from raykv.protocol.framing import decode, encode
 from raykv.stream.descriptions import ANSWER_BYTES, ROW_BYTES, DescriptionBook, DescriptionOutbox
 
 BLOCK = 4

@@ -23,7 +23,7 @@ from raykv.protocol.events import (
     NodeLost,
     SnapshotPage,
 )
-from raykv.protocol.messages import Inventory
+from raykv.protocol.node import Inventory
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import (
     ASK_AGAIN_S,

@@ -10,6 +10,8 @@ import pytest
 import raykv.directory.snapshots
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
@@ -22,18 +24,8 @@ from raykv.protocol.events import (
     SnapshotPage,
     events_of,
 )
-from raykv.protocol.messages import (
-    PROTOCOL_VERSION,
-    AttachEngine,
-    Handles,
-    Inventory,
-    LostReplicas,
-    NodeReport,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import Inventory, NodeReport
 from raykv.stream.replay import Replay
 
 PAGE = SLOT_ALIGNMENT

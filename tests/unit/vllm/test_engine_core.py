@@ -12,7 +12,8 @@ from vllm.v1.engine.core import EngineCore
 
 from raykv.base.ids import EngineId, Key
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import EngineAttached, Leases, SyncReply
+from raykv.protocol.columns import Leases
+from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.vllm.engine_core import RESETS, is_resting, watch_rests
 from raykv.vllm.manager import RayOffloadingManager
 

@@ -14,7 +14,7 @@ from raykv.base.errors import HiddenStatesError, SettingError
 from raykv.base.ids import Refusal
 from raykv.base.settings import Settings
 from raykv.node.states.file import load_hidden_states, promise
-from raykv.protocol.messages import JobResult
+from raykv.protocol.worker import JobResult
 from raykv.worker.job import JobRequest
 
 hidden_states = pytest.importorskip("raykv.vllm.hidden_states")

@@ -13,7 +13,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Direction
 from raykv.copy.plan import Planner
-from raykv.protocol.messages import Handles, JobResult, KVLayout, TensorLayout
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm.jobs import RayKVTransferResult, job_request
 from raykv.vllm.spec import PoolSpec
 from raykv.vllm.worker import RayOffloadingWorker

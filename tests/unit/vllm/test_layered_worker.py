@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Refusal
-from raykv.protocol.messages import JobResult, KVLayout, TensorLayout
-from raykv.protocol.told import BreakerReport
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import LoadedAdapters
 from raykv.vllm.identity.weight_changes import WeightWatch

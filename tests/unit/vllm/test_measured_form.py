@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from raykv.protocol.kv_types import ElementOrder, KVForm
+from raykv.protocol.worker import ElementOrder, KVForm
 from raykv.vllm.kv_form import WriteBlock, _cpu_writer, kv_form_of, measured
 
 HEADS, TOKENS, DIMS = 2, 32, 64

@@ -23,8 +23,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from raykv.base.ids import EngineId, Epoch, Generation, Key
 from raykv.engine.requests import FailedLoad
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import EngineAttached, Handles, SyncReply
-from raykv.protocol.miss_types import MissRecord
+from raykv.protocol.columns import Handles
+from raykv.protocol.engine import EngineAttached, MissRecord, SyncReply
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity import media
 from raykv.vllm.manager import RayOffloadingManager

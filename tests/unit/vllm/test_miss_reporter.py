@@ -21,7 +21,7 @@ from raykv.base import guard
 from raykv.base.ids import EngineId, Key, Lookup, MissReason
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import EngineAttached, SyncReply
+from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.spec import use_our_spec

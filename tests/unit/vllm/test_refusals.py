@@ -120,7 +120,7 @@ def test_transfer_takes_arguments_of_later_vllm() -> None:
     """vLLM 0.33 calls `submit_load(..., expedited=False)`."""
     import numpy as np
 
-    from raykv.protocol.messages import KVLayout
+    from raykv.protocol.worker import KVLayout
     from raykv.vllm.spec import PoolSpec
     from raykv.vllm.worker import RayOffloadingWorker
 

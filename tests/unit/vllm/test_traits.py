@@ -12,14 +12,8 @@ from raykv.base.ids import EngineId
 from raykv.client.cluster import WHOLE_NAMESPACE
 from raykv.engine.session import Session, SessionSettings
 from raykv.engine.view import EngineView
-from raykv.protocol.messages import (
-    AttachEngine,
-    EngineAttached,
-    SyncReply,
-    SyncRequest,
-    decode,
-    encode,
-)
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import decode, encode
 from raykv.vllm.identity.namespace import namespace_of, traits_of
 from raykv.vllm.identity.readers import RANDOM_SEED
 

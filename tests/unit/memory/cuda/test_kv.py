@@ -23,8 +23,8 @@ from raykv.memory.cuda.kv import (
     export_kv,
 )
 from raykv.memory.handles import check_layout, open_kv
-from raykv.protocol.check import MAX_PIECES, check_device_memory
-from raykv.protocol.messages import KVLayout, TensorLayout, decode, encode
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.worker import MAX_PIECES, KVLayout, TensorLayout, check_device_memory
 from tests.fixtures.fake_cuda import GPU, OTHER_GPU, PAGE, FakeCuda, event_words
 
 replace = msgspec.structs.replace

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.node.states.index import CaptureIndex, CaptureState, objection
-from raykv.protocol.state_types import Capture
+from raykv.protocol.worker import Capture
 
 TTL_S = 10.0
 

@@ -16,7 +16,8 @@ from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_dig
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
-from raykv.protocol.messages import MAX_KEYS, PROTOCOL_VERSION, decode, encode
+from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
 from raykv.protocol.status import NamespaceStatus
 from raykv.serve.arguments import ModelArguments

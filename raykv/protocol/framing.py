@@ -1,7 +1,6 @@
-"""Messages as they come in: first whether the sender speaks our version, then whether it is one.
+"""Messages as bytes; of one that comes in, first whether its sender speaks our version.
 
-The version is read on its own, because a message of another version need not have the fields of
-ours. All structs that have one are maps with the field `version`, and stay so.
+Every struct that crosses a process is MessagePack: columns, not lists of records.
 """
 
 from __future__ import annotations
@@ -11,7 +10,28 @@ from typing import Any, TypeVar
 import msgspec
 
 from raykv.base.errors import MessageError, VersionError
-from raykv.protocol.messages import PROTOCOL_VERSION
+
+PROTOCOL_VERSION = 8
+"""Raised with every change of a struct in this module. Both ends compare it when they meet."""
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """MessagePack bytes of `message`."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(raw: bytes, kind: type[S]) -> S:
+    """The struct in `raw`.
+
+    Raises:
+        msgspec.DecodeError: `raw` is not such a struct (`ValidationError` for a wrong type).
+    """
+    try:
+        return msgspec.msgpack.decode(raw, type=kind)
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
 
 
 class Introduction(msgspec.Struct, frozen=True):

@@ -1,0 +1,114 @@
+"""Between nodes: fetches that an engine asks for, and reads of another node's chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from raykv.base.ids import Blocks
+from raykv.protocol.columns import (
+    REFUSALS,
+    Handles,
+    LostReplicas,
+    Replicas,
+    check_lost,
+    check_numbers,
+    check_places,
+    check_rows,
+    require,
+)
+
+
+class FetchRequest(msgspec.Struct, frozen=True):
+    """Have chunks of other nodes copied into leased slots of this one.
+
+    `handles` are the chunks and their leases here, `slot_bytes` their sizes. The source rows are
+    columns like those of `Replicas`; the first row of a chunk is tried first.
+    """
+
+    version: int
+    namespace: str
+    node_epoch: int
+    handles: Handles
+    slot_bytes: list[int]
+    sources: Replicas
+    deadline_s: float
+    with_checksums: bool = True
+
+
+class FetchResult(msgspec.Struct, frozen=True):
+    """How a fetch ended: a `Refusal` per chunk, and where it is now if it is `NONE`.
+
+    That is another slot than the one asked for when someone else had begun to fetch it there.
+    `lost` names what sources said they do not have.
+    """
+
+    node_epoch: int
+    refusals: list[int]
+    slots: list[int]
+    generations: list[int]
+    num_bytes: int = 0
+    seconds: float = 0.0
+    lost: LostReplicas = LostReplicas()
+
+
+def check_fetched(result: FetchResult, num_chunks: int) -> None:
+    """How a fetch of so many chunks has ended.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    check_rows("fetched chunks", range(num_chunks), result.refusals, result.slots)
+    check_places("fetched chunks", result.slots, result.generations)
+    require(REFUSALS.issuperset(result.refusals), f"refusals {set(result.refusals)}")
+    require(result.num_bytes >= 0 and result.seconds >= 0, f"{result.num_bytes} bytes fetched")
+    check_lost(result.lost)
+
+
+class ReadRequest(msgspec.Struct, frozen=True):
+    """Read chunks out of a NodeActor's pool, or from its disk, for another NodeActor."""
+
+    version: int
+    namespace: str
+    node_epoch: int
+    handles: Handles
+    slot_bytes: list[int]
+    with_checksums: bool = True
+    from_disk: bool = False
+
+
+def check_read(request: ReadRequest, slab_bytes: int) -> None:
+    """A read out of a pool that is cut into slabs.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    handles = request.handles
+    check_rows("chunks", handles.keys, handles.slots, handles.generations, request.slot_bytes)
+    check_numbers("slot sizes", request.slot_bytes, 1, slab_bytes)
+
+
+class ReadReply(msgspec.Struct, frozen=True):
+    """A `Refusal` per chunk, and the checksums (XXH3, 64 bit) of those that follow as bytes.
+
+    The bytes of all chunks that were not refused come with it, back to back, in order. `partial`
+    has those of which only some blocks were stored, by their numbers in the question: the other
+    blocks are zero, and are not to be loaded.
+    """
+
+    node_epoch: int
+    refusals: list[int]
+    checksums: list[int] = []
+    partial: dict[int, Blocks] = {}
+
+
+def check_partial(partial: Mapping[int, Blocks], num_chunks: int) -> None:
+    """What the answer to a read of so many chunks says of those that were stored in part.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    check_numbers("numbers of partial chunks", partial, 0, num_chunks - 1)
+    for blocks in partial.values():
+        require(blocks.is_sound, f"a chunk with {blocks.length} blocks from {blocks.first} on")

@@ -1,0 +1,284 @@
+"""A vLLM worker and its node's NodeActor: attaching, copy jobs and their results, forms of KV."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from raykv.base.errors import MessageError
+from raykv.base.ids import Refusal
+from raykv.protocol.columns import MAX_NAME, REFUSALS, Handles, check_numbers, check_rows, require
+
+MAX_PIECES = 240
+"""Of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors travel with one message."""
+
+MAX_PIECE_BYTES = 1 << 46
+
+CUDA_HANDLE_BYTES = 64
+"""Of a handle of memory or of an event: the size that CUDA gives both."""
+
+DEVICE_TEXT = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""A GPU's UUID, as torch writes it too."""
+
+
+class Capture(msgspec.Struct, frozen=True, array_like=True):
+    """Have a request's hidden states copied out of its KV blocks, and kept by the NodeActor.
+
+    It goes with a `CopyJob` whose blocks hold the states, in the layer of that place in their KV
+    group: vLLM may have put it together with the model's own layers. A block has `block_tokens`
+    tokens; `strides` are the elements from one token of a block to the next, from one state to the
+    next, and from one number of a state to the next. `token_ids` are int64, little endian: as many
+    tokens are wanted, from the request's beginning. `path`: the file that they become, none if
+    empty; `has_lock`: its lock comes along as a descriptor. `most_bytes` of states are kept on this
+    node, for `ttl_s` each.
+    """
+
+    request_id: str
+    token_ids: bytes
+    num_states: int
+    hidden_size: int
+    dtype: str
+    block_tokens: int
+    strides: list[int]
+    most_bytes: int
+    ttl_s: float
+    layer: int = 0
+    path: str = ""
+    has_lock: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are wanted."""
+        return len(self.token_ids) // 8
+
+
+class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One layer's KV tensor in the exported memory; sizes and the offset in bytes.
+
+    Page of block b: [offset + b * block_stride, + page_bytes).
+    """
+
+    offset: int
+    num_blocks: int
+    block_stride: int
+    page_bytes: int
+
+
+class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
+    """First message of a connection; the KV memory and the cancel words come with it as fds."""
+
+    version: int
+    engine_id: str
+    namespace: str
+    rank: int
+    num_ranks: int
+    slot_bytes: dict[int, int]
+    layout: KVLayout
+
+
+class CopyJob(msgspec.Struct, frozen=True, array_like=True):
+    """One store or load. Columns have one entry per chunk, except `block_ids`.
+
+    `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
+    block number `first_block[c]` (a load may begin in the middle of a chunk). With `capture` there
+    is one chunk in name only: its blocks go to the NodeActor's own memory. `by_layer`: all chunks
+    layer by layer, and the worker hears of each layer that is there.
+    """
+
+    job_id: int
+    direction: int
+    node_epoch: int
+    handles: Handles
+    groups: list[int]
+    num_blocks: list[int]
+    first_block: list[int]
+    block_ids: list[int]
+    capture: Capture | None = None
+    by_layer: bool = False
+
+
+class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
+    """Jobs of one engine step, and the ids of jobs that the engine gives up."""
+
+    jobs: list[CopyJob] = []
+    cancelled: list[int] = []
+
+
+WorkerMessage = AttachWorker | JobBatch
+
+
+class JobResult(msgspec.Struct, frozen=True, array_like=True):
+    """How one job ended: `refusals` has a `Refusal` per failed chunk index, the rest happened."""
+
+    job_id: int
+    num_bytes: int
+    seconds: float
+    failed_chunks: list[int] = []
+    refusals: list[int] = []
+
+
+class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
+    """Answer to `AttachWorker`. With `error` set the NodeActor closes the connection.
+
+    `unsuited`: it can't open the worker's memory, now or later.
+    """
+
+    node_epoch: int
+    error: str = ""
+    unsuited: bool = False
+
+
+class JobResults(msgspec.Struct, frozen=True, tag="results"):
+    """Jobs that ended, in order; and by job how many `layers` of one that goes on are there."""
+
+    results: list[JobResult]
+    layers: dict[int, int] = {}
+
+
+NodeMessage = WorkerAttached | JobResults
+
+
+def check_failures(failed: Sequence[int], refusals: Sequence[int], num_chunks: int) -> None:
+    """Chunks of a copy job that did not happen, and why.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    check_rows("failed chunks", failed, refusals)
+    check_numbers("failed chunks", failed, 0, num_chunks - 1)
+    require(len(set(failed)) == len(failed), "a chunk that has failed twice")
+    require(REFUSALS.issuperset(refusals), f"refusals {set(refusals)}")
+
+
+def believable(result: JobResult, num_chunks: int) -> JobResult:
+    """A result as it came; an invalid one becomes one by which nothing of the job has happened."""
+    try:
+        check_failures(result.failed_chunks, result.refusals, num_chunks)
+    except MessageError:
+        every = list(range(num_chunks))
+        return JobResult(result.job_id, 0, 0.0, every, [int(Refusal.COPY_FAILED)] * num_chunks)
+    return result
+
+
+class ElementOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Where the elements of K, or of V, are in a page: a block of one layer on one rank.
+
+    The element of head h, token t and dimension d is number heads[h] + tokens[t] + dims[d] of the
+    page, counted in elements. Head h is the rank's h-th.
+    """
+
+    heads: list[int] = []
+    tokens: list[int] = []
+    dims: list[int] = []
+
+
+class GroupForm(msgspec.Struct, frozen=True):
+    """Of a KV group, whose layers have pages of one form; in a chunk they follow in this order.
+
+    With `refusal` set, a sentence, its chunks can't be read as tensors, and nothing else is told.
+    """
+
+    layers: list[str] = []
+    dtype: str = ""
+    page_bytes: int = 0
+    keys: ElementOrder = ElementOrder()
+    values: ElementOrder = ElementOrder()
+    refusal: str = ""
+
+
+class KVForm(msgspec.Struct, frozen=True):
+    """Of a namespace: its groups by KV group index, and what chunks of all groups share.
+
+    A chunk has a part per rank; a part has a region per layer, a region `blocks_per_chunk` pages.
+    `head_copies` ranks that follow each other have the same heads. `slot_bytes` by KV group index.
+    Canonical chunks have the form of an engine of one rank, whoever has stored them.
+    """
+
+    num_ranks: int = 1
+    head_copies: int = 1
+    blocks_per_chunk: int = 1
+    slot_bytes: dict[int, int] = {}
+    groups: dict[int, GroupForm] = {}
+
+
+class PageMap(msgspec.Struct, frozen=True, array_like=True):
+    """Where the bytes of a rank's page are in the canonical page, that of an engine of one rank.
+
+    Columns, one entry per run: fragment i of run r is `sizes[r]` bytes that begin in the rank's
+    page at own[r] + i * own_strides[r], in the canonical one at whole[r] + i * whole_strides[r],
+    for i below counts[r]. `page_bytes` are the canonical page's. `num_writers` ranks hold the same
+    bytes; this one is number `writer` among them.
+    """
+
+    page_bytes: int
+    own: list[int]
+    whole: list[int]
+    sizes: list[int]
+    counts: list[int]
+    own_strides: list[int]
+    whole_strides: list[int]
+    num_writers: int = 1
+    writer: int = 0
+
+
+class CanonicalPages(msgspec.Struct, frozen=True):
+    """The maps of a worker; without any its chunks have a part for each rank.
+
+    `groups[g]` has, for each tensor of the g-th KV group of the layout, a number of `maps`.
+    """
+
+    maps: list[PageMap] = []
+    groups: list[list[int]] = []
+
+
+NOT_CANONICAL = CanonicalPages()
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """A worker's KV cache as another process sees it.
+
+    `kind` names the protocol that opens it ("memfd", "cuda-ipc", "cuda-fd"). `groups[g]` lists, for
+    the g-th KV group in the order of `group_ids`, indices into `tensors`.
+
+    Memory of a GPU comes in pieces, of `piece_bytes` each; offsets count through all of them, back
+    to back. `device` is the GPU's UUID. `handles` opens them, one each ("cuda-ipc"); "cuda-fd" has
+    a descriptor for each instead. `event` is the handle of the event that the worker records on its
+    compute stream before it submits a job. `form`: how KV lies in chunks, for who inspects them.
+    `canonical`: where pages are in chunks that any number of ranks shares. Both may say nothing.
+    """
+
+    kind: str
+    num_bytes: int
+    blocks_per_chunk: int
+    tensors: list[TensorLayout]
+    group_ids: list[int]
+    groups: list[list[int]]
+    device: str = ""
+    piece_bytes: list[int] = []
+    handles: list[bytes] = []
+    event: bytes = b""
+    form: KVForm = KVForm()
+    canonical: CanonicalPages = NOT_CANONICAL
+
+
+def check_device_memory(layout: KVLayout) -> None:
+    """What a layout says of a GPU's memory; that of CPU memory says nothing of it.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    pieces, handles = layout.piece_bytes, layout.handles
+    if not layout.kind.startswith("cuda-"):
+        is_silent = not (layout.device or pieces or handles or layout.event)
+        require(is_silent, f"a KV cache of kind {layout.kind[:MAX_NAME]!r} with GPU memory")
+        return
+    require(DEVICE_TEXT.fullmatch(layout.device) is not None, "a GPU without a UUID")
+    require(1 <= len(pieces) <= MAX_PIECES, f"{len(pieces)} pieces of GPU memory")
+    check_numbers("sizes of GPU memory", pieces, 1, MAX_PIECE_BYTES)
+    require(sum(pieces) == layout.num_bytes, f"{layout.num_bytes} bytes in pieces of {pieces}")
+    sizes = {len(layout.event), *map(len, handles)}
+    require(sizes == {CUDA_HANDLE_BYTES}, f"handles of GPU memory of {sizes} bytes")
+    wanted = len(pieces) if layout.kind == "cuda-ipc" else 0
+    require(len(handles) == wanted, f"{len(handles)} handles of {len(pieces)} pieces")
