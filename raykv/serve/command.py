@@ -24,7 +24,7 @@ import psutil
 from raykv.base.deadlines import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S
 from raykv.base.errors import SettingError, VersionError
 from raykv.base.settings import load_settings
-from raykv.serve import vllm_command
+from raykv.vllm import command as vllm_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -15,11 +15,12 @@ from ray import serve
 
 from raykv.base.deadlines import ENGINE_LOOK_S
 from raykv.cluster.processes import end_children
-from raykv.serve import models, vllm_command
+from raykv.serve import models
 from raykv.serve.arguments import ModelArguments, parse, plan_of
 from raykv.serve.command import SMALL_MODEL
 from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest, Pieces, drive
 from raykv.serve.http.metrics import ReplicaMetrics
+from raykv.vllm import command as vllm_command
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
 logger = logging.getLogger("ray.serve")

