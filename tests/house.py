@@ -59,14 +59,15 @@ HOUSE = {
     "node": Room(
         5,
         "msgspec numpy psutil ray safetensors torch xxhash",
-        "actor attached copying devices fetch host integrity keeper lanes peers read scratch "
+        "actor attached copying devices fetch host integrity keeper lanes peers read "
         "service disk.chunk_file disk.folder disk.reads disk.tier states.capturing states.file",
     ),
     "worker": Room(4, "msgspec torch vllm", "export handover link staging"),
     "copy": Room(
         4,
         "cuda llvmlite msgspec numba numpy torch triton",
-        "kernel rows cuda.backend cuda.calibration cuda.driver cuda.kernel cuda.measure cuda.pages",
+        "kernel rows cuda.backend cuda.calibration cuda.driver cuda.kernel cuda.lane cuda.measure "
+        "cuda.pages",
     ),
     "stream": Room(4, "msgspec numpy ray zmq", "connections publisher publishing readers"),
     "doctor": Room(4, "ray", "gather"),

@@ -41,13 +41,9 @@ KILLS_VLLM_CPU_WORKERS = {"llvmlite", "numba"}
 """vLLM's CPU worker dies if one of them is loaded already."""
 
 NOT_YET = (
-    "raykv.base.departures",
     "raykv.cluster.join",
-    "raykv.directory.leases",
-    "raykv.directory.reuse",
     "raykv.directory.steward",
     "raykv.inspect.curves",
-    "raykv.memory.pool",
 )
 """Modules that import from above until they are taken apart."""
 

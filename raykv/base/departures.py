@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
-from raykv.base.ids import MissReason
-from raykv.engine.requests import RequestState
-
 V = TypeVar("V")
 
 MAX_REMEMBERED = 65_536
@@ -47,13 +44,3 @@ class Departures(Generic[V]):
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
-
-
-def explain(
-    request: RequestState, departures: Departures[MissReason], *, is_attached: bool
-) -> None:
-    """Give a request's latest MISS the reason that an engine remembers, if it has none yet."""
-    miss = request.miss
-    if miss is not None and miss.reason is MissReason.NEVER_STORED:
-        unknown = MissReason.NEVER_STORED if is_attached else MissReason.NOT_ATTACHED
-        request.missed(miss.key, departures.get(miss.key) or unknown)

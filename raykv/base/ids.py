@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
 from typing import NamedTuple, NewType
 
@@ -41,6 +42,22 @@ MAX_KEY_BYTES = 128
 MAX_BLOCKS = 1 << 32
 """Of a chunk."""
 
+_COUNTER_BITS = 32
+
+GENERATIONS_PER_EPOCH = 1 << 31
+"""Of the generations of one epoch so many are granted before the next one begins: half of what
+the counter can count. 85,000 a second, what one scheduler actor can do at most, take 7 hours."""
+
+LAST_EPOCH = (1 << 31) - 2
+"""The last one whose generations, and the one after each, are below 2**63."""
+
+MAX_EPOCH = LAST_EPOCH - (1 << 20)
+"""A scheduler actor rises above the epochs that others claim to have heard of, up to this one. So
+whatever is claimed there are later ones left, which nobody can have heard of but from itself."""
+
+MAX_GENERATION = Generation((LAST_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS) - 1))
+"""The last one of `LAST_EPOCH`."""
+
 
 class Blocks(NamedTuple):
     """Blocks of a chunk that follow each other, by their numbers in it."""
@@ -65,22 +82,6 @@ ALL_BLOCKS = Blocks(0, MAX_BLOCKS)
 """Of a chunk that is whole, however many it has."""
 
 NO_BLOCKS = Blocks(0, 0)
-
-_COUNTER_BITS = 32
-
-GENERATIONS_PER_EPOCH = 1 << 31
-"""Of the generations of one epoch so many are granted before the next one begins: half of what
-the counter can count. 85,000 a second, what one scheduler actor can do at most, take 7 hours."""
-
-LAST_EPOCH = (1 << 31) - 2
-"""The last one whose generations, and the one after each, are below 2**63."""
-
-MAX_EPOCH = LAST_EPOCH - (1 << 20)
-"""A scheduler actor rises above the epochs that others claim to have heard of, up to this one. So
-whatever is claimed there are later ones left, which nobody can have heard of but from itself."""
-
-MAX_GENERATION = Generation((LAST_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS) - 1))
-"""The last one of `LAST_EPOCH`."""
 
 
 def make_generation(epoch: Epoch, counter: int) -> Generation:
@@ -235,3 +236,32 @@ class MissReason(StrEnum):
     """The request ended before it was scheduled, or while it loaded."""
     OTHER = "other"
     """None of these; a failed hook of the connector, for example."""
+
+
+@dataclass(frozen=True)
+class ChunkName:
+    """What a chunk is called and where its bytes should be."""
+
+    namespace: Namespace
+    key: Key
+    slot: Slot
+    generation: Generation
+    slot_bytes: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether anybody could have been granted this; a key may have any bytes."""
+        is_key = 0 < len(self.key) <= MAX_KEY_BYTES
+        return is_key and NO_GENERATION < self.generation <= MAX_GENERATION
+
+
+@dataclass(frozen=True)
+class Seal:
+    """A READY chunk's checksum; `is_proven`: it has been compared with the bytes in this life.
+
+    `blocks` are those that were stored.
+    """
+
+    checksum: int
+    is_proven: bool
+    blocks: Blocks = ALL_BLOCKS

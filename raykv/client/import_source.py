@@ -17,13 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.deadlines import IMPORT_START_S
 from raykv.base.errors import ChunkFileError, ClusterError, cause_of, first_line
-from raykv.base.ids import Key, Refusal
+from raykv.base.ids import ChunkName, Key, Refusal
 from raykv.cluster import names
 from raykv.node.disk.chunk_file import read_chunk, read_header
 from raykv.node.disk.index import DiskChunk
 from raykv.node.peers import Bytes
 from raykv.node.read import ChunkRead, answer
-from raykv.node.slots import ChunkName
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.peer import ReadRequest, check_read
 

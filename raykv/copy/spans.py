@@ -16,7 +16,7 @@ import numpy as np
 from raykv.copy.plan import Column, CopyRuns
 
 SPAN_BYTES = 32 << 20
-"""What a device gathers at once (`raykv.copy.cuda.backend.Limits`): 1 ms at the speed of PCIe, in
+"""What a device gathers at once (`raykv.copy.cuda.lane.Limits`): 1 ms at the speed of PCIe, in
 which the next one is submitted. All chunks of a span fail together when its job is cancelled, so it
 should not be much larger."""
 

@@ -9,22 +9,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from raykv.base.ids import GENERATIONS_PER_EPOCH, Epoch, Generation, Slot, make_generation
 from raykv.directory.members import Engine, Node
 from raykv.directory.table.protocol import Chunk, Lease
-from raykv.engine.stock import SHARE
 from raykv.protocol.columns import MAX_KEYS, Leases
+from raykv.protocol.engine import LEASE_SHARE
 
 RECENT = 4096
 """Chunks that an engine has stored count for less once those of its node are so many more."""
 
 
 def lease_share(engine: Engine, engines: Iterable[Engine]) -> float:
-    """Share of the pool for the leases of one of a node's engines: half of `SHARE` in equal parts,
-    half of it by what each has stored lately.
+    """Share of the pool for the leases of one of a node's engines: half of `LEASE_SHARE` in equal
+    parts, half of it by what each has stored lately.
     """
     stored = {each.engine_id: each.stored_lately for each in engines}
     part = 1 / len(stored)
     if total := sum(stored.values()):
         part = (part + stored[engine.engine_id] / total) / 2
-    return SHARE * part
+    return LEASE_SHARE * part
 
 
 def count_stored(engine: Engine, counters: Mapping[str, int], engines: Iterable[Engine]) -> None:

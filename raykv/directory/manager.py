@@ -46,7 +46,6 @@ from raykv.base.ids import (
     epoch_of,
     make_generation,
 )
-from raykv.directory.admission import size_objection, version_objection
 from raykv.directory.book import PoolBook
 from raykv.directory.catalog import Catalog
 from raykv.directory.cluster_meter import ClusterMeter
@@ -60,7 +59,7 @@ from raykv.directory.leases import (
     take_declared,
 )
 from raykv.directory.log import MAX_EVENTS, EventLog
-from raykv.directory.members import Engine, Node
+from raykv.directory.members import Engine, Node, size_objection, version_objection
 from raykv.directory.mirror import Mirror
 from raykv.directory.miss_log import MissLog
 from raykv.directory.pins import SHARE, Pins

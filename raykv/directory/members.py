@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import EngineId, Epoch, Namespace, NodeId
-from raykv.cluster.breaker import aged, without
 from raykv.directory.book import PoolBook
 from raykv.directory.mirror import Mirror
 from raykv.protocol.engine import SyncReply, SyncRequest
-from raykv.protocol.measures import OWN_NODE, BreakerReport
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import NodeStats
-from raykv.protocol.status import EngineStatus, NodeStatus
 
 if TYPE_CHECKING:
-    from raykv.directory.pins import Pins
-
-NEWS_S = 3.0
-"""A node that has reported within it says how things are: it does so every second."""
+    pass
 
 
 @dataclass(slots=True)
@@ -67,65 +65,23 @@ class Engine:
         self.breakers = request.breakers
 
 
-def _breakers(engine: Engine, node: Node | None, now: float) -> BreakerReport:
-    """As its own exchanges say, but for lines that have come back since.
-
-    Workers speak with the engine's steps only: while it has no requests it does not hear that a
-    line is there again, but the node does.
-    """
-    told = aged(engine.breakers, now - engine.last_seen)
-    if node is None or now - node.last_report > NEWS_S:
-        return told
-    is_back = node.stats.ranks.get(engine.engine_id, 0) >= engine.num_ranks
-    return without(told, OWN_NODE) if is_back else told
-
-
-def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
-    """A picture of a node for people."""
-    pinned = pins.on_node(node)
-    return NodeStatus(
-        node_id=node.node_id,
-        epoch=node.epoch,
-        hostname=node.hostname,
-        pid=node.pid,
-        pool_bytes=node.stats.pool_bytes,
-        prefaulted_bytes=node.stats.prefaulted_bytes,
-        used_bytes=node.stats.used_bytes,
-        free_slots=node.book.num_free,
-        leased_slots=node.book.table.num_leases,
-        chunks=node.book.num_chunks,
-        bytes_stored=node.stats.bytes_stored,
-        bytes_loaded=node.stats.bytes_loaded,
-        chunks_refused=node.stats.chunks_refused,
-        bytes_fetched=node.stats.bytes_fetched,
-        bytes_sent=node.stats.bytes_sent,
-        num_workers=node.stats.num_workers,
-        age_s=now - node.last_report,
-        raykv_version=node.raykv_version,
-        quarantined=node.stats.quarantined,
-        breakers=aged(node.stats.breakers, now - node.last_report),
-        locked_bytes=node.stats.locked_bytes,
-        pinned_chunks=pinned.kept_chunks,
-        pinned_bytes=pinned.kept_bytes,
-        metrics=node.stats.metrics_address or node.stats.metrics_problem,
-        disk=node.stats.disk,
-        slab_bytes=node.book.geometry.slab_bytes,
+def version_objection(version: int) -> str:
+    """Why an engine that speaks that version is refused; empty if it is not."""
+    if version == PROTOCOL_VERSION:
+        return ""
+    return (
+        f"the engine speaks protocol {version} of RayKV, "
+        f"the scheduler actor {PROTOCOL_VERSION}: install the same version on both"
     )
 
 
-def engine_status(engine: Engine, node: Node | None, now: float) -> EngineStatus:
-    """A picture of an engine for people."""
-    leases = [] if node is None else node.book.leases().values()
-    return EngineStatus(
-        engine_id=engine.engine_id,
-        node_id=engine.node_id,
-        namespace=engine.namespace,
-        model=engine.model,
-        num_ranks=engine.num_ranks,
-        leased_slots=sum(lease.engine_id == engine.engine_id for lease in leases),
-        age_s=now - engine.attached_at,
-        versions=engine.versions,
-        counters=engine.counters,
-        traits=engine.traits,
-        breakers=_breakers(engine, node, now),
-    )
+def size_objection(slot_bytes: Mapping[int, int], geometry: PoolGeometry) -> str:
+    """Why a pool can't take chunks of those sizes, by KV group; empty if it can."""
+    for group, size in slot_bytes.items():
+        if not geometry.slots_per_slab(size):
+            return (
+                f"a chunk of KV group {group} takes {size} bytes, more than a slab of "
+                f"the pool ({geometry.slab_bytes} bytes); set a larger pool_bytes, or a "
+                "smaller blocks_per_chunk"
+            )
+    return ""

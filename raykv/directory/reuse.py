@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from raykv.base.ids import Namespace
 from raykv.directory.members import Engine, Node
-from raykv.engine.requests import RequestOptions
 
 LEAST_REUSE = 0.03
 """Loads for each store below which it does not pay: a store costs up to 3 % of computing."""
@@ -89,32 +88,3 @@ class ReuseGauges:
     def store_share(self, namespace: Namespace) -> int:
         """One request of so many should store."""
         return self._gauges[namespace].store_share
-
-
-@dataclass(slots=True)
-class StoreSampler:
-    """An engine's choice of the requests that store.
-
-    `is_on`: whether there is a choice; else all do. `share`: one of so many does.
-    """
-
-    is_on: bool = False
-    share: int = 1
-    num_left_out: int = 0
-    _since_last: int = 0
-
-    @property
-    def is_sampling(self) -> bool:
-        """Whether only some requests store now."""
-        return self.is_on and self.share > 1
-
-    def limit(self, options: RequestOptions) -> RequestOptions:
-        """What a new request may do."""
-        if not self.is_on or not options.store:
-            return options
-        self._since_last += 1
-        if self._since_last < self.share:
-            self.num_left_out += 1
-            return replace(options, store=False)
-        self._since_last = 0
-        return options

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import ValuesView
+from dataclasses import dataclass, field, replace
 
+from raykv.base.departures import Departures
 from raykv.base.ids import Epoch, Generation, Key, Lookup, MissReason, NodeId, TokenSource
 from raykv.protocol.columns import Handle
 from raykv.protocol.node import is_disk
@@ -159,3 +161,89 @@ class ViewCounters:
     chunks_fetched: int = 0
     bytes_fetched: int = 0
     fetches_failed: int = 0
+
+
+def explain(
+    request: RequestState, departures: Departures[MissReason], *, is_attached: bool
+) -> None:
+    """Give a request's latest MISS the reason that an engine remembers, if it has none yet."""
+    miss = request.miss
+    if miss is not None and miss.reason is MissReason.NEVER_STORED:
+        unknown = MissReason.NEVER_STORED if is_attached else MissReason.NOT_ATTACHED
+        request.missed(miss.key, departures.get(miss.key) or unknown)
+
+
+@dataclass(slots=True)
+class StoreSampler:
+    """An engine's choice of the requests that store.
+
+    `is_on`: whether there is a choice; else all do. `share`: one of so many does.
+    """
+
+    is_on: bool = False
+    share: int = 1
+    num_left_out: int = 0
+    _since_last: int = 0
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether only some requests store now."""
+        return self.is_on and self.share > 1
+
+    def limit(self, options: RequestOptions) -> RequestOptions:
+        """What a new request may do."""
+        if not self.is_on or not options.store:
+            return options
+        self._since_last += 1
+        if self._since_last < self.share:
+            self.num_left_out += 1
+            return replace(options, store=False)
+        self._since_last = 0
+        return options
+
+
+@dataclass
+class RequestTable:
+    """`plain` has the ids of those of which every chunk that is READY may be loaded."""
+
+    plain: set[str] = field(default_factory=set)
+    _requests: dict[str, RequestState] = field(default_factory=dict)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def start(self, request_id: str, options: RequestOptions) -> None:
+        """A request is new."""
+        repeats = PREFILLED_REPEATS if options.prefilled else 0
+        self._requests[request_id] = RequestState(options, repeats_left=repeats)
+        if options.load:
+            self.plain.add(request_id)
+
+    def finish(self, request_id: str) -> RequestState | None:
+        """Forget a request; None if it is unknown."""
+        self.plain.discard(request_id)
+        return self._requests.pop(request_id, None)
+
+    def bar(self, request_id: str) -> RequestState | None:
+        """Not every chunk may be loaded from now on; None if the request is unknown."""
+        self.plain.discard(request_id)
+        return self._requests.get(request_id)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """None if it is unknown."""
+        return self._requests.get(request_id)
+
+    def get(self, request_id: str) -> RequestState:
+        """Of an unknown one, a state that nobody keeps."""
+        found = self._requests.get(request_id)
+        return RequestState(RequestOptions(), is_known=False) if found is None else found
+
+    def take_miss(self, request_id: str) -> Miss | None:
+        """What its latest lookup that was a MISS did not find, since the last call."""
+        request = self.get(request_id)
+        miss, request.miss = request.miss, None
+        return miss
+
+    def values(self) -> ValuesView[RequestState]:
+        """All of them."""
+        return self._requests.values()

@@ -6,10 +6,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable
 
 from raykv.protocol.columns import MAX_KEYS, Handle, Leases, handles_of
-
-SHARE = 0.25
-"""Of a node's pool, for the free slots that its engines hold, all of them together: what is leased
-holds no chunk."""
+from raykv.protocol.engine import LEASE_SHARE
 
 RECENT = 4096
 """Leases that were taken count for less once so many more have been: groups change their needs."""
@@ -30,7 +27,7 @@ class LeaseStock:
         self._taken: dict[int, int] = dict.fromkeys(self._leases, 0)
         self.capacity: dict[int, int] = dict.fromkeys(self._leases, 0)
         # Of the node's pool, for the free slots of all groups together.
-        self.share = SHARE
+        self.share = LEASE_SHARE
         # What was wanted beyond the target, and has not been taken since.
         self._extra: Counter[int] = Counter()
         # KV groups of which the last answer granted fewer leases than were wanted.

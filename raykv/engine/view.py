@@ -24,11 +24,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from raykv.base.departures import Departures, explain
+from raykv.base.departures import Departures
 from raykv.base.ids import (
     NO_GENERATION,
     EngineId,
@@ -41,19 +42,26 @@ from raykv.base.ids import (
     Slot,
     group_of,
 )
-from raykv.directory.reuse import StoreSampler
 from raykv.engine.accounts import Accounts
 from raykv.engine.cost import FetchCost
-from raykv.engine.orphans import Orphans
 from raykv.engine.outbox import Outbox, lease_columns, rows
 from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
-from raykv.engine.request_table import RequestTable
-from raykv.engine.requests import FailedLoad, RequestOptions, StorePlan, ViewCounters
+from raykv.engine.requests import (
+    FailedLoad,
+    RequestOptions,
+    RequestTable,
+    StorePlan,
+    StoreSampler,
+    ViewCounters,
+    explain,
+)
 from raykv.engine.stock import LeaseStock
-from raykv.engine.tombstones import Tombstones
 from raykv.protocol.columns import MAX_KEYS, Handle, Leases, Replicas
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.peer import FetchResult
+
+MAX_TOMBSTONES = 65_536
+"""Keys that are remembered; the oldest are forgotten first (it costs one refused load)."""
 
 
 class EngineView:
@@ -538,3 +546,54 @@ class EngineView:
         assert len(set(slots)) == len(slots), slots
         for key, handle in self._ready.items():
             assert not self._tombstones.covers(key, handle.generation), key
+
+
+@dataclass
+class Tombstones:
+    """Up to which generation keys of failed loads are not believed in again; bounded."""
+
+    _generations: OrderedDict[Key, Generation] = field(default_factory=OrderedDict)
+
+    def bury(self, key: Key, generation: Generation) -> None:
+        """A chunk was not there at a generation."""
+        self._generations[key] = generation
+        self._generations.move_to_end(key)
+        if len(self._generations) > MAX_TOMBSTONES:
+            self._generations.popitem(last=False)
+
+    def lift(self, key: Key) -> None:
+        """A chunk has come that is there for certain."""
+        self._generations.pop(key, None)
+
+    def covers(self, key: Key, generation: Generation) -> bool:
+        """Whether a chunk at that generation is not to be believed in."""
+        return generation <= self._generations.get(key, NO_GENERATION)
+
+    def clear(self) -> None:
+        """All was of an earlier life."""
+        self._generations.clear()
+
+
+@dataclass
+class Orphans:
+    """Stores that a view has forgotten while they were under way: their ends mean nothing to it.
+
+    It knows how many are still to end, by key; jobs of one key end in order.
+    """
+
+    _left: Counter[Key] = field(default_factory=Counter)
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """Stores are forgotten now."""
+        self._left.update(list(keys))
+
+    def end(self, key: Key) -> bool:
+        """A store of the key has ended; returns whether it was a forgotten one."""
+        left = self._left.pop(key, 0)
+        if left > 1:
+            self._left[key] = left - 1
+        return left > 0
+
+    def clear(self) -> None:
+        """None of their ends will come."""
+        self._left.clear()

@@ -29,11 +29,20 @@ from raykv.base.clearings import Clearings
 from raykv.base.deadlines import NODE_ROOM_LOOK_S
 from raykv.base.errors import HandleError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Generation, Key, Namespace, Slot
+from raykv.base.ids import (
+    ALL_BLOCKS,
+    SLOT_ALIGNMENT,
+    Blocks,
+    ChunkName,
+    Generation,
+    Key,
+    Namespace,
+    Seal,
+    Slot,
+)
 from raykv.base.ownership import open_own
 from raykv.memory.pages import place_near_gpus, pool_region
 from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
-from raykv.node.slots import ChunkName, Seal
 
 logger = logging.getLogger("raykv.node")
 

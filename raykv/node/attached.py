@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from raykv.base.errors import AttachError, MessageError, VersionError
-from raykv.base.ids import Blocks, Direction, Generation, Key, Namespace, Refusal, Slot
+from raykv.base.ids import Blocks, ChunkName, Direction, Generation, Key, Namespace, Refusal, Slot
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import CopyBackend, LaneName, StopSign
 from raykv.copy.plan import Planner
@@ -22,7 +22,6 @@ from raykv.memory.cuda.kv import DeviceKV
 from raykv.memory.handles import OpenedKV
 from raykv.memory.words import CancelWords, Word
 from raykv.node.devices import Devices
-from raykv.node.slots import ChunkName
 from raykv.protocol import wire
 from raykv.protocol.columns import MAX_GROUPS, MAX_NAME, MAX_NUMBER, require
 from raykv.protocol.framing import receive

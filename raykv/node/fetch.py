@@ -28,6 +28,7 @@ from raykv.base.ids import (
     ALL_BLOCKS,
     SLOT_ALIGNMENT,
     Blocks,
+    ChunkName,
     Epoch,
     Generation,
     Key,
@@ -39,7 +40,7 @@ from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
-from raykv.node.slots import ChunkName, SlotState
+from raykv.node.slots import SlotState
 from raykv.protocol.columns import Handles, LostReplicas
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport

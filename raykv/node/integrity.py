@@ -21,9 +21,8 @@ from collections.abc import Callable
 
 import xxhash
 
-from raykv.base.ids import NO_BLOCKS, SLOT_ALIGNMENT, Blocks, Refusal
+from raykv.base.ids import NO_BLOCKS, SLOT_ALIGNMENT, Blocks, ChunkName, Refusal
 from raykv.node.keeper import PoolKeeper
-from raykv.node.slots import ChunkName
 
 LOADS_PER_CHECK = 256
 """A checksum takes about as long as the copy of the same bytes: 0.4 % more on the average."""

@@ -20,14 +20,16 @@ from raykv.base.ids import (
     MAX_GENERATION,
     NO_BLOCKS,
     Blocks,
+    ChunkName,
     Generation,
     Namespace,
     Refusal,
+    Seal,
     Slot,
 )
 from raykv.memory.pool import Pool
 from raykv.node.meter import PoolContents
-from raykv.node.slots import Admission, ChunkName, FailedStore, Seal, SlotState, SlotTable
+from raykv.node.slots import Admission, FailedStore, SlotState, SlotTable
 from raykv.protocol.columns import namespace_column
 from raykv.protocol.node import FailedStores, Inventory
 

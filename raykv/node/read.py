@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from raykv.base.ids import (
     ALL_BLOCKS,
     SLOT_ALIGNMENT,
     Blocks,
+    ChunkName,
     Epoch,
     Generation,
     Key,
@@ -23,13 +28,17 @@ from raykv.base.ids import (
 )
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
-from raykv.node.scratch import Scratch
-from raykv.node.slots import ChunkName
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import ReadReply, ReadRequest, check_read
 
 MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
+
+BUFFER_BYTES = 16 << 20
+"""Of each buffer: as much as one read asks for, as a rule."""
+
+MAX_KEPT = 8
+"""Buffers that wait for their next use: 128 MiB at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +149,29 @@ def names_of(request: ReadRequest) -> list[ChunkName]:
         ChunkName(Namespace(request.namespace), Key(key), Slot(slot), Generation(generation), size)
         for key, slot, generation, size in columns
     ]
+
+
+class Scratch:
+    """Any thread may take."""
+
+    def __init__(self) -> None:
+        # Without a lock: what is given back comes from wherever the last reference goes.
+        self._kept: deque[mmap.mmap] = deque(maxlen=MAX_KEPT)
+
+    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """An array of `num_bytes`, with any content."""
+        if not 0 < num_bytes <= BUFFER_BYTES:
+            return np.empty(num_bytes, np.uint8)
+        try:
+            memory = self._kept.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, BUFFER_BYTES)
+        # All arrays over the memory, slices too, keep this one alive.
+        owner = (ctypes.c_ubyte * num_bytes).from_buffer(memory)
+        weakref.finalize(owner, self._kept.append, memory).atexit = False
+        return np.frombuffer(memoryview(owner), np.uint8)
+
+    @property
+    def num_kept(self) -> int:
+        """Buffers that nobody uses now."""
+        return len(self._kept)

@@ -31,14 +31,15 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
     ALL_BLOCKS,
     MAX_GENERATION,
-    MAX_KEY_BYTES,
     NO_BLOCKS,
     NO_GENERATION,
     Blocks,
+    ChunkName,
     Generation,
     Key,
     Namespace,
     Refusal,
+    Seal,
     Slot,
 )
 
@@ -68,35 +69,6 @@ class StoreAnswer:
 
     admission: Admission
     refusal: Refusal = Refusal.NONE
-
-
-@dataclass(frozen=True)
-class ChunkName:
-    """What a chunk is called and where its bytes should be."""
-
-    namespace: Namespace
-    key: Key
-    slot: Slot
-    generation: Generation
-    slot_bytes: int
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether anybody could have been granted this; a key may have any bytes."""
-        is_key = 0 < len(self.key) <= MAX_KEY_BYTES
-        return is_key and NO_GENERATION < self.generation <= MAX_GENERATION
-
-
-@dataclass(frozen=True)
-class Seal:
-    """A READY chunk's checksum; `is_proven`: it has been compared with the bytes in this life.
-
-    `blocks` are those that were stored.
-    """
-
-    checksum: int
-    is_proven: bool
-    blocks: Blocks = ALL_BLOCKS
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,13 @@ CHUNK_NAME_BYTES = 8
 """Of a chunk's key in a record. That any two of a million chunks share a name has a probability of
 3e-8."""
 
-
 MAX_NAMES_BYTES = 32 << 10
 """Of chunks' names in the records that wait for an exchange; further requests have none, or those
 of their first chunks."""
+
+LEASE_SHARE = 0.25
+"""Of a node's pool, for the free slots that its engines hold, all of them together: what is leased
+holds no chunk."""
 
 
 class MissRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -21,10 +21,10 @@ from raykv.base.geometry import aligned
 from raykv.base.ids import EngineId
 from raykv.base.settings import Settings, load_settings
 from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.directory.reuse import StoreSampler
 from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.remote import ChunkSize, RemoteSettings
+from raykv.engine.requests import StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
 from raykv.vllm import canonical

@@ -19,9 +19,10 @@ import pytest
 
 from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
-from raykv.copy.cuda.backend import CUDABackend, Device, Limits, Place, backend
+from raykv.copy.cuda.backend import CUDABackend, backend
 from raykv.copy.cuda.calibration import Route, always
 from raykv.copy.cuda.driver import CUDADriver, CUDAError, Urgency
+from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.cuda.measure import measure
 from raykv.copy.cuda.pages import IndexMover, PageMover, TritonMover, best_mover, cuda_view
 from raykv.copy.engine import CopyBackend, StopSign

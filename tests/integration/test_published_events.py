@@ -12,7 +12,7 @@ import zmq
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Key, Namespace, Slot
+from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, EngineId, Key, Namespace, Slot
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as clusters
@@ -20,7 +20,6 @@ from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.lab.bench.ports import free_port
 from raykv.node.keeper import inventory_of
-from raykv.node.slots import ChunkName
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.protocol.events import PublisherStatus
 from raykv.protocol.framing import PROTOCOL_VERSION, encode

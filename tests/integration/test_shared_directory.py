@@ -19,6 +19,7 @@ import raykv
 from raykv.base.errors import ClusterError
 from raykv.base.ids import (
     SLOT_ALIGNMENT,
+    ChunkName,
     EngineId,
     Epoch,
     Generation,
@@ -36,7 +37,6 @@ from raykv.engine.requests import RequestOptions
 from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.node.keeper import inventory_of
-from raykv.node.slots import ChunkName
 from raykv.protocol.engine import SyncRequest
 from raykv.protocol.events import (
     BlockStored,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raykv.base.ids import Epoch, Generation, Namespace, Refusal, Slot
+from raykv.base.ids import ChunkName, Epoch, Generation, Namespace, Refusal, Slot
 from raykv.directory import manager
 from raykv.directory.book import PoolBook
 from raykv.directory.leases import Generations
@@ -17,7 +17,7 @@ from raykv.directory.table.protocol import Lease
 from raykv.engine.remote import RemoteChunks
 from raykv.engine.view import EngineView
 from raykv.node import slots
-from raykv.node.slots import ChunkName, SlotState, SlotTable
+from raykv.node.slots import SlotState, SlotTable
 from tests.simulation.cluster import GENERATIONS_PER_EPOCH
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from raykv.base.ids import Epoch, Generation, Key, NodeId, Slot
+from raykv.base.ids import ChunkName, Epoch, Generation, Key, NodeId, Slot
 from raykv.engine.cost import FetchCost
-from raykv.node.slots import ChunkName
 from tests.simulation.cluster import Cluster
 from tests.simulation.engine import LEASE_SLOTS, Engine
 from tests.simulation.node import Node

@@ -6,9 +6,17 @@ import random
 from dataclasses import dataclass, field
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Generation, Key, Namespace, NodeId, Slot
+from raykv.base.ids import (
+    SLOT_ALIGNMENT,
+    ChunkName,
+    Epoch,
+    Generation,
+    Key,
+    Namespace,
+    NodeId,
+    Slot,
+)
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.node.slots import ChunkName
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import NodeReport, NodeReportReply

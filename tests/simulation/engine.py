@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raykv.base.ids import NO_GENERATION, Direction, Key, Lookup, Refusal
+from raykv.base.ids import NO_GENERATION, ChunkName, Direction, Key, Lookup, Refusal
 from raykv.engine.fetches import fetch_request
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
-from raykv.node.slots import ChunkName
 from raykv.protocol.columns import Handle
 from raykv.protocol.peer import FetchResult
 from tests.simulation.node import Job

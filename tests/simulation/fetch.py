@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from raykv.base.ids import Key, Namespace, Refusal
+from raykv.base.ids import ChunkName, Key, Namespace, Refusal
 from raykv.node.fetch import Source, wanted
-from raykv.node.slots import ChunkName, SlotState
+from raykv.node.slots import SlotState
 from raykv.protocol.columns import Handles, LostReplicas
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
     SLOT_ALIGNMENT,
+    ChunkName,
     Direction,
     Epoch,
     Generation,
@@ -24,7 +25,7 @@ from raykv.base.ids import (
     Slot,
 )
 from raykv.node.keeper import failed_columns, inventory_of
-from raykv.node.slots import Admission, ChunkName, SlotState, SlotTable
+from raykv.node.slots import Admission, SlotState, SlotTable
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import FailedStores, NodeReport, NodeReportReply
 from raykv.protocol.peer import ReadReply, ReadRequest

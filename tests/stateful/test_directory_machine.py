@@ -33,6 +33,7 @@ from raykv.base.clearings import Clearings
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
     NO_GENERATION,
+    ChunkName,
     Direction,
     EngineId,
     Epoch,
@@ -47,7 +48,7 @@ from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.node.keeper import failed_columns
-from raykv.node.slots import Admission, ChunkName, SlotTable
+from raykv.node.slots import Admission, SlotTable
 from raykv.protocol.columns import Handle
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION

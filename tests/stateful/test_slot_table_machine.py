@@ -25,13 +25,14 @@ from raykv.base.ids import (
     EVERY_NAMESPACE,
     NO_BLOCKS,
     Blocks,
+    ChunkName,
     Generation,
     Key,
     Namespace,
     Refusal,
     Slot,
 )
-from raykv.node.slots import Admission, ChunkName, SlotState, SlotTable
+from raykv.node.slots import Admission, SlotState, SlotTable
 
 PAGE = 4096
 SLAB = 4

@@ -18,7 +18,6 @@ import numpy as np
 
 from raykv.base.ids import Direction
 from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.copy.cuda.backend import Device, Limits, Place
 from raykv.copy.cuda.batches import Rows
 from raykv.copy.cuda.calibration import (
     Point,
@@ -31,6 +30,7 @@ from raykv.copy.cuda.calibration import (
     save,
 )
 from raykv.copy.cuda.driver import CopyDriver, CUDAError
+from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import StopSign
 
 logger = logging.getLogger("raykv.copy")

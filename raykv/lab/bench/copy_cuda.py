@@ -27,7 +27,7 @@ import psutil
 from raykv.base.errors import SettingError
 from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import Direction
-from raykv.copy.cuda.backend import CUDABackend, Device, Place
+from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import direct, rows_of
 from raykv.copy.cuda.calibration import Route, Table, always
 from raykv.copy.cuda.driver import (
@@ -38,6 +38,7 @@ from raykv.copy.cuda.driver import (
     Urgency,
     device_uuids,
 )
+from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.cuda.measure import calibrate_in_background
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns

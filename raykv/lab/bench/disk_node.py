@@ -20,7 +20,16 @@ import numpy as np
 
 from raykv.base.errors import ClusterError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace, NodeId, Refusal, Slot
+from raykv.base.ids import (
+    SLOT_ALIGNMENT,
+    ChunkName,
+    Generation,
+    Key,
+    Namespace,
+    NodeId,
+    Refusal,
+    Slot,
+)
 from raykv.base.settings import DiskPlace
 from raykv.engine.fetches import fetch_request
 from raykv.engine.remote import FetchOrder
@@ -30,7 +39,6 @@ from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.peers import PeerError, PendingRead
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.node.slots import ChunkName
 from raykv.protocol.columns import Handle
 from raykv.protocol.node import Demotions, DiskOrder, disk_of
 from raykv.protocol.peer import ReadRequest

@@ -15,7 +15,7 @@ import numpy as np
 
 from raykv.base.deadlines import DISK_LOOK_S
 from raykv.base.errors import ChunkFileError
-from raykv.base.ids import Epoch, Refusal
+from raykv.base.ids import ChunkName, Epoch, Refusal
 from raykv.base.settings import DiskPlace
 from raykv.base.threads import OnFailure, start_thread
 from raykv.node.disk.chunk_file import read_chunk
@@ -23,7 +23,6 @@ from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.index import DiskIndex
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.read import ChunkRead, answer
-from raykv.node.slots import ChunkName
 from raykv.protocol.node import DiskStats, disk_of, is_disk, node_of
 from raykv.protocol.peer import ReadReply, ReadRequest
 

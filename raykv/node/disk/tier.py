@@ -39,6 +39,7 @@ from raykv.base.deadlines import (
 from raykv.base.errors import DiskError
 from raykv.base.ids import (
     SLOT_ALIGNMENT,
+    ChunkName,
     Epoch,
     Generation,
     Namespace,
@@ -52,7 +53,6 @@ from raykv.node.disk.chunk_file import ChunkBytes, ChunkFile, read_header, write
 from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.reads import OPENING, DiskReads, DiskState
 from raykv.node.keeper import PoolKeeper
-from raykv.node.slots import ChunkName
 from raykv.protocol.node import Demotions, DiskNews, DiskOrder, DiskStats
 
 logger = logging.getLogger("raykv.disk")

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.cpu import CPUBackend
-from raykv.copy.cuda.backend import CUDABackend, Device, Limits, Place
+from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.calibration import Route, always
 from raykv.copy.cuda.driver import CUDAError
+from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.reference import ReferenceBackend

@@ -11,7 +11,16 @@ import pytest
 
 import raykv.node.disk.folder
 import raykv.node.disk.tier
-from raykv.base.ids import EVERY_NAMESPACE, Epoch, Generation, Namespace, NodeId, Refusal, Slot
+from raykv.base.ids import (
+    EVERY_NAMESPACE,
+    ChunkName,
+    Epoch,
+    Generation,
+    Namespace,
+    NodeId,
+    Refusal,
+    Slot,
+)
 from raykv.base.settings import DiskPlace
 from raykv.engine.requests import Replica
 from raykv.node.disk.chunk_file import PART_SUFFIX, ChunkBytes, ChunkFile, write_chunks
@@ -20,7 +29,6 @@ from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.peers import PendingRead
-from raykv.node.slots import ChunkName
 from raykv.protocol.columns import Handle
 from raykv.protocol.node import Demotions, DiskOrder, disk_of
 from raykv.protocol.peer import ReadRequest

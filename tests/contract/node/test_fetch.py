@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 import raykv.node.fetch
-from raykv.base.ids import Epoch, Generation, Namespace, Refusal, Slot
+from raykv.base.ids import ChunkName, Epoch, Generation, Namespace, Refusal, Slot
 from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import Replica
 from raykv.node.fetch import PIECE_BYTES, WINDOW
-from raykv.node.slots import ChunkName, SlotState
+from raykv.node.slots import SlotState
 from raykv.protocol.columns import Handle, Handles, LostReplicas, Replicas
 from raykv.protocol.peer import FetchResult
 from tests.fixtures.peers import (

@@ -11,10 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+from raykv.base.ids import (
+    SLOT_ALIGNMENT,
+    ChunkName,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Seal,
+    Slot,
+)
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
-from raykv.node.slots import ChunkName, Seal, SlotState
+from raykv.node.slots import SlotState
 from raykv.protocol.node import FailedStores
 from raykv.protocol.peer import ReadRequest
 from tests.fixtures.peers import (

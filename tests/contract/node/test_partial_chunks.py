@@ -20,6 +20,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
     SLOT_ALIGNMENT,
     Blocks,
+    ChunkName,
     Direction,
     Generation,
     Key,
@@ -38,7 +39,7 @@ from raykv.node.fetch import FetchService
 from raykv.node.peers import Bytes
 from raykv.node.read import ReadService
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.node.slots import ChunkName, SlotState
+from raykv.node.slots import SlotState
 from raykv.protocol.columns import Handle
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import Demotions

@@ -18,9 +18,8 @@ import xxhash
 
 import raykv.node.fetch
 import raykv.node.read
-from raykv.base.ids import Generation, Key, Refusal, Slot
+from raykv.base.ids import ChunkName, Generation, Key, Refusal, Slot
 from raykv.cluster.breaker import Pauses
-from raykv.node.slots import ChunkName
 from raykv.protocol.columns import Handles, LostReplicas
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import ReadReply, ReadRequest

@@ -14,14 +14,13 @@ import pytest
 import raykv.directory.table.flat.cache
 from raykv.base.errors import ClusterError, DiskError, HandleError, HiddenStatesError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace, Slot
+from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, Generation, Key, Namespace, Slot
 from raykv.base.ownership import make_own_folder, open_own, write_own
 from raykv.cluster import join as cluster
 from raykv.memory.pool import Pool
 from raykv.memory.region import Region
 from raykv.metrics.discovery import TargetsFile
 from raykv.node.disk.folder import TierFolder, unowned_folders
-from raykv.node.slots import ChunkName
 from raykv.node.states import file as captured
 
 STRANGER = 12_345

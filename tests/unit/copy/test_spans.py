@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.backend import CUDABackend, Device, Limits, Place
+from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import batches, rows_of
 from raykv.copy.cuda.calibration import Route, always
 from raykv.copy.cuda.driver import CUDAError
+from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.spans import SPAN_BYTES, Span, spans

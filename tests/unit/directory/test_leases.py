@@ -10,8 +10,9 @@ import pytest
 from raykv.base.ids import EngineId, Namespace, NodeId
 from raykv.directory.leases import RECENT, count_stored, lease_share, split
 from raykv.directory.members import Engine
-from raykv.engine.stock import SHARE, LeaseStock
+from raykv.engine.stock import LeaseStock
 from raykv.protocol.columns import Leases
+from raykv.protocol.engine import LEASE_SHARE
 
 NO_MIRROR: Any = None
 
@@ -42,20 +43,20 @@ def test_split_gives_each_the_same_part_of_what_it_wants(
 
 def test_only_engine_of_a_node_has_the_whole_share() -> None:
     only = engine("a", 5)
-    assert lease_share(only, [only]) == SHARE
+    assert lease_share(only, [only]) == LEASE_SHARE
 
 
 def test_engines_that_have_stored_nothing_have_equal_parts() -> None:
     both = [engine("a"), engine("b")]
-    assert [lease_share(each, both) for each in both] == [SHARE / 2, SHARE / 2]
+    assert [lease_share(each, both) for each in both] == [LEASE_SHARE / 2, LEASE_SHARE / 2]
 
 
 def test_engine_that_stores_has_the_larger_part_and_all_together_no_more_than_the_share() -> None:
     every = [engine("a", 300), engine("b", 100), engine("c")]
     parts = [lease_share(each, every) for each in every]
     assert parts == sorted(parts, reverse=True)
-    assert parts[2] == pytest.approx(SHARE / 6)
-    assert sum(parts) == pytest.approx(SHARE)
+    assert parts[2] == pytest.approx(LEASE_SHARE / 6)
+    assert sum(parts) == pytest.approx(LEASE_SHARE)
 
 
 def test_what_was_stored_long_ago_counts_for_less() -> None:
@@ -86,7 +87,7 @@ def stock(count: int, capacity: int = 400) -> LeaseStock:
 def test_leases_beyond_the_target_are_given_back_when_the_share_falls() -> None:
     held = stock(100)
     assert held.take_surplus() == []
-    held.share = SHARE / 2
+    held.share = LEASE_SHARE / 2
     assert len(held.take_surplus()) == 50
     assert len(held.rows()) == 50
     assert held.take_surplus() == []

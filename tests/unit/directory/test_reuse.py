@@ -9,9 +9,8 @@ from raykv.directory.reuse import (
     PROBE_SAMPLE,
     SOME,
     ReuseGauge,
-    StoreSampler,
 )
-from raykv.engine.requests import RequestOptions
+from raykv.engine.requests import RequestOptions, StoreSampler
 
 
 def test_all_is_stored_before_the_sample_is_large_enough() -> None:

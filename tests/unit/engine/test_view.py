@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot
-from raykv.directory.reuse import StoreSampler
-from raykv.engine.requests import FailedLoad, RequestOptions
+from raykv.engine.requests import FailedLoad, RequestOptions, StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest

@@ -14,10 +14,9 @@ import pytest
 
 import raykv.memory.pool
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, Generation, Key, Namespace, Refusal, Slot
 from raykv.memory.pool import Pool
 from raykv.node.keeper import PoolKeeper
-from raykv.node.slots import ChunkName
 
 PAGE = SLOT_ALIGNMENT
 GEOMETRY = PoolGeometry(16 * PAGE, 4 * PAGE)

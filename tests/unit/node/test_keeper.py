@@ -13,10 +13,19 @@ import pytest
 
 import raykv.node.keeper
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import NO_GENERATION, SLOT_ALIGNMENT, Generation, Key, Namespace, Refusal, Slot
+from raykv.base.ids import (
+    NO_GENERATION,
+    SLOT_ALIGNMENT,
+    ChunkName,
+    Generation,
+    Key,
+    Namespace,
+    Refusal,
+    Slot,
+)
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper, inventory_of
-from raykv.node.slots import ChunkName, SlotState
+from raykv.node.slots import SlotState
 from raykv.protocol.node import FailedStores, Inventory
 
 PAGE = SLOT_ALIGNMENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raykv.node.scratch import BUFFER_BYTES, MAX_KEPT, Scratch
+from raykv.node.read import BUFFER_BYTES, MAX_KEPT, Scratch
 
 
 def test_buffer_is_used_again_when_the_last_slice_is_gone() -> None:

@@ -19,21 +19,15 @@ from raykv.base.ids import (
     NO_GENERATION,
     SLOT_ALIGNMENT,
     Blocks,
+    ChunkName,
     Generation,
     Key,
     Namespace,
     Refusal,
+    Seal,
     Slot,
 )
-from raykv.node.slots import (
-    Admission,
-    ChunkName,
-    FailedStore,
-    Seal,
-    SlotState,
-    SlotTable,
-    StoreAnswer,
-)
+from raykv.node.slots import Admission, FailedStore, SlotState, SlotTable, StoreAnswer
 
 EMPTY, WRITING, READY = SlotState.EMPTY, SlotState.WRITING, SlotState.READY
 GO = StoreAnswer(Admission.GO)

@@ -24,10 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.backend import CUDABackend, Device, Devices, Limits, Place
+from raykv.copy.cuda.backend import CUDABackend, Devices
 from raykv.copy.cuda.batches import batches, rows_of
 from raykv.copy.cuda.calibration import Route, Table, always
 from raykv.copy.cuda.driver import Copies, CopyDriver, CUDAError, SourceOrder, Urgency
+from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.cuda.measure import calibrate_in_background, measure
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
@@ -496,7 +497,7 @@ def test_device_that_broke_before_refuses_a_copy() -> None:
 
 def test_process_that_ends_says_why() -> None:
     code = (
-        "from raykv.copy.cuda.backend import end_process\n"
+        "from raykv.copy.cuda.lane import end_process\n"
         "from raykv.copy.cuda.driver import CUDAError\n"
         "try:\n"
         "    end_process(CUDAError('the GPU hangs'))\n"

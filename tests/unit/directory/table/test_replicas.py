@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from raykv.base.ids import Key, Namespace, NodeId
+from raykv.directory.table.dicts import ReplicaIndex
 from raykv.directory.table.protocol import Name
-from raykv.directory.table.replicas import ReplicaIndex
 
 ONE, TWO, THREE = NodeId("one"), NodeId("two"), NodeId("three")
 MODEL, SECOND = Namespace("model"), Namespace("second")

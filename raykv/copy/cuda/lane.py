@@ -1,0 +1,331 @@
+"""A GPU's streams of copies between KV caches in its memory and the page-locked pool.
+
+Each device of a process has two lanes, one per direction, each with its stream; the loads' stream
+has the higher priority, which CUDA heeds among kernels but not among copies. A lane carries out one
+copy at a time: it waits until the device has finished what the worker gave it before (loads too:
+zeroing of a block may still be on its way), then submits batches, a few of them on their way at
+once, and ends when all of them have arrived. The parts of a copy follow each other without a gap:
+one is submitted before the one in front of it is waited for.
+
+What a copy promises, and how:
+
+1. Nothing is read or written before the worker's compute event is done: the lane's stream waits
+   for it, and no batch is submitted before that wait is over. So a copy that is stopped while it
+   waits has nothing on its way.
+2. Nothing is on its way when `copy` returns or raises: a copy that is stopped, or of which a call
+   fails, waits for the batches that were submitted.
+3. If that can't be known (the device does not answer for `CUDA_HANG_S`, or reports an error of
+   what it was running, after which CUDA refuses everything), the process ends: bytes may still
+   arrive in blocks that vLLM would use again, and with the process its copies end as well. Ray
+   starts another NodeActor.
+
+Its order of calls is tested on any machine with a driver that does in memory what CUDA may do, in
+the least convenient order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from raykv.base.deadlines import (
+    CUDA_COMPUTE_S,
+    CUDA_HANG_S,
+    CUDA_LANE_LOOK_S,
+    CUDA_POLL_S,
+    CUDA_SPIN_S,
+)
+from raykv.base.ids import Direction
+from raykv.copy.cuda.batches import CUT_BYTES, Rows, batches, direct, staged
+from raykv.copy.cuda.calibration import USUAL, Route, Table
+from raykv.copy.cuda.driver import CopyDriver, CUDAError, MoverError, SourceOrder, Urgency
+from raykv.copy.cuda.pages import WORD_BYTES
+from raykv.copy.engine import StopSign
+
+logger = logging.getLogger("raykv.copy")
+
+OnLost = Callable[[CUDAError], NoReturn]
+
+PARTS_IN_FLIGHT = 2
+"""One is copied while the next one is submitted, which takes about as long on an H100."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is on its way at once; at 50 GB/s it has arrived within 1.5 ms.
+
+    A batch takes up to 1.5 ms to submit (0.7 µs a run on an H100), before which the device does
+    not begin with it: small ones, and some of them in flight. What is gathered takes half a
+    millisecond each time, whatever its size: large ones. `staging_bytes` of the device's memory are
+    taken for each direction when the first small pages are copied.
+    """
+
+    batch_bytes: int = 8 << 20
+    batch_runs: int = 2048
+    cut_bytes: int = CUT_BYTES
+    staging_bytes: int = 32 << 20
+    gather_runs: int = 8192
+    in_flight: int = 4
+    compute_s: float = CUDA_COMPUTE_S
+    hang_s: float = CUDA_HANG_S
+
+
+def end_process(error: CUDAError) -> NoReturn:
+    """Copies of this process can be neither finished nor taken back: see the module's docstring."""
+    logger.critical("this process ends, because its copies may still be on their way: %s", error)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise error
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose KV cache is copied: its address here, the pool's, and its worker's compute event.
+
+    The event may be recorded again at any time: a copy waits for the record that was the last one
+    when it began.
+    """
+
+    kv: int
+    pool: int
+    compute_event: int | None
+
+
+class Lane:
+    """One direction of a device. Any thread may copy; one at a time does."""
+
+    def __init__(
+        self, driver: CopyDriver, direction: Direction, limits: Limits, on_lost: OnLost
+    ) -> None:
+        self.direction = direction
+        self._driver, self._limits, self._on_lost = driver, limits, on_lost
+        self._lock = threading.Lock()
+        self._urgency = Urgency.LOAD if direction is Direction.LOAD else Urgency.STORE
+        self._stream = driver.make_stream(self._urgency)
+        self._events = [driver.make_event() for _ in range(limits.in_flight)]
+        self._end = driver.make_event()
+        self._part_ends = [driver.make_event() for _ in range(PARTS_IN_FLIGHT)]
+        self._buffer: int | None = None
+        self._has_memory = True
+
+    def copy_each(
+        self, parts: Iterable[Rows], place: Place, table: Table, stop: StopSign
+    ) -> Generator[bool]:
+        """Carry out all parts; see `CopyBackend.copy_each` and the module's promises.
+
+        Raises:
+            CUDAError: the device refused; nothing is on its way.
+        """
+        while not self._lock.acquire(timeout=CUDA_LANE_LOOK_S):
+            if stop():
+                yield False
+                return
+        try:
+            if not self._wait_for_compute(place.compute_event, stop):
+                yield False
+                return
+            with self._drained():
+                is_whole = yield from self._copy_each(parts, place, table, stop)
+            if not is_whole:
+                yield False
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Give the device's resources back; no copy may run."""
+        if self._buffer is not None:
+            self._driver.free(self._buffer)
+        for event in (*self._events, *self._part_ends, self._end):
+            self._driver.drop_event(event)
+        self._driver.drop_stream(self._stream)
+
+    def _copy_each(
+        self, parts: Iterable[Rows], place: Place, table: Table, stop: StopSign
+    ) -> Generator[bool, None, bool]:
+        """True for each part that has arrived; returns False if it was stopped."""
+        number, flying = 0, deque[int]()
+        for part, rows in enumerate(parts):
+            for route, batch in self._batches(rows, place, table):
+                turn = number % len(self._events)
+                if number >= len(self._events):
+                    self._await(self._events[turn])
+                if stop():
+                    return False
+                if route is Route.GATHER and self._driver.mover is not None:
+                    self._submit_gather(batch, place)
+                else:
+                    self._submit_batch(batch, place)
+                self._driver.record(self._events[turn], self._stream)
+                number += 1
+            end = self._part_ends[part % PARTS_IN_FLIGHT]
+            self._driver.record(end, self._stream)
+            flying.append(end)
+            if len(flying) == PARTS_IN_FLIGHT:
+                self._await(flying.popleft())
+                yield True
+        while flying:
+            self._await(flying.popleft())
+            yield True
+        return True
+
+    def _wait_for_compute(self, event: int | None, stop: StopSign) -> bool:
+        """Whether the device has done what was asked for; False: stopped meanwhile.
+
+        Raises:
+            CUDAError: it has not for `CUDA_COMPUTE_S`.
+        """
+        if event is None:
+            return not stop()
+        done: bool | None = None
+        try:
+            self._driver.wait_event(self._stream, event)
+            self._driver.record(self._end, self._stream)
+            done = self._poll(self._end, self._limits.compute_s, stop)
+        finally:
+            if not done:
+                self._renew_stream()
+        if done is None:
+            raise CUDAError(
+                f"the GPU has not finished the step before a copy within "
+                f"{self._limits.compute_s:.0f} s; the copy is given up"
+            )
+        return done
+
+    def _renew_stream(self) -> None:
+        """The copies of other workers shall not wait for the step of this one."""
+        waiting, self._stream = self._stream, self._driver.make_stream(self._urgency)
+        self._driver.drop_stream(waiting)
+
+    @contextlib.contextmanager
+    def _drained(self) -> Iterator[None]:
+        """Wait for all that was submitted, also when the body returns or raises."""
+        try:
+            yield
+        finally:
+            try:
+                self._driver.record(self._end, self._stream)
+            except CUDAError as error:
+                self._on_lost(error)
+            self._await(self._end)
+
+    def _await(self, event: int) -> None:
+        """Wait for what was submitted; if that can't be, this does not return."""
+        try:
+            done = self._poll(event, self._limits.hang_s, StopSign())
+        except CUDAError as error:
+            self._on_lost(error)
+        if not done:
+            self._on_lost(CUDAError(f"the GPU hangs: no copy for {self._limits.hang_s:.0f} s"))
+
+    def _poll(self, event: int, limit_s: float, stop: StopSign) -> bool | None:
+        """True: it is done. False: stopped before. None: neither within the limit."""
+        began = time.monotonic()
+        while not self._driver.is_done(event):
+            if stop():
+                return False
+            waited = time.monotonic() - began
+            if waited > limit_s:
+                return None
+            time.sleep(CUDA_POLL_S if waited > CUDA_SPIN_S else 0)
+        return not stop()
+
+    def _batches(self, rows: Rows, place: Place, table: Table) -> Iterator[tuple[Route, Rows]]:
+        """Batches and the way of each. What is gathered fits in the staging buffer."""
+        limits = self._limits
+        at_once = {
+            Route.BATCH: (limits.batch_bytes, limits.batch_runs),
+            Route.GATHER: (limits.staging_bytes, limits.gather_runs),
+        }
+        most_bytes, most_runs = (max(each) for each in zip(*at_once.values(), strict=True))
+        for some in batches(rows, most_bytes, most_runs):
+            route = Route.GATHER if self._is_gathered(some, place, table) else Route.BATCH
+            yield from ((route, part) for part in batches(some, *at_once[route]))
+
+    def _is_gathered(self, batch: Rows, place: Place, table: Table) -> bool:
+        route = table.route(self.direction, batch.num_bytes, len(batch))
+        if route is Route.BATCH or self._driver.mover is None:
+            return False
+        if place.kv % WORD_BYTES or not batch.has_words:
+            return False
+        fits = int(batch.size.max()) <= self._limits.staging_bytes
+        return fits and self._get_buffer() is not None
+
+    def _get_buffer(self) -> int | None:
+        """The staging buffer. One for all batches: the stream uses it for one after the other.
+
+        Its memory is asked for once; None: vLLM has taken all of it.
+        """
+        if self._buffer is None and self._has_memory:
+            try:
+                self._buffer = self._driver.allocate(self._limits.staging_bytes)
+            except CUDAError as error:
+                self._has_memory = False
+                logger.warning(
+                    "small pages are copied one by one, which is slower: %d MiB of the GPU's "
+                    "memory for staging can't be had (%s): lower gpu_memory_utilization a little",
+                    self._limits.staging_bytes >> 20,
+                    error,
+                )
+        return self._buffer
+
+    def _submit_batch(self, batch: Rows, place: Place) -> None:
+        copies = direct(batch, self.direction, place.kv, place.pool)
+        self._driver.copy_batch(self._stream, copies, self._order)
+
+    def _submit_gather(self, batch: Rows, place: Place) -> None:
+        buffer = self._get_buffer()
+        assert buffer is not None, "only what can be staged is gathered"
+        steps = staged(batch, self.direction, place.kv, place.pool, buffer)
+        try:
+            if self.direction is Direction.STORE:
+                self._driver.move_pages(self._stream, steps.pages)
+                self._driver.copy_batch(self._stream, steps.blocks, self._order)
+            else:
+                self._driver.copy_batch(self._stream, steps.blocks, self._order)
+                self._driver.move_pages(self._stream, steps.pages)
+        except MoverError as error:
+            logger.warning("small pages are copied one by one from now on: %s", error)
+            self._submit_batch(batch, place)
+
+    @property
+    def _order(self) -> SourceOrder:
+        """Nobody writes to a slot of the pool that is being read; a KV cache is being written."""
+        return SourceOrder.ANY if self.direction is Direction.LOAD else SourceOrder.STREAM
+
+
+class Device:
+    """A GPU as this process copies to and from it. Made once, and used by all its workers."""
+
+    def __init__(
+        self, driver: CopyDriver, limits: Limits | None = None, on_lost: OnLost = end_process
+    ) -> None:
+        self.driver = driver
+        self.limits = limits or Limits()
+        self.table = USUAL
+        """Replaced as a whole when the calibration is through."""
+        self._lanes = {way: Lane(driver, way, self.limits, on_lost) for way in Direction}
+
+    def copy(self, direction: Direction, rows: Rows, place: Place, stop: StopSign) -> bool:
+        """Carry out rows; see `CopyBackend.copy`."""
+        if not len(rows):
+            return True
+        with contextlib.closing(self.copy_each(direction, [rows], place, stop)) as answers:
+            return all(answers)
+
+    def copy_each(
+        self, direction: Direction, parts: Iterable[Rows], place: Place, stop: StopSign
+    ) -> Generator[bool]:
+        """Carry out parts; see `CopyBackend.copy_each`."""
+        return self._lanes[direction].copy_each(parts, place, self.table, stop)
+
+    def close(self) -> None:
+        """Give the device's resources back; no copy may run."""
+        for lane in self._lanes.values():
+            lane.close()
