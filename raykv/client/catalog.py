@@ -1,4 +1,4 @@
-"""Questions to the scheduler actor about chunks, page by page; see `raykv.directory.catalog`."""
+"""Questions to the scheduler actor about chunks, page by page."""
 
 from __future__ import annotations
 

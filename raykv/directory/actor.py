@@ -27,9 +27,9 @@ from raykv.base.deadlines import METRICS_COLLECT_S
 from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace
 from raykv.base.settings import MetricsPlace
+from raykv.directory.answers.prefixes import check_prefix_query
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.pins import SHARE
-from raykv.directory.prefix_answers import check_prefix_query
 from raykv.directory.steward import Steward
 from raykv.directory.table.choose import open_table
 from raykv.metrics.discovery import Discovery, TargetsFile, default_path

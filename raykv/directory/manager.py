@@ -46,9 +46,11 @@ from raykv.base.ids import (
     epoch_of,
     make_generation,
 )
+from raykv.directory.answers.catalog import Catalog
+from raykv.directory.answers.misses import MissLog
+from raykv.directory.answers.questions import Questions
+from raykv.directory.answers.snapshots import Snapshots
 from raykv.directory.book import PoolBook
-from raykv.directory.catalog import Catalog
-from raykv.directory.cluster_meter import ClusterMeter
 from raykv.directory.disks import Disks
 from raykv.directory.inventory import take_failed, take_inventory, take_stored
 from raykv.directory.leases import (
@@ -60,12 +62,10 @@ from raykv.directory.leases import (
 )
 from raykv.directory.log import MAX_EVENTS, EventLog
 from raykv.directory.members import Engine, Node, size_objection, version_objection
+from raykv.directory.meter.cluster import ClusterMeter
+from raykv.directory.meter.reuse import ReuseGauges
 from raykv.directory.mirror import Mirror
-from raykv.directory.miss_log import MissLog
 from raykv.directory.pins import SHARE, Pins
-from raykv.directory.questions import Questions
-from raykv.directory.reuse import ReuseGauges
-from raykv.directory.snapshots import Snapshots
 from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
 from raykv.directory.table.protocol import Changes, ChunkTable

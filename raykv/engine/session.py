@@ -31,7 +31,7 @@ from raykv.base.settings import Settings
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, aged, joined
-from raykv.directory.engine_tally import WANTED
+from raykv.directory.meter.engines import WANTED
 from raykv.engine.fetches import FetchClient, FetchEnded
 from raykv.engine.hints import HintBox
 from raykv.engine.view import EngineView

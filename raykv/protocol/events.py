@@ -116,7 +116,7 @@ class EventPage(msgspec.Struct, frozen=True):
 
 
 class SnapshotPage(msgspec.Struct, frozen=True):
-    """A part of the directory: chunks of one node; see `raykv.directory.snapshots`.
+    """A part of the directory: chunks of one node; see `raykv.directory.answers.snapshots`.
 
     All pages together, followed by the events after (`epoch`, `seq`), are the directory. `cursor`
     asks for the next page. With `error` set the snapshot has to be begun anew.

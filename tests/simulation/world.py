@@ -15,10 +15,10 @@ from itertools import count
 
 import pytest
 
+import raykv.directory.answers.snapshots
 import raykv.directory.leases
 import raykv.directory.log
 import raykv.directory.mirror
-import raykv.directory.snapshots
 from raykv.base.clearings import Clearings
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import ManagerSettings
@@ -354,7 +354,7 @@ def small_pages() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(raykv.directory.leases, "MAX_KEYS", 3)
         patches.setattr(raykv.directory.mirror, "MAX_KEYS", 3)
-        patches.setattr(raykv.directory.snapshots, "MAX_PAGE", 4)
+        patches.setattr(raykv.directory.answers.snapshots, "MAX_PAGE", 4)
         patches.setattr(raykv.directory.log.EventLog.page, "__defaults__", (5,))
         yield patches
 

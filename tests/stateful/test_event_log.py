@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import raykv.directory.snapshots
+import raykv.directory.answers.snapshots
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.protocol.columns import Handles, Leases, LostReplicas
@@ -260,8 +260,8 @@ class EventLogMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.patches = pytest.MonkeyPatch()
-        self.patches.setattr(raykv.directory.snapshots, "MAX_PAGE", SNAPSHOT_PAGE)
-        self.patches.setattr(raykv.directory.snapshots, "MAX_OPEN", MAX_OPEN)
+        self.patches.setattr(raykv.directory.answers.snapshots, "MAX_PAGE", SNAPSHOT_PAGE)
+        self.patches.setattr(raykv.directory.answers.snapshots, "MAX_OPEN", MAX_OPEN)
         self.now = 1000.0
         use_table(self.patches, self.TABLE)
         self.manager = BlockManager(Epoch(1), SETTINGS)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from raykv.directory.prefix_answers import MAX_NODES_OF_A_KEY, prefix_page
+from raykv.directory.answers.prefixes import MAX_NODES_OF_A_KEY, prefix_page
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate

@@ -26,7 +26,7 @@ from raykv.base.deadlines import (
 from raykv.base.errors import ClusterError, first_line
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
-from raykv.directory.prefix_answers import check_prefix_page
+from raykv.directory.answers.prefixes import check_prefix_page
 from raykv.prompts.lookup import choose_namespace, scheme_of
 from raykv.prompts.prefixes import groups_text
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys

@@ -22,7 +22,7 @@ from raykv.base.ids import (
 )
 from raykv.directory.leases import Generations
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.directory.reuse import MIN_SAMPLE, SOME
+from raykv.directory.meter.reuse import MIN_SAMPLE, SOME
 from raykv.protocol.columns import MAX_KEYS, Handles, Leases
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION

@@ -6,11 +6,11 @@ import pytest
 
 from raykv.base.errors import MessageError
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Namespace, NodeId
-from raykv.directory import miss_log
 from raykv.directory.actor import SchedulerActor
+from raykv.directory.answers import misses as miss_log
+from raykv.directory.answers.misses import MissLog
 from raykv.directory.members import Engine
 from raykv.directory.mirror import Mirror
-from raykv.directory.miss_log import MissLog
 from raykv.engine.accounts import MAX_NAMED, MAX_RECORDS, Accounts
 from raykv.protocol.engine import (
     CHUNK_NAME_BYTES,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.directory.ages import SPAN_BITS, StoreTimes
+from raykv.directory.meter.ages import SPAN_BITS, StoreTimes
 from raykv.metrics.histogram import Histogram
 from raykv.protocol.measures import HistogramData
 

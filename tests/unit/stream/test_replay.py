@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import raykv.directory.snapshots
+import raykv.directory.answers.snapshots
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.protocol.columns import Handles, LostReplicas
@@ -419,7 +419,7 @@ CHANGES = (
 
 @pytest.fixture
 def pages_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.directory.snapshots, "MAX_PAGE", 2)
+    monkeypatch.setattr(raykv.directory.answers.snapshots, "MAX_PAGE", 2)
 
 
 def busy_desk() -> Desk:

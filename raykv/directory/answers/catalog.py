@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 from raykv.base.ids import EngineId, Key, Namespace, NodeId, Slot, group_of
+from raykv.directory.answers.prefixes import MAX_NODES_OF_A_KEY, prefix_page
+from raykv.directory.answers.status import engine_status, node_status
 from raykv.directory.disks import Disks, DiskStretch, OnDisk
 from raykv.directory.members import Engine, Node
 from raykv.directory.pins import Pins
-from raykv.directory.prefix_answers import MAX_NODES_OF_A_KEY, prefix_page
-from raykv.directory.status import engine_status, node_status
 from raykv.directory.table.protocol import ChunkTable, Name, Stretch, Uses
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION

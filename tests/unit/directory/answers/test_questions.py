@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import raykv.directory.questions
+import raykv.directory.answers.questions
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.directory.answers.questions import FEW_NODES, MAX_TOLD
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.directory.questions import FEW_NODES, MAX_TOLD
 from raykv.protocol.columns import Handles, Leases, Replicas
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -425,7 +425,7 @@ def test_announcement_at_a_lease_that_was_never_granted_is_not_believed(desk: De
 def test_oldest_announcements_are_forgotten_above_the_bound(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.directory.questions, "MAX_ANNOUNCED", 3)
+    monkeypatch.setattr(raykv.directory.answers.questions, "MAX_ANNOUNCED", 3)
     handles = desk.announce("one", "abc")
     assert desk.pending("abc") == "abc"
     desk.sync("one", announced=Handles([b"a"], handles.slots[:1], handles.generations[:1]))
@@ -436,7 +436,7 @@ def test_oldest_announcements_are_forgotten_above_the_bound(
 def test_announcements_that_have_ended_make_room_for_others(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.directory.questions, "MAX_ANNOUNCED", 3)
+    monkeypatch.setattr(raykv.directory.answers.questions, "MAX_ANNOUNCED", 3)
     handles = desk.announce("one", "abc")
     desk.sync("one", released=Leases([0], handles.slots[2:], handles.generations[2:]))
     desk.announce("two", "d")

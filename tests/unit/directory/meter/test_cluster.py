@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch, MissReason
-from raykv.directory.cluster_meter import LAG_WINDOW_S, MAX_MODELS
 from raykv.directory.manager import BlockManager
+from raykv.directory.meter.cluster import LAG_WINDOW_S, MAX_MODELS
 from raykv.metrics.label_values import MOST, OTHER, NamespaceLabels
 from raykv.metrics.table import METRICS
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raykv.directory.reuse import (
+from raykv.directory.meter.reuse import (
     LEAST_REUSE,
     MIN_SAMPLE,
     PROBE_LOADS,

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-import raykv.directory.snapshots
+import raykv.directory.answers.snapshots
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Namespace, NodeId, Slot
+from raykv.directory.answers.snapshots import MAX_OPEN, Snapshots
 from raykv.directory.book import PoolBook
 from raykv.directory.members import Node
-from raykv.directory.snapshots import MAX_OPEN, Snapshots
 from raykv.directory.table.protocol import Chunk
 from raykv.protocol.events import SnapshotPage
 from raykv.protocol.framing import decode, encode
@@ -29,7 +29,7 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def two_chunks_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.directory.snapshots, "MAX_PAGE", 2)
+    monkeypatch.setattr(raykv.directory.answers.snapshots, "MAX_PAGE", 2)
 
 
 def node(name: str, keys: str = "", epoch: int = 7) -> Node:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import raykv.client.catalog
-import raykv.directory.catalog
+import raykv.directory.answers.catalog
 from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch
 from raykv.client.listing import Reader
@@ -180,8 +180,8 @@ def test_listing_goes_on_over_pages_of_any_size(
     everything = numbers(directory.reader.chunks())
     assert sorted(everything) == [*range(30), *range(50, 80), *range(100, 130)]
     for looked_at, stretches in ((1, 16), (7, 16), (2048, 1), (64, 3)):
-        monkeypatch.setattr(raykv.directory.catalog, "MAX_LOOKED_AT", looked_at)
-        monkeypatch.setattr(raykv.directory.catalog, "MAX_STRETCHES", stretches)
+        monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_LOOKED_AT", looked_at)
+        monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_STRETCHES", stretches)
         directory.pages = 0
         assert numbers(directory.reader.chunks()) == everything
         assert directory.pages > 2
@@ -201,7 +201,7 @@ def test_listing_of_nothing_is_empty(directory: Directory) -> None:
 def test_listing_in_an_order_has_the_first_ones_of_the_whole_cluster(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.directory.catalog, "MAX_LOOKED_AT", 5)
+    monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_LOOKED_AT", 5)
     for round_, node in enumerate(NODES):
         directory.now += 10
         directory.hold(node, list(range(20 * round_, 20 * round_ + 12)))
@@ -280,7 +280,7 @@ def test_chunk_is_found_by_its_first_digits_on_all_nodes(directory: Directory) -
 def test_whole_key_is_looked_for_on_the_nodes_that_have_it_only(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.directory.catalog, "MAX_STRETCHES", 1)
+    monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_STRETCHES", 1)
     for node in NODES:
         directory.hold(node, list(range(60)))
     directory.hold("cc03", [77])
@@ -294,7 +294,7 @@ def test_where_answers_for_as_many_keys_as_there_is_room_for(
 ) -> None:
     directory.hold("aa01", [1, 2, 3])
     directory.hold("cc03", [3, 4])
-    monkeypatch.setattr(raykv.directory.catalog, "MAX_REPLICAS", 7)
+    monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_REPLICAS", 7)
     keys = [key(number) for number in (1, 3, 4, 5, 2)]
     found = raykv.client.catalog.nodes_with(lambda: directory, MODEL, keys)
     assert [sorted(some) for some in found] == [["aa01"], ["aa01", "cc03"], ["cc03"], [], ["aa01"]]
@@ -339,8 +339,8 @@ def test_listing_of_disks_goes_on_over_pages_of_any_size(
     assert len(everything) == 90
     assert len(on_disk(everything)) == 60
     for looked_at, stretches in ((1, 16), (7, 16), (2048, 1), (64, 3)):
-        monkeypatch.setattr(raykv.directory.catalog, "MAX_LOOKED_AT", looked_at)
-        monkeypatch.setattr(raykv.directory.catalog, "MAX_STRETCHES", stretches)
+        monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_LOOKED_AT", looked_at)
+        monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_STRETCHES", stretches)
         directory.pages = 0
         assert list(directory.reader.chunks()) == everything
         assert directory.pages > 2
@@ -382,7 +382,7 @@ def test_chunk_is_shown_in_all_places(
             ("ab02", "disk"),
         ]
     # A whole key is not looked for at each place of a disk.
-    monkeypatch.setattr(raykv.directory.catalog, "MAX_LOOKED_AT", 4)
+    monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_LOOKED_AT", 4)
     directory.pages = 0
     assert len(directory.reader.chunk(key(49))) == 1
     assert directory.pages < 5
@@ -397,7 +397,7 @@ def test_where_names_disks_too_and_its_answers_stay_bounded(
     keys = [key(number) for number in (1, 2, 3)]
     everywhere = [sorted([*NODES, *map(disk_of, NODES)]), sorted(map(disk_of, NODES)), []]
     for most in (6, 12, 100):
-        monkeypatch.setattr(raykv.directory.catalog, "MAX_REPLICAS", most)
+        monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_REPLICAS", most)
         page = directory.manager.catalog.where(WhereQuery(PROTOCOL_VERSION, MODEL, keys))
         check_where_page(page, WhereQuery(PROTOCOL_VERSION, MODEL, keys))
         assert len(page.key_index) <= most
@@ -455,7 +455,7 @@ def test_namespace_that_only_a_disk_has_is_told(directory: Directory) -> None:
 
 
 def test_introductions_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.directory.catalog, "MAX_NAMESPACES", 2)
+    monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_NAMESPACES", 2)
     for number in range(5):
         directory.hold("aa01", [number], f"space {number}")
     spaces = directory.manager.status("address", "1.0", directory.now).spaces

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import raykv.directory.miss_log
+import raykv.directory.answers.misses
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Namespace
+from raykv.directory.answers.misses import MAX_RECORDS, MAX_TOLD
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.directory.miss_log import MAX_RECORDS, MAX_TOLD
 from raykv.protocol.engine import AttachEngine, MissRecord, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
@@ -207,12 +207,12 @@ def test_nodes_that_came_to_have_the_other_namespace_are_seen_after_a_while(desk
     assert "never_stored" in desk.reason("a")
     desk.attach("other", "two", "other model")
     desk.store("other", "two", "other model", "a")
-    desk.now += raykv.directory.miss_log.PLACES_S
+    desk.now += raykv.directory.answers.misses.PLACES_S
     assert "other_namespace" in desk.reason("a")
 
 
 def test_search_in_other_namespaces_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.directory.miss_log, "MAX_PLACES", 0)
+    monkeypatch.setattr(raykv.directory.answers.misses, "MAX_PLACES", 0)
     desk.attach("other", "two", "other model")
     desk.store("other", "two", "other model", "a")
     assert "never_stored" in desk.reason("a")

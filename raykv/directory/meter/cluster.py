@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from itertools import islice
 
 from raykv.base.ids import EngineId, EventKind, NodeId
-from raykv.directory.ages import StoreTimes
-from raykv.directory.engine_tally import EngineTally
 from raykv.directory.log import EventLog
 from raykv.directory.members import Engine, Node
+from raykv.directory.meter.ages import StoreTimes
+from raykv.directory.meter.engines import EngineTally
 from raykv.metrics.breakers import breaker_families
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.label_values import OTHER, NamespaceLabels

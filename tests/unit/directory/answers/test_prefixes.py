@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError
-from raykv.directory.prefix_answers import check_prefix_page, check_prefix_query, prefix_page
+from raykv.directory.answers.prefixes import check_prefix_page, check_prefix_query, prefix_page
 from raykv.prompts.prefixes import ChunkGroup, groups_text, loadable_tokens
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.framing import PROTOCOL_VERSION

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.ids import MissReason, TokenSource
-from raykv.directory.engine_tally import MAX_ENGINES, EngineTally
+from raykv.directory.meter.engines import MAX_ENGINES, EngineTally
 from raykv.metrics.hyperloglog import HyperLogLog
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
 from raykv.protocol.engine import SyncRequest

@@ -1,0 +1,1 @@
+"""What the directory answers: listings, prefixes, keys' places, misses, snapshots, status."""

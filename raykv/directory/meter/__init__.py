@@ -1,0 +1,1 @@
+"""What the directory counts: chunks and their ages, what engines report, whether storing pays."""
