@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raykv.client.capacity import MOST_LEASE_SLOTS, PoolWishes, make_plan
-from raykv.client.plan_types import KVShape, Plan
+from raykv.client.capacity import MOST_LEASE_SLOTS, KVShape, Plan, PoolWishes, make_plan
 from raykv.memory.container import ContainerMemory
 from raykv.memory.room import human_bytes
 

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raykv.client.capacity import Plan
     from raykv.client.cluster import Cluster, clear, connect, events, hidden_states
     from raykv.client.plan import plan
-    from raykv.client.plan_types import Plan
     from raykv.node.states.file import HiddenStates, cleanup_hidden_states, load_hidden_states
     from raykv.prompts.block_hashes import PromptTraits
     from raykv.protocol.events import (
@@ -41,7 +41,7 @@ _EVENTS = (
 _OTHERS = {
     "Chunk": "protocol.reader",
     "HiddenStates": "node.states.file",
-    "Plan": "client.plan_types",
+    "Plan": "client.capacity",
     "PromptLookup": "protocol.reader",
     "PromptTraits": "prompts.block_hashes",
     "Replay": "stream.replay",

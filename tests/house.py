@@ -47,19 +47,19 @@ HOUSE = {
     "client": Room(
         7,
         "msgspec numpy prometheus_client psutil ray torch transformers vllm xxhash",
-        "catalog chunks cluster import_source listing operations plan pools ship states",
+        "chunks cluster import_source listing operations plan pools ship states",
     ),
     "directory": Room(
         6,
         "llvmlite msgspec numba numpy ray",
-        "actor bequest steward table.flat.arrays table.flat.batches table.flat.cache "
+        "actor bequest launch steward table.flat.arrays table.flat.batches table.flat.cache "
         "table.flat.kernels table.flat.lists "
         "table.flat.order table.flat.prefetch table.flat.rows",
     ),
     "node": Room(
         5,
         "msgspec numpy psutil ray safetensors torch xxhash",
-        "actor attached copying devices fetch host integrity keeper lanes peers read "
+        "actor attached copying devices fetch host integrity keeper lanes launch peers read "
         "service disk.chunk_file disk.folder disk.reads disk.tier states.capturing states.file",
     ),
     "worker": Room(4, "msgspec torch vllm", "export handover link staging"),
@@ -76,9 +76,7 @@ HOUSE = {
         "cuda msgspec numpy torch",
         "handles limits pages pool region words cuda.bindings cuda.kv cuda.pinning",
     ),
-    "cluster": Room(
-        3, "numpy psutil ray", "ask deaths join local_nodes processes ray_messages warden"
-    ),
+    "cluster": Room(3, "numpy psutil ray", "ask deaths join local_nodes processes warden"),
     "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),
     "prompts": Room(3, "cbor2 numpy transformers xxhash", "adapters"),
     "protocol": Room(2, "msgspec numpy", "wire"),

@@ -304,3 +304,7 @@ def _unknown(what: str, name: str, allowed: set[str]) -> str:
     close = difflib.get_close_matches(name[:MAX_SHOWN], allowed, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(sorted(allowed))}"
     return f"unknown {what} {shown(name)} of RayKV: {hint}"
+
+
+ANY_PORT = MetricsPlace()
+"""For the metrics of actors that nobody has settings for."""

@@ -17,13 +17,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from enum import Enum, auto
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from raykv.base.deadlines import THREAD_PAUSES_S, THREAD_REVIVE_S, THREAD_WELL_S
 from raykv.base.errors import ThreadError
 
 logger = logging.getLogger("raykv.threads")
+
+T = TypeVar("T")
 
 MAX_FAILURES = 5
 """Of an actor's thread, none of which came after it had run well: then another process is tried."""
@@ -118,7 +121,7 @@ class SupervisedThread:
             try:
                 self._body()
                 return
-            except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
+            except BaseException as error:
                 _count()
                 if time.monotonic() - began >= THREAD_WELL_S:
                     num_failures, pause_s = 0, THREAD_PAUSES_S[0]
@@ -161,3 +164,22 @@ def _count() -> None:
     global _num_failed
     with _counting:
         _num_failed += 1
+
+
+def within(deadline_s: float, call: Callable[[], T]) -> T:
+    """What `call` returns or raises.
+
+    Raises:
+        ThreadError: there is no thread to make it in.
+        TimeoutError: it took longer than `deadline_s`; it goes on, and nobody hears of its end.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    start_thread("raykv-call", run)
+    return future.result(deadline_s)

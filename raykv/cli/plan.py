@@ -12,7 +12,7 @@ from raykv.cli.base import AsJson, ExitCode, app, console, print_json, say, tabl
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
-    from raykv.client.plan_types import Plan
+    from raykv.client.capacity import Plan
 
 
 @app.command()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from raykv.base.geometry import PoolGeometry, aligned
 from raykv.base.ids import SLOT_ALIGNMENT
-from raykv.client.plan_types import KVShape, Plan, PoolSize
 from raykv.memory.room import human_bytes
 
 LEAST_SHARE = 8
@@ -100,3 +101,58 @@ def _pool_size(shape: KVShape, chunk_tokens: int, slot_bytes: int, pool_bytes: i
         tokens=tokens,
         longest_prompts=round(tokens / max(1, shape.max_model_len), 1),
     )
+
+
+class KVShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's KV cache as one engine has it: all layers in one KV group.
+
+    Attributes:
+        layer_bytes: of a token in one layer, all ranks together.
+        is_latent: the layers share one latent vector for all heads (MLA).
+        window_tokens: how far attention looks back; None: to the beginning.
+        tokens_per_block: vLLM's.
+        num_ranks: of the engine.
+    """
+
+    model: str
+    dtype: str
+    layers: int
+    layer_bytes: int
+    is_latent: bool
+    window_tokens: int | None
+    max_model_len: int
+    tokens_per_block: int
+    num_ranks: int
+
+
+class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool of `pool_bytes` holds: chunks, tokens, and prompts of the longest length."""
+
+    pool_bytes: int
+    chunks: int
+    tokens: int
+    longest_prompts: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes that follow from a model and settings; nothing was started for it.
+
+    Attributes:
+        slot_bytes: a chunk's, rounded up to whole pages.
+        pool: the one that the settings ask for, or the default on this machine.
+        pools: others to compare it with.
+        lease_slots: as it is set; `sensible_lease_slots` is an eighth of the pool's at most.
+        problems: what would stop the start, or keep chunks from being stored.
+        hints: what may be meant, and is worth a look.
+    """
+
+    shape: KVShape
+    bytes_per_token: int
+    tokens_per_chunk: int
+    slot_bytes: int
+    pool: PoolSize
+    pools: list[PoolSize]
+    lease_slots: int
+    sensible_lease_slots: int
+    problems: list[str]
+    hints: list[str]

@@ -19,7 +19,7 @@ import xxhash
 from raykv.base.deadlines import CHUNK_READ_S, CLIENT_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.ids import Generation, Key, Namespace, NodeId, Refusal, Slot
-from raykv.cluster import join as cluster
+from raykv.cluster import ask
 from raykv.memory.kv_form import objection
 from raykv.node.peers import Bytes, ObjectRefTransport, PeerError
 from raykv.protocol.columns import Handles
@@ -52,7 +52,7 @@ def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> KVForm:
     A node knows it when an engine of the namespace has attached there since its NodeActor began.
     One that does not answer in time is left out.
     """
-    actors = map(cluster.find_node_actor, dict.fromkeys(node_ids))
+    actors = map(ask.find_node_actor, dict.fromkeys(node_ids))
     asked = [actor.kv_form.remote(namespace) for actor in actors if actor is not None]
     if not asked:
         return KVForm()

@@ -20,13 +20,14 @@ import ray
 
 from raykv.base.deadlines import CLIENT_S, KEEP_S, STATES_READ_S, TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError
+from raykv.client import pools, states
 from raykv.client import pools as deployment
-from raykv.client import states
+from raykv.client.capacity import Plan
 from raykv.client.chunks import read_requests
 from raykv.client.listing import Reader
 from raykv.client.operations import Operations
 from raykv.client.plan import plan
-from raykv.client.plan_types import Plan
+from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.doctor import gather as diagnosis
 from raykv.doctor.checks import diagnose
@@ -58,7 +59,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run in this cluster, or does not answer.
         """
-        known = cluster.status(self._scheduler(), CLIENT_S)
+        known = ask.status(self._scheduler(), CLIENT_S)
         return msgspec.structs.replace(
             known,
             nodes=[_fresh(node) for node in known.nodes],
@@ -115,7 +116,7 @@ class Cluster(Operations):
         if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
             namespace = self._full_namespace(namespace)
         # Before, so that nothing stands between the clearing and the nodes' hearing of it.
-        nodes = cluster.status(self._scheduler(), CLIENT_S).nodes
+        nodes = ask.status(self._scheduler(), CLIENT_S).nodes
         diskless = {node.node_id for node in nodes if not node.disk.path}
         cleared = self._ask("clear", namespace)
         deployment.note_clearing(cleared, CLIENT_S, watch, diskless)
@@ -211,7 +212,7 @@ class Cluster(Operations):
 
     @property
     def _reader(self) -> Reader:
-        return Reader(self._scheduler, lambda: cluster.status(self._scheduler(), CLIENT_S))
+        return Reader(self._scheduler, lambda: ask.status(self._scheduler(), CLIENT_S))
 
     def why_miss(self, request_id: str) -> list[Explanation]:
         """Why tokens of a request were not loaded; known about a second after it has ended.
@@ -225,7 +226,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run here, does not answer, or knows no such request.
         """
-        known = cluster.why_miss(self._scheduler(), request_id, CLIENT_S)
+        known = ask.why_miss(self._scheduler(), request_id, CLIENT_S)
         if not known.found:
             raise ClusterError(
                 f"no request whose id begins with {request_id!r} is among the latest "
@@ -358,7 +359,7 @@ class Cluster(Operations):
 
         Engines that still run go on without the cache, and start the actors again.
         """
-        return cluster.stop_actors(CLIENT_S)
+        return pools.stop_actors(CLIENT_S)
 
     def close(self) -> None:
         """Leave the cluster, if `connect` joined it."""
@@ -377,7 +378,7 @@ class Cluster(Operations):
         self.close()
 
     def _scheduler(self) -> Any:
-        actor = cluster.find_scheduler_actor()
+        actor = ask.find_scheduler_actor()
         if actor is None:
             raise ClusterError(
                 f"RayKV does not run in the Ray cluster at {self.address}: no engine with "
@@ -430,11 +431,11 @@ def clear(namespace: str | None = None, *, ray_address: str | None = None) -> No
 
 def _fresh(node: NodeStatus) -> NodeStatus:
     """`node` with counters from its NodeActor, where it answers."""
-    actor = cluster.find_node_actor(node.node_id)
+    actor = ask.find_node_actor(node.node_id)
     if actor is None:
         return node
     try:
-        stats = cluster.describe(actor, CLIENT_S).stats
+        stats = ask.describe(actor, CLIENT_S).stats
     except ClusterError:
         return node
     return msgspec.structs.replace(

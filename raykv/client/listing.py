@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import ray
 
-from raykv.base.errors import ClusterError
+from raykv.base.deadlines import CLIENT_S, LISTING_PAUSE_S
+from raykv.base.errors import ClusterError, cause_of, first_line
 from raykv.base.ids import MAX_KEY_BYTES
-from raykv.client.catalog import MOST_FIRST, list_chunks, nodes_with
 from raykv.prompts.adapters import named
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.lookup import choose_namespace, look_up, scheme_of
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
-from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.node import is_disk, node_of
 from raykv.protocol.reader import (
     DISK,
@@ -27,13 +30,24 @@ from raykv.protocol.reader import (
     RAM,
     TIERS,
     Chunk,
+    ChunkPage,
     ChunkQuery,
     PromptLookup,
+    WherePage,
+    WhereQuery,
+    check_chunk_page,
+    check_where_page,
+    chunks_of,
 )
 from raykv.protocol.status import ClusterStatus
 
 LONG_KEY = 16
 """Bytes of a key from which on it is looked for as a whole first."""
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+MOST_FIRST = MAX_PAGE // 2
+"""Chunks that a listing in some order is for: of each page of slots so many may be among them."""
 
 
 @dataclass(frozen=True)
@@ -186,3 +200,54 @@ def _rank(order: str, chunk: Chunk) -> tuple[float, str, bytes, str]:
         "size": -chunk.num_bytes,
     }
     return first[order], chunk.namespace, chunk.key, chunk.node_id
+
+
+def list_chunks(find: Callable[[], Any], query: ChunkQuery) -> Iterator[Chunk]:
+    """The chunks that a query is for, in the order of nodes, tiers and slots.
+
+    Args:
+        find: returns the scheduler actor.
+        query: the first page's.
+    """
+    while True:
+        page = _ask(find(), "chunks", query, ChunkPage)
+        check_chunk_page(page, query)
+        yield from chunks_of(page)
+        if page.is_last:
+            return
+        query = msgspec.structs.replace(
+            query,
+            from_node=page.from_node,
+            from_disk=page.from_disk,
+            from_slot=page.from_slot,
+        )
+        time.sleep(LISTING_PAUSE_S)
+
+
+def nodes_with(
+    find: Callable[[], Any], namespace: str, keys: Sequence[bytes]
+) -> list[Collection[str]]:
+    """The nodes that have each key, and the disks, which have names of their own."""
+    found: list[Collection[str]] = []
+    while len(found) < len(keys):
+        start = len(found)
+        query = WhereQuery(PROTOCOL_VERSION, namespace, list(keys[start : start + MAX_KEYS]))
+        page = _ask(find(), "where", query, WherePage)
+        check_where_page(page, query)
+        nodes: list[list[str]] = [[] for _ in range(page.answered)]
+        for key, node in zip(page.key_index, page.node_index, strict=True):
+            nodes[key].append(page.nodes[node])
+        found += nodes
+    return found
+
+
+def _ask(scheduler: Any, method: str, query: msgspec.Struct, kind: type[S]) -> S:
+    """Raises:
+    ClusterError: the scheduler actor does not answer in time, or refuses.
+    """
+    try:
+        raw = ray.get(getattr(scheduler, method).remote(encode(query)), timeout=CLIENT_S)
+    except Exception as error:
+        why = first_line(cause_of(error))
+        raise ClusterError(f"the scheduler actor does not answer: {why}") from error
+    return receive(raw, kind, "the scheduler actor", "this process")

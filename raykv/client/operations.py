@@ -26,7 +26,9 @@ from raykv.base.ids import Refusal
 from raykv.base.settings import load_settings
 from raykv.client import pools as deployment
 from raykv.client.ship import Shipping, raw_keys, with_rows
+from raykv.cluster import ask
 from raykv.cluster import join as cluster
+from raykv.directory.launch import scheduler_actor
 from raykv.node.wishes import usual_nodes
 from raykv.protocol.columns import LostReplicas, Replicas
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
@@ -323,7 +325,7 @@ class Operations(Shipping):
             metrics=(settings.metrics_port, settings.metrics_address, settings.metrics_sd_path),
             disk=(settings.disk_path, settings.disk_bytes, settings.disk_free_bytes),
         )
-        scheduler = cluster.scheduler_actor(
+        scheduler = scheduler_actor(
             self.address, settings.eviction_policy, settings.pin_share, settings.metrics_place
         )
         found = deployment.bring_up(self.address, wish, deadline_s, watch)
@@ -358,7 +360,7 @@ class Operations(Shipping):
 
     def _node(self, beginning: str) -> str:
         """The one node with a pool whose id begins so."""
-        known = [node.node_id for node in cluster.status(self._scheduler(), CLIENT_S).nodes]
+        known = [node.node_id for node in ask.status(self._scheduler(), CLIENT_S).nodes]
         found = [node_id for node_id in known if node_id.startswith(beginning)]
         if len(found) != 1:
             what = "no node with a pool" if not found else f"{len(found)} nodes with a pool"
@@ -369,7 +371,7 @@ class Operations(Shipping):
 
 def _demote(demoted: Demotions, node_id: str, deadline_s: float) -> None:
     """Have chunks copied for a node's disk; that it does not work is logged only."""
-    actor = cluster.find_node_actor(node_id)
+    actor = ask.find_node_actor(node_id)
     deadline_s = min(deadline_s, TRANSFER_DEMOTE_S)
     if actor is None or deadline_s <= 0:
         return
@@ -399,7 +401,7 @@ def _fetch(grant: TransferGrant, node_id: str, namespace: str, deadline_s: float
         sources=grant.sources,
         deadline_s=deadline_s,
     )
-    actor = cluster.find_node_actor(node_id)
+    actor = ask.find_node_actor(node_id)
     if actor is None:
         raise ClusterError(f"node {node_id[:12]} has no NodeActor any more")
     raw = ray.get(actor.fetch.remote(encode(request)), timeout=deadline_s + FETCH_GRACE_S)

@@ -12,8 +12,7 @@ from typing import Any
 from raykv.base.errors import SettingError, first_line
 from raykv.base.parsing import count
 from raykv.base.settings import Settings, load_settings
-from raykv.client.capacity import PoolWishes, make_plan
-from raykv.client.plan_types import KVShape, Plan
+from raykv.client.capacity import KVShape, Plan, PoolWishes, make_plan
 from raykv.memory.limits import disk_limit, is_in_memory, memory_limit
 from raykv.memory.room import PoolNeeds, default_pool_bytes, objection
 

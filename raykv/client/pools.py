@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,34 +10,25 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.base.deadlines import KEEP_GRACE_S, UP_ANSWER_S, UP_LOOK_S, UP_MEMORY_S
+from raykv.base.deadlines import KEEP_GRACE_S, RAY_LOOK_S, UP_ANSWER_S, UP_LOOK_S
 from raykv.base.errors import ClusterError, RayKVError, first_line
-from raykv.base.settings import DiskPlace, MetricsPlace
-from raykv.cluster import join as cluster
-from raykv.cluster import names
-from raykv.doctor.gather import ask_all, ask_ray
-from raykv.memory.room import default_pool_bytes, human_bytes, tightest
-from raykv.node.wishes import NodeFacts, geometry_of, wants
+from raykv.cluster import ask, names
+from raykv.cluster.ask import ask_all, ask_ray
+from raykv.directory import bequest
+from raykv.memory.room import human_bytes
+from raykv.node.launch import facts_of, make_node_actor, name_of
+from raykv.node.wishes import NodeFacts, wants
 from raykv.protocol.framing import receive
 from raykv.protocol.node import Kept, NodeDescription
 from raykv.protocol.operator import NodeUp, PoolWish
+
+logger = logging.getLogger("raykv.cluster")
 
 MAX_STARTING = 32
 """Nodes whose actors are made at the same time."""
 
 Watch = Callable[[Sequence[NodeUp]], None]
-
-
-def facts_of(node: Mapping[str, Any]) -> NodeFacts:
-    """What `ray.nodes` says of a node."""
-    return NodeFacts(
-        node_id=str(node["NodeID"]),
-        hostname=str(node.get("NodeManagerHostname", "")),
-        resources=dict(node.get("Resources") or {}),
-        labels=dict(node.get("Labels") or {}),
-    )
 
 
 def live_nodes() -> list[NodeFacts]:
@@ -46,55 +38,6 @@ def live_nodes() -> list[NodeFacts]:
         ClusterError: Ray does not answer.
     """
     return [facts_of(node) for node in ask_ray(ray.nodes) if node["Alive"]]
-
-
-def name_of(node: NodeFacts) -> str:
-    """Of its NodeActor."""
-    return names.node_actor(node.node_id)
-
-
-def make_node_actor(address: str, node_id: str, wish: PoolWish) -> Any:
-    """A node's NodeActor, made as the wish says if there is none. Takes seconds if the wish leaves
-    it to the node how large its pool is.
-
-    Raises:
-        ClusterError: the node does not say how much memory it has.
-    """
-    found = cluster.find_node_actor(node_id)
-    if found is not None:
-        return found
-    pool_bytes = wish.pool_bytes
-    if pool_bytes is None:
-        pool_bytes = default_pool_bytes(_free_bytes_on(node_id))
-    geometry = geometry_of(wish, pool_bytes)
-    return cluster.node_actor(
-        address,
-        node_id,
-        geometry.pool_bytes,
-        geometry.slab_bytes,
-        wish.pool_path,
-        MetricsPlace(*wish.metrics),
-        DiskPlace(*wish.disk),
-    )
-
-
-def _free_bytes_on(node_id: str) -> int:
-    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(_free_bytes).options(num_cpus=0, max_retries=0, scheduling_strategy=affinity)
-    try:
-        return int(ray.get(task.remote(), timeout=UP_MEMORY_S))
-    except Exception as error:
-        raise ClusterError(
-            f"node {node_id[:12]} does not say how much memory it has free "
-            f"({first_line(error)}): set pool_bytes"
-        ) from error
-
-
-def _free_bytes() -> int:
-    """In a worker process of a node: what its memory limits leave."""
-    from raykv.memory.limits import worker_limits
-
-    return tightest(worker_limits()).free_bytes
 
 
 def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> list[NodeUp]:
@@ -114,7 +57,7 @@ def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> l
     if not nodes:
         which = ", ".join(wish.node_ids) if wish.node_ids else wish.on
         raise ClusterError(f"no live node of the cluster matches {which!r}: `ray status` shows all")
-    there = set(ask_ray(cluster.named_actors))
+    there = set(ask_ray(ask.named_actors))
     states = {
         node.node_id: NodeUp(node.node_id, node.hostname, is_new=name_of(node) not in there)
         for node in nodes
@@ -243,7 +186,28 @@ def node_actors() -> dict[str, Any]:
     """All NodeActors by name."""
     return {
         name: actor
-        for name in cluster.named_actors()
+        for name in ask.named_actors()
         if name.startswith(names.NODE_PREFIX)
-        and (actor := cluster.find_node_actor(name.removeprefix(names.NODE_PREFIX))) is not None
+        and (actor := ask.find_node_actor(name.removeprefix(names.NODE_PREFIX))) is not None
     }
+
+
+def stop_actors(timeout_s: float) -> int:
+    """End all of RayKV's actors in the cluster; returns how many there were.
+
+    The scheduler actor goes first, and what it has left to its next life, since it would make
+    NodeActors anew. What was cleared stays so: disks and pool files outlive the actors.
+    """
+    ours = sorted(ask.named_actors(), key=lambda name: name != names.SCHEDULER)
+    bequest.forget_all(but=[bequest.LIFE])
+    for name in ours:
+        try:
+            ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
+        except ValueError:
+            logger.debug("%s has ended by itself", name)
+    give_up_at = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_at and ask.named_actors():
+        time.sleep(RAY_LOOK_S)
+    # It may have written meanwhile.
+    bequest.forget_all(but=[bequest.LIFE])
+    return len(ours)

@@ -31,6 +31,7 @@ from raykv.base.errors import ChunkFileError, ClusterError, SettingError, cause_
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Generation, Key, Namespace, Refusal
 from raykv.client.import_source import EPOCH, GENERATION, import_source
+from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.protocol.columns import Handles, Replicas
@@ -350,7 +351,7 @@ def _read_from(
     node_id: str, epoch: int, space: str, chunks: Sequence[Chunk]
 ) -> dict[bytes, ChunkBytes]:
     """What a node still has of chunks, all in its pool or all on its disk."""
-    actor = cluster.find_node_actor(node_id)
+    actor = ask.find_node_actor(node_id)
     came: dict[bytes, ChunkBytes] = {}
     if actor is None:
         return came

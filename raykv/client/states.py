@@ -8,9 +8,8 @@ from typing import Any
 from raykv.base.deadlines import CLIENT_S, STATES_FIND_PAUSE_S
 from raykv.base.errors import HiddenStatesError
 from raykv.client import pools as deployment
-from raykv.cluster import join as cluster
-from raykv.cluster import names
-from raykv.doctor.gather import ask_all
+from raykv.cluster import ask, names
+from raykv.cluster.ask import ask_all
 
 
 def reference(request_id: str, node_id: str | None, deadline_s: float) -> Any:
@@ -22,7 +21,7 @@ def reference(request_id: str, node_id: str | None, deadline_s: float) -> Any:
     """
     give_up_at = time.monotonic() + deadline_s
     if node_id is not None:
-        actor = cluster.find_node_actor(node_id)
+        actor = ask.find_node_actor(node_id)
         if actor is None:
             raise HiddenStatesError(
                 f"the NodeActor of node {node_id} is gone, and with it the hidden states that it "

@@ -1,30 +1,177 @@
-"""Calls that have no deadline of their own, made in a thread that nobody waits for too long."""
+"""RayKV's actors by name, and questions to them: each has a deadline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from raykv.base.threads import start_thread
+import ray
+
+from raykv.base.deadlines import DOCTOR_GCS_S, DOCTOR_TAKE_S, SILENCE_S
+from raykv.base.errors import ClusterError, VersionError, first_line
+from raykv.base.threads import within
+from raykv.cluster import names
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, introduction, receive
+from raykv.protocol.node import NodeDescription
+from raykv.protocol.reader import Explanations
+from raykv.protocol.status import ClusterStatus
 
 T = TypeVar("T")
 
 
-def within(deadline_s: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises.
+def find_scheduler_actor() -> Any | None:
+    """The scheduler actor, if there is one."""
+    try:
+        return ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def find_node_actor(node_id: str) -> Any | None:
+    """The NodeActor of a node, if there is one."""
+    try:
+        return ray.get_actor(names.node_actor(node_id), namespace=names.RAY_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def end_node_actor(node_id: str) -> None:
+    """End a node's NodeActor, if there is one: else it waits for a node that is gone."""
+    actor = find_node_actor(node_id)
+    if actor is not None:
+        ray.kill(actor, no_restart=True)
+
+
+def describe(actor: Any, timeout_s: float) -> NodeDescription:
+    """Ask a NodeActor what it is.
 
     Raises:
-        ThreadError: there is no thread to make it in.
-        TimeoutError: it took longer than `deadline_s`; it goes on, and nobody hears of its end.
+        ClusterError: it does not answer in time, or has died.
+        VersionError: it is of another RayKV; if it has no engines it was ended, and the next call
+            to `node_actor` makes one of ours.
     """
-    future: Future[T] = Future()
+    try:
+        raw: bytes = ray.get(actor.describe.remote(), timeout=timeout_s)
+        known = introduction(raw)
+        if known.version == PROTOCOL_VERSION:
+            return receive(raw, NodeDescription, "the NodeActor", "this process")
+    except Exception as error:
+        raise ClusterError(f"the NodeActor does not answer: {first_line(error)}") from error
+    what = (
+        f"the NodeActor runs RayKV {known.raykv_version} (protocol {known.version}), "
+        f"this process speaks protocol {PROTOCOL_VERSION}"
+    )
+    if known.num_workers:
+        raise VersionError(f"{what}; engines use it, so it stays: this one runs without the cache")
+    ray.kill(actor, no_restart=True)
+    raise VersionError(f"{what}; nobody uses it, so it is replaced", is_mended=True)
 
-    def run() -> None:
+
+@contextmanager
+def _answering_scheduler() -> Iterator[None]:
+    """Whatever goes wrong with the question inside is a `ClusterError` of the scheduler actor."""
+    try:
+        yield
+    except Exception as error:
+        raise ClusterError(f"the scheduler actor does not answer: {first_line(error)}") from error
+
+
+def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
+    """What the scheduler actor knows.
+
+    Raises:
+        ClusterError: it does not answer in time.
+    """
+    with _answering_scheduler():
+        raw = ray.get(scheduler.status.remote(), timeout=timeout_s)
+        return receive(raw, ClusterStatus, "the scheduler actor", "this process")
+
+
+def why_miss(scheduler: Any, beginning: str, timeout_s: float) -> Explanations:
+    """What became of the tokens of requests whose ids begin so.
+
+    Raises:
+        ClusterError: the scheduler actor does not answer in time.
+    """
+    with _answering_scheduler():
+        raw = ray.get(scheduler.why_miss.remote(beginning), timeout=timeout_s)
+        return decode(raw, Explanations)
+
+
+def named_actors() -> list[str]:
+    """Names of RayKV's actors in the cluster."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [entry["name"] for entry in found if entry["namespace"] == names.RAY_NAMESPACE]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one question, or why there is none. `came_at` is in Unix seconds.
+
+    `is_dead`: Ray says that nobody is there to answer.
+    """
+
+    value: Any = None
+    error: str = ""
+    came_at: float = 0.0
+    is_dead: bool = False
+
+
+def ask_all(
+    actors: Mapping[str, Any],
+    questions: Mapping[str, Callable[[Any], Any]],
+    deadline_s: float,
+    watch: Callable[[list[str]], None] = lambda _: None,
+) -> dict[str, Answer]:
+    """Ask actors at the same time, each its question; by name, what came within the deadline.
+
+    `watch` is told once who has not answered after a second, if anybody.
+    """
+    answers: dict[str, Answer] = {}
+    refs: dict[Any, str] = {}
+    for name, question in questions.items():
+        if (actor := actors.get(name)) is None:
+            continue
         try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
+            refs[question(actor)] = name
+        except Exception as error:
+            answers[name] = Answer(error=first_line(error))
+    give_up_at = time.monotonic() + deadline_s
+    tell_at: float | None = time.monotonic() + SILENCE_S
+    waiting = list(refs)
+    while waiting and (left := give_up_at - time.monotonic()) > 0:
+        if tell_at is not None and tell_at <= time.monotonic():
+            watch(sorted(refs[ref] for ref in waiting))
+            tell_at = None
+        if tell_at is not None:
+            left = min(left, max(0.0, tell_at - time.monotonic()))
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+        came_at = time.time()
+        for ref in done:
+            try:
+                answers[refs[ref]] = Answer(ray.get(ref, timeout=DOCTOR_TAKE_S), came_at=came_at)
+            except Exception as error:
+                is_dead = isinstance(error, ray.exceptions.ActorDiedError)
+                answers[refs[ref]] = Answer(error=first_line(error), is_dead=is_dead)
+    for ref in waiting:
+        answers[refs[ref]] = Answer(error=f"no answer within {deadline_s:g} s")
+    return answers
 
-    start_thread("raykv-call", run)
-    return future.result(deadline_s)
+
+def ask_ray(call: Callable[[], T]) -> T:
+    """The result of a call to Ray that has no deadline of its own.
+
+    Raises:
+        ClusterError: it took longer than `DOCTOR_GCS_S`, or failed.
+    """
+    try:
+        return within(DOCTOR_GCS_S, call)
+    except TimeoutError:
+        raise ClusterError(
+            f"Ray's head node does not answer within {DOCTOR_GCS_S:g} s: is its gcs_server alive?"
+        ) from None
+    except Exception as error:
+        raise ClusterError(f"Ray does not answer: {first_line(error)}") from error

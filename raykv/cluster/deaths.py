@@ -20,8 +20,7 @@ from pathlib import Path
 
 from raykv.base.deadlines import NODE_DEATHS_LOOK_S
 from raykv.base.errors import AttachError, ThreadError
-from raykv.base.threads import OnFailure, SupervisedThread, start_thread
-from raykv.cluster.ask import within
+from raykv.base.threads import OnFailure, SupervisedThread, start_thread, within
 from raykv.protocol import wire
 
 logger = logging.getLogger("raykv.node")

@@ -26,39 +26,23 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.deadlines import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
-from raykv.base.errors import ClusterError, VersionError, first_line
+from raykv.base.errors import ClusterError, first_line
 from raykv.base.ownership import open_own
-from raykv.base.settings import DiskPlace, MetricsPlace
 from raykv.cluster import names
 from raykv.cluster.processes import argument, command_lines, group_of, is_raylet, stop_group
-from raykv.cluster.ray_messages import log_errors
-from raykv.directory import bequest
-from raykv.directory.actor import SchedulerActor
-from raykv.directory.pins import SHARE
-from raykv.node.actor import CONCURRENCY, NodeActor
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, introduction, receive
-from raykv.protocol.node import NodeDescription
-from raykv.protocol.reader import Explanations
-from raykv.protocol.status import ClusterStatus
 
 logger = logging.getLogger("raykv.cluster")
-
 GCS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+
 MOST_GCS_PATIENCE_S = "2000000"
 """23 days: Ray counts it in milliseconds of 31 bits."""
 
-HEAD_RESOURCE = "node:__internal_head__"
-"""What Ray gives the head node alone, 1.0 of it."""
+logger = logging.getLogger("raykv.ray")
 
-SHARE_OF_HEAD = 0.001
-
-KEEP_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-
-ANY_PORT = MetricsPlace()
-"""For the metrics of actors that nobody has settings for."""
+SENDER = "raylet"
+"""Who these messages are said to come from."""
 
 
 @dataclass(frozen=True)
@@ -313,164 +297,24 @@ def resolve_node_id(node_id: str) -> str:
     return node_id
 
 
-def scheduler_actor(
-    address: str,
-    eviction_policy: str,
-    pin_share: float = SHARE,
-    metrics: MetricsPlace = ANY_PORT,
-) -> Any:
-    """The scheduler actor, created if there is none; creators that race get the same one.
-
-    It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
-    of any other node does not cost the directory.
-    """
-    options = {
-        "name": names.SCHEDULER,
-        "namespace": names.RAY_NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "num_cpus": 0,
-        # An actor that needs nothing goes to any node, whatever affinity it has.
-        "resources": {HEAD_RESOURCE: SHARE_OF_HEAD},
-        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
-    }
-    made = ray.remote(SchedulerActor).options(**options)
-    return made.remote(address, eviction_policy, pin_share, metrics)
-
-
-def find_scheduler_actor() -> Any | None:
-    """The scheduler actor, if there is one."""
+def log_errors() -> None:
+    """From now on such messages go to the log `raykv.ray`; all else is printed as before."""
     try:
-        return ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
-    except ValueError:
-        return None
+        from ray._private import worker
 
-
-def node_actor(
-    address: str,
-    node_id: str,
-    pool_bytes: int,
-    slab_bytes: int,
-    pool_path: str,
-    metrics: MetricsPlace = ANY_PORT,
-    disk: DiskPlace | None = None,
-) -> Any:
-    """The NodeActor of a node, created there if there is none."""
-    options = {
-        "name": names.node_actor(node_id),
-        "namespace": names.RAY_NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-        # It asks for no GPU and yet serves all of them: Ray must not hide them.
-        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0", KEEP_GPUS: "1"}},
-    }
-    socket_name = names.node_socket(address, node_id)
-    return (
-        ray.remote(concurrency_groups=CONCURRENCY)(NodeActor)
-        .options(**options)
-        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, metrics, disk)
-    )
-
-
-def find_node_actor(node_id: str) -> Any | None:
-    """The NodeActor of a node, if there is one."""
-    try:
-        return ray.get_actor(names.node_actor(node_id), namespace=names.RAY_NAMESPACE)
-    except ValueError:
-        return None
-
-
-def end_node_actor(node_id: str) -> None:
-    """End a node's NodeActor, if there is one: else it waits for a node that is gone."""
-    actor = find_node_actor(node_id)
-    if actor is not None:
-        ray.kill(actor, no_restart=True)
-
-
-def describe(actor: Any, timeout_s: float) -> NodeDescription:
-    """Ask a NodeActor what it is.
-
-    Raises:
-        ClusterError: it does not answer in time, or has died.
-        VersionError: it is of another RayKV; if it has no engines it was ended, and the next call
-            to `node_actor` makes one of ours.
-    """
-    try:
-        raw: bytes = ray.get(actor.describe.remote(), timeout=timeout_s)
-        known = introduction(raw)
-        if known.version == PROTOCOL_VERSION:
-            return receive(raw, NodeDescription, "the NodeActor", "this process")
+        plain = worker.print_to_stdstream
     except Exception as error:
-        raise ClusterError(f"the NodeActor does not answer: {first_line(error)}") from error
-    what = (
-        f"the NodeActor runs RayKV {known.raykv_version} (protocol {known.version}), "
-        f"this process speaks protocol {PROTOCOL_VERSION}"
-    )
-    if known.num_workers:
-        raise VersionError(f"{what}; engines use it, so it stays: this one runs without the cache")
-    ray.kill(actor, no_restart=True)
-    raise VersionError(f"{what}; nobody uses it, so it is replaced", is_mended=True)
+        logger.debug("Ray's messages are left as they are: %s", error)
+        return
+    if getattr(plain, "logs_errors", False):
+        return
 
+    def print_or_log(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
+        if data.get("pid") == SENDER:
+            for line in data.get("lines", ()):
+                logger.info("Ray says: %s", line)
+        else:
+            plain(data, *arguments, **keywords)
 
-@contextmanager
-def _answering_scheduler() -> Iterator[None]:
-    """Whatever goes wrong with the question inside is a `ClusterError` of the scheduler actor."""
-    try:
-        yield
-    except Exception as error:
-        raise ClusterError(f"the scheduler actor does not answer: {first_line(error)}") from error
-
-
-def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
-    """What the scheduler actor knows.
-
-    Raises:
-        ClusterError: it does not answer in time.
-    """
-    with _answering_scheduler():
-        raw = ray.get(scheduler.status.remote(), timeout=timeout_s)
-        return receive(raw, ClusterStatus, "the scheduler actor", "this process")
-
-
-def why_miss(scheduler: Any, beginning: str, timeout_s: float) -> Explanations:
-    """What became of the tokens of requests whose ids begin so.
-
-    Raises:
-        ClusterError: the scheduler actor does not answer in time.
-    """
-    with _answering_scheduler():
-        raw = ray.get(scheduler.why_miss.remote(beginning), timeout=timeout_s)
-        return decode(raw, Explanations)
-
-
-def named_actors() -> list[str]:
-    """Names of RayKV's actors in the cluster."""
-    found = ray.util.list_named_actors(all_namespaces=True)
-    return [entry["name"] for entry in found if entry["namespace"] == names.RAY_NAMESPACE]
-
-
-def stop_actors(timeout_s: float) -> int:
-    """End all of RayKV's actors in the cluster; returns how many there were.
-
-    The scheduler actor goes first, and what it has left to its next life, since it would make
-    NodeActors anew. What was cleared stays so: disks and pool files outlive the actors.
-    """
-    ours = sorted(named_actors(), key=lambda name: name != names.SCHEDULER)
-    bequest.forget_all(but=[bequest.LIFE])
-    for name in ours:
-        try:
-            ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
-        except ValueError:
-            logger.debug("%s has ended by itself", name)
-    give_up_at = time.monotonic() + timeout_s
-    while time.monotonic() < give_up_at and named_actors():
-        time.sleep(RAY_LOOK_S)
-    # It may have written meanwhile.
-    bequest.forget_all(but=[bequest.LIFE])
-    return len(ours)
+    print_or_log.logs_errors = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = print_or_log

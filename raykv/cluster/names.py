@@ -22,9 +22,13 @@ IMPORT_PREFIX = "import:"
 OWN_NODE_FETCHES = "own node (fetches)"
 """How an engine calls its NodeActor in reports of its breakers, when it asks it for fetches."""
 
-
 BEQUESTS = b"raykv"
 """The namespace of Ray's internal key-value store for what a scheduler actor leaves behind."""
+
+HEAD_RESOURCE = "node:__internal_head__"
+"""What Ray gives the head node alone, 1.0 of it."""
+
+SHARE_OF_HEAD = 0.001
 
 
 def node_actor(node_id: str) -> str:

@@ -17,9 +17,10 @@ import ray
 
 from raykv.base.deadlines import GCS_S, RECONCILE_PAUSES_S
 from raykv.base.errors import ClusterError, first_line
-from raykv.base.threads import OnFailure, start_thread
-from raykv.cluster.ask import within
+from raykv.base.threads import OnFailure, start_thread, within
+from raykv.cluster import ask
 from raykv.directory import bequest
+from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import wants
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.operator import KeptLife, KeptPin, PinOrder, PoolWish
@@ -150,17 +151,13 @@ class Steward:
         wish = self._wish
         if wish is None:
             return
-        # They import the actors' classes, this one's too.
-        from raykv.client import pools as deployment
-        from raykv.cluster import join as cluster
-
-        there = set(within(GCS_S, cluster.named_actors))
+        there = set(within(GCS_S, ask.named_actors))
         for node in within(GCS_S, ray.nodes):
-            facts = deployment.facts_of(node)
-            if not node["Alive"] or not wants(wish, facts) or deployment.name_of(facts) in there:
+            facts = facts_of(node)
+            if not node["Alive"] or not wants(wish, facts) or name_of(facts) in there:
                 continue
             logger.info("node %s gets a NodeActor", facts.node_id[:12])
             try:
-                deployment.make_node_actor(self._address, facts.node_id, wish)
+                make_node_actor(self._address, facts.node_id, wish)
             except ClusterError as error:
                 logger.warning("%s", error)

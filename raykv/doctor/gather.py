@@ -7,17 +7,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 import raykv
-from raykv.base.deadlines import DOCTOR_GCS_S, DOCTOR_REACH_S, DOCTOR_S, DOCTOR_TAKE_S, SILENCE_S
-from raykv.base.errors import ClusterError, first_line
+from raykv.base.deadlines import DOCTOR_REACH_S, DOCTOR_S
+from raykv.base.errors import ClusterError
 from raykv.cluster import names
-from raykv.cluster.ask import within
-from raykv.cluster.join import named_actors
+from raykv.cluster.ask import Answer, ask_all, ask_ray, named_actors
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.protocol.findings import HostFacts, HostQuestion, Place
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -25,21 +23,6 @@ from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
 
 logger = logging.getLogger("raykv.doctor")
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """To one question, or why there is none. `came_at` is in Unix seconds.
-
-    `is_dead`: Ray says that nobody is there to answer.
-    """
-
-    value: Any = None
-    error: str = ""
-    came_at: float = 0.0
-    is_dead: bool = False
 
 
 def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
@@ -114,63 +97,6 @@ def _breakers(status: ClusterStatus) -> list[BreakerFact]:
         for owner, told in owners
         for peer, state, reason in zip(told.peers, told.states, told.reasons, strict=True)
     ]
-
-
-def ask_all(
-    actors: Mapping[str, Any],
-    questions: Mapping[str, Callable[[Any], Any]],
-    deadline_s: float,
-    watch: Callable[[list[str]], None] = lambda _: None,
-) -> dict[str, Answer]:
-    """Ask actors at the same time, each its question; by name, what came within the deadline.
-
-    `watch` is told once who has not answered after a second, if anybody.
-    """
-    answers: dict[str, Answer] = {}
-    refs: dict[Any, str] = {}
-    for name, question in questions.items():
-        if (actor := actors.get(name)) is None:
-            continue
-        try:
-            refs[question(actor)] = name
-        except Exception as error:
-            answers[name] = Answer(error=first_line(error))
-    give_up_at = time.monotonic() + deadline_s
-    tell_at: float | None = time.monotonic() + SILENCE_S
-    waiting = list(refs)
-    while waiting and (left := give_up_at - time.monotonic()) > 0:
-        if tell_at is not None and tell_at <= time.monotonic():
-            watch(sorted(refs[ref] for ref in waiting))
-            tell_at = None
-        if tell_at is not None:
-            left = min(left, max(0.0, tell_at - time.monotonic()))
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-        came_at = time.time()
-        for ref in done:
-            try:
-                answers[refs[ref]] = Answer(ray.get(ref, timeout=DOCTOR_TAKE_S), came_at=came_at)
-            except Exception as error:
-                is_dead = isinstance(error, ray.exceptions.ActorDiedError)
-                answers[refs[ref]] = Answer(error=first_line(error), is_dead=is_dead)
-    for ref in waiting:
-        answers[refs[ref]] = Answer(error=f"no answer within {deadline_s:g} s")
-    return answers
-
-
-def ask_ray(call: Callable[[], T]) -> T:
-    """The result of a call to Ray that has no deadline of its own.
-
-    Raises:
-        ClusterError: it took longer than `DOCTOR_GCS_S`, or failed.
-    """
-    try:
-        return within(DOCTOR_GCS_S, call)
-    except TimeoutError:
-        raise ClusterError(
-            f"Ray's head node does not answer within {DOCTOR_GCS_S:g} s: is its gcs_server alive?"
-        ) from None
-    except Exception as error:
-        raise ClusterError(f"Ray does not answer: {first_line(error)}") from error
 
 
 def _find(name: str) -> Any | None:

@@ -29,14 +29,16 @@ from raykv.base.errors import ClusterError, RayKVError, SettingError, ThreadErro
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
 from raykv.base.settings import Settings
-from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.base.threads import OnFailure, SupervisedThread, within
+from raykv.cluster import ask
 from raykv.cluster import join as cluster
-from raykv.cluster.ask import within
+from raykv.directory.launch import scheduler_actor
 from raykv.engine.fetches import FetchClient
 from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
+from raykv.node.launch import node_actor
 from raykv.protocol.node import NodeDescription
 from raykv.stream.publishing import ensure_publisher
 
@@ -143,7 +145,7 @@ class EngineRuntime:
         if pool_bytes is None:
             free_bytes = tightest(worker_limits()).free_bytes
             pool_bytes = max(chunk_bytes, default_pool_bytes(free_bytes))
-        exists = cluster.find_node_actor(self.node_id) is not None
+        exists = ask.find_node_actor(self.node_id) is not None
         # Pages of a file that are there already are not free either.
         free_bytes = limit.total_bytes if exists or self._settings.pool_path else limit.free_bytes
         check_pool_bytes(pool_bytes, chunk_bytes, free_bytes, limit.source)
@@ -151,7 +153,7 @@ class EngineRuntime:
 
     def _find_node_actor(self) -> Any:
         self._refuse_after_end()
-        return cluster.find_node_actor(self.node_id)
+        return ask.find_node_actor(self.node_id)
 
     def _refuse_after_end(self) -> None:
         """Once Ray has been left, any call of it would begin by starting a cluster.
@@ -168,10 +170,10 @@ class EngineRuntime:
         geometry = self._geometry
         settings = self._settings
         place = settings.metrics_place
-        scheduler = cluster.scheduler_actor(
+        scheduler = scheduler_actor(
             self.address, settings.eviction_policy, settings.pin_share, place
         )
-        cluster.node_actor(
+        node_actor(
             self.address,
             self.node_id,
             geometry.pool_bytes,
@@ -228,7 +230,7 @@ class EngineRuntime:
     def _leave(self) -> None:
         """Undo what was made for an engine that does not start."""
         with contextlib.suppress(Exception):
-            cluster.end_node_actor(self.node_id)
+            ask.end_node_actor(self.node_id)
         if self._joined.started:
             cluster.stop_started(self._joined.address)
 
@@ -241,13 +243,13 @@ class EngineRuntime:
             if actor is None:
                 raise ClusterError(f"there is no NodeActor on node {self.node_id}")
             try:
-                node = cluster.describe(actor, max(LEAST_ATTACH_S, give_up_at - time.monotonic()))
+                node = ask.describe(actor, max(LEAST_ATTACH_S, give_up_at - time.monotonic()))
                 if not node.refusal:
                     return node
                 if node.pool_bytes == self._geometry.pool_bytes or time.monotonic() > give_up_at:
                     raise SettingError(f"node {self.node_id[:12]} gives no pool: {node.refusal}")
                 # Another engine wanted that size; ours may fit.
-                cluster.end_node_actor(self.node_id)
+                ask.end_node_actor(self.node_id)
                 self._stopped.wait(REPLACE_PAUSE_S)
             except VersionError as error:
                 if not error.is_mended or time.monotonic() > give_up_at:

@@ -42,9 +42,8 @@ from raykv.base.errors import MessageError, RayKVError, SettingError, cause_of, 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import MAX_GENERATION
 from raykv.base.settings import DiskPlace, MetricsPlace
-from raykv.base.threads import OnFailure, end_process, start_thread
+from raykv.base.threads import OnFailure, end_process, start_thread, within
 from raykv.cluster import names
-from raykv.cluster.ask import within
 from raykv.cluster.breaker import Breakers, Pauses, joined
 from raykv.memory.limits import pool_objection
 from raykv.metrics.server import MetricsServer

@@ -17,8 +17,7 @@ import ray
 import raykv
 from raykv.base.deadlines import HOST_DISK_S
 from raykv.base.errors import ThreadError
-from raykv.base.threads import num_failed
-from raykv.cluster.ask import within
+from raykv.base.threads import num_failed, within
 from raykv.memory.limits import disk_limit, is_in_memory, worker_limits
 from raykv.memory.room import MemoryLimit
 from raykv.node.disk.folder import unowned_folders

@@ -15,8 +15,8 @@ import ray
 
 from raykv.base.deadlines import GCS_S
 from raykv.base.errors import RayKVError, cause_of
+from raykv.base.threads import within
 from raykv.cluster import names
-from raykv.cluster.ask import within
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.peer import ReadReply, ReadRequest
 

@@ -33,7 +33,7 @@ from raykv.base.deadlines import (
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
-from raykv.cluster import join as cluster
+from raykv.cluster import ask
 from raykv.protocol.descriptions import Description
 from raykv.protocol.events import EventsMissed, PublisherSettings, PublisherStatus
 from raykv.protocol.framing import encode
@@ -299,13 +299,13 @@ class PublisherActor:
                 time.sleep(PUBLISH_FAILED_PAUSE_S)
 
     def _restart(self) -> None:
-        snapshot = take_snapshot(cluster.find_scheduler_actor)
+        snapshot = take_snapshot(ask.find_scheduler_actor)
         self._error = ""
         with self._lock:
             self._publication.restart(snapshot, time.monotonic())
 
     def _take_events(self) -> None:
-        log = read_events(cluster.find_scheduler_actor, self._publication.place, follow=False)
+        log = read_events(ask.find_scheduler_actor, self._publication.place, follow=False)
         events = list(islice(log, MAX_EVENTS_AT_ONCE))
         if any(isinstance(event, EventsMissed) for event in events):
             self._restart()
@@ -350,7 +350,7 @@ class PublisherActor:
 def _descriptions(asked: list[ChunkId]) -> Iterator[tuple[ChunkId, Description]]:
     for namespace in {name[0] for name in asked}:
         keys = [key for of, key in asked if of == namespace]
-        for row in describe(cluster.find_scheduler_actor, keys, namespace):
+        for row in describe(ask.find_scheduler_actor, keys, namespace):
             yield (Namespace(row.namespace), Key(row.key)), row
 
 
@@ -365,5 +365,5 @@ def _node_places() -> Mapping[NodeId, NodePlace]:
 
 def _models() -> Mapping[Namespace, str]:
     """By namespace: the model that engines serve in it."""
-    status = cluster.status(cluster.find_scheduler_actor(), CLIENT_S)
+    status = ask.status(ask.find_scheduler_actor(), CLIENT_S)
     return {Namespace(engine.namespace): engine.model for engine in status.engines}

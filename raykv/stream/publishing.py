@@ -11,7 +11,6 @@ import ray
 from raykv.base.deadlines import CLIENT_S, PUBLISH_BIND_S, RAY_LOOK_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.settings import Settings
-from raykv.cluster import join as cluster
 from raykv.cluster import names
 from raykv.protocol.events import PublisherSettings, PublisherStatus
 from raykv.protocol.framing import receive
@@ -52,7 +51,7 @@ def publisher_actor(settings: PublisherSettings) -> Any:
         "max_restarts": -1,
         "max_task_retries": 0,
         "num_cpus": 0,
-        "resources": {cluster.HEAD_RESOURCE: cluster.SHARE_OF_HEAD},
+        "resources": {names.HEAD_RESOURCE: names.SHARE_OF_HEAD},
     }
     return ray.remote(PublisherActor).options(**options).remote(settings)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import raykv
 from raykv.base.ids import Direction, EngineId, Key, Namespace
-from raykv.cluster import join as clusters
+from raykv.cluster import ask
 from raykv.engine.requests import RequestOptions
 from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
@@ -64,7 +64,7 @@ def stored_and_loaded(node_id: str) -> bool:
     settings = SessionSettings(
         "bare", node_id, Namespace("bare"), "tiny", 1, sizes, heartbeat_s=0.1
     )
-    session = Session(view, RayCalls(clusters.find_scheduler_actor, 5.0), settings)
+    session = Session(view, RayCalls(ask.find_scheduler_actor, 5.0), settings)
     session.attach(PATIENCE_S)
 
     def has_slots() -> bool:
@@ -79,7 +79,7 @@ def stored_and_loaded(node_id: str) -> bool:
     tensor = TensorLayout(0, 2 * NUM_CHUNKS, CHUNK_BYTES, CHUNK_BYTES)
     layout = KVLayout("memfd", kv.num_bytes, 1, [tensor], [0], [[0]])
     link = WorkerLink(0, layout, [kv.fd], LinkSettings())
-    described = clusters.describe(clusters.find_node_actor(node_id), PATIENCE_S)
+    described = ask.describe(ask.find_node_actor(node_id), PATIENCE_S)
     link.set_target(LinkTarget(described.socket_name, "bare", NAMESPACE, 1, sizes))
     until(lambda: link.node_epoch != 0, "the worker attaches")
     view.start_request("request", RequestOptions())

@@ -13,8 +13,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask
 from raykv.cluster import join as clusters
 from raykv.cluster.local_nodes import add_local_node
+from raykv.directory.launch import scheduler_actor
+from raykv.node.launch import node_actor
 from tests.fixtures.waiting import wait_until
 
 POOL_BYTES = 256 << 20
@@ -38,14 +41,14 @@ def main() -> None:
 
 def look(cluster: Cluster, second: str) -> dict[str, Any]:
     """Have both nodes' pools touched, and an object fetched; then ask the doctor."""
-    scheduler = clusters.scheduler_actor(cluster.address, "lru")
+    scheduler = scheduler_actor(cluster.address, "lru")
     ray.get(scheduler.__ray_ready__.remote(), timeout=90.0)
     for node_id in (clusters.resolve_node_id(""), second):
-        clusters.node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "")
+        node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "")
     wait_until(
         lambda: (
             sum(node.prefaulted_bytes == POOL_BYTES for node in cluster.status().nodes) == 2
-            if clusters.find_scheduler_actor()
+            if ask.find_scheduler_actor()
             else False
         ),
         60.0,

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fixtures.lora import write_adapter
-from tests.fixtures.waiting import wait_until_quiet
 
 from raykv.client.cluster import Cluster
 from raykv.cluster.local_nodes import add_local_node
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
+from tests.fixtures.lora import write_adapter
+from tests.fixtures.waiting import wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from tests.fixtures.waiting import wait_until
 
 from raykv.client.cluster import Cluster
 from raykv.cluster.names import RAY_NAMESPACE
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 

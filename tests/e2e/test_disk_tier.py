@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fixtures.told import told_after
-from tests.fixtures.waiting import wait_until, wait_until_quiet
 from typer.testing import CliRunner
 
 from raykv.base.geometry import aligned
@@ -19,6 +17,8 @@ from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.status import NodeStatus
+from tests.fixtures.told import told_after
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.fixtures.waiting import wait_until
 
 from raykv.client.cluster import Cluster
 from raykv.cluster.names import RAY_NAMESPACE
 from raykv.cluster.warden import MARK
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import ray
-from tests.fixtures.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
-from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 import raykv
 from raykv.base.errors import HiddenStatesError
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
+from tests.fixtures.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fixtures.processes import freeze
-from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
+from tests.fixtures.processes import freeze
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fixtures.waiting import wait_until_quiet
 
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.serve.models import tiny_llama
+from tests.fixtures.waiting import wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fixtures.waiting import wait_until
 
 from raykv.base.geometry import aligned
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 

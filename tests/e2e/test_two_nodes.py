@@ -13,21 +13,22 @@ from pathlib import Path
 
 import pytest
 import ray
-from tests.fixtures.processes import freeze
-from tests.fixtures.scrapes import by_label, scrape
-from tests.fixtures.told import told_after
-from tests.fixtures.truth import directory_of, inventories
-from tests.fixtures.waiting import wait_until
 
 import raykv
 from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask, names
 from raykv.cluster import join as actors
 from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.events import NodeLost
 from raykv.protocol.status import NodeStatus
+from tests.fixtures.processes import freeze
+from tests.fixtures.scrapes import by_label, scrape
+from tests.fixtures.told import told_after
+from tests.fixtures.truth import directory_of, inventories
+from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -296,7 +297,7 @@ def test_scheduler_actor_killed_under_load_fails_no_request_and_comes_back_to_th
     epoch = cluster.status().epoch
     for thread in threads:
         thread.start()
-    ray.kill(actors.find_scheduler_actor(), no_restart=False)
+    ray.kill(ask.find_scheduler_actor(), no_restart=False)
     wait_until(lambda: epoch_of(cluster) > epoch, RECOVERY_DEADLINE_S, "a new scheduler actor")
     wait_until(lambda: is_the_truth(cluster), 5.0, "the directory is what the nodes have")
     for thread in threads:
@@ -308,14 +309,14 @@ def test_scheduler_actor_killed_under_load_fails_no_request_and_comes_back_to_th
 
 
 def node_of_the_scheduler_actor() -> str:
-    actor = actors.find_scheduler_actor()
+    actor = ask.find_scheduler_actor()
     assert actor is not None
     where = actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
     return str(ray.get(where, timeout=5.0))
 
 
 def head_node_id() -> str:
-    (head,) = [node for node in ray.nodes() if actors.HEAD_RESOURCE in node["Resources"]]
+    (head,) = [node for node in ray.nodes() if names.HEAD_RESOURCE in node["Resources"]]
     return str(head["NodeID"])
 
 

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 from raykv.base.errors import ClusterError, MessageError
 from raykv.cli import app
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask
 from raykv.cluster import join as clusters
 from raykv.metrics.discovery import default_path
+from raykv.node.launch import KEEP_GPUS, node_actor
 from raykv.prompts.block_hashes import (
     DEFAULT_SEED,
     HashScheme,
@@ -62,7 +64,7 @@ def test_ray_is_told_not_to_hide_gpus_from_the_node(running: Cluster) -> None:
     """It asks for none and serves all of them."""
     pid = running.status().nodes[0].pid
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    assert f"{clusters.KEEP_GPUS}=1".encode() in environment
+    assert f"{KEEP_GPUS}=1".encode() in environment
 
 
 def test_status_shows_node_and_pool(running: Cluster) -> None:
@@ -117,7 +119,7 @@ def test_pause_is_seen_and_outlives_scheduler_actor(running: Cluster) -> None:
 
 
 def test_request_that_has_ended_is_explained_by_the_beginning_of_its_id(running: Cluster) -> None:
-    scheduler = clusters.find_scheduler_actor()
+    scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     node_id = clusters.resolve_node_id("")
     hello = AttachEngine(PROTOCOL_VERSION, "played", node_id, "ns", "model", 1, {0: 4096})
@@ -148,7 +150,7 @@ class PlayedNode:
     """A node and an engine that only talk to the scheduler actor: four chunks of a prompt."""
 
     def __init__(self) -> None:
-        self.scheduler: Any = clusters.find_scheduler_actor()
+        self.scheduler: Any = ask.find_scheduler_actor()
         self.seq = 0
         self.report(Inventory())
         traits = {
@@ -291,15 +293,15 @@ def test_creators_that_race_get_one_actor_each(running: Cluster) -> None:
     node_id = clusters.resolve_node_id("")
     before = running.status().nodes[0].pid
     for _ in range(3):
-        clusters.node_actor(running.address, node_id, 2 * POOL_BYTES, 1 << 20, "")
-    actor = clusters.find_node_actor(node_id)
-    described = clusters.describe(actor, 10.0)
+        node_actor(running.address, node_id, 2 * POOL_BYTES, 1 << 20, "")
+    actor = ask.find_node_actor(node_id)
+    described = ask.describe(actor, 10.0)
     assert described.pid == before
     assert described.pool_bytes == POOL_BYTES
 
 
 def test_engine_of_other_protocol_is_refused_by_name(running: Cluster) -> None:
-    scheduler = clusters.find_scheduler_actor()
+    scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     hello = AttachEngine(
         PROTOCOL_VERSION + 1, "e", clusters.resolve_node_id(""), "ns", "model", 1, {0: 4096}
@@ -310,7 +312,7 @@ def test_engine_of_other_protocol_is_refused_by_name(running: Cluster) -> None:
 
 
 def test_garbage_message_leaves_scheduler_actor_alive(running: Cluster) -> None:
-    scheduler = clusters.find_scheduler_actor()
+    scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     with pytest.raises(MessageError):
         ray.get(scheduler.sync.remote(b"\xff\x00nonsense"), timeout=10)

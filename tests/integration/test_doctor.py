@@ -23,12 +23,12 @@ from raykv.base.settings import Settings
 from raykv.cli import app
 from raykv.client import operations as client_operations
 from raykv.client.cluster import Cluster
-from raykv.cluster import join as clusters
-from raykv.cluster import names
+from raykv.cluster import ask, names
 from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
 from raykv.engine.view import EngineView
 from raykv.memory.room import MemoryLimit
+from raykv.node.launch import node_actor
 from raykv.protocol.engine import AttachEngine, EngineAttached
 from raykv.protocol.findings import Finding, Severity
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -61,7 +61,7 @@ def second(cluster: Cluster) -> Iterator[LocalNode]:
 
 def attach(engine_id: str, node_id: str, traits: dict[str, str], namespace: str = "ns") -> None:
     """As an engine does it; the session lasts ten seconds."""
-    scheduler = clusters.find_scheduler_actor()
+    scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     hello = AttachEngine(
         version=PROTOCOL_VERSION,
@@ -140,14 +140,14 @@ def test_node_actor_of_another_version_is_found_and_left_alone(
     assert "9.9" in what
     assert second.node_id[:12] in what
     assert f"protocol {PROTOCOL_VERSION + 1}" in what
-    assert clusters.find_node_actor(second.node_id) is not None
+    assert ask.find_node_actor(second.node_id) is not None
     ray.kill(actor)
 
 
 def test_engine_on_a_node_without_node_actor_is_found(
     head: str, second: LocalNode, cluster: Cluster
 ) -> None:
-    scheduler = clusters.find_scheduler_actor()
+    scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     report = NodeReport(
         version=PROTOCOL_VERSION,
@@ -170,9 +170,9 @@ def test_engine_on_a_node_without_node_actor_is_found(
 def test_pool_that_no_limit_allows_is_refused_and_found(
     head: str, second: LocalNode, cluster: Cluster
 ) -> None:
-    clusters.node_actor(cluster.address, second.node_id, TOO_MUCH, 1 << 20, "")
-    actor = clusters.find_node_actor(second.node_id)
-    pid = clusters.describe(actor, 60.0).pid
+    node_actor(cluster.address, second.node_id, TOO_MUCH, 1 << 20, "")
+    actor = ask.find_node_actor(second.node_id)
+    pid = ask.describe(actor, 60.0).pid
     (what,) = failures(cluster, "memory")
     assert f"pool_bytes={TOO_MUCH}" in what
     assert "would fit" in what
@@ -181,8 +181,8 @@ def test_pool_that_no_limit_allows_is_refused_and_found(
     assert "gives no pool" in CliRunner().invoke(app, ["status"]).output
     # It lives on: no storm of restarts.
     time.sleep(NODE_ROOM_LOOK_S + 1.0)
-    assert clusters.describe(actor, 10.0).pid == pid
-    clusters.end_node_actor(second.node_id)
+    assert ask.describe(actor, 10.0).pid == pid
+    ask.end_node_actor(second.node_id)
 
 
 @contextmanager
@@ -229,9 +229,7 @@ def test_start_of_engine_stops_when_its_node_refuses_the_pool(
     runtime = EngineRuntime(Settings(pool_bytes=TOO_MUCH), view, identity)
     with pytest.raises(SettingError, match=rf"gives no pool: pool_bytes={TOO_MUCH} .*would fit"):
         runtime.start()
-    wait_until(
-        lambda: clusters.find_node_actor(runtime.node_id) is None, 20.0, "its NodeActor is gone"
-    )
+    wait_until(lambda: ask.find_node_actor(runtime.node_id) is None, 20.0, "its NodeActor is gone")
     # The next engine, with a size that fits, starts.
     small = EngineRuntime(Settings(pool_bytes=POOL_BYTES), view, identity)
     small.start()

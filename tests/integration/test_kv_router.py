@@ -20,7 +20,7 @@ import ray
 
 from raykv.base.deadlines import ROUTE_ANSWER_S, ROUTE_RENDER_S
 from raykv.client.cluster import Cluster
-from raykv.cluster import join as actors
+from raykv.directory.launch import scheduler_actor
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prefixes import ChunkGroup
@@ -113,7 +113,7 @@ class PlayedNodes:
 @pytest.fixture
 def nodes(cluster: Cluster) -> Iterator[PlayedNodes]:
     cluster.down()
-    played = PlayedNodes(actors.scheduler_actor(cluster.address, "lru"))
+    played = PlayedNodes(scheduler_actor(cluster.address, "lru"))
     yield played
     played.end()
     cluster.down()

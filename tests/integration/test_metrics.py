@@ -14,8 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from raykv.base.ids import MissReason, TokenSource
 from raykv.base.settings import MetricsPlace
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask
 from raykv.cluster import join as clusters
+from raykv.directory.launch import scheduler_actor
 from raykv.metrics.table import BREAKERS, BUILD, CLUSTER, METRICS, NODE
+from raykv.node.launch import node_actor
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from tests.fixtures.dashboard import metrics_of_all_panels
@@ -38,9 +41,9 @@ def running(cluster: Cluster, sd_path: Path) -> Iterator[Cluster]:
     """Both actors, told where the file of targets is."""
     cluster.down()
     place = MetricsPlace(sd_path=str(sd_path))
-    clusters.scheduler_actor(cluster.address, "lru", metrics=place)
+    scheduler_actor(cluster.address, "lru", metrics=place)
     node_id = clusters.resolve_node_id("")
-    clusters.node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "", place)
+    node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "", place)
     wait_until(lambda: len(targets(sd_path)) == 2, 60.0, "both actors are in the file of targets")
     yield cluster
     cluster.down()
@@ -90,7 +93,7 @@ def test_both_actors_show_all_their_metrics_in_good_form(running: Cluster, sd_pa
 def test_tokens_of_an_engine_are_counted_by_source_with_one_sum(
     running: Cluster, sd_path: Path
 ) -> None:
-    scheduler = clusters.find_scheduler_actor()
+    scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     node_id = clusters.resolve_node_id("")
     hello = AttachEngine(PROTOCOL_VERSION, "played", node_id, "n" * 40, "a/model", 1, {0: 4096})

@@ -22,7 +22,7 @@ from raykv.base.errors import ChunkFileError, ClusterError, SettingError
 from raykv.base.ids import Direction, EngineId, Generation, Key, Namespace
 from raykv.cli import app
 from raykv.client.cluster import Cluster
-from raykv.cluster import join as clusters
+from raykv.cluster import ask
 from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.directory import bequest
 from raykv.engine.requests import RequestOptions
@@ -64,7 +64,7 @@ class Engine:
         settings = SessionSettings(
             "played", node_id, NAMESPACE, "tiny", 1, {0: CHUNK_BYTES}, heartbeat_s=0.1
         )
-        calls = RayCalls(clusters.find_scheduler_actor, 5.0)
+        calls = RayCalls(ask.find_scheduler_actor, 5.0)
         self.session = Session(self.view, calls, settings)
         self.session.attach(PATIENCE_S)
         num_bytes = NUM_BLOCKS * CHUNK_BYTES
@@ -73,7 +73,7 @@ class Engine:
         tensor = TensorLayout(0, NUM_BLOCKS, CHUNK_BYTES, CHUNK_BYTES)
         layout = KVLayout("memfd", num_bytes, 1, [tensor], [0], [[0]])
         self.link = WorkerLink(0, layout, [self.kv.fd], LinkSettings())
-        described = clusters.describe(clusters.find_node_actor(node_id), 10.0)
+        described = ask.describe(ask.find_node_actor(node_id), 10.0)
         self.link.set_target(
             LinkTarget(described.socket_name, "played", NAMESPACE, 1, {0: CHUNK_BYTES})
         )
@@ -185,8 +185,8 @@ def held_on(cluster: Cluster, node_id: str) -> set[int]:
 def bytes_on(node_id: str, cluster: Cluster, number: int) -> bytes:
     """Of a chunk in a node's pool, as the node itself reads them."""
     place = cluster.snapshot().chunks[node_id, NAMESPACE, key(number)]  # type: ignore[index]
-    actor = clusters.find_node_actor(node_id)
-    epoch = clusters.describe(actor, 10.0).epoch
+    actor = ask.find_node_actor(node_id)
+    epoch = ask.describe(actor, 10.0).epoch
     handles = Handles([key(number)], [place[0]], [place[1]])
     request = ReadRequest(PROTOCOL_VERSION, NAMESPACE, epoch, handles, [CHUNK_BYTES])
     raw, data = ray.get(actor.read.remote(encode(request)), timeout=10.0)  # type: ignore[union-attr]
@@ -195,11 +195,11 @@ def bytes_on(node_id: str, cluster: Cluster, number: int) -> bytes:
 
 
 def test_up_changes_nothing_the_second_time(cluster: Cluster, up: str) -> None:
-    pid = clusters.describe(clusters.find_node_actor(up), 10.0).pid
+    pid = ask.describe(ask.find_node_actor(up), 10.0).pid
     output = run("up", "--pool-bytes", "64MiB", "--ray-address", cluster.address)
     assert "was there already" in output
     assert "has a pool of 32.0 MiB already" in output
-    assert clusters.describe(clusters.find_node_actor(up), 10.0).pid == pid
+    assert ask.describe(ask.find_node_actor(up), 10.0).pid == pid
     run("up", "--pool-bytes", "32MiB", "--ray-address", cluster.address)
 
 
@@ -260,7 +260,7 @@ def test_pinned_chunks_outlive_eviction_and_the_scheduler_actor(nodes: Nodes) ->
     # What was ordered is written by a thread.
     wait_until(lambda: any(e.name == "pin:kept" for e in bequest.entries()), 10, "remembered")
     epoch = cluster.status().epoch
-    ray.kill(clusters.find_scheduler_actor(), no_restart=False)
+    ray.kill(ask.find_scheduler_actor(), no_restart=False)
 
     def is_back() -> bool:
         try:
@@ -295,7 +295,7 @@ def test_cleared_chunks_stay_away_when_the_scheduler_actor_dies_and_a_node_has_n
     cluster.prefetch(hexes(40, 41), nodes.second)
     wait_until(lambda: held_on(cluster, nodes.second) >= {40, 41}, 10, "fetched")
     pids = {node.node_id: node.pid for node in cluster.status().nodes}
-    scheduler = clusters.find_scheduler_actor()
+    scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     with frozen(pids[nodes.second]), frozen(pids[nodes.first]):
         ray.get(scheduler.clear.remote(None), timeout=10.0)
@@ -416,7 +416,7 @@ def test_down_leaves_no_wish_behind(nodes: Nodes) -> None:
     nodes.engine.end()
     run("down")
     assert [entry.name for entry in bequest.entries()] == [bequest.LIFE]
-    assert not clusters.named_actors()
+    assert not ask.named_actors()
 
 
 def test_up_says_which_node_gives_no_pool(cluster: Cluster, second: LocalNode) -> None:

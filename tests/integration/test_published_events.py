@@ -15,7 +15,7 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, EngineId, Key, Namespace, Slot
 from raykv.cli import app
 from raykv.client.cluster import Cluster
-from raykv.cluster import join as clusters
+from raykv.cluster import ask
 from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.lab.bench.ports import free_port
@@ -88,7 +88,7 @@ class Nodes:
                 reports = [self._report(name, held) for name, held in self._held.items()]
             for report in reports:
                 try:
-                    actor = clusters.find_scheduler_actor()
+                    actor = ask.find_scheduler_actor()
                     ray.get(actor.report.remote(report), timeout=5.0)  # type: ignore[union-attr]
                 except (ray.exceptions.RayError, AttributeError):
                     continue
@@ -201,7 +201,7 @@ class Scene:
         self.outbox = DescriptionOutbox()
         view = EngineView(EngineId("engine"), [0], 10.0, 8)
         who = SessionSettings("engine", node_id, NAMESPACE, "tiny", 1, {0: SLOT_ALIGNMENT})
-        self.session = Session(view, RayCalls(clusters.find_scheduler_actor, 5.0), who)
+        self.session = Session(view, RayCalls(ask.find_scheduler_actor, 5.0), who)
         self.session.described = self.outbox
         self.session.attach(10.0)
         self.session.start()
@@ -288,7 +288,7 @@ def test_deaf_subscriber_gets_what_it_has_missed(scene: Scene) -> None:
 
 def test_all_is_told_again_after_the_scheduler_actor_has_died(scene: Scene) -> None:
     before = scene.cluster.status().epoch
-    ray.kill(clusters.find_scheduler_actor(), no_restart=False)
+    ray.kill(ask.find_scheduler_actor(), no_restart=False)
 
     def is_back() -> bool:
         try:

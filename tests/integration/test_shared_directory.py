@@ -31,7 +31,7 @@ from raykv.base.ids import (
     make_generation,
 )
 from raykv.client.cluster import Cluster
-from raykv.cluster import join as clusters
+from raykv.cluster import ask
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.session import RayCalls, Session, SessionSettings
@@ -109,7 +109,7 @@ class ReportingNode:
             scheduler_epoch=0,
             stored=inventory_of(list(chunks)),
         )
-        raw = ray.get(clusters.find_scheduler_actor().report.remote(encode(message)), timeout=10.0)  # type: ignore[union-attr]
+        raw = ray.get(ask.find_scheduler_actor().report.remote(encode(message)), timeout=10.0)  # type: ignore[union-attr]
         return decode(raw, NodeReportReply)
 
 
@@ -131,7 +131,7 @@ class CountingCalls(RayCalls):
     """Remembers the messages."""
 
     def __init__(self) -> None:
-        super().__init__(clusters.find_scheduler_actor, 5.0)
+        super().__init__(ask.find_scheduler_actor, 5.0)
         self.requests: list[SyncRequest] = []
 
     def sync(self, raw: bytes) -> bytes:
@@ -264,7 +264,7 @@ def test_reader_is_told_when_the_scheduler_actor_has_a_new_life(
     reader = cluster.events(since=0)
     first = list(islice(reader, 2))
     assert [type(event) for event in first] == [EpochBegan, NodeJoined]
-    ray.kill(clusters.find_scheduler_actor(), no_restart=False)
+    ray.kill(ask.find_scheduler_actor(), no_restart=False)
     again = list(islice(reader, 2))
     assert [type(event) for event in again] == [EpochBegan, NodeJoined]
     assert again[0].epoch > first[0].epoch
@@ -300,15 +300,17 @@ def test_clearing_one_namespace_leaves_the_others(head: str, cluster: Cluster) -
 
 CREATOR = """
 import sys
-from raykv.cluster import join as cluster
+from raykv.cluster import ask, join as cluster
+from raykv.directory.launch import scheduler_actor
+from raykv.node.launch import node_actor
 address, pool_bytes = sys.argv[1], int(sys.argv[2])
 cluster.join(address)
 node_id = cluster.resolve_node_id("")
 print("ready", flush=True)
 sys.stdin.readline()
-scheduler = cluster.scheduler_actor(address, "lru")
-node = cluster.node_actor(address, node_id, pool_bytes, 1 << 20, "")
-print(scheduler._actor_id.hex(), node._actor_id.hex(), cluster.describe(node, 30.0).pid)
+scheduler = scheduler_actor(address, "lru")
+node = node_actor(address, node_id, pool_bytes, 1 << 20, "")
+print(scheduler._actor_id.hex(), node._actor_id.hex(), ask.describe(node, 30.0).pid)
 """
 
 

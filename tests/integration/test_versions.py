@@ -7,8 +7,8 @@ import ray
 
 from raykv.base.errors import VersionError
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask, names
 from raykv.cluster import join as clusters
-from raykv.cluster import names
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.node import NodeDescription
 from tests.fixtures.waiting import wait_until
@@ -42,9 +42,7 @@ def test_node_actor_of_other_version_is_replaced_unless_in_use(
         .remote(num_workers)
     )
     with pytest.raises(VersionError, match=r"9\.9") as caught:
-        clusters.describe(actor, 30.0)
+        ask.describe(actor, 30.0)
     assert caught.value.is_mended is is_replaced
-    wait_until(
-        lambda: (clusters.find_node_actor(node_id) is None) is is_replaced, 20.0, "it is gone"
-    )
+    wait_until(lambda: (ask.find_node_actor(node_id) is None) is is_replaced, 20.0, "it is gone")
     cluster.down()

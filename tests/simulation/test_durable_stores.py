@@ -15,13 +15,13 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from tests.unit.vllm.test_miss_hooks import CHUNK, FULL
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from raykv.serve.models import tiny_llama
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_failed_loads import WINDOW
 from tests.simulation.test_layered_scheduler import prompt
+from tests.unit.vllm.test_miss_hooks import CHUNK, FULL
 
 
 @pytest.fixture(scope="module")

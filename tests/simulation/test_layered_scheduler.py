@@ -13,13 +13,12 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from tests.unit.vllm.test_miss_hooks import CHUNK
-
 from raykv.base import guard
 from raykv.engine.layered import LayeredLoads
 from raykv.serve.models import tiny_llama
 from raykv.vllm.layered import LayeredScheduling
 from tests.simulation.layered_world import World, WrongAnswerError
+from tests.unit.vllm.test_miss_hooks import CHUNK
 
 SEEDS = range(60)
 

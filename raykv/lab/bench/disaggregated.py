@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Any
 
 from raykv.base.errors import RayKVError
-from raykv.cluster.join import end_node_actor
+from raykv.cluster.ask import end_node_actor
 from raykv.cluster.local_nodes import add_local_node
 from raykv.lab.bench.completions import Completion, Server
 from raykv.lab.bench.ports import free_port

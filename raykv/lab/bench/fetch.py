@@ -21,13 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.errors import ClusterError
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.cluster import ask, names
 from raykv.cluster import join as clusters
-from raykv.cluster import names
 from raykv.cluster.local_nodes import add_local_node
+from raykv.directory.launch import scheduler_actor
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
 from raykv.lab.bench.serving import Bed
 from raykv.memory.region import Region
+from raykv.node.launch import node_actor
 from raykv.protocol.columns import Handles, Replicas
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.peer import FetchRequest, FetchResult
@@ -117,23 +119,22 @@ class _Pair:
     def __init__(self, stack: ExitStack, most_bytes: int) -> None:
         bed = stack.enter_context(Bed(quick=True, max_tokens=256, pool_bytes=most_bytes))
         address = bed.cluster.address
-        clusters.scheduler_actor(address, "lru")
+        scheduler_actor(address, "lru")
         other = add_local_node(address, OBJECT_STORE_BYTES)
         stack.callback(other.stop)
         self._nodes = [clusters.resolve_node_id(""), other.node_id]
         pool_bytes = -(-most_bytes // SLAB_BYTES) * SLAB_BYTES
         self._actors = [
-            clusters.node_actor(address, node_id, pool_bytes, SLAB_BYTES, "")
-            for node_id in self._nodes
+            node_actor(address, node_id, pool_bytes, SLAB_BYTES, "") for node_id in self._nodes
         ]
-        self._epochs = [clusters.describe(actor, DEADLINE_S).epoch for actor in self._actors]
+        self._epochs = [ask.describe(actor, DEADLINE_S).epoch for actor in self._actors]
         self._peers = [_peer(node_id, most_bytes) for node_id in self._nodes]
         self._port = ray.get(self._peers[0].listen.remote(), timeout=DEADLINE_S)
         self._generations = itertools.count(1)
         bed.wait_for_pools()
         sockets = names.node_socket(address, self._nodes[0])
         _fill(sockets, most_bytes // CHUNK_BYTES)
-        stack.callback(clusters.end_node_actor, other.node_id)
+        stack.callback(ask.end_node_actor, other.node_id)
 
     def fetch(self, size: int, *, with_checksums: bool) -> float:
         """Seconds until chunks of that size together are in the second pool."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from raykv.base.errors import ClusterError
+from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.cluster.processes import argument, command_lines, group_of, is_raylet
@@ -67,7 +68,7 @@ class Parts:
             if node.local is not None:
                 if not self.is_headless:
                     with contextlib.suppress(ClusterError):
-                        cluster.end_node_actor(node.node_id)
+                        ask.end_node_actor(node.node_id)
                 node.local.stop()
 
     # Processes

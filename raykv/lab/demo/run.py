@@ -128,7 +128,8 @@ def _start(
 ) -> Session:
     """Start cluster and engine; `stack` takes down in reverse order what was not there before."""
     from raykv.client.cluster import connect
-    from raykv.cluster.join import ensure_cluster, find_scheduler_actor, stop_started
+    from raykv.cluster.ask import find_scheduler_actor
+    from raykv.cluster.join import ensure_cluster, stop_started
 
     say("looking for a Ray cluster, or starting one")
     joined = ensure_cluster(ray_address)
@@ -150,7 +151,7 @@ def _start(
 
 def _start_other(stack: ExitStack, setup: Setup, raykv: Mapping[str, Any]) -> Engine:
     """Start one more Ray node on this host and an engine on it; `stack` ends both."""
-    from raykv.cluster.join import end_node_actor
+    from raykv.cluster.ask import end_node_actor
     from raykv.cluster.local_nodes import add_local_node
 
     node = add_local_node(raykv["ray_address"])

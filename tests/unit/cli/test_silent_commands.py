@@ -16,8 +16,10 @@ import raykv
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Generation, Key, Namespace
 from raykv.cli import app, main
+from raykv.client import operations
 from raykv.client import pools as deployment
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.node.wishes import NodeFacts
@@ -91,10 +93,10 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(module, "connect", lambda _=None: made)
     joined = type("Joined", (), {"started": False, "address": made.address})
     monkeypatch.setattr(cluster, "ensure_cluster", lambda _: joined)
-    monkeypatch.setattr(cluster, "find_scheduler_actor", lambda: actor)
-    monkeypatch.setattr(cluster, "find_node_actor", lambda _: actor)
-    monkeypatch.setattr(cluster, "scheduler_actor", lambda *_: actor)
-    monkeypatch.setattr(cluster, "named_actors", lambda: ["scheduler", "node:node"])
+    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: actor)
+    monkeypatch.setattr(ask, "find_node_actor", lambda _: actor)
+    monkeypatch.setattr(operations, "scheduler_actor", lambda *_: actor)
+    monkeypatch.setattr(ask, "named_actors", lambda: ["scheduler", "node:node"])
     monkeypatch.setattr(deployment, "live_nodes", lambda: [NodeFacts("node", "host", {}, {})])
     monkeypatch.setattr(deployment, "bring_up", lambda *_: [])
     monkeypatch.setattr(publishing, "find_publisher", lambda: actor)
@@ -106,9 +108,9 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def missing(silent: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray cluster in which RayKV does not run."""
-    monkeypatch.setattr(cluster, "find_scheduler_actor", lambda: None)
-    monkeypatch.setattr(cluster, "find_node_actor", lambda _: None)
-    monkeypatch.setattr(cluster, "named_actors", list)
+    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: None)
+    monkeypatch.setattr(ask, "find_node_actor", lambda _: None)
+    monkeypatch.setattr(ask, "named_actors", list)
 
 
 def commands() -> Iterator[str]:
@@ -160,7 +162,7 @@ def test_command_says_one_sentence_when_raykv_does_not_run(
 def test_command_says_one_sentence_when_ray_itself_does_not_answer(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module, name in ((cluster, "find_scheduler_actor"), (cluster, "named_actors")):
+    for module, name in ((ask, "find_scheduler_actor"), (ask, "named_actors")):
         monkeypatch.setattr(module, name, refuse)
     monkeypatch.setattr(publishing, "find_publisher", refuse)
     monkeypatch.setitem(ASKS, command, [])

@@ -15,7 +15,7 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import MissReason
 from raykv.cli.why_miss import ADVICE, advice
 from raykv.client.cluster import Cluster
-from raykv.cluster import join as clusters
+from raykv.cluster import ask
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.reader import Explanation, Explanations
 
@@ -121,8 +121,8 @@ def test_client_says_how_many_requests_are_known_when_it_is_none_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answer = Explanations([], num_known=17)
-    monkeypatch.setattr(clusters, "find_scheduler_actor", lambda: "the actor")
-    monkeypatch.setattr(clusters, "why_miss", lambda *_arguments: answer)
+    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: "the actor")
+    monkeypatch.setattr(ask, "why_miss", lambda *_arguments: answer)
     with pytest.raises(ClusterError, match=r"'cmpl-9' is among the latest 17 that have ended"):
         Cluster("here", joined_here=False).why_miss("cmpl-9")
 

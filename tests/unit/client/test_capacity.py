@@ -11,8 +11,7 @@ import pytest
 
 from deploy import sizes
 from raykv.base.errors import SettingError
-from raykv.client.capacity import PoolWishes, make_plan
-from raykv.client.plan_types import KVShape
+from raykv.client.capacity import KVShape, PoolWishes, make_plan
 
 MIB = 1 << 20
 SHAPE = KVShape(

@@ -11,7 +11,7 @@ import ray
 from raykv.base.ids import Refusal
 from raykv.client import operations as client_operations
 from raykv.client.operations import Operations
-from raykv.cluster import join as cluster
+from raykv.cluster import ask
 from raykv.protocol.columns import Handles, Replicas
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.node import Demotions
@@ -34,7 +34,7 @@ class Played(Operations):
         self.demote_s, self.is_copied = demote_s, is_copied
         self.deadlines: dict[str, float] = {}
         patches.setattr(client_operations, "time", self)
-        patches.setattr(cluster, "find_node_actor", lambda _: self)
+        patches.setattr(ask, "find_node_actor", lambda _: self)
         patches.setattr(client_operations, "_fetch", self._fetched)
         patches.setattr(ray, "get", lambda answer, timeout: answer)
 

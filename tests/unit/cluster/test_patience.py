@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from raykv.cluster.ask import within
+from raykv.base.threads import within
 
 LONG_S = 10.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.cluster.ray_messages import log_errors
+from raykv.cluster.join import log_errors
 
 ERROR = {"lines": ["a raylet's error"], "pid": "raylet", "is_err": False}
 OUTPUT = {"lines": ["a worker's line"], "pid": 17, "ip": "10.0.0.1", "job": "01", "is_err": False}

@@ -15,8 +15,7 @@ import raykv
 from raykv.base.errors import ClusterError
 from raykv.cli import app
 from raykv.client import pools as deployment
-from raykv.cluster import names
-from raykv.doctor import gather as diagnosis
+from raykv.cluster import ask, names
 from raykv.node.actor import CONCURRENCY, NodeActor
 from raykv.node.wishes import NodeFacts
 
@@ -27,7 +26,7 @@ class Refs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         began = time.monotonic()
         self.ready_at = {name: began + took for name, took in seconds.items()}
-        monkeypatch.setattr(diagnosis, "SILENCE_S", 0.2)
+        monkeypatch.setattr(ask, "SILENCE_S", 0.2)
         monkeypatch.setattr(ray, "wait", self.wait)
         monkeypatch.setattr(ray, "get", lambda ref, timeout: f"{ref} answers")
 
@@ -42,11 +41,11 @@ class Refs:
             return [], list(refs)
         return [first], [ref for ref in refs if ref != first]
 
-    def ask(self, deadline_s: float) -> tuple[dict[str, diagnosis.Answer], list[list[str]]]:
+    def ask(self, deadline_s: float) -> tuple[dict[str, ask.Answer], list[list[str]]]:
         told: list[list[str]] = []
         actors = {name: name for name in self.ready_at}
         questions = dict.fromkeys(actors, lambda actor: actor)
-        return diagnosis.ask_all(actors, questions, deadline_s, told.append), told
+        return ask.ask_all(actors, questions, deadline_s, told.append), told
 
 
 def test_who_is_silent_for_a_while_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,17 +65,17 @@ def test_nobody_is_told_who_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("answer", "is_late"),
     [
-        (diagnosis.Answer(value=True), False),
-        (diagnosis.Answer(value=False), True),
-        (diagnosis.Answer(error="no answer within 1 s"), True),
-        (diagnosis.Answer(error="MessageError: no"), True),
-        (diagnosis.Answer(error="ActorDiedError: killed", is_dead=True), False),
+        (ask.Answer(value=True), False),
+        (ask.Answer(value=False), True),
+        (ask.Answer(error="no answer within 1 s"), True),
+        (ask.Answer(error="MessageError: no"), True),
+        (ask.Answer(error="ActorDiedError: killed", is_dead=True), False),
     ],
 )
 def test_live_node_that_has_not_noted_a_clearing_is_late(
-    monkeypatch: pytest.MonkeyPatch, answer: diagnosis.Answer, *, is_late: bool
+    monkeypatch: pytest.MonkeyPatch, answer: ask.Answer, *, is_late: bool
 ) -> None:
-    answers = {names.node_actor("alive"): answer, names.node_actor("gone"): diagnosis.Answer()}
+    answers = {names.node_actor("alive"): answer, names.node_actor("gone"): ask.Answer()}
     monkeypatch.setattr(deployment, "node_actors", lambda: dict.fromkeys(answers))
     monkeypatch.setattr(deployment, "ask_all", lambda *_: answers)
     monkeypatch.setattr(deployment, "live_nodes", lambda: [NodeFacts("alive", "host", {}, {})])

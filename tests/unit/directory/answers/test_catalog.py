@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import raykv.client.catalog
 import raykv.directory.answers.catalog
 from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch
+from raykv.client import listing
 from raykv.client.listing import Reader
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.manager import BlockManager, ManagerSettings
@@ -151,7 +151,7 @@ def directory(table: None, monkeypatch: pytest.MonkeyPatch) -> Directory:
     def ask(_: Any, method: str, query: Any, kind: Any) -> Any:
         return decode(made.ask(method, query), kind)
 
-    monkeypatch.setattr(raykv.client.catalog, "_ask", ask)
+    monkeypatch.setattr(listing, "_ask", ask)
     return made
 
 
@@ -296,12 +296,12 @@ def test_where_answers_for_as_many_keys_as_there_is_room_for(
     directory.hold("cc03", [3, 4])
     monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_REPLICAS", 7)
     keys = [key(number) for number in (1, 3, 4, 5, 2)]
-    found = raykv.client.catalog.nodes_with(lambda: directory, MODEL, keys)
+    found = listing.nodes_with(lambda: directory, MODEL, keys)
     assert [sorted(some) for some in found] == [["aa01"], ["aa01", "cc03"], ["cc03"], [], ["aa01"]]
     assert directory.pages == 3
-    assert raykv.client.catalog.nodes_with(lambda: directory, OTHER, keys) == [[]] * 5
+    assert listing.nodes_with(lambda: directory, OTHER, keys) == [[]] * 5
     directory.manager = BlockManager(Epoch(1))
-    assert raykv.client.catalog.nodes_with(lambda: directory, MODEL, keys) == [[]] * 5
+    assert listing.nodes_with(lambda: directory, MODEL, keys) == [[]] * 5
 
 
 # Chunks on disks
@@ -401,10 +401,10 @@ def test_where_names_disks_too_and_its_answers_stay_bounded(
         page = directory.manager.catalog.where(WhereQuery(PROTOCOL_VERSION, MODEL, keys))
         check_where_page(page, WhereQuery(PROTOCOL_VERSION, MODEL, keys))
         assert len(page.key_index) <= most
-        found = raykv.client.catalog.nodes_with(lambda: directory, MODEL, keys)
+        found = listing.nodes_with(lambda: directory, MODEL, keys)
         assert [sorted(some) for some in found] == everywhere
     directory.manager.clear()
-    assert raykv.client.catalog.nodes_with(lambda: directory, MODEL, keys) == [[]] * 3
+    assert listing.nodes_with(lambda: directory, MODEL, keys) == [[]] * 3
     assert list(directory.reader.chunks()) == []
 
 
@@ -413,7 +413,7 @@ def test_looking_changes_nothing_that_engines_see(directory: Directory) -> None:
     before = list(directory.reader.chunks())
     list(directory.reader.chunks(order="hits", limit=5))
     directory.reader.chunk(key(3))
-    raykv.client.catalog.nodes_with(lambda: directory, MODEL, [key(3)])
+    listing.nodes_with(lambda: directory, MODEL, [key(3)])
     assert list(directory.reader.chunks()) == before
     node = directory.manager._nodes["aa01"]  # type: ignore[index]
     assert node.book.table.pinned_slabs(directory.now) == set()
