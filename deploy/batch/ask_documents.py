@@ -1,6 +1,6 @@
 """Batch inference with Ray Data: questions about documents, whose KV all workers share.
 
-    pip install 'raykv[gpu,llm]'
+    pip install '.[gpu,llm]'                   # in a clone of RayKV
     python deploy/batch/ask_documents.py MODEL report.txt law.txt -q 'Who?' -q 'When?' --workers 4
 
 Every prompt is a document, then a question. Ray Data gives rows to whichever worker is free. The
@@ -46,7 +46,8 @@ def ask(
         for name, text in documents.items()
         for question in questions
     ]
-    return processor(ray.data.from_items(rows)).take_all()
+    answers: list[dict[str, str]] = processor(ray.data.from_items(rows)).take_all()
+    return answers
 
 
 def engines(

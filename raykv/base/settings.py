@@ -75,7 +75,7 @@ class DiskPlace:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of an engine; the README's table is made of the texts here."""
+    """All settings of an engine; deploy/settings.md is made of the texts here."""
 
     pool_bytes: int | None = _setting(
         None,

@@ -190,7 +190,7 @@ def test_seconds_are_accepted_up_to_an_hour(seconds: Any) -> None:
     assert load_settings({"load_deadline_s": seconds}, {}).load_deadline_s == float(seconds)
 
 
-def test_every_setting_has_a_text_for_the_readme() -> None:
+def test_every_setting_has_a_text_for_its_page() -> None:
     assert all(f.metadata["text"] for f in fields(Settings))
 
 
