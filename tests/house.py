@@ -62,7 +62,7 @@ HOUSE = {
         "actor attached copying devices fetch host integrity keeper lanes launch peers read "
         "service disk.chunk_file disk.folder disk.reads disk.tier states.capturing states.file",
     ),
-    "worker": Room(4, "msgspec torch vllm", "export handover link staging"),
+    "worker": Room(4, "msgspec torch", "export handover link staging"),
     "copy": Room(
         4,
         "cuda llvmlite msgspec numba numpy torch triton",

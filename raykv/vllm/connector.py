@@ -38,10 +38,9 @@ from raykv.base.settings import Settings, load_settings
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
 from raykv.prompts.prefixes import ChunkGroup, groups_text
 from raykv.vllm.canonical import block_bytes_told
-from raykv.vllm.engine_core import watch_rests
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
+from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of
 from raykv.vllm.identity.media import may_share_media
-from raykv.vllm.identity.namespace import engine_facts, namespace_of, traits_of
 from raykv.vllm.identity.placement import (
     RankPlace,
     node_of_ranks,
@@ -50,10 +49,15 @@ from raykv.vllm.identity.placement import (
     refuse_several_hosts,
 )
 from raykv.vllm.identity.weight_changes import watch_calls
+from raykv.vllm.internals import (
+    check_vllm_version,
+    ordinary_gpu_memory,
+    vllm_version,
+    watch_rests,
+)
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.mending import Mender
-from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.misses import count_by_transfer_type, unregister_metrics
 from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
@@ -62,9 +66,9 @@ from raykv.vllm.spec import (
     use_our_spec,
 )
 from raykv.vllm.tracker import track_chunks
-from raykv.vllm.versions import check_vllm_version, vllm_version
+from raykv.vllm.transfers import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.worker import RayKVConnectorWorker
-from raykv.worker.handover import may_sleep, ordinary_gpu_memory
+from raykv.worker.handover import may_sleep
 from raykv.worker.link import LinkTarget
 
 logger = logging.getLogger("raykv")

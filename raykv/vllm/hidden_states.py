@@ -37,8 +37,7 @@ from raykv.node.states.file import promise, settle
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import Capture, JobResult, KVLayout
 from raykv.vllm.connector import RayKVConnector, logged_refusals
-from raykv.vllm.metadata import RayKVConnectorMetadata
-from raykv.vllm.worker import RayOffloadingWorker
+from raykv.vllm.transfers import RayKVConnectorMetadata, RayOffloadingWorker
 from raykv.worker.job import JobRequest
 
 logger = logging.getLogger("raykv")

@@ -16,7 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
+    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -36,10 +38,10 @@ from raykv.engine.requests import FailedLoad
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handle
-from raykv.vllm.engine_core import is_resting
+from raykv.vllm.internals import is_resting
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import hint_of, request_options
-from raykv.vllm.spec import PoolSpec
+from raykv.vllm.transfers import PoolSpec
 
 logger = logging.getLogger("raykv")
 
@@ -303,8 +305,6 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(lambda *_: ())
     def take_events(self) -> Iterable[OffloadingEvent]:
         """See `OffloadingManager.take_events`: of chunks that this engine stored or found."""
-        from raykv.vllm.tracker import offloading_events
-
         if self.announcements is None:
             return ()
         return list(offloading_events(self.announcements, self))
@@ -317,3 +317,14 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(nothing)
     def shutdown(self) -> None:
         """See `OffloadingManager.shutdown`; the connector ends the session."""
+
+
+def offloading_events(
+    announcements: Announcements, manager: RayOffloadingManager
+) -> Iterable[OffloadingEvent]:
+    """vLLM's events of chunks that came to this node, or went, and that this engine knows."""
+    news = announcements.take(manager.view.loadable.keys(), time.monotonic())
+    for keys, removed in ((news.removed, True), (news.stored, False)):
+        if keys:
+            names = [OffloadKey(key) for key in keys]
+            yield OffloadingEvent(names, Medium.CPU, removed, locality=Locality.LOCAL)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
-    LoadStoreSpec,
     OffloadingMetricMetadata,
     OffloadingSpec,
 )
@@ -28,11 +26,11 @@ from raykv.engine.requests import StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
 from raykv.vllm import canonical
+from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.misses import metric_definitions
+from raykv.vllm.transfers import RayOffloadingWorker
+from raykv.worker.handover import make_link
 from raykv.worker.link import LinkSettings, WorkerLink
-
-if TYPE_CHECKING:
-    from raykv.vllm.manager import RayOffloadingManager
-    from raykv.vllm.worker import RayOffloadingWorker
 
 logger = logging.getLogger("raykv")
 
@@ -43,16 +41,6 @@ def use_our_spec(extra_config: dict[str, Any]) -> None:
     """Name our spec where vLLM looks for it; users don't have to."""
     extra_config["spec_name"] = SPEC_NAME
     extra_config["spec_module_path"] = __name__
-
-
-@dataclass
-class PoolSpec(LoadStoreSpec):
-    """Places in the node's pool, as columns with one entry per chunk."""
-
-    node_epoch: int
-    keys: list[bytes]
-    slots: list[int]
-    generations: list[int]
 
 
 class RayKVOffloadingSpec(OffloadingSpec):
@@ -82,8 +70,6 @@ class RayKVOffloadingSpec(OffloadingSpec):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         """See `OffloadingSpec.build_metric_definitions`; also in the API server's process."""
-        from raykv.vllm.misses import metric_definitions
-
         return {**super().build_metric_definitions(extra_config), **metric_definitions()}
 
     @property
@@ -115,8 +101,6 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> RayOffloadingManager:
         """See `OffloadingSpec.get_manager`."""
-        from raykv.vllm.manager import RayOffloadingManager
-
         if self._manager is None:
             settings = self.settings
             rates = Rates(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
@@ -159,9 +143,6 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
         """See `OffloadingSpec.get_worker`."""
-        from raykv.vllm.worker import RayOffloadingWorker
-        from raykv.worker.handover import make_link
-
         if self.shared_allocation is None:
             link, layout = make_link(self, kv_caches)
         else:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
     OffloadingEventsTracker,
 )
-from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
 
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import Key
@@ -97,17 +95,6 @@ def has_other_input(req: Any) -> bool:
     return any(getattr(req, name, None) for name in ("cache_salt", "mm_features")) or (
         getattr(req, "prompt_embeds", None) is not None
     )
-
-
-def offloading_events(
-    announcements: Announcements, manager: RayOffloadingManager
-) -> Iterable[OffloadingEvent]:
-    """vLLM's events of chunks that came to this node, or went, and that this engine knows."""
-    news = announcements.take(manager.view.loadable.keys(), time.monotonic())
-    for keys, removed in ((news.removed, True), (news.stored, False)):
-        if keys:
-            names = [OffloadKey(key) for key in keys]
-            yield OffloadingEvent(names, Medium.CPU, removed, locality=Locality.LOCAL)
 
 
 def track_chunks(

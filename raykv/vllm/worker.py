@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,224 +18,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
-from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
+from vllm.v1.kv_offload.base import TransferResult
 
-from raykv.base.deadlines import LINK_CLOSE_S
-from raykv.base.guard import guarded, report
+from raykv.base.guard import guarded
 from raykv.base.ids import Direction, Epoch, Generation, Key
 from raykv.engine.requests import FailedLoad
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.worker import JobResult, KVLayout
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.identity.weight_changes import WeightWatch, watch_worker
-from raykv.vllm.jobs import (
-    RayKVTransferResult,
-    all_failed,
-    distrusted,
-    job_request,
-    transfer_result,
-)
 from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.layered import refuse_layerwise
-from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
-from raykv.vllm.spec import PoolSpec, RayKVOffloadingSpec
-from raykv.worker.front import ALL_LAYERS, Link
-from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkTarget
+from raykv.vllm.spec import RayKVOffloadingSpec
+from raykv.vllm.transfers import (
+    RayKVConnectorMetadata,
+    RayKVTransferResult,
+    RayKVWorkerMetadata,
+    RayOffloadingWorker,
+)
+from raykv.worker.front import ALL_LAYERS
 
 logger = logging.getLogger("raykv")
-
-
-class RayOffloadingWorker(OffloadingWorker):
-    """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
-
-    def __init__(self, link: Link, layout: KVLayout) -> None:
-        """Send jobs through `link`; `layout` is that of the memory that the NodeActor maps."""
-        self._layout = layout
-        self._link = link
-        self._flying: dict[int, JobRequest] = {}
-        # Loads come layer by layer, and a step waits for them.
-        self.by_layer = False
-        # Captures under way, and those that have ended.
-        self._captures: set[int] = set()
-        self._captured: list[JobResult] = []
-        # Loads under way whose bytes are of no use any more.
-        self._distrusted: set[int] = set()
-        # Results that nobody has asked for yet, of jobs that could not be made up, too.
-        self._ended: list[RayKVTransferResult] = []
-        # The line has failed in a way that is not understood, and was ended.
-        self._is_given_up = False
-        # Of the link, not looked at yet.
-        self._drained: deque[JobResult] = deque()
-
-    @property
-    def layout(self) -> KVLayout:
-        """Of the memory that the NodeActor maps."""
-        return self._layout
-
-    @property
-    def node_epoch(self) -> int:
-        """Epoch of the NodeActor that is reached; 0 for none."""
-        return self._link.node_epoch
-
-    def breaker_report(self) -> BreakerReport:
-        """Whether the NodeActor is left alone."""
-        return self._link.breaker_report()
-
-    def set_target(self, target: LinkTarget | None) -> None:
-        """Where the NodeActor is; None leaves it as it was."""
-        if target is not None:
-            self._link.set_target(target)
-
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_later: Any
-    ) -> bool:
-        """See `OffloadingWorker.submit_store`; always True, failures come as results.
-
-        `_later` takes the arguments that later versions of vLLM add, which have defaults.
-        """
-        return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
-
-    def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_later: Any
-    ) -> bool:
-        """See `OffloadingWorker.submit_load` and, for `_later`, `submit_store`."""
-        return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
-
-    def _submit(
-        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: LoadStoreSpec
-    ) -> bool:
-        try:
-            assert isinstance(pool, PoolSpec), pool
-            assert not self._is_given_up, "the line to the NodeActor has failed"
-            request = job_request(job_id, direction, blocks, pool, self._layout)
-            if self.by_layer and direction is Direction.LOAD:
-                request = replace(request, by_layer=True)
-            if request.torn and not request.handles:
-                self._ended.append(all_failed(job_id, direction, blocks, pool))
-                return True
-            self._link.submit(request)
-        except Exception:
-            report("RayOffloadingWorker.submit")
-            self._ended.append(all_failed(job_id, direction, blocks, pool))
-        else:
-            self._flying[job_id] = request
-        return True
-
-    def refuse(
-        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: LoadStoreSpec
-    ) -> None:
-        """Let a job fail that must not be; its chunks are not to blame."""
-        failed = all_failed(job_id, direction, blocks, pool)
-        failed.node_epoch = 0
-        self._ended.append(failed)
-
-    def distrust_loads(self) -> None:
-        """Have the loads that are under way end as failed, whatever becomes of them."""
-        flying = self._flying.items()
-        self._distrusted |= {i for i, job in flying if job.direction is Direction.LOAD}
-
-    def submit_capture(self, request: JobRequest) -> None:
-        """Have states copied; how that ends comes through `take_captured`."""
-        assert not self._is_given_up, "the line to the NodeActor has failed"
-        self._captures.add(request.job_id)
-        self._link.submit(request)
-
-    def take_captured(self) -> list[JobResult]:
-        """Captures that `get_finished` has found to have ended."""
-        captured, self._captured = self._captured, []
-        return captured
-
-    def get_finished(self) -> list[TransferResult]:
-        """See `OffloadingWorker.get_finished`; results are `RayKVTransferResult`.
-
-        Where it raises, `give_up` has what is left of them.
-        """
-        self._drained += self._link.drain()
-        while self._drained:
-            self._take_result(self._drained.popleft())
-        return [*self._take_ended()]
-
-    def give_up(self) -> list[RayKVTransferResult]:
-        """What `get_finished` has not told, of jobs that have ended: nobody knows how."""
-        try:
-            self._drained += self._link.drain()
-        except Exception:
-            report("RayOffloadingWorker.give_up")
-        for result in self._drained:
-            self._take_badly(result)
-        self._drained.clear()
-        return self._take_ended()
-
-    def _take_ended(self) -> list[RayKVTransferResult]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def _take_badly(self, result: JobResult) -> None:
-        """It has ended, and as what is not known: as a failure."""
-        if result.job_id in self._captures:
-            self._captured.append(result)
-            self._captures.remove(result.job_id)
-        if (request := self._flying.pop(result.job_id, None)) is not None:
-            self._ended.append(distrusted(request))
-
-    @guarded(_take_badly)
-    def _take_result(self, result: JobResult) -> None:
-        if result.job_id in self._captures:
-            self._captured.append(result)
-            self._captures.remove(result.job_id)
-            return
-        request = self._flying.get(result.job_id)
-        if request is None:
-            return
-        is_wanted = result.job_id not in self._distrusted
-        ended = transfer_result(request, result) if is_wanted else distrusted(request)
-        self._distrusted.discard(result.job_id)
-        self._ended.append(ended)
-        del self._flying[result.job_id]
-
-    def finish(self, job_ids: set[int]) -> None:
-        """Wait for jobs to end; within the flush deadline and its grace."""
-        self._link.finish(job_ids)
-
-    def wait(self, job_ids: set[int]) -> None:
-        """See `OffloadingWorker.wait`; ends within the flush deadline and its grace."""
-        for is_last in (False, True):
-            try:
-                self._link.wait(job_ids)
-                return
-            except Exception:
-                report("RayOffloadingWorker.wait")
-                if is_last:
-                    self._give_up_line()
-
-    def _give_up_line(self) -> None:
-        """End the line, for good: then nobody reads or writes vLLM's blocks any more."""
-        self._link.close(LINK_CLOSE_S)
-        self._is_given_up = True
-        self._ended += map(distrusted, self._flying.values())
-        self._flying.clear()
-
-    def wait_layers(self, job_ids: Collection[int], count: int) -> None:
-        """Wait for so many layers of loads, or their ends; they have their own deadlines."""
-        self._link.wait_layers(job_ids, count)
-
-    def is_flying(self, job_id: int) -> bool:
-        """Whether the job has no result yet."""
-        return job_id in self._flying
-
-    def has(self, job_id: int) -> bool:
-        """Whether the job was handed over, and `get_finished` has not told its end."""
-        return self.is_flying(job_id) or any(each.job_id == job_id for each in self._ended)
-
-    def shutdown(self) -> None:
-        """See `OffloadingWorker.shutdown`."""
-        self._link.close(LINK_CLOSE_S)
 
 
 def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> AdapterUse | None:

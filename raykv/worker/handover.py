@@ -12,8 +12,7 @@ see no such GPU. In the second case an engine with `auto` goes on staged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from raykv.base.errors import HandleError, SettingError
@@ -178,34 +177,6 @@ class AutoLink(FrontLink[DeviceLink | StagedLink]):
 
 def _never(reason: str) -> StagedLink:
     raise SettingError(reason)
-
-
-def ordinary_gpu_memory(sleeps: bool) -> AbstractContextManager[None] | None:
-    """A context in which torch allocates the KV cache so that it can be handed over.
-
-    Expandable segments are made of many small pieces, and are off in it. None: nothing is to be
-    changed, or an engine that can sleep has an allocator of its own.
-    """
-    if sleeps:
-        return None
-    try:
-        from vllm.device_allocator import alloc_conf
-    except ImportError:
-        return None
-    before = alloc_conf.current_alloc_conf()
-    if not alloc_conf.conf_flag_enabled(before, alloc_conf.EXPANDABLE_SEGMENTS):
-        return None
-    without = alloc_conf.with_conf_flag(before, alloc_conf.EXPANDABLE_SEGMENTS, False)
-    return _changed(alloc_conf.set_alloc_conf, before, without)
-
-
-@contextmanager
-def _changed(change: Callable[[str], None], before: str, to: str) -> Iterator[None]:
-    change(to)
-    try:
-        yield
-    finally:
-        change(before)
 
 
 def device_link(

@@ -32,7 +32,8 @@ from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
-from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
+from raykv.vllm.transfers import RayOffloadingWorker
+from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
 from tests.simulation.layered_world import RUBBISH, World
 from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH

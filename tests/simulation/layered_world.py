@@ -32,7 +32,7 @@ from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.metadata import RayKVWorkerMetadata
+from raykv.vllm.transfers import RayKVWorkerMetadata
 from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
 
 RUBBISH = 0

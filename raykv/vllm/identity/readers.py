@@ -20,7 +20,7 @@ from raykv.base.errors import SettingError
 from raykv.prompts.block_hashes import seed_digest
 from raykv.vllm.canonical import layer_specs, spec_text
 from raykv.vllm.identity.weights import texts_digest, weight_files, weights_digest
-from raykv.vllm.versions import vllm_version
+from raykv.vllm.internals import vllm_version
 
 RANDOM_SEED = "random in "
 """How a seed of block hashes begins that no other process has."""

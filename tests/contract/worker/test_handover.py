@@ -28,8 +28,9 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from raykv.vllm.internals import ordinary_gpu_memory
 from raykv.vllm.spec import RayKVOffloadingSpec
-from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep, ordinary_gpu_memory
+from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep
 from raykv.worker.staging import StagedLink
 
 NUM_BLOCKS, PAGE_BYTES = 8, 512

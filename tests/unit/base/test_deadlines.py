@@ -76,7 +76,7 @@ BOUNDED = {
     ("raykv.engine.fetches", "_end", "result"): "the call is done",
     ("raykv.worker.front", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.worker.staging", "wait", "wait"): "of a link: its flush deadline",
-    ("raykv.vllm.worker", "wait", "wait"): "of a link: its flush deadline",
+    ("raykv.vllm.transfers", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.base.parent", "_end_after", "select"): "a daemon thread: until the parent has ended",
     (
         "raykv.serve.http.exchange",

@@ -123,7 +123,7 @@ def test_algorithm_that_is_unknown_is_refused(algorithm: str) -> None:
 
 def test_digest_of_a_seed_tells_seeds_apart_and_is_that_of_the_traits() -> None:
     assert seed_digest("1") != seed_digest("2")
-    namespace = pytest.importorskip("raykv.vllm.identity.namespace")
+    namespace = pytest.importorskip("raykv.vllm.identity.facts")
     assert namespace.traits_of({"hash_seed": "secret"}) == {"hash_seed": seed_digest("secret")}
 
 

@@ -127,7 +127,7 @@ def test_vllms_own_events_come_and_go_with_the_chunk() -> None:
     """The tracker keeps what it knows of a chunk until that is gone, and no longer."""
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-    from raykv.vllm.tracker import offloading_events
+    from raykv.vllm.manager import offloading_events
 
     announcements, req = Announcements(), request()
     tracks = tracker(None, announcements)

@@ -15,9 +15,7 @@ from raykv.base.ids import Direction
 from raykv.copy.plan import Planner
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
-from raykv.vllm.jobs import RayKVTransferResult, job_request
-from raykv.vllm.spec import PoolSpec
-from raykv.vllm.worker import RayOffloadingWorker
+from raykv.vllm.transfers import PoolSpec, RayKVTransferResult, RayOffloadingWorker, job_request
 from raykv.worker.job import JobRequest
 
 

@@ -20,9 +20,13 @@ from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import LoadedAdapters
 from raykv.vllm.identity.weight_changes import WeightWatch
-from raykv.vllm.metadata import RayKVConnectorMetadata, RayKVWorkerMetadata
-from raykv.vllm.spec import PoolSpec
-from raykv.vllm.worker import RayKVConnectorWorker, RayOffloadingWorker
+from raykv.vllm.transfers import (
+    PoolSpec,
+    RayKVConnectorMetadata,
+    RayKVWorkerMetadata,
+    RayOffloadingWorker,
+)
+from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.front import ALL_LAYERS
 from raykv.worker.job import JobRequest
 
@@ -242,7 +246,7 @@ def test_result_that_is_not_understood_leaves_its_blocks_invalid(
     def strange(request: JobRequest, result: JobResult) -> Any:
         return SimpleNamespace(job_id=result.job_id)
 
-    monkeypatch.setattr("raykv.vllm.worker.transfer_result", strange)
+    monkeypatch.setattr("raykv.vllm.transfers.transfer_result", strange)
     assert side.end() == (set(), {1, 2, 3}, Counter({1: 1, 2: 1}))
 
 

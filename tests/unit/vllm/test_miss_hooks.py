@@ -28,7 +28,7 @@ from raykv.protocol.engine import EngineAttached, MissRecord, SyncReply
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity import media
 from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.metadata import RayKVWorkerMetadata
+from raykv.vllm.transfers import RayKVWorkerMetadata
 
 CHUNK = 16
 NODE_EPOCH = 7

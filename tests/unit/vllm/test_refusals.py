@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raykv.base.errors import SettingError, VersionError
-from raykv.vllm.versions import check_vllm_version
+from raykv.vllm.internals import check_vllm_version
 
 pytest.importorskip("vllm")
 
@@ -121,8 +121,7 @@ def test_transfer_takes_arguments_of_later_vllm() -> None:
     import numpy as np
 
     from raykv.protocol.worker import KVLayout
-    from raykv.vllm.spec import PoolSpec
-    from raykv.vllm.worker import RayOffloadingWorker
+    from raykv.vllm.transfers import PoolSpec, RayOffloadingWorker
 
     submitted: list[Any] = []
     link: Any = SimpleNamespace(submit=submitted.append, node_epoch=1, drain=list)

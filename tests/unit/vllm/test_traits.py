@@ -14,7 +14,7 @@ from raykv.engine.session import Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import decode, encode
-from raykv.vllm.identity.namespace import namespace_of, traits_of
+from raykv.vllm.identity.facts import namespace_of, traits_of
 from raykv.vllm.identity.readers import RANDOM_SEED
 
 FACTS: dict[str, Any] = {

@@ -96,7 +96,7 @@ def test_closed_breakers_that_never_opened_are_not_printed(
 
 def test_workers_tell_when_a_breaker_opens_and_closes_and_only_then() -> None:
     pytest.importorskip("vllm")
-    from raykv.vllm.metadata import RayKVWorkerMetadata
+    from raykv.vllm.transfers import RayKVWorkerMetadata
     from raykv.vllm.worker import RayKVConnectorWorker
 
     reports = [
@@ -121,7 +121,7 @@ def test_workers_tell_when_a_breaker_opens_and_closes_and_only_then() -> None:
 
 def test_lines_of_all_ranks_are_put_together() -> None:
     pytest.importorskip("vllm")
-    from raykv.vllm.metadata import RayKVWorkerMetadata
+    from raykv.vllm.transfers import RayKVWorkerMetadata
 
     first = RayKVWorkerMetadata(lines={0: OWN})
     whole = first.aggregate(RayKVWorkerMetadata(lines={1: SOURCE}))

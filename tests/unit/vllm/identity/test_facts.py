@@ -26,8 +26,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from raykv.base.errors import SettingError
 from raykv.vllm.identity import readers
-from raykv.vllm.identity.facts import CANNOT_MATTER, FACTS, PLACES, fields_that_cannot_matter
-from raykv.vllm.identity.namespace import engine_facts, namespace_of
+from raykv.vllm.identity.facts import (
+    CANNOT_MATTER,
+    FACTS,
+    PLACES,
+    engine_facts,
+    fields_that_cannot_matter,
+    namespace_of,
+)
 
 TOKENS = 32
 
