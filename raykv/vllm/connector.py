@@ -50,7 +50,11 @@ from raykv.vllm.identity.placement import (
 )
 from raykv.vllm.identity.weight_changes import watch_calls
 from raykv.vllm.internals import (
+    SchedulerTables,
+    cache_manager_of,
     check_vllm_version,
+    count_by_transfer_type,
+    offloading_config,
     ordinary_gpu_memory,
     vllm_version,
     watch_rests,
@@ -58,7 +62,7 @@ from raykv.vllm.internals import (
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.mending import Mender
-from raykv.vllm.misses import count_by_transfer_type, unregister_metrics
+from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
@@ -146,7 +150,7 @@ class RayKVConnector(OffloadingConnector):
     def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
         manager = self.scheduler.manager
         assert isinstance(manager, RayOffloadingManager), manager
-        spec = RayKVOffloadingSpec(self._offloading_config(vllm_config, kv_cache_config))
+        spec = RayKVOffloadingSpec(offloading_config(vllm_config, kv_cache_config))
         facts = engine_facts(
             vllm_config, kv_cache_config, spec.config, spec.settings.weights_version
         )
@@ -195,14 +199,6 @@ class RayKVConnector(OffloadingConnector):
         groups = self.scheduler.config.kv_group_configs
         prefixes = [each for each in groups if each.sliding_window_size_in_chunks is None]
         return [each.tokens_per_chunk for each in prefixes or groups]
-
-    @staticmethod
-    def _offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
-            build_offloading_config,
-        )
-
-        return build_offloading_config(vllm_config, kv_cache_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -347,6 +343,10 @@ class RayKVConnector(OffloadingConnector):
             raise
 
     @cached_property
+    def _tables(self) -> SchedulerTables:
+        return SchedulerTables(self.scheduler)
+
+    @cached_property
     def _mender(self) -> Mender:
         manager = self.scheduler.manager
         assert isinstance(manager, RayOffloadingManager), manager
@@ -368,7 +368,7 @@ class RayKVConnector(OffloadingConnector):
             super().on_new_request(request)
         if self._manager is None or request.skip_reading_prefix_cache:
             return
-        status = self.scheduler._req_status[request.request_id]
+        status = self._tables.requests[request.request_id]
         status.update_offload_keys()
         for group in status.group_states:
             self._manager.ask(request.request_id, group.offload_keys)
@@ -390,7 +390,7 @@ class RayKVConnector(OffloadingConnector):
         if self._manager is not None and request.request_id in self._manager.barred:
             return 0, False
         if self._manager is not None:
-            status = self.scheduler._req_status.get(request.request_id)
+            status = self._tables.requests.get(request.request_id)
             most = getattr(status, "max_load_tokens", None)
             self._manager.misses.looks(request, num_computed_tokens, most)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -537,7 +537,7 @@ class RayKVConnector(OffloadingConnector):
             if meta.lines and self._runtime is not None:
                 self._runtime.session.take_lines(meta.lines)
             # Those that were given up meanwhile mean nothing to vLLM's scheduler.
-            known = self.scheduler._jobs
+            known = self._tables.jobs
             ended = {i: count for i, count in meta.completed_jobs.items() if i in known}
             meta.completed_jobs = ended
         super().update_connector_output(connector_output)
@@ -546,7 +546,7 @@ class RayKVConnector(OffloadingConnector):
     def _end_layered_step(self, invalid_block_ids: set[int]) -> None:
         """Where it fails, who would have hit these blocks waits on, until it does not."""
         if self._layered is not None:
-            self._layered.end_step(invalid_block_ids or set(), self._kv_cache_manager)
+            self._layered.end_step(invalid_block_ids or set(), cache_manager_of(self))
 
     def _fenced(self, *_arguments: Any) -> tuple[bool, dict[str, Any] | None]:
         """Blocks that are still read are known to be, before vLLM frees them."""
@@ -576,7 +576,7 @@ class RayKVConnector(OffloadingConnector):
     @guarded(lambda *_: ())
     def _chunks_of(self, request_id: str) -> Sequence[bytes]:
         """Keys of a request's chunks, of the first group that is loaded as whole prefixes."""
-        status = self.scheduler._req_status.get(request_id)
+        status = self._tables.requests.get(request_id)
         groups = [] if status is None else status.group_states
         configs = self.scheduler.config.kv_group_configs
         windows = [each.sliding_window_size_in_chunks is not None for each in configs]
@@ -608,12 +608,12 @@ class RayKVConnector(OffloadingConnector):
     def reset_cache(self) -> bool | None:
         """See `KVConnectorBase_V1.reset_cache`; False: not all of it was forgotten."""
         # vLLM's wants none of an earlier reset, or of a hook that failed.
-        flushed = set(self.scheduler._current_batch_jobs_to_flush)
-        self.scheduler._current_batch_jobs_to_flush.clear()
+        flushed = set(self._tables.flushed)
+        self._tables.flushed.clear()
         try:
             return super().reset_cache()
         finally:
-            self.scheduler._current_batch_jobs_to_flush |= flushed
+            self._tables.flushed.update(flushed)
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> Any:

@@ -496,9 +496,9 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         """Whether a load of the request is under way: then its blocks hold nothing yet, and vLLM
         frees them when it hears of the load's end.
         """
-        status = self.scheduler._req_status.get(request_id)
+        status = self._tables.requests.get(request_id)
         jobs = () if status is None else status.transfer_jobs
-        known = self.scheduler._jobs
+        known = self._tables.jobs
         return any(job_id in known and not known[job_id].is_store for job_id in jobs)
 
     def _untold(self, request: Any, _block_ids: list[int]) -> None:

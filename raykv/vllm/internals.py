@@ -1,10 +1,16 @@
-"""The versions of vLLM that are known, and what of it is no interface."""
+"""What RayKV touches of vLLM that is no interface of it, and the versions that it is known in.
+
+vLLM's interfaces are the base classes of connectors and of offloading, and what their methods are
+given. All else that is read, changed, called or wrapped is touched here alone, under a name that
+says what for: where versions of vLLM differ, this file does. vLLM's modules are imported where they
+are needed, since its plugins are loaded before most of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from typing import Any
@@ -45,46 +51,231 @@ def check_vllm_version(version: str) -> None:
         raise VersionError(f"RayKV works with vLLM {allowed}; this is vLLM {version}")
 
 
-RESETS = "_reset_caches"
-"""Of EngineCore, by sleep, pause and the release of the KV cache's memory alone."""
+def is_registered(connector: str) -> bool:
+    """Whether vLLM knows a connector of this name in this process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-# How many of these calls are under way in this process, on EngineCore's one thread.
-_resting = 0
-
-
-def is_resting() -> bool:
-    """Whether vLLM empties caches because the engine is to rest, not because a user wants it."""
-    return _resting > 0
+    return connector in KVConnectorFactory._registry
 
 
-def watch_rests() -> None:
-    """From now on `is_resting` is right; a second call changes nothing.
+# What vLLM keeps of the requests and jobs of its offloading connector
 
-    With a vLLM that does this otherwise it stays False: then a rest empties the cache of all
-    engines, which is wasteful and right.
-    """
-    from vllm.v1.engine.core import EngineCore
 
-    method = getattr(EngineCore, RESETS, None)
-    if method is None:
-        logger.warning(
-            "this vLLM rests in an unknown way: sleep and pause empty the cache of all engines"
+class SchedulerTables:
+    """Of vLLM's `OffloadingConnectorScheduler`, as they are: who changes one changes vLLM's."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        """A `RequestOffloadState` by request, until that and its last job have ended."""
+        found: dict[str, Any] = self._scheduler._req_status
+        return found
+
+    @property
+    def jobs(self) -> dict[int, Any]:
+        """A `TransferJobStatus` for each job that has not ended."""
+        found: dict[int, Any] = self._scheduler._jobs
+        return found
+
+    @property
+    def loads(self) -> dict[int, Any]:
+        """Jobs that go out with this step's metadata, a `TransferJob` each."""
+        found: dict[int, Any] = self._scheduler._current_batch_load_jobs
+        return found
+
+    @property
+    def flushed(self) -> set[int]:
+        """Stores that the workers wait for before this step."""
+        found: set[int] = self._scheduler._current_batch_jobs_to_flush
+        return found
+
+    @property
+    def next_job(self) -> int:
+        """The number that the next job gets."""
+        return int(self._scheduler._job_counter)
+
+    @property
+    def first_job(self) -> int:
+        """vLLM takes no notice of the ends of jobs before this one: there was a reset."""
+        return int(self._scheduler._stale_job_threshold)
+
+    def adopt(self, request: Any) -> None:
+        """Have a request known, if it is not, as one without wishes."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+            RequestOffloadState,
         )
-    elif not hasattr(method, "__wrapped__"):
-        setattr(EngineCore, RESETS, _resting_while(method))
+        from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
+
+        if request.request_id not in self.requests:
+            context, nothing = ReqContext(request.request_id), RequestOffloadingContext()
+            state = RequestOffloadState(self._scheduler.config, request, context, nothing)
+            self.requests[request.request_id] = state
+
+    def end_step(self) -> None:
+        """The metadata of this step are made up; what follows belongs to the next one."""
+        self._scheduler._current_batch_load_jobs = {}
+        self._scheduler._current_batch_jobs_to_flush = set()
+        self._scheduler._current_batch_allocated_block_ids = set()
+
+    def set_loading(self, keys: Iterable[Any]) -> None:
+        """These chunks are being loaded, of which vLLM keeps a set beside its own prefix cache."""
+        if self._scheduler._chunks_being_loaded is not None:
+            self._scheduler._chunks_being_loaded = set(keys)
+
+    def set_fences(self, fences: dict[int, set[int]]) -> None:
+        """Which stores are to be waited for before a block is used anew."""
+        self._scheduler._block_id_to_pending_jobs = fences
+
+    def replace_tracker(self, tracker: Any) -> bool:
+        """Have another one called of chunks that are stored and found; False: vLLM calls none."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+            OffloadingEventsTracker,
+        )
+
+        before = getattr(self._scheduler, "_events_tracker", None)
+        if not isinstance(before, OffloadingEventsTracker):
+            return False
+        self._scheduler._events_tracker = tracker
+        return True
 
 
-def _resting_while(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        global _resting
-        _resting += 1
-        try:
-            return method(*args, **kwargs)
-        finally:
-            _resting -= 1
+def described_chunk(tracker: Any, request: Any, group_config: Any, chunk_idx: int) -> Any:
+    """What vLLM's `OffloadingEventsTracker` would say of a chunk in its events."""
+    return tracker._build_event_metadata(request, group_config, chunk_idx)
 
-    return call
+
+class WorkerTables:
+    """Of vLLM's `OffloadingConnectorWorker`, as they are."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    @property
+    def loads(self) -> dict[int, str]:
+        """The request of each load that has not ended."""
+        found: dict[int, str] = self._worker._load_jobs
+        return found
+
+    @property
+    def unsubmitted(self) -> list[tuple[int, Any, Any]]:
+        """Stores that are left to the next step: number, blocks and places in the pool."""
+        found: list[tuple[int, Any, Any]] = self._worker._unsubmitted_store_jobs
+        return found
+
+    @property
+    def is_store_writer(self) -> bool:
+        """Whether this rank stores; the others only confirm."""
+        return bool(self._worker._is_store_writer)
+
+    @property
+    def confirmed(self) -> dict[int, int]:
+        """Jobs with which this rank has nothing to do, and how often they have ended."""
+        found: dict[int, int] = self._worker._connector_worker_meta.completed_jobs
+        return found
+
+
+def cache_manager_of(connector: Any) -> Any:
+    """vLLM's `KVCacheManager`, which it has given to the connector."""
+    return connector._kv_cache_manager
+
+
+def count_by_transfer_type(metrics: Any) -> Any:
+    """Have vLLM's older metrics of transfers count too; returns `metrics`.
+
+    `vllm:kv_offload_total_bytes`, `_total_time` and `_size` with their label `transfer_type` are
+    what dashboards of vLLM's offloading show. vLLM exports them for every spec, and feeds them for
+    the subclasses of its own alone, from the same numbers as those that take their place.
+    """
+    metrics._observe_deprecated_metrics = True
+    return metrics
+
+
+# What vLLM decides, and tells no connector
+
+
+def offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """What vLLM makes a spec from, as a connector's process has it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
+
+    return config.build_offloading_config(vllm_config, kv_cache_config)
+
+
+def canonical_format(kv_cache_layout: str) -> str:
+    """vLLM's name of how canonical pages lie."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
+
+    return str(canonical_mapping.canonical_format_id(kv_cache_layout))
+
+
+def default_hash_seed() -> str:
+    """Root of block hashes that are cryptographic, unless the user names one."""
+    from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+
+    return str(DEFAULT_NONE_HASH_SEED)
+
+
+def attention_backend(vllm_config: Any, spec: Any, *, has_sink: bool) -> str | None:
+    """What vLLM's selector chooses for layers with this spec.
+
+    None if no back end does that: a layer that wanted it would have stopped the engine.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    model = vllm_config.model_config
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None) or {}
+    is_mla = "MLA" in type(spec).__name__
+    try:
+        with set_current_vllm_config(vllm_config):
+            if not isinstance(spec, AttentionSpec):
+                return str(get_mamba_attn_backend(spec.mamba_type).get_name())
+            is_spared = spec.kv_quant_mode.name == "NONE"
+            backend = get_attn_backend(
+                spec.head_size,
+                model.dtype,
+                "auto" if is_spared else vllm_config.cache_config.cache_dtype,
+                use_mla=is_mla,
+                has_sink=has_sink and not is_mla,
+                # As vLLM's DeepSeek models tell that they have an indexer.
+                use_sparse=is_mla and hasattr(model.hf_text_config, "index_topk"),
+                use_mm_prefix=bool(model.is_mm_prefix_lm),
+                use_per_head_quant_scales=scheme.get("strategy") == "attn_head",
+                has_sliding_window=getattr(spec, "sliding_window", None) is not None,
+            )
+            return str(backend.get_name())
+    except Exception:
+        return None
+
+
+def cpu_writer(vllm_config: Any, spec: Any) -> Callable[[Any, Any], Any]:
+    """vLLM's CPU kernel as the engine's workers call it, for a cache of one block."""
+    import torch
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    isa = _get_attn_isa(
+        vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype
+    )
+
+    def write(keys: Any, values: Any) -> Any:
+        tokens, heads, dims = keys.shape
+        page = torch.zeros((1, heads, 2 * tokens, dims), dtype=spec.dtype)
+        key_cache, value_cache = page.chunk(2, dim=2)
+        _custom_ops.cpu_attn_reshape_and_cache(
+            torch.from_numpy(keys).to(spec.dtype),
+            torch.from_numpy(values).to(spec.dtype),
+            key_cache,
+            value_cache,
+            torch.arange(tokens),
+            isa,
+        )
+        return page.to(torch.float32).numpy()
+
+    return write
 
 
 def ordinary_gpu_memory(sleeps: bool) -> AbstractContextManager[None] | None:
@@ -113,3 +304,131 @@ def _changed(change: Callable[[str], None], before: str, to: str) -> Iterator[No
         yield
     finally:
         change(before)
+
+
+# Methods that are wrapped in vLLM's processes
+
+Wrapper = Callable[[Any], Any]
+"""Gets a method and returns what is called in its place."""
+
+RESETS = "_reset_caches"
+"""Of EngineCore, by sleep, pause and the release of the KV cache's memory alone."""
+
+HASHED = "_gen_lora_extra_hash_keys"
+"""Of `vllm.v1.core.kv_cache_utils`: what an adapter adds to the hash of a block."""
+
+LOADS = "_load_adapter"
+"""Of `WorkerLoRAManager`: the one place where an adapter's files are read."""
+
+
+def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:
+    """Wrap a method, once however often this is called; False: there is none of that name."""
+    method = getattr(owner, name, None)
+    if method is None:
+        return False
+    if not hasattr(method, "_raykv"):
+        wrapped = wrapper(method)
+        wrapped._raykv = True
+        setattr(owner, name, wrapped)
+    return True
+
+
+def wrap_adapter_hashes(wrapper: Wrapper) -> bool:
+    """`hashed(request)`; False: this vLLM hashes adapters otherwise."""
+    from vllm.v1.core import kv_cache_utils
+
+    return wrap(kv_cache_utils, HASHED, wrapper)
+
+
+def wrap_adapter_loads(wrapper: Wrapper) -> bool:
+    """`load(manager, lora_request)`; False: this vLLM loads adapters otherwise."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    return wrap(WorkerLoRAManager, LOADS, wrapper)
+
+
+def wrap_prompts(rendering: Wrapper, rendering_async: Wrapper, processing: Wrapper) -> None:
+    """`render(renderer, prompt, …)`, and `process(processor, request_id, prompt, …)` behind it.
+
+    Raises:
+        AttributeError, ImportError: this vLLM renders prompts in another way; nothing is changed.
+    """
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    places = (
+        (BaseRenderer, "_process_tokens", rendering),
+        (BaseRenderer, "_process_tokens_async", rendering_async),
+        (InputProcessor, "process_inputs", processing),
+    )
+    for owner, name, _ in places:
+        getattr(owner, name)
+    for owner, name, wrapper in places:
+        wrap(owner, name, wrapper)
+
+
+def wrap_core(name: str, wrapper: Wrapper) -> bool:
+    """A method of `EngineCore`, as `wrap` does it."""
+    from vllm.v1.engine.core import EngineCore
+
+    return wrap(EngineCore, name, wrapper)
+
+
+def worker_class_of(vllm_config: Any) -> Any:
+    """The class of vLLM's workers with this configuration."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    named = vllm_config.parallel_config.worker_cls
+    return resolve_obj_by_qualname(named) if isinstance(named, str) else named
+
+
+def connectors_of(core: Any) -> list[Any]:
+    """Of an `EngineCore`, which may have several in one."""
+    first = getattr(core.scheduler, "connector", None)
+    return [first, *getattr(first, "_connectors", ())]
+
+
+def ask_workers(core: Any, function: Callable[[Any], Any]) -> list[Any] | None:
+    """What a function says of each worker of an `EngineCore`; None while they sleep."""
+    executor = core.model_executor
+    if getattr(executor, "is_sleeping", False):
+        return None
+    return list(executor.collective_rpc(function))
+
+
+# How many calls of EngineCore's for a rest are under way in this process, on its one thread.
+_resting = 0
+
+
+def is_resting() -> bool:
+    """Whether vLLM empties caches because the engine is to rest, not because a user wants it.
+
+    vLLM does so before a sleep and with a pause, and has connectors do the same, by the call that
+    a user's `reset_prefix_cache(reset_connector=True)` makes too: only the caller knows.
+    """
+    return _resting > 0
+
+
+def watch_rests() -> None:
+    """From now on `is_resting` is right; a second call changes nothing.
+
+    With a vLLM that does this otherwise it stays False: then a rest empties the cache of all
+    engines, which is wasteful and right.
+    """
+    if not wrap_core(RESETS, _resting_while):
+        logger.warning(
+            "this vLLM rests in an unknown way: sleep and pause empty the cache of all engines"
+        )
+
+
+def _resting_while(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        global _resting
+        _resting += 1
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _resting -= 1
+
+    return call

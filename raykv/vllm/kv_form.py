@@ -17,6 +17,7 @@ import numpy.typing as npt
 from raykv.memory.kv_form import ELEMENT_BYTES, objection
 from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.vllm.canonical import whole_spec
+from raykv.vllm.internals import cpu_writer
 
 logger = logging.getLogger("raykv")
 
@@ -66,7 +67,7 @@ def _group_form(vllm_config: Any, spec: Any, layers: list[str]) -> GroupForm:
     if refusal:
         return GroupForm(refusal=refusal)
     keys, values = measured(
-        _cpu_writer(vllm_config, spec), spec.num_kv_heads, spec.block_size, spec.head_size
+        cpu_writer(vllm_config, spec), spec.num_kv_heads, spec.block_size, spec.head_size
     )
     return GroupForm(
         layers=layers,
@@ -97,34 +98,6 @@ def _refusal(vllm_config: Any, spec: Any) -> str:
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "with decode_context_parallel_size above 1 its tokens are spread over the ranks"
     return ""
-
-
-def _cpu_writer(vllm_config: Any, spec: Any) -> WriteBlock:
-    """vLLM's CPU kernel as the engine's workers call it, for a cache of one block."""
-    import torch
-    from vllm import _custom_ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    isa = _get_attn_isa(
-        vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype
-    )
-
-    def write(keys: Any, values: Any) -> Any:
-        tokens, heads, dims = keys.shape
-        page = torch.zeros((1, heads, 2 * tokens, dims), dtype=spec.dtype)
-        key_cache, value_cache = page.chunk(2, dim=2)
-        _custom_ops.cpu_attn_reshape_and_cache(
-            torch.from_numpy(keys).to(spec.dtype),
-            torch.from_numpy(values).to(spec.dtype),
-            key_cache,
-            value_cache,
-            torch.arange(tokens),
-            isa,
-        )
-        return page.to(torch.float32).numpy()
-
-    return write
 
 
 def measured(

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from raykv.base.errors import SettingError
 from raykv.base.settings import Settings
 from raykv.engine.layered import LayeredLoad, LayeredLoads
+from raykv.vllm.internals import SchedulerTables
 
 PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """KV caches of numbers alone: a page that is loaded and computed at once has either one's."""
@@ -134,7 +135,7 @@ class LayeredScheduling:
 
     def __init__(self, loads: LayeredLoads, scheduler: Any) -> None:
         self.loads = loads
-        self._scheduler = scheduler
+        self._tables = SchedulerTables(scheduler)
         self._tokens_per_hash = scheduler.config.tokens_per_hash
         self._tokens_per_block = scheduler.config.kv_group_configs[0].tokens_per_block
         # How many tokens vLLM's own cache has of requests that were asked about last.
@@ -186,7 +187,7 @@ class LayeredScheduling:
         """Have vLLM offer nothing of the request in this step: the manager would refuse it, which
         vLLM warns of.
         """
-        status = self._scheduler._req_status[request.request_id]
+        status = self._tables.requests[request.request_id]
         self._allowed.append((status, status.max_offload_tokens))
         status.max_offload_tokens = 0
 
@@ -202,9 +203,3 @@ class LayeredScheduling:
         if blocks:
             kv_cache_manager.evict_blocks(blocks)
         self.loads.evicted()
-
-    def take_load_jobs(self) -> dict[int, Any]:
-        """Loads that vLLM's scheduler has made up in this step and could not hand over."""
-        jobs: dict[int, Any] = self._scheduler._current_batch_load_jobs
-        self._scheduler._current_batch_load_jobs = {}
-        return jobs

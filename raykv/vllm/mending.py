@@ -16,11 +16,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
-from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
-
 from raykv.base import guard
 from raykv.base.ids import Key
+from raykv.vllm.internals import SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
 
 
@@ -46,7 +44,7 @@ class Mender:
     """
 
     def __init__(self, scheduler: Any, manager: RayOffloadingManager) -> None:
-        self._scheduler = scheduler
+        self._tables = SchedulerTables(scheduler)
         self._manager = manager
         # Jobs from this one on have not gone out to the workers.
         self._first_unsent = 0
@@ -55,11 +53,7 @@ class Mender:
     def adopt(self, request: Any) -> None:
         """Have a request known that could not be taken in; it neither loads nor stores."""
         self._manager.barred.add(request.request_id)
-        statuses = self._scheduler._req_status
-        if request.request_id not in statuses:
-            context, nothing = ReqContext(request.request_id), RequestOffloadingContext()
-            config = self._scheduler.config
-            statuses[request.request_id] = RequestOffloadState(config, request, context, nothing)
+        self._tables.adopt(request)
 
     def give_up_load(self, request_id: str) -> None:
         """The load of a request that was given its blocks is not to be; it is computed.
@@ -67,7 +61,7 @@ class Mender:
         Stores may still read some of those blocks, which nobody may have noted.
         """
         self._manager.barred.add(request_id)
-        made_up = {**self._scheduler._current_batch_load_jobs, **self._unsent()}
+        made_up = {**self._tables.loads, **self._unsent()}
         for job_id, job in made_up.items():
             if job.req_id == request_id and not getattr(job, "is_store", False):
                 self._drop(job_id)
@@ -84,34 +78,32 @@ class Mender:
             output: vLLM's `SchedulerOutput`.
             may_load: whether loads go out that are made up.
         """
-        scheduler = self._scheduler
-        loads = dict(scheduler._current_batch_load_jobs) if may_load else {}
+        tables = self._tables
+        loads = dict(tables.loads) if may_load else {}
         lost = {i: job for i, job in self._unsent().items() if i not in loads}
         for job_id in lost:
             self._drop(job_id)
         # Their blocks may not have been noted, or not be theirs any more.
         self._manager.barred.update(output.num_scheduled_tokens)
-        for request_id, status in scheduler._req_status.items():
+        for request_id, status in tables.requests.items():
             if has_blocks(status) and not status.finished_signaled:
                 self._manager.barred.add(request_id)
         for request_id in output.finished_req_ids or ():
-            if (status := scheduler._req_status.get(request_id)) is not None:
+            if (status := tables.requests.get(request_id)) is not None:
                 status.finished_signaled = True
                 self._manager.on_request_finished(status.req_context)
         self._flush_stores()
         self.mend()
-        flushed = set(scheduler._current_batch_jobs_to_flush)
-        scheduler._current_batch_load_jobs = {}
-        scheduler._current_batch_jobs_to_flush = set()
-        scheduler._current_batch_allocated_block_ids = set()
+        flushed = set(tables.flushed)
+        tables.end_step()
         return BareStep(loads, flushed, [job.req_id for job in lost.values() if not job.is_store])
 
     def end_step(self, output: Any) -> None:
         """The metadata of a step go out."""
-        self._first_unsent = self._scheduler._job_counter
+        self._first_unsent = self._tables.next_job
         if barred := self._manager.barred:
             barred.difference_update(output.finished_req_ids or ())
-            barred &= self._scheduler._req_status.keys()
+            barred &= self._tables.requests.keys()
         if guard.failures.total() != self._failures:
             self.mend()
 
@@ -129,28 +121,26 @@ class Mender:
         self.mend()
 
     def _unsent(self) -> dict[int, Any]:
-        jobs = self._scheduler._jobs
+        jobs = self._tables.jobs
         return {job_id: job for job_id, job in jobs.items() if job_id >= self._first_unsent}
 
     def _drop(self, job_id: int) -> None:
         """Another rank may still be at it: before its blocks are used anew that is waited for."""
-        job = self._scheduler._jobs.pop(job_id, None)
-        self._scheduler._current_batch_load_jobs.pop(job_id, None)
+        job = self._tables.jobs.pop(job_id, None)
+        self._tables.loads.pop(job_id, None)
         if job is not None and job.is_store:
-            self._scheduler._current_batch_jobs_to_flush.add(job_id)
+            self._tables.flushed.add(job_id)
 
     def _flush_stores(self) -> None:
-        jobs = self._scheduler._jobs
+        jobs = self._tables.jobs
         stores = [job_id for job_id, job in jobs.items() if job.is_store]
-        self._scheduler._current_batch_jobs_to_flush.update(stores)
+        self._tables.flushed.update(stores)
 
     def mend(self) -> None:
         """Derive from the jobs that are left what should have become of everything else."""
         self._failures = guard.failures.total()
-        scheduler = self._scheduler
-        statuses, jobs = scheduler._req_status, scheduler._jobs
-        # vLLM takes no more notice of the ends of jobs from before a reset.
-        first = scheduler._stale_job_threshold
+        statuses, jobs = self._tables.requests, self._tables.jobs
+        first = self._tables.first_job
         for job_id in [i for i, job in jobs.items() if i < first or job.req_id not in statuses]:
             self._drop(job_id)
         for status in statuses.values():
@@ -160,19 +150,18 @@ class Mender:
         for request_id, status in list(statuses.items()):
             if status.finished_signaled and not status.transfer_jobs:
                 del statuses[request_id]
-        if scheduler._chunks_being_loaded is not None:
-            loads = (job.keys for job in jobs.values() if not job.is_store)
-            scheduler._chunks_being_loaded = set().union(*loads)
-        scheduler._block_id_to_pending_jobs = self._fences()
+        loads = (job.keys for job in jobs.values() if not job.is_store)
+        self._tables.set_loading(set().union(*loads))
+        self._tables.set_fences(self._fences())
         flying = (Key(key) for job in jobs.values() if job.is_store for key in job.keys)
         self._manager.view.keep_stores(Counter(flying))
 
     def _fences(self) -> dict[int, set[int]]:
         """Blocks that stores read and vLLM may give to another request, as vLLM keeps them."""
         fences: dict[int, set[int]] = {}
-        for job_id, job in self._scheduler._jobs.items():
+        for job_id, job in self._tables.jobs.items():
             blocks = [*(job.fenced_block_ids or ())]
-            if self._scheduler._req_status[job.req_id].req.is_finished():
+            if self._tables.requests[job.req_id].req.is_finished():
                 blocks += job.deferred_fence_block_ids or ()
             for block in blocks:
                 fences.setdefault(block, set()).add(job_id)

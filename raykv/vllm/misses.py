@@ -52,17 +52,6 @@ def unregister_metrics() -> None:
             REGISTRY.unregister(collector)
 
 
-def count_by_transfer_type(metrics: Any) -> Any:
-    """Have vLLM's older metrics of transfers count too; returns `metrics`.
-
-    `vllm:kv_offload_total_bytes`, `_total_time` and `_size` with their label `transfer_type` are
-    what dashboards of vLLM's offloading show. vLLM exports them for every spec, and feeds them for
-    the subclasses of its own alone, from the same numbers as those that take their place.
-    """
-    metrics._observe_deprecated_metrics = True
-    return metrics
-
-
 class MissReporter:
     """See the module's docstring."""
 

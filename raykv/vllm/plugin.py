@@ -7,6 +7,7 @@ import os
 
 from raykv.base.parent import end_with_parent
 from raykv.vllm.identity.media import watch_prompts
+from raykv.vllm.internals import is_registered
 
 logger = logging.getLogger("raykv")
 
@@ -19,7 +20,7 @@ def register() -> None:
     """Register the connectors; vLLM calls this in each of its processes, some more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if "RayKVConnector" in KVConnectorFactory._registry:
+    if is_registered("RayKVConnector"):
         return
     replica = os.environ.get(REPLICA_VARIABLE)
     if replica is not None:

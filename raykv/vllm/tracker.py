@@ -21,6 +21,7 @@ from raykv.engine.announcements import Announcements
 from raykv.engine.runtime import EngineIdentity
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.stream.descriptions import DescriptionOutbox
+from raykv.vllm.internals import SchedulerTables, described_chunk
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.spec import RayKVOffloadingSpec
 
@@ -73,7 +74,7 @@ class ChunkTracker(OffloadingEventsTracker):
             return
         if group_config.sliding_window_size_in_chunks is not None or has_other_input(req):
             return
-        meta = self._build_event_metadata(req, group_config, chunk_idx)
+        meta = described_chunk(self, req, group_config, chunk_idx)
         parent = meta.parent_block_hash
         outbox.add(
             Description(
@@ -112,12 +113,11 @@ def track_chunks(
     describes = settings.describe_chunks or bool(settings.events_endpoint)
     if not describes and not wants_events:
         return None
-    if not isinstance(getattr(scheduler, "_events_tracker", None), OffloadingEventsTracker):
+    outbox = DescriptionOutbox() if describes else None
+    announcements = Announcements() if wants_events else None
+    tracker = ChunkTracker(spec.kv_events_config, identity, outbox, announcements)
+    if not SchedulerTables(scheduler).replace_tracker(tracker):
         logger.warning("this vLLM does not tell what chunks are made of: they are not described")
         return None
-    outbox = DescriptionOutbox() if describes else None
-    manager.announcements = Announcements() if wants_events else None
-    scheduler._events_tracker = ChunkTracker(
-        spec.kv_events_config, identity, outbox, manager.announcements
-    )
+    manager.announcements = announcements
     return outbox

@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
@@ -26,6 +25,7 @@ from raykv.engine.requests import FailedLoad
 from raykv.protocol.measures import BreakerReport
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.identity.weight_changes import WeightWatch, watch_worker
+from raykv.vllm.internals import WorkerTables
 from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.spec import RayKVOffloadingSpec
@@ -48,11 +48,9 @@ def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> AdapterUs
 class RayKVConnectorWorker(OffloadingConnectorWorker):
     """vLLM's worker side, which takes failed transfers instead of asserting that there are none."""
 
-    # What vLLM's class keeps of jobs that this rank has nothing to do with.
-    _connector_worker_meta: OffloadingWorkerMetadata
-
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
+        self._vllm = WorkerTables(self)
         if isinstance(spec, RayKVOffloadingSpec) and spec.config.parallel.rank == 0:
             spec.tell_form = partial(kv_form_of, vllm_config, kv_cache_config, spec)
         self._meta = RayKVWorkerMetadata()
@@ -144,25 +142,25 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def _refuse_unsubmitted(self) -> None:
         """Let the stores of the last step fail that have not been submitted."""
-        for job_id, blocks, pool in self._unsubmitted_store_jobs:
+        for job_id, blocks, pool in self._vllm.unsubmitted:
             if self._raykv is not None and not self._raykv.has(job_id):
                 self._raykv.refuse(job_id, Direction.STORE, blocks, pool)
-        self._unsubmitted_store_jobs.clear()
+        self._vllm.unsubmitted.clear()
 
     def refuse_submissions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let all jobs fail that should have been submitted in this step, and were not."""
         self._refuse_unsubmitted()
         for job_id, job in metadata.load_jobs.items():
-            self._load_jobs[job_id] = job.req_id
+            self._vllm.loads[job_id] = job.req_id
             if self._raykv is not None and not self._raykv.has(job_id):
                 self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
 
     def refuse_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let all stores fail that are neither submitted nor going to be."""
-        waiting = {job_id for job_id, _, _ in self._unsubmitted_store_jobs}
+        waiting = {job_id for job_id, _, _ in self._vllm.unsubmitted}
         for job_id, job in metadata.store_jobs.items():
-            if not self._is_store_writer:
-                self._connector_worker_meta.completed_jobs[job_id] = 1
+            if not self._vllm.is_store_writer:
+                self._vllm.confirmed[job_id] = 1
             elif self._raykv is not None and job_id not in waiting and not self._raykv.has(job_id):
                 self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
@@ -173,7 +171,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             may_load = use is None or self._adapters.may_load(use)
             if self._raykv is not None and (self._has_left or not may_load):
                 # Last: what is left in it has no end yet.
-                self._load_jobs[job_id] = job.req_id
+                self._vllm.loads[job_id] = job.req_id
                 self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
                 del metadata.load_jobs[job_id]
         super().start_kv_transfers(metadata)
@@ -188,7 +186,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def _refuse_unfit_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Of requests that were not computed with the weights, and the adapter, of their keys."""
-        if not self._is_store_writer or self._raykv is None:
+        if not self._vllm.is_store_writer or self._raykv is None:
             return
         for job_id, job in list(metadata.store_jobs.items()):
             use = _use_of(metadata, job.req_id)
@@ -208,10 +206,10 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._adapters.begin(metadata.beginning)
             self._refuse_unfit_stores(metadata)
         super().prepare_store_kv(metadata)
-        if not self._is_durable or self._raykv is None or not self._unsubmitted_store_jobs:
+        if not self._is_durable or self._raykv is None or not self._vllm.unsubmitted:
             return
-        jobs = list(self._unsubmitted_store_jobs)
-        self._unsubmitted_store_jobs.clear()
+        jobs = list(self._vllm.unsubmitted)
+        self._vllm.unsubmitted.clear()
         for job_id, blocks, pool in jobs:
             self._raykv.submit_store(job_id, blocks, pool)
         self._raykv.finish({job_id for job_id, _, _ in jobs})
@@ -256,7 +254,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         failed = result.failed if isinstance(result, RayKVTransferResult) else []
         self._meta.failed_stores += [(chunk.key, chunk.generation) for chunk in failed]
         self._meta.mark_completed(result.job_id)
-        request_id = self._load_jobs.pop(result.job_id, None)
+        request_id = self._vllm.loads.pop(result.job_id, None)
         if request_id is not None and result.job_id not in self._unseen:
             self._meta.barred.add(request_id)
             self._failed_recving.add(request_id)
@@ -265,20 +263,20 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     @guarded(_take_end_badly)
     def _take_end(self, result: TransferResult) -> None:
-        request_id = self._load_jobs.get(result.job_id)
+        request_id = self._vllm.loads.get(result.job_id)
         self._take_result(result, request_id)
         if request_id is not None and not self._is_layerwise:
             self._received.add(request_id)
         self._meta.mark_completed(result.job_id)
         self._unseen.pop(result.job_id, None)
-        self._load_jobs.pop(result.job_id, None)
+        self._vllm.loads.pop(result.job_id, None)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Wait until the KV of a layer is there, of all prompts that are being loaded."""
         if not self._unseen:
             return
         self._waited.add(layer_name)
-        if not self._unseen.keys() <= self._load_jobs.keys():
+        if not self._unseen.keys() <= self._vllm.loads.keys():
             # A load begins behind a layer that wants it: vLLM is not the one that we know.
             self.distrust_loads()
         if self._raykv is not None:
@@ -317,7 +315,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self.distrust_loads()
         for job_id in self._unseen:
             if self._raykv is None or not self._raykv.is_flying(job_id):
-                self._load_jobs.pop(job_id, None)
+                self._vllm.loads.pop(job_id, None)
                 self._meta.mark_completed(job_id)
         self._unseen.clear()
         self._waited.clear()
@@ -366,8 +364,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """What has ended, and what else there was to tell; it counts as told."""
         meta, self._meta = self._meta, RayKVWorkerMetadata()
         # Of jobs with which this rank has nothing to do.
-        meta.completed_jobs |= self._connector_worker_meta.completed_jobs
-        self._connector_worker_meta.completed_jobs.clear()
+        meta.completed_jobs |= self._vllm.confirmed
+        self._vllm.confirmed.clear()
         return None if meta == RayKVWorkerMetadata() else meta
 
     @guarded(take_meta)

@@ -30,7 +30,7 @@ from raykv.protocol.columns import Handles, Leases
 from raykv.protocol.engine import SyncReply
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
-from raykv.vllm import mending
+from raykv.vllm import internals, mending
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
@@ -131,7 +131,7 @@ def is_within(code: CodeType) -> bool:
     return path.name not in _TRUSTED_FILES and code not in _safe_answers()
 
 
-_TRUSTED_FILES = {Path(inspect.getfile(each)).name for each in (guard, mending)}
+_TRUSTED_FILES = {Path(inspect.getfile(each)).name for each in (guard, internals, mending)}
 
 _SAFE = {
     RayKVConnector: (

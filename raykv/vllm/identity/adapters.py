@@ -18,14 +18,9 @@ from typing import Any
 
 from raykv.prompts.adapters import UNKNOWN, AdapterFiles, Content
 from raykv.prompts.block_hashes import path_with_digest
+from raykv.vllm.internals import wrap_adapter_hashes, wrap_adapter_loads
 
 logger = logging.getLogger("raykv")
-
-HASHED = "_gen_lora_extra_hash_keys"
-"""Of `vllm.v1.core.kv_cache_utils`: what an adapter adds to the hash of a block."""
-
-LOADS = "_load_adapter"
-"""Of `WorkerLoRAManager`: the one place where an adapter's files are read."""
 
 _NAME = "_raykv_adapter"
 """Attribute of a `Request`: the digest in its hashes."""
@@ -49,14 +44,7 @@ def name_by_content() -> bool:
     Returns:
         False: this vLLM hashes adapters otherwise, and nothing has changed.
     """
-    from vllm.v1.core import kv_cache_utils
-
-    hashed = getattr(kv_cache_utils, HASHED, None)
-    if hashed is None:
-        return False
-    if not hasattr(hashed, "__wrapped__"):
-        setattr(kv_cache_utils, HASHED, _with_digest(hashed))
-    return True
+    return wrap_adapter_hashes(_with_digest)
 
 
 def _with_digest(hashed: Any) -> Any:
@@ -198,11 +186,7 @@ def watch_loads(lora_config: Any) -> LoadedAdapters:
     loaded = LoadedAdapters()
     if lora_config is None:
         return loaded
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
-    loads = getattr(WorkerLoRAManager, LOADS, None)
-    if loads is not None and not hasattr(loads, "__wrapped__"):
-        setattr(WorkerLoRAManager, LOADS, _noted(loads))
+    wrap_adapter_loads(_noted)
     _loaded[id(lora_config)] = (lora_config, loaded)
     return loaded
 

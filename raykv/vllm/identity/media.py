@@ -16,6 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from raykv.vllm.internals import wrap_prompts
+
 logger = logging.getLogger("raykv")
 
 NAMED_BY_CLIENT = "raykv: media named by a client"
@@ -38,20 +40,9 @@ def watch_prompts() -> None:
         AttributeError, ImportError: this vLLM renders prompts in another way; nothing is changed.
     """
     global _is_watching
-    from vllm.renderers.base import BaseRenderer
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    if _is_watching:
-        return
-    places = (
-        (BaseRenderer, "_process_tokens", _marking),
-        (BaseRenderer, "_process_tokens_async", _marking_async),
-        (InputProcessor, "process_inputs", _checking),
-    )
-    methods = [getattr(owner, name) for owner, name, _ in places]
-    for (owner, name, wrap), method in zip(places, methods, strict=True):
-        setattr(owner, name, wrap(method))
-    _is_watching = True
+    if not _is_watching:
+        wrap_prompts(_marking, _marking_async, _checking)
+        _is_watching = True
 
 
 def may_share_media(request: Any) -> bool:

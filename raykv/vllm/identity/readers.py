@@ -20,7 +20,12 @@ from raykv.base.errors import SettingError
 from raykv.prompts.block_hashes import seed_digest
 from raykv.vllm.canonical import layer_specs, spec_text
 from raykv.vllm.identity.weights import texts_digest, weight_files, weights_digest
-from raykv.vllm.internals import vllm_version
+from raykv.vllm.internals import (
+    attention_backend,
+    canonical_format,
+    default_hash_seed,
+    vllm_version,
+)
 
 RANDOM_SEED = "random in "
 """How a seed of block hashes begins that no other process has."""
@@ -431,11 +436,7 @@ def kv_dtype(engine: Engine) -> Any:
 def parallel(engine: Engine) -> Any:
     """Sizes, and with context parallelism how tokens are spread; canonical chunks have no parts."""
     if engine.is_canonical:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
-            canonical_format_id,
-        )
-
-        return f"canonical {canonical_format_id(engine.offloading.kv_cache_layout)}"
+        return f"canonical {canonical_format(engine.offloading.kv_cache_layout)}"
     sizes = engine.offloading.parallel
     found = [sizes.tp_size, sizes.pp_size, sizes.pcp_size, sizes.dcp_size]
     if sizes.pcp_size * sizes.dcp_size > 1:
@@ -498,42 +499,12 @@ def _backends(engine: Engine, spec: Any) -> Any:
     """Without sinks and with them; one where it is the same."""
     from vllm.platforms import current_platform
 
-    answers = [_backend(engine, spec, has_sink=answer) for answer in (False, True)]
+    answers = [attention_backend(engine.vllm, spec, has_sink=each) for each in (False, True)]
     if answers == [None, None]:
         # vLLM does not say: then what it decides by.
         asked = plain(getattr(engine.vllm.attention_config, "backend", None))
         return f"{asked} on {current_platform.get_device_capability()}"
     return answers[0] if answers[0] == answers[1] else answers
-
-
-def _backend(engine: Engine, spec: Any, *, has_sink: bool) -> str | None:
-    """None if no back end does that: a layer that wanted it would have stopped the engine."""
-    from vllm.config import set_current_vllm_config
-    from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
-    from vllm.v1.kv_cache_interface import AttentionSpec
-
-    scheme = getattr(engine.vllm.quant_config, "kv_cache_scheme", None) or {}
-    is_mla = "MLA" in type(spec).__name__
-    try:
-        with set_current_vllm_config(engine.vllm):
-            if not isinstance(spec, AttentionSpec):
-                return str(get_mamba_attn_backend(spec.mamba_type).get_name())
-            is_spared = spec.kv_quant_mode.name == "NONE"
-            backend = get_attn_backend(
-                spec.head_size,
-                engine.model.dtype,
-                "auto" if is_spared else engine.vllm.cache_config.cache_dtype,
-                use_mla=is_mla,
-                has_sink=has_sink and not is_mla,
-                # As vLLM's DeepSeek models tell that they have an indexer.
-                use_sparse=is_mla and hasattr(engine.model.hf_text_config, "index_topk"),
-                use_mm_prefix=bool(engine.model.is_mm_prefix_lm),
-                use_per_head_quant_scales=scheme.get("strategy") == "attn_head",
-                has_sliding_window=getattr(spec, "sliding_window", None) is not None,
-            )
-            return str(backend.get_name())
-    except Exception:
-        return None
 
 
 def chunk_format(engine: Engine) -> Any:
@@ -570,14 +541,12 @@ def hash_seed(engine: Engine) -> Any:
     A hash that is not cryptographic gets a random seed per process unless PYTHONHASHSEED is set;
     then the engine's id stands for it and nobody else shares its chunks.
     """
-    from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
-
     seed = os.getenv("PYTHONHASHSEED")
     if seed is not None:
         return seed
     if "xxhash" in hash_algorithm(engine):
         return f"{RANDOM_SEED}{engine.vllm.kv_transfer_config.engine_id}"
-    return DEFAULT_NONE_HASH_SEED
+    return default_hash_seed()
 
 
 # The rest

@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
+
+from raykv.vllm.internals import ask_workers, connectors_of, worker_class_of, wrap, wrap_core
 
 logger = logging.getLogger("raykv")
 
@@ -124,19 +127,14 @@ def watch_calls() -> None:
 
     A connector says what it makes of it with `weights_changed`. A second call changes nothing.
     """
-    from vllm.v1.engine.core import EngineCore
-
-    for name, wrap in (("collective_rpc", _judged), (SLEEP, _told), ("set_weight_version", _told)):
-        method = getattr(EngineCore, name, None)
-        if method is not None and not hasattr(method, "__wrapped__"):
-            setattr(EngineCore, name, wrap(name, method))
+    wrap_core("collective_rpc", _judged)
+    for name in (SLEEP, "set_weight_version"):
+        wrap_core(name, partial(_told, name))
 
 
 def _listeners(core: Any) -> list[Any]:
-    """Our connectors of an EngineCore, which may have several in one."""
-    first = getattr(core.scheduler, "connector", None)
-    some = [first, *getattr(first, "_connectors", ())]
-    return [each for each in some if hasattr(each, "weights_changed")]
+    """Our connectors of an EngineCore."""
+    return [each for each in connectors_of(core) if hasattr(each, "weights_changed")]
 
 
 def _tell(core: Any, what: str) -> None:
@@ -156,7 +154,7 @@ def _told(name: str, method: Any) -> Any:
     return call
 
 
-def _judged(_name: str, method: Any) -> Any:
+def _judged(method: Any) -> Any:
     @functools.wraps(method)
     def call(
         core: Any,
@@ -187,11 +185,8 @@ def _judged(_name: str, method: Any) -> Any:
 
 def _checksums(core: Any) -> list[str] | None:
     """Of the weights of all workers; None where they can't be read now."""
-    executor = core.model_executor
     try:
-        if getattr(executor, "is_sleeping", False):
-            return None
-        return list(executor.collective_rpc(checksum))
+        return ask_workers(core, checksum)
     except Exception as error:
         logger.warning("the weights can't be compared with what they were: %s", error)
         return None
@@ -217,24 +212,13 @@ _watches: dict[int, tuple[Any, WeightWatch]] = {}
 
 def watch_worker(vllm_config: Any) -> WeightWatch:
     """Watch the worker with this configuration, which is at the end of its start."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
     watch = WeightWatch()
     _watches[id(vllm_config)] = (vllm_config, watch)
-    name = vllm_config.parallel_config.worker_cls
-    worker_class = resolve_obj_by_qualname(name) if isinstance(name, str) else name
-    for method_name in (*CHANGES, SLEEP):
-        _wrap(worker_class, method_name, _noted)
-    _wrap(worker_class, WARM_UP, _watching_model)
+    worker_class = worker_class_of(vllm_config)
+    for name in (*CHANGES, SLEEP):
+        wrap(worker_class, name, partial(_noted, name))
+    wrap(worker_class, WARM_UP, _watching_model)
     return watch
-
-
-def _wrap(worker_class: Any, name: str, wrap: Callable[[str, Any], Any]) -> None:
-    method = getattr(worker_class, name, None)
-    if method is not None and not hasattr(method, "_raykv"):
-        wrapped = wrap(name, method)
-        wrapped._raykv = True
-        setattr(worker_class, name, wrapped)
 
 
 def _watch_of(worker: Any) -> WeightWatch | None:
@@ -253,7 +237,7 @@ def _noted(name: str, method: Any) -> Any:
     return call
 
 
-def _watching_model(_name: str, method: Any) -> Any:
+def _watching_model(method: Any) -> Any:
     @functools.wraps(method)
     def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
         done = method(worker, *args, **kwargs)

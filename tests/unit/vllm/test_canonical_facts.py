@@ -17,7 +17,8 @@ from raykv.base.errors import SettingError
 from raykv.base.settings import load_settings
 from raykv.vllm.canonical import block_bytes_told, untold
 from raykv.vllm.identity import readers
-from raykv.vllm.kv_form import _cpu_writer, kv_form_of
+from raykv.vllm.internals import cpu_writer
+from raykv.vllm.kv_form import kv_form_of
 
 HEADS, TOKENS, DIMS = 4, 32, 64
 PAGE_BYTES = 2 * HEADS * TOKENS * DIMS * 4
@@ -140,7 +141,7 @@ def test_pages_that_vllms_cpu_kernel_writes_are_those_that_vllm_certifies(
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto"), model_config=SimpleNamespace(dtype=dtype)
     )
-    write = _cpu_writer(config, SimpleNamespace(block_size=TOKENS, head_size=DIMS, dtype=dtype))
+    write = cpu_writer(config, SimpleNamespace(block_size=TOKENS, head_size=DIMS, dtype=dtype))
     random = np.random.default_rng(0)
     keys, values = (
         random.integers(-100, 100, (TOKENS, HEADS, DIMS)).astype(np.float32) for _ in range(2)

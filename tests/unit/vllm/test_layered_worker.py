@@ -20,6 +20,7 @@ from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import LoadedAdapters
 from raykv.vllm.identity.weight_changes import WeightWatch
+from raykv.vllm.internals import WorkerTables
 from raykv.vllm.transfers import (
     PoolSpec,
     RayKVConnectorMetadata,
@@ -92,6 +93,7 @@ class Side:
         worker._load_jobs = {}
         worker._unsubmitted_store_jobs = []
         worker._connector_worker_meta = RayKVWorkerMetadata()
+        worker._vllm = WorkerTables(worker)
         worker._meta = RayKVWorkerMetadata()
         worker._is_durable = worker._by_request = False
         worker._is_layerwise = is_layerwise

@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from raykv.protocol.worker import ElementOrder, KVForm
-from raykv.vllm.kv_form import WriteBlock, _cpu_writer, kv_form_of, measured
+from raykv.vllm.internals import cpu_writer
+from raykv.vllm.kv_form import WriteBlock, kv_form_of, measured
 
 HEADS, TOKENS, DIMS = 2, 32, 64
 
@@ -40,7 +41,7 @@ def vllms(dtype: str) -> WriteBlock:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         model_config=SimpleNamespace(dtype=kind),
     )
-    return _cpu_writer(config, SimpleNamespace(block_size=TOKENS, head_size=DIMS, dtype=kind))
+    return cpu_writer(config, SimpleNamespace(block_size=TOKENS, head_size=DIMS, dtype=kind))
 
 
 def picked(page: Any, order: ElementOrder) -> Any:
