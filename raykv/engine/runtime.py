@@ -34,12 +34,14 @@ from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.directory.launch import scheduler_actor
 from raykv.engine.fetches import FetchClient
+from raykv.engine.hints import HintBox
 from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
 from raykv.node.launch import node_actor
 from raykv.protocol.node import NodeDescription
+from raykv.stream.descriptions import DescriptionOutbox
 from raykv.stream.publishing import ensure_publisher
 
 logger = logging.getLogger("raykv")
@@ -64,8 +66,15 @@ class EngineIdentity:
 class EngineRuntime:
     """An engine's connection to the cluster, from its start to its end."""
 
-    def __init__(self, settings: Settings, view: EngineView, identity: EngineIdentity) -> None:
-        """Find the cluster and join it.
+    def __init__(
+        self,
+        settings: Settings,
+        view: EngineView,
+        identity: EngineIdentity,
+        hints: HintBox | None = None,
+        described: DescriptionOutbox | None = None,
+    ) -> None:
+        """Find the cluster and join it; see `Session` for `hints` and `described`.
 
         Raises:
             ClusterError: there is no such cluster, or several and none is named.
@@ -94,7 +103,9 @@ class EngineRuntime:
             settings.fetch_deadline_s,
             with_checksums=settings.fetch_checksums,
         )
-        self.session = Session(view, calls, self._session_settings(), fetches)
+        self.session = Session(
+            view, calls, self._session_settings(), fetches, hints=hints, described=described
+        )
         view.node_id = NodeId(self.node_id)
         self._view = view
 

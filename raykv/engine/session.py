@@ -142,7 +142,11 @@ class Session:
         calls: SchedulerCalls,
         settings: SessionSettings,
         fetches: FetchClient | None = None,
+        *,
+        hints: HintBox | None = None,
+        described: DescriptionOutbox | None = None,
     ) -> None:
+        """`hints`: what requests wish for. `described`: what is told of chunks' tokens, if any."""
         self._view = view
         self._calls = calls
         self._settings = settings
@@ -152,10 +156,8 @@ class Session:
         self._standing: SyncReply | None = None
         self._stood: SyncReply | None = None
         self._fetches = fetches
-        # What requests wish for; the engine's manager fills one of its own.
-        self.hints = HintBox()
-        # What this engine tells of its chunks' tokens, if it does; set before `start`.
-        self.described: DescriptionOutbox | None = None
+        self.hints = hints or HintBox()
+        self.described = described
         self._repeat_at = 0.0
         # What requests want, and how long the scheduler actor takes to say where it is.
         self._wanted = WantedKeys()

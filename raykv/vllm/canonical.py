@@ -10,39 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from typing import Any
 
 from raykv.base.errors import SettingError
 from raykv.protocol.worker import CanonicalPages, PageMap
 
 logger = logging.getLogger("raykv")
-
-_BLOCK_BYTES = "canonical_block_bytes"
-"""Key in `kv_connector_extra_config` while vLLM makes our spec, which it gives nothing else that
-could carry it. Never a setting of users."""
-
-
-@contextmanager
-def block_bytes_told(
-    extra_config: MutableMapping[str, Any], vllm_config: Any, kv_cache_config: Any
-) -> Iterator[None]:
-    """Let specs that are made inside of the context know the sizes of canonical blocks."""
-    if not extra_config.get("canonical_layout"):
-        yield
-        return
-    extra_config[_BLOCK_BYTES] = block_bytes(vllm_config, kv_cache_config)
-    try:
-        yield
-    finally:
-        del extra_config[_BLOCK_BYTES]
-
-
-def untold(extra_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
-    """What the user has configured, and the sizes that `block_bytes_told` has put beside it."""
-    own = dict(extra_config)
-    return own, own.pop(_BLOCK_BYTES, {})
 
 
 def block_bytes(vllm_config: Any, kv_cache_config: Any) -> dict[int, int]:

@@ -37,7 +37,7 @@ from raykv.base.ids import MissReason
 from raykv.base.settings import Settings, load_settings
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
 from raykv.prompts.prefixes import ChunkGroup, groups_text
-from raykv.vllm.canonical import block_bytes_told
+from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of
 from raykv.vllm.identity.media import may_share_media
@@ -55,7 +55,6 @@ from raykv.vllm.internals import (
     check_vllm_version,
     count_by_transfer_type,
     offloading_config,
-    ordinary_gpu_memory,
     vllm_version,
     watch_rests,
 )
@@ -67,12 +66,12 @@ from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
     refuse_non_causal,
+    told_to_specs,
     use_our_spec,
 )
 from raykv.vllm.tracker import track_chunks
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.worker import RayKVConnectorWorker
-from raykv.worker.handover import may_sleep
 from raykv.worker.link import LinkTarget
 
 logger = logging.getLogger("raykv")
@@ -137,13 +136,12 @@ class RayKVConnector(OffloadingConnector):
         extra_config = transfer_config.kv_connector_extra_config
         use_our_spec(extra_config)
         transfer_config.kv_load_failure_policy = "recompute"
-        with block_bytes_told(extra_config, vllm_config, kv_cache_config):
+        with told_to_specs(extra_config, vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler_side(vllm_config, kv_cache_config)
         if role != KVConnectorRole.SCHEDULER:
             plain: Any = self.__dict__["connector_worker"]
-            plain.spec.sleeps = may_sleep(vllm_config.model_config)
             self.connector_worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
             self.connector_worker.watch(vllm_config)
 
@@ -168,12 +166,19 @@ class RayKVConnector(OffloadingConnector):
             self._layered = LayeredScheduling(manager.layered, self.scheduler)
         self._identity = identity
         self._manager = manager
+        describes = spec.settings.describe_chunks or spec.settings.events_endpoint
+        described = DescriptionOutbox() if describes else None
         self._runtime = EngineRuntime(
-            self._placed(spec.settings, vllm_config.parallel_config), manager.view, identity
+            self._placed(spec.settings, vllm_config.parallel_config),
+            manager.view,
+            identity,
+            manager.hints,
+            described,
         )
-        manager.session = self._runtime.session
-        manager.session.hints = manager.hints
-        manager.session.described = track_chunks(self.scheduler, spec, manager, identity)
+        manager.start(self._runtime.session)
+        track_chunks(
+            *(self.scheduler, spec.kv_events_config, identity, described, manager.announcements)
+        )
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
         watch_calls()
@@ -239,16 +244,9 @@ class RayKVConnector(OffloadingConnector):
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """See `KVConnectorBase_V1.get_mem_pool_context`: KV in memory that can be shared."""
-        from raykv.worker.export import SharedAllocation
-
         spec = self._worker.spec
         assert isinstance(spec, RayKVOffloadingSpec), spec
-        if spec.settings.kv_handover == "staged":
-            return None
-        if not current_platform.is_cpu():
-            return ordinary_gpu_memory(spec.sleeps) if current_platform.is_cuda() else None
-        spec.shared_allocation = SharedAllocation()
-        return spec.shared_allocation
+        return spec.memory_context()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See `KVConnectorBase_V1.register_kv_caches`.

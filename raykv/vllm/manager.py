@@ -73,21 +73,33 @@ def _refused_load(
 class RayOffloadingManager(OffloadingManager):
     """See the module's docstring."""
 
-    def __init__(self, view: EngineView) -> None:
+    def __init__(
+        self,
+        view: EngineView,
+        hints: HintBox | None = None,
+        announcements: Announcements | None = None,
+    ) -> None:
+        """`announcements` are for vLLM's own KV events; None: nobody wants them."""
         self.view = view
         self.session: Session | None = None
-        self.hints = HintBox()
+        self.hints = hints or HintBox()
         self.misses = MissReporter(view)
         # Empty without `layerwise_loads`.
         self.layered = LayeredLoads()
-        # For vLLM's own KV events; None: nobody wants them.
-        self.announcements: Announcements | None = None
+        self.announcements = announcements
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
         # Requests of which something may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
         self._no_lease_logged_at = float("-inf")
         self._logged_sampling = False
+
+    def start(self, session: Session) -> None:
+        """Tell the scheduler actor from now on; vLLM makes the manager before there is a session.
+
+        A session needs the engine's KV groups, which vLLM tells of a spec's manager alone.
+        """
+        self.session = session
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """See `OffloadingManager.lookup`. vLLM calls it for every chunk of every prefix."""

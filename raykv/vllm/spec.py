@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingMetricMetadata,
@@ -19,6 +22,7 @@ from raykv.base.geometry import aligned
 from raykv.base.ids import EngineId
 from raykv.base.settings import Settings, load_settings
 from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.engine.announcements import Announcements
 from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.remote import ChunkSize, RemoteSettings
@@ -26,10 +30,13 @@ from raykv.engine.requests import StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
 from raykv.vllm import canonical
+from raykv.vllm.internals import ordinary_gpu_memory
+from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import metric_definitions
 from raykv.vllm.transfers import RayOffloadingWorker
-from raykv.worker.handover import make_link
+from raykv.worker.export import SharedAllocation, describe
+from raykv.worker.handover import make_link, may_sleep
 from raykv.worker.link import LinkSettings, WorkerLink
 
 logger = logging.getLogger("raykv")
@@ -43,25 +50,68 @@ def use_our_spec(extra_config: dict[str, Any]) -> None:
     extra_config["spec_module_path"] = __name__
 
 
+TOLD = "told_by_the_connector"
+"""Key in `kv_connector_extra_config` while vLLM makes our spec, which it gives nothing else that
+could carry it. Never a setting of users."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What vLLM tells connectors and not specs: its configurations."""
+
+    vllm: Any = None
+    kv_cache: Any = None
+
+    @property
+    def block_bytes(self) -> dict[int, int]:
+        """See `canonical.block_bytes`."""
+        return canonical.block_bytes(self.vllm, self.kv_cache)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether vLLM may give the KV cache's memory back for a while."""
+        return self.vllm is not None and may_sleep(self.vllm.model_config)
+
+    def form(self, spec: RayKVOffloadingSpec) -> KVForm:
+        """Of the chunks of this spec's engine, which its first rank measures."""
+        is_first = self.vllm is not None and spec.config.parallel.rank == 0
+        return kv_form_of(self.vllm, self.kv_cache, spec) if is_first else KVForm()
+
+
+@contextmanager
+def told_to_specs(
+    extra_config: MutableMapping[str, Any], vllm_config: Any, kv_cache_config: Any
+) -> Iterator[None]:
+    """Let specs that are made inside of the context know these configurations."""
+    extra_config[TOLD] = Told(vllm_config, kv_cache_config)
+    try:
+        yield
+    finally:
+        del extra_config[TOLD]
+
+
+def untold(extra_config: Mapping[str, Any]) -> tuple[dict[str, Any], Told]:
+    """What the user has configured, and what `told_to_specs` has put beside it."""
+    own = dict(extra_config)
+    return own, own.pop(TOLD, Told())
+
+
 class RayKVOffloadingSpec(OffloadingSpec):
-    """Knows sizes and settings; the connector gives it what vLLM's interface does not carry."""
+    """Knows sizes and settings, and makes the manager and the worker from them."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        own, self._block_bytes = canonical.untold(self.extra_config)
+        own, self._told = untold(self.extra_config)
         self.settings: Settings = load_settings(own)
         # Conversations need generated tokens too; vLLM's own default is True.
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
         self.group_ids = [group.group_id for group in config.groups]
-        # Set by the connector before vLLM asks for the worker, where the KV cache can be shared.
-        self.shared_allocation: Any = None
-        # Set by the connector: whether vLLM may give the KV cache's memory back for a while.
-        self.sleeps = False
+        self.sleeps = self._told.sleeps
+        # Where the KV cache is, if vLLM has allocated it in memory that can be shared.
+        self._shared: SharedAllocation | None = None
         # Then only rank 0 stores, for all; see vLLM's `OffloadingConnectorWorker`. Of canonical
         # chunks all ranks store a share.
         self.replicated_layout = bool(config.replicated_layout and not config.canonical_layout)
-        # Set by the worker side, which has vLLM's configuration.
-        self.tell_form: Callable[[], KVForm] = KVForm
         self._manager: RayOffloadingManager | None = None
         refuse_unsupported(config)
 
@@ -91,7 +141,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         ranks.
         """
         if self.config.canonical_layout:
-            return aligned(max(self._block_bytes.values()) * self.blocks_per_chunk)
+            return aligned(max(self._told.block_bytes.values()) * self.blocks_per_chunk)
         per_rank = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
         return aligned(per_rank * self.num_parts)
 
@@ -113,8 +163,12 @@ class RayKVOffloadingSpec(OffloadingSpec):
                 FetchCost(rates),
             )
             view.sampler = StoreSampler(is_on=settings.stop_unused_stores)
-            self._manager = RayOffloadingManager(view)
-            self._manager.hints = HintBox(Allowed(settings.client_hints))
+            wants_events = self.kv_events_config.enable_kv_cache_events
+            self._manager = RayOffloadingManager(
+                view,
+                HintBox(Allowed(settings.client_hints)),
+                Announcements() if wants_events else None,
+            )
         return self._manager
 
     def _remote_settings(self) -> RemoteSettings:
@@ -143,21 +197,28 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
         """See `OffloadingSpec.get_worker`."""
-        if self.shared_allocation is None:
+        if self._shared is None:
             link, layout = make_link(self, kv_caches)
         else:
-            link, layout = self._direct_link(kv_caches)
-        return RayOffloadingWorker(link, layout)
+            link, layout = self._direct_link(self._shared, kv_caches)
+        return RayOffloadingWorker(link, layout, by_layer=self.settings.layerwise_loads)
 
-    def _direct_link(self, kv_caches: CanonicalKVCaches) -> tuple[Any, KVLayout]:
+    def memory_context(self) -> AbstractContextManager[Any] | None:
+        """In which vLLM is to allocate the KV cache; None: as it would."""
+        if self.settings.kv_handover == "staged":
+            return None
+        if not current_platform.is_cpu():
+            return ordinary_gpu_memory(self.sleeps) if current_platform.is_cuda() else None
+        self._shared = SharedAllocation()
+        return self._shared
+
+    def _direct_link(
+        self, shared: SharedAllocation, kv_caches: CanonicalKVCaches
+    ) -> tuple[Any, KVLayout]:
         """The NodeActor maps the KV cache itself."""
-        from raykv.worker.export import describe
-
-        layout, region = describe(
-            self.shared_allocation.regions, kv_caches, self.group_ids, self.blocks_per_chunk
-        )
+        layout, region = describe(shared.regions, kv_caches, self.group_ids, self.blocks_per_chunk)
         pages = self.canonical_pages(kv_caches)
-        layout = msgspec.structs.replace(layout, form=self.tell_form(), canonical=pages)
+        layout = msgspec.structs.replace(layout, form=self._told.form(self), canonical=pages)
         # A page that is touched for the first time costs more than the copy into it.
         prefault = partial(region.prefault, lambda _done: True)
         SupervisedThread("raykv-prefault", prefault, OnFailure.GIVE_UP).revive()
@@ -174,11 +235,12 @@ class RayKVOffloadingSpec(OffloadingSpec):
         from raykv.worker.staging import StagedLink, StagingMemory
 
         memory = StagingMemory(
-            kv_caches, self.group_ids, self.blocks_per_chunk, self.settings.staging_bytes
-        )
-        pages = self.canonical_pages(kv_caches)
-        memory.layout = msgspec.structs.replace(
-            memory.layout, form=self.tell_form(), canonical=pages
+            kv_caches,
+            self.group_ids,
+            self.blocks_per_chunk,
+            self.settings.staging_bytes,
+            form=self._told.form(self),
+            canonical=self.canonical_pages(kv_caches),
         )
         logger.warning(
             "the KV cache is copied through %d MiB of host memory by the engine itself, slower "

@@ -22,8 +22,6 @@ from raykv.engine.runtime import EngineIdentity
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.internals import SchedulerTables, described_chunk
-from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.spec import RayKVOffloadingSpec
 
 logger = logging.getLogger("raykv")
 
@@ -100,24 +98,14 @@ def has_other_input(req: Any) -> bool:
 
 def track_chunks(
     scheduler: Any,
-    spec: RayKVOffloadingSpec,
-    manager: RayOffloadingManager,
+    config: Any,
     identity: EngineIdentity,
-) -> DescriptionOutbox | None:
-    """Have vLLM's scheduler side tell of its chunks, if anything is to be told.
-
-    Returns what the session is to take descriptions from; None: nothing.
-    """
-    wants_events = bool(spec.kv_events_config.enable_kv_cache_events)
-    settings = spec.settings
-    describes = settings.describe_chunks or bool(settings.events_endpoint)
-    if not describes and not wants_events:
-        return None
-    outbox = DescriptionOutbox() if describes else None
-    announcements = Announcements() if wants_events else None
-    tracker = ChunkTracker(spec.kv_events_config, identity, outbox, announcements)
+    outbox: DescriptionOutbox | None,
+    announcements: Announcements | None,
+) -> None:
+    """Have vLLM's scheduler side tell of its chunks, if anything is to be told."""
+    if outbox is None and announcements is None:
+        return
+    tracker = ChunkTracker(config, identity, outbox, announcements)
     if not SchedulerTables(scheduler).replace_tracker(tracker):
         logger.warning("this vLLM does not tell what chunks are made of: they are not described")
-        return None
-    manager.announcements = announcements
-    return outbox

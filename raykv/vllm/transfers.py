@@ -247,13 +247,15 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
 class RayOffloadingWorker(OffloadingWorker):
     """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
 
-    def __init__(self, link: Link, layout: KVLayout) -> None:
-        """Send jobs through `link`; `layout` is that of the memory that the NodeActor maps."""
+    def __init__(self, link: Link, layout: KVLayout, *, by_layer: bool = False) -> None:
+        """Send jobs through `link`; `layout` is that of the memory that the NodeActor maps.
+
+        `by_layer`: loads come layer by layer, and a step waits for them.
+        """
         self._layout = layout
         self._link = link
         self._flying: dict[int, JobRequest] = {}
-        # Loads come layer by layer, and a step waits for them.
-        self.by_layer = False
+        self._by_layer = by_layer
         # Captures under way, and those that have ended.
         self._captures: set[int] = set()
         self._captured: list[JobResult] = []
@@ -307,7 +309,7 @@ class RayOffloadingWorker(OffloadingWorker):
             assert isinstance(pool, PoolSpec), pool
             assert not self._is_given_up, "the line to the NodeActor has failed"
             request = job_request(job_id, direction, blocks, pool, self._layout)
-            if self.by_layer and direction is Direction.LOAD:
+            if self._by_layer and direction is Direction.LOAD:
                 request = replace(request, by_layer=True)
             if request.torn and not request.handles:
                 self._ended.append(all_failed(job_id, direction, blocks, pool))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -26,7 +25,6 @@ from raykv.protocol.measures import BreakerReport
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.identity.weight_changes import WeightWatch, watch_worker
 from raykv.vllm.internals import WorkerTables
-from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.spec import RayKVOffloadingSpec
 from raykv.vllm.transfers import (
@@ -51,8 +49,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._vllm = WorkerTables(self)
-        if isinstance(spec, RayKVOffloadingSpec) and spec.config.parallel.rank == 0:
-            spec.tell_form = partial(kv_form_of, vllm_config, kv_cache_config, spec)
         self._meta = RayKVWorkerMetadata()
         self._is_durable = isinstance(spec, RayKVOffloadingSpec) and spec.settings.durable_stores
         self._is_layerwise = isinstance(spec, RayKVOffloadingSpec) and spec.settings.layerwise_loads
@@ -114,8 +110,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             if self._is_layerwise:
                 for job_id, load in metadata.load_jobs.items():
                     self._unseen[job_id] = load.dst_spec.block_ids.tolist()
-                if self._raykv is not None:
-                    self._raykv.by_layer = True
             self._adapters.end(self._ended)
             self._ended.clear()
             self._stranded.update(metadata.stranded)

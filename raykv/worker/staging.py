@@ -28,7 +28,14 @@ from raykv.base.ids import Direction, Refusal
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.protocol.columns import Handles
-from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
+from raykv.protocol.worker import (
+    NOT_CANONICAL,
+    CanonicalPages,
+    JobResult,
+    KVForm,
+    KVLayout,
+    TensorLayout,
+)
 from raykv.worker.front import ALL_LAYERS, FrontLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, WorkerLink
@@ -38,7 +45,13 @@ class StagingMemory:
     """Shared host memory with room for some of vLLM's blocks, laid out layer by layer."""
 
     def __init__(
-        self, kv_caches: Any, group_ids: list[int], blocks_per_chunk: int, staging_bytes: int
+        self,
+        kv_caches: Any,
+        group_ids: list[int],
+        blocks_per_chunk: int,
+        staging_bytes: int,
+        form: KVForm | None = None,
+        canonical: CanonicalPages = NOT_CANONICAL,
     ) -> None:
         """Make room for as many blocks as fit.
 
@@ -47,6 +60,7 @@ class StagingMemory:
             group_ids: KV group index of each entry of `kv_caches.group_data_refs`.
             blocks_per_chunk: vLLM's blocks in a chunk.
             staging_bytes: size of the memory.
+            form, canonical: as in `KVLayout`.
 
         Raises:
             SettingError: not even one chunk fits.
@@ -72,7 +86,9 @@ class StagingMemory:
         groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
         self._groups = dict(zip(group_ids, groups, strict=True))
         self.layout = KVLayout(
-            MEMFD, self.region.num_bytes, blocks_per_chunk, layouts, group_ids, groups
+            *(MEMFD, self.region.num_bytes, blocks_per_chunk, layouts, group_ids, groups),
+            form=form or KVForm(),
+            canonical=canonical,
         )
         self._free = list(range(self.num_blocks))
 

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.config import (
 )
 
 from raykv.vllm.internals import ordinary_gpu_memory
-from raykv.vllm.spec import RayKVOffloadingSpec
+from raykv.vllm.spec import TOLD, RayKVOffloadingSpec
 from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep
 from raykv.worker.staging import StagedLink
 
@@ -258,7 +258,8 @@ def offloading_config(
 @pytest.mark.parametrize("replicated", [False, True])
 def test_canonical_chunk_has_a_part_of_each_rank_and_one_size(*, replicated: bool) -> None:
     """Latents of MLA too, of which each rank stores a share."""
-    extra = {"canonical_layout": True, "canonical_block_bytes": {0: 5000, 1: 4000}}
+    told = SimpleNamespace(block_bytes={0: 5000, 1: 4000}, sleeps=False)
+    extra = {"canonical_layout": True, TOLD: told}
     canonical = {"canonical_layout": True, "extra_config": extra, "kv_cache_layout": "LBHNC"}
     specs = [
         RayKVOffloadingSpec(offloading_config(1, ranks, replicated=replicated, **canonical))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 
 from raykv.base.errors import SettingError
 from raykv.base.settings import load_settings
-from raykv.vllm.canonical import block_bytes_told, untold
 from raykv.vllm.identity import readers
 from raykv.vllm.internals import cpu_writer
 from raykv.vllm.kv_form import kv_form_of
+from raykv.vllm.spec import TOLD, Told, told_to_specs, untold
 
 HEADS, TOKENS, DIMS = 4, 32, 64
 PAGE_BYTES = 2 * HEADS * TOKENS * DIMS * 4
@@ -106,15 +105,13 @@ def test_what_changes_a_canonical_page_is_another_namespace(other: dict[str, Any
 def test_sizes_are_told_to_specs_only_and_are_no_setting() -> None:
     config: dict[str, Any] = {"canonical_layout": True, "lease_slots": 8}
     for num_ranks in (1, 2, 8):
-        with block_bytes_told(config, engine(num_ranks), caches(layer(num_ranks))):
-            own, sizes = untold(config)
-        assert sizes == {0: 2 * PAGE_BYTES}
+        with told_to_specs(config, engine(num_ranks), caches(layer(num_ranks))):
+            own, told = untold(config)
+        assert told.block_bytes == {0: 2 * PAGE_BYTES}
         assert own == config == {"canonical_layout": True, "lease_slots": 8}
     with pytest.raises(SettingError, match="unknown setting"):
-        load_settings({"canonical_block_bytes": {}}, {})
-    plain: Mapping[str, Any] = {}
-    with block_bytes_told(dict(plain), None, None):
-        assert untold(plain) == ({}, {})
+        load_settings({TOLD: {}}, {})
+    assert untold({}) == ({}, Told())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

@@ -86,7 +86,7 @@ class Side:
         layout = KVLayout("memfd", 1, 1, page, [0], [list(range(tensors))])
         worker: Any = RayKVConnectorWorker.__new__(RayKVConnectorWorker)
         link: Any = self.link
-        worker.worker = RayOffloadingWorker(link, layout)
+        worker.worker = RayOffloadingWorker(link, layout, by_layer=is_layerwise)
         worker.spec = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(rank=0)))
         group = SimpleNamespace(layer_names=LAYERS)
         worker.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
