@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -61,119 +62,80 @@ def is_registered(connector: str) -> bool:
 # What vLLM keeps of the requests and jobs of its offloading connector
 
 
+class Inner:
+    """An attribute of one of vLLM's objects, to be read and set under a name of ours."""
+
+    def __init__(self, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, tables: Any, _owner: type) -> Any:
+        return getattr(tables.owner, self._attribute)
+
+    def __set__(self, tables: Any, value: Any) -> None:
+        setattr(tables.owner, self._attribute, value)
+
+
+@dataclass(eq=False)
 class SchedulerTables:
-    """Of vLLM's `OffloadingConnectorScheduler`, as they are: who changes one changes vLLM's."""
+    """Of vLLM's `OffloadingConnectorScheduler`, the owner."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    owner: Any
 
-    @property
-    def requests(self) -> dict[str, Any]:
-        """A `RequestOffloadState` by request, until that and its last job have ended."""
-        found: dict[str, Any] = self._scheduler._req_status
-        return found
-
-    @property
-    def jobs(self) -> dict[int, Any]:
-        """A `TransferJobStatus` for each job that has not ended."""
-        found: dict[int, Any] = self._scheduler._jobs
-        return found
-
-    @property
-    def loads(self) -> dict[int, Any]:
-        """Jobs that go out with this step's metadata, a `TransferJob` each."""
-        found: dict[int, Any] = self._scheduler._current_batch_load_jobs
-        return found
-
-    @property
-    def flushed(self) -> set[int]:
-        """Stores that the workers wait for before this step."""
-        found: set[int] = self._scheduler._current_batch_jobs_to_flush
-        return found
-
-    @property
-    def next_job(self) -> int:
-        """The number that the next job gets."""
-        return int(self._scheduler._job_counter)
-
-    @property
-    def first_job(self) -> int:
-        """vLLM takes no notice of the ends of jobs before this one: there was a reset."""
-        return int(self._scheduler._stale_job_threshold)
+    requests = Inner("_req_status")
+    """A `RequestOffloadState` by request, until that and its last job have ended."""
+    jobs = Inner("_jobs")
+    """A `TransferJobStatus` for each job that has not ended."""
+    next_job = Inner("_job_counter")
+    first_job = Inner("_stale_job_threshold")
+    """vLLM takes no notice of the ends of jobs before this one: there was a reset."""
+    loads = Inner("_current_batch_load_jobs")
+    """A `TransferJob` for each load that goes out with this step's metadata."""
+    flushed = Inner("_current_batch_jobs_to_flush")
+    """Stores that the workers wait for before this step."""
+    allocated = Inner("_current_batch_allocated_block_ids")
+    """Blocks that were given to requests in this step."""
+    loading = Inner("_chunks_being_loaded")
+    """Chunks that are being loaded; None where vLLM has no prefix cache of its own."""
+    fences = Inner("_block_id_to_pending_jobs")
+    """By block: stores that are to be waited for before it is used anew."""
 
     def adopt(self, request: Any) -> None:
         """Have a request known, if it is not, as one without wishes."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-            RequestOffloadState,
-        )
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
         from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 
         if request.request_id not in self.requests:
             context, nothing = ReqContext(request.request_id), RequestOffloadingContext()
-            state = RequestOffloadState(self._scheduler.config, request, context, nothing)
+            state = scheduler.RequestOffloadState(self.owner.config, request, context, nothing)
             self.requests[request.request_id] = state
 
-    def end_step(self) -> None:
-        """The metadata of this step are made up; what follows belongs to the next one."""
-        self._scheduler._current_batch_load_jobs = {}
-        self._scheduler._current_batch_jobs_to_flush = set()
-        self._scheduler._current_batch_allocated_block_ids = set()
-
-    def set_loading(self, keys: Iterable[Any]) -> None:
-        """These chunks are being loaded, of which vLLM keeps a set beside its own prefix cache."""
-        if self._scheduler._chunks_being_loaded is not None:
-            self._scheduler._chunks_being_loaded = set(keys)
-
-    def set_fences(self, fences: dict[int, set[int]]) -> None:
-        """Which stores are to be waited for before a block is used anew."""
-        self._scheduler._block_id_to_pending_jobs = fences
-
-    def replace_tracker(self, tracker: Any) -> bool:
-        """Have another one called of chunks that are stored and found; False: vLLM calls none."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-            OffloadingEventsTracker,
-        )
-
-        before = getattr(self._scheduler, "_events_tracker", None)
-        if not isinstance(before, OffloadingEventsTracker):
+    def replace_tracker(self, tracker: Any, kind: type) -> bool:
+        """Have another one of this kind called of chunks; False: vLLM calls none."""
+        if not isinstance(getattr(self.owner, "_events_tracker", None), kind):
             return False
-        self._scheduler._events_tracker = tracker
+        self.owner._events_tracker = tracker
         return True
+
+
+@dataclass(eq=False)
+class WorkerTables:
+    """Of vLLM's `OffloadingConnectorWorker`, the owner."""
+
+    owner: Any
+
+    loads = Inner("_load_jobs")
+    """The request of each load that has not ended."""
+    unsubmitted = Inner("_unsubmitted_store_jobs")
+    """Stores that are left to the next step: number, blocks and places in the pool."""
+    is_store_writer = Inner("_is_store_writer")
+    """Whether this rank stores; the others only confirm."""
+    confirmed = Inner("_connector_worker_meta")
+    """What says of jobs that they have ended with which this rank has nothing to do."""
 
 
 def described_chunk(tracker: Any, request: Any, group_config: Any, chunk_idx: int) -> Any:
     """What vLLM's `OffloadingEventsTracker` would say of a chunk in its events."""
     return tracker._build_event_metadata(request, group_config, chunk_idx)
-
-
-class WorkerTables:
-    """Of vLLM's `OffloadingConnectorWorker`, as they are."""
-
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-
-    @property
-    def loads(self) -> dict[int, str]:
-        """The request of each load that has not ended."""
-        found: dict[int, str] = self._worker._load_jobs
-        return found
-
-    @property
-    def unsubmitted(self) -> list[tuple[int, Any, Any]]:
-        """Stores that are left to the next step: number, blocks and places in the pool."""
-        found: list[tuple[int, Any, Any]] = self._worker._unsubmitted_store_jobs
-        return found
-
-    @property
-    def is_store_writer(self) -> bool:
-        """Whether this rank stores; the others only confirm."""
-        return bool(self._worker._is_store_writer)
-
-    @property
-    def confirmed(self) -> dict[int, int]:
-        """Jobs with which this rank has nothing to do, and how often they have ended."""
-        found: dict[int, int] = self._worker._connector_worker_meta.completed_jobs
-        return found
 
 
 def cache_manager_of(connector: Any) -> Any:

@@ -95,7 +95,7 @@ class Mender:
         self._flush_stores()
         self.mend()
         flushed = set(tables.flushed)
-        tables.end_step()
+        tables.loads, tables.flushed, tables.allocated = {}, set(), set()
         return BareStep(loads, flushed, [job.req_id for job in lost.values() if not job.is_store])
 
     def end_step(self, output: Any) -> None:
@@ -150,9 +150,10 @@ class Mender:
         for request_id, status in list(statuses.items()):
             if status.finished_signaled and not status.transfer_jobs:
                 del statuses[request_id]
-        loads = (job.keys for job in jobs.values() if not job.is_store)
-        self._tables.set_loading(set().union(*loads))
-        self._tables.set_fences(self._fences())
+        if self._tables.loading is not None:
+            loads = (job.keys for job in jobs.values() if not job.is_store)
+            self._tables.loading = set().union(*loads)
+        self._tables.fences = self._fences()
         flying = (Key(key) for job in jobs.values() if job.is_store for key in job.keys)
         self._manager.view.keep_stores(Counter(flying))
 

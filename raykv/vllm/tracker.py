@@ -107,5 +107,5 @@ def track_chunks(
     if outbox is None and announcements is None:
         return
     tracker = ChunkTracker(config, identity, outbox, announcements)
-    if not SchedulerTables(scheduler).replace_tracker(tracker):
+    if not SchedulerTables(scheduler).replace_tracker(tracker, OffloadingEventsTracker):
         logger.warning("this vLLM does not tell what chunks are made of: they are not described")

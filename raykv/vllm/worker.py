@@ -154,7 +154,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         waiting = {job_id for job_id, _, _ in self._vllm.unsubmitted}
         for job_id, job in metadata.store_jobs.items():
             if not self._vllm.is_store_writer:
-                self._vllm.confirmed[job_id] = 1
+                self._vllm.confirmed.completed_jobs[job_id] = 1
             elif self._raykv is not None and job_id not in waiting and not self._raykv.has(job_id):
                 self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
@@ -358,8 +358,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """What has ended, and what else there was to tell; it counts as told."""
         meta, self._meta = self._meta, RayKVWorkerMetadata()
         # Of jobs with which this rank has nothing to do.
-        meta.completed_jobs |= self._vllm.confirmed
-        self._vllm.confirmed.clear()
+        meta.completed_jobs |= self._vllm.confirmed.completed_jobs
+        self._vllm.confirmed.completed_jobs.clear()
         return None if meta == RayKVWorkerMetadata() else meta
 
     @guarded(take_meta)
