@@ -2,12 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from raykv.base.ids import MissReason
 from raykv.cli.base import Address, AsJson, app, connected, print_json
+from raykv.protocol.engine import MissRecord
+from raykv.protocol.findings import Finding, Severity
+from raykv.protocol.reader import Explanation
+
+_MARKS = {
+    Severity.OK: ("ok  ", "green"),
+    Severity.WARN: ("warn", "yellow"),
+    Severity.FAIL: ("FAIL", "bold red"),
+}
+
+ADVICE = {
+    MissReason.INCOMPLETE_CHUNK: "Nothing is wrong: what is left over from whole chunks is always "
+    "computed. A smaller blocks_per_chunk makes it shorter.",
+    MissReason.OPTED_OUT: "The request asked for it: raykv_load or max_load_tokens in its "
+    "kv_transfer_params, or prompt_logprobs, which only computing gives.",
+    MissReason.ADAPTER_UNKNOWN: "The files of its LoRA adapter can't be read, or have changed "
+    "since the engine loaded them: give a local folder, and load it in place after a change.",
+    MissReason.MEDIA_UNKNOWN: "The client named its images or sound itself (uuid), which says "
+    "nothing of their content: leave the names out. If it has not, the engine's log tells why.",
+    MissReason.WEIGHTS_CHANGED: "The engine's weights were changed while it ran (reload_weights, "
+    "update_weights, sleep of level 2): it uses the cache again once it is started anew.",
+    MissReason.PAUSED: "The cache is switched off: `raykv resume` switches it on.",
+    MissReason.NOT_ATTACHED: "The engine had not reached RayKV's actors: its log says why; "
+    "`raykv status` shows whether it has by now.",
+    MissReason.NEVER_STORED: "Nobody had computed this prefix, or it was forgotten long ago: if "
+    "you expect it to be known, compare the prompts from their first token on, and cache_salt.",
+    MissReason.STORES_OFF: "A request that did not store computed it: raykv_store in its "
+    "kv_transfer_params, a pause, or stop_unused_stores=True while hardly anything is reused.",
+    MissReason.STORE_FAILED: "Its store failed: look for NodeActor failures in the engine's log, "
+    "and at store_deadline_s.",
+    MissReason.POOL_FULL: "Slots are used up faster than they are freed: set a larger pool_bytes, "
+    "or give the node fewer engines.",
+    MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
+    MissReason.CLEARED: "Somebody emptied the cache; it fills again by itself.",
+    MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
+    "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
+    MissReason.PENDING_TOO_LONG: "It was being stored just then: raise lookup_deadline_s if "
+    "waiting is better than computing.",
+    MissReason.UNANSWERED: "The scheduler actor was too slow: see how busy its host is, or raise "
+    "query_deadline_s.",
+    MissReason.FETCH_SLOWER: "Nothing is wrong: computing is faster than this network. "
+    "fetch_bytes_per_s and prefill_tokens_per_s replace what was measured.",
+    MissReason.FETCH_FAILED: "The transfer from another node failed or was too slow: look at that "
+    "node's load and at fetch_deadline_s.",
+    MissReason.NODE_LOST: "A NodeActor ended: its log says why. With pool_path a pool survives it.",
+    MissReason.LOAD_FAILED: "The copy into the engine failed: its log says why; if it was late, "
+    "raise load_deadline_s.",
+    MissReason.BREAKER_OPEN: "An actor had failed too often and was not asked: `raykv status` and "
+    "the engine's log name it.",
+    MissReason.ABORTED: "The request ended before its tokens were needed.",
+    MissReason.OTHER: "None of the usual reasons: an error in the engine's log says more.",
+}
+"""What to do about each reason, in one sentence."""
 
 
 @app.command()
@@ -19,8 +77,6 @@ def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv doctor && echo all well
     """
-    from raykv.cli.doctor_text import exit_code, print_findings
-
     with connected(ray_address) as cluster:
         findings = cluster.doctor()
     if as_json:
@@ -43,11 +99,88 @@ def why_miss(
 
     Example: raykv why-miss chatcmpl-9f2c
     """
-    from raykv.cli.why_miss import print_explanations, to_json
-
     with connected(ray_address) as cluster:
         found = cluster.why_miss(request_id)
     if as_json:
         typer.echo(to_json(found))
         return
     print_explanations(found, Console())
+
+
+def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
+    """One line for each, and what to do below those that need it."""
+    console = console or Console()
+    for finding in findings:
+        mark, style = _MARKS[finding.severity]
+        line = Text.assemble((mark, style), f"  {finding.check:<10}  {finding.what}")
+        console.print(line, soft_wrap=True)
+        if finding.mend:
+            console.print(Text(f"                  → {finding.mend}", style="dim"), soft_wrap=True)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """1 when something is wrong; warnings are allowed."""
+    return int(any(finding.severity is Severity.FAIL for finding in findings))
+
+
+def to_json(found: Sequence[Explanation]) -> str:
+    """All of them as a JSON array; the key is in hexadecimal digits."""
+    rows = [
+        {
+            "request_id": each.record.request_id,
+            "prompt_tokens": each.record.prompt,
+            "own_cache_tokens": each.record.own,
+            "loaded_tokens": each.record.loaded,
+            "missed_tokens": each.record.missed,
+            "first_missing_key": each.record.missing.hex(),
+            "advice": advice(each.record),
+            "engine_id": each.engine_id,
+            "node_id": each.node_id,
+            "namespace": each.namespace,
+            "model": each.model,
+            "age_s": round(each.age_s, 3),
+        }
+        for each in found
+    ]
+    return msgspec.json.format(msgspec.json.encode(rows)).decode()
+
+
+def advice(record: MissRecord) -> str:
+    """What to do about the reason with the most tokens, prompt ends aside."""
+    missed = {name: count for name, count in record.missed.items() if count}
+    if not missed:
+        return "All of the prompt was cached."
+    usual = str(MissReason.INCOMPLETE_CHUNK)
+    largest = max(missed, key=lambda name: (name != usual, missed[name]))
+    try:
+        return ADVICE[MissReason(largest)]
+    except ValueError:
+        return "A newer version of RayKV gave that reason: install it here."
+
+
+def print_explanations(found: Sequence[Explanation], console: Console) -> None:
+    """A table and a sentence for each request."""
+    for each in found:
+        record = each.record
+        console.print(
+            f"request {record.request_id}: ended {each.age_s:.0f} s ago, {each.model}, "
+            f"engine {each.engine_id[:12]} on node {each.node_id[:12]}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(_table(record))
+        console.print(advice(record), highlight=False, soft_wrap=True)
+
+
+def _table(record: MissRecord) -> Table:
+    table = Table(box=None, header_style="bold")
+    table.add_column("prompt tokens")
+    table.add_column("tokens", justify="right")
+    table.add_column("share", justify="right")
+    rows = [("in vLLM's own cache", record.own), ("loaded by RayKV", record.loaded)]
+    by_size = sorted(record.missed.items(), key=lambda row: -row[1])
+    rows += [(f"computed: {name}", count) for name, count in by_size]
+    rows.append(("all", record.prompt))
+    for name, count in rows:
+        table.add_row(name, f"{count:,}", f"{100 * count / max(1, record.prompt):.0f} %")
+    return table

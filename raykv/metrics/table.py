@@ -37,6 +37,19 @@ LATENCY_BOUNDS = (
 AGE_BOUNDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0, 604800.0)
 """From "hardly stored" to a week."""
 
+LOOKUPS = "lookup"
+"""Name of the engines' histogram behind `raykv_lookup_seconds`."""
+
+Labels = TypeVar("Labels", bound=tuple[str, ...])
+
+MOST = 32
+"""Namespaces in the metrics of one actor: models that share a cluster are a few."""
+
+SHORT = 12
+"""Characters of a namespace that people see."""
+
+OTHER = "other"
+
 
 class MetricKind(StrEnum):
     """Of Prometheus' types."""
@@ -246,12 +259,6 @@ CLUSTER = (
 
 METRICS = {metric.name: metric for metric in (BUILD, *BREAKERS, *NODE, *CLUSTER)}
 
-LOOKUPS = "lookup"
-"""Name of the engines' histogram behind `raykv_lookup_seconds`."""
-
-
-Labels = TypeVar("Labels", bound=tuple[str, ...])
-
 
 def numbers(name: str, values: Mapping[Labels, float]) -> MetricFamily:
     """A counter's or a gauge's series, by the values of its labels."""
@@ -275,3 +282,22 @@ def histograms(name: str, values: Iterable[tuple[tuple[str, ...], HistogramData]
     assert all(len(row.labels) == len(metric.labels) for row in rows), name
     assert all(len(row.histogram.counts) == len(metric.bounds) + 1 for row in rows), name
     return MetricFamily(name, rows)
+
+
+class NamespaceLabels:
+    """A namespace keeps its label for ever; the memory for them is bounded."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._known: dict[str, str] = {}
+
+    def __getitem__(self, namespace: str) -> str:
+        known = self._known.get(namespace)
+        if known is not None:
+            return known
+        if len(self._known) >= self._most:
+            return OTHER
+        # A digest, unless a message says otherwise: then it must not become anything odd.
+        short = "".join(letter if letter.isprintable() else "?" for letter in namespace[:SHORT])
+        self._known[namespace] = short
+        return short

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from raykv.base.ids import Direction, Namespace, Refusal
 from raykv.metrics.breakers import breaker_families
 from raykv.metrics.histogram import Histogram
-from raykv.metrics.label_values import NamespaceLabels
-from raykv.metrics.table import LATENCY_BOUNDS, histograms, number, numbers
+from raykv.metrics.table import LATENCY_BOUNDS, NamespaceLabels, histograms, number, numbers
 from raykv.node.slots import SlotState
 from raykv.protocol.measures import HistogramData, MetricFamily
 from raykv.protocol.node import CaptureStats, DiskStats, NodeStats

@@ -11,11 +11,10 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
 from raykv.base.errors import SettingError
-from raykv.serve.arguments import AppArguments, IngressArguments, ModelArguments, parse
+from raykv.serve.arguments import AppArguments, IngressArguments, ModelArguments, complaints, parse
 from raykv.serve.http.ingress import IngressReplica
 from raykv.serve.replica import EngineReplica
 from raykv.serve.router.settings import kv_router_kwargs
-from raykv.serve.validation import complaints
 
 _POLICIES = {
     "round_robin": "raykv.serve.router.round_robin:RoundRobinRouter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -11,9 +12,11 @@ from raykv.base.deadlines import REPLICA_WAIT_S
 from raykv.base.errors import SettingError
 from raykv.base.settings import load_settings
 from raykv.serve.command import plan_serve
-from raykv.serve.flags import to_flags
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[\w.-]+$")]
+
+_MAX_SHOWN = 80
+"""Letters of a wrong value in an error."""
 
 
 class Strict(BaseModel):
@@ -124,9 +127,6 @@ class AppArguments(Strict):
         return self
 
 
-_MAX_SHOWN = 80
-"""Letters of a wrong value in an error."""
-
 _Arguments = TypeVar("_Arguments", bound=Strict)
 
 
@@ -178,3 +178,46 @@ def plan_of(model: ModelArguments, ray_address: str | None, **settings: str) -> 
         transfer = {**transfer, "kv_connector_extra_config": extra}
     engine_args["kv_transfer_config"] = transfer
     return plan_serve(model.model, to_flags(engine_args), ray_address=ray_address, pool_bytes=None)
+
+
+def complaints(error: ValidationError) -> str:
+    """Each place, and what is wrong with it."""
+    return "; ".join(
+        f"{'.'.join(map(str, each['loc'])) or 'args'}: {each['msg']}" for each in error.errors()
+    )
+
+
+def to_flags(options: Mapping[str, Any]) -> list[str]:
+    """Flags of `vllm serve` for options named with underscores.
+
+    A true value is a flag alone, a false one its `--no-` form; a list gives several values, a
+    mapping is JSON, and None leaves the option out.
+
+    Raises:
+        SettingError: a name is no option's, or a value is of another kind.
+    """
+    flags: list[str] = []
+    for name, value in options.items():
+        if not name.replace("_", "").replace("-", "").isalnum():
+            raise SettingError(f"engine_args: {name!r} is no option of vLLM")
+        flag = f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            flags.append(f"--no-{flag[2:]}")
+        elif isinstance(value, Mapping):
+            flags += [flag, json.dumps(value)]
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            flags += [flag, *map(_text, value)]
+        else:
+            # One word, so that a value may begin with a hyphen.
+            flags.append(f"{flag}={_text(value)}")
+    return flags
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise SettingError(f"engine_args: {value!r} is no value of an option of vLLM")

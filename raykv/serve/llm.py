@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from ray.serve import Application
 
 from raykv.base.errors import SettingError, VersionError
+from raykv.serve.arguments import complaints
 from raykv.serve.command import CONNECTOR
 from raykv.serve.transfer import fill_in, with_raykv
-from raykv.serve.validation import complaints
 from raykv.vllm.params import PREFILLED, without_prefilled
 from raykv.vllm.plugin import REPLICA_VARIABLE
 

@@ -18,8 +18,15 @@ from raykv.directory.meter.ages import StoreTimes
 from raykv.directory.meter.engines import EngineTally
 from raykv.metrics.breakers import breaker_families
 from raykv.metrics.histogram import Histogram
-from raykv.metrics.label_values import OTHER, NamespaceLabels
-from raykv.metrics.table import AGE_BOUNDS, LATENCY_BOUNDS, histograms, number, numbers
+from raykv.metrics.table import (
+    AGE_BOUNDS,
+    LATENCY_BOUNDS,
+    OTHER,
+    NamespaceLabels,
+    histograms,
+    number,
+    numbers,
+)
 from raykv.protocol.engine import SyncReply, SyncRequest
 from raykv.protocol.events import EventPage
 from raykv.protocol.measures import MetricFamily

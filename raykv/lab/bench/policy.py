@@ -15,12 +15,11 @@ hits, and no policy has more of these. "unlimited" is a pool in which all have r
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from heapq import heappop, heappush
-from itertools import islice
 
-from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy
+from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
+from raykv.inspect.hits import UNIT, held_prefix, num_distinct, replay, unlimited_hits
 from raykv.inspect.trace_files import Request, read_trace, synthetic
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
@@ -36,9 +35,6 @@ LEAST_GAP_CLOSED = 0.25
 
 NUM_REQUESTS = 3000
 """In a synthetic trace."""
-
-UNIT = "hit rate"
-NAMESPACE = "bench"
 
 
 def run(options: Options) -> Result:
@@ -86,93 +82,9 @@ def _measure(result: Result, kind: str, requests: Sequence[Request], percent: in
         result.verdicts.append(Verdict(budget, closed, LEAST_GAP_CLOSED, is_most=False))
 
 
-def num_distinct(requests: Sequence[Request]) -> int:
-    """Chunks that differ."""
-    return len({chunk for request in requests for chunk in request})
-
-
 def unlimited_rate(requests: Sequence[Request]) -> float:
     """The hit rate if nothing is ever given up."""
     return sum(unlimited_hits(requests)) / sum(map(len, requests))
-
-
-def unlimited_hits(requests: Sequence[Request]) -> list[int]:
-    """Of each request how many chunks of its prefix are held, if nothing is ever given up."""
-    held: set[int] = set()
-    hits = []
-    for request in requests:
-        hits.append(held_prefix(request, held))
-        held.update(request)
-    return hits
-
-
-def held_prefix(request: Request, held: Container[int]) -> int:
-    """How many chunks of the unbroken prefix are held."""
-    for number, chunk in enumerate(request):
-        if chunk not in held:
-            return number
-    return len(request)
-
-
-@dataclass
-class _Pool:
-    """What is held, with the policy that is told of it as the block manager would."""
-
-    policy: EvictionPolicy[tuple[str, bytes]]
-    capacity: int
-
-    def __post_init__(self) -> None:
-        self.held: set[int] = set()
-        self._names: dict[int, tuple[str, bytes]] = {}
-        self._chunks: dict[tuple[str, bytes], int] = {}
-
-    def touch(self, chunk: int) -> None:
-        self.policy.touch(self._names[chunk])
-
-    def store(self, chunks: Sequence[int]) -> None:
-        for chunk in chunks:
-            self.held.add(chunk)
-            self.policy.add(self._name(chunk))
-
-    def _name(self, chunk: int) -> tuple[str, bytes]:
-        name = self._names.get(chunk)
-        if name is None:
-            name = self._names[chunk] = (NAMESPACE, chunk.to_bytes(8, "big"))
-            self._chunks[name] = chunk
-        return name
-
-    def make_room(self, count: int, keep: set[int]) -> None:
-        """Give up so many chunks, none of `keep`."""
-        others = (name for name in self.policy.candidates() if self._chunks[name] not in keep)
-        for name in list(islice(others, max(count, 0))):
-            self.policy.evicted(name)
-            self.held.discard(self._chunks[name])
-
-
-def replay(
-    requests: Sequence[Request], policy: EvictionPolicy[tuple[str, bytes]], capacity: int
-) -> float:
-    """The prefix hit rate of a policy."""
-    return sum(prefix_hits(requests, policy, capacity)) / sum(map(len, requests))
-
-
-def prefix_hits(
-    requests: Sequence[Request], policy: EvictionPolicy[tuple[str, bytes]], capacity: int
-) -> list[int]:
-    """Of each request how many chunks of its prefix are held when it comes."""
-    pool = _Pool(policy, capacity)
-    hits = []
-    for request in requests:
-        hits.append(held_prefix(request, pool.held))
-        present = [chunk for chunk in request if chunk in pool.held]
-        for chunk in reversed(present):
-            pool.touch(chunk)
-        # What is more than the pool can have is not stored: the tail.
-        missing = [chunk for chunk in request if chunk not in pool.held]
-        missing = missing[: capacity - len(present)]
-        pool.make_room(len(pool.held) + len(missing) - capacity, keep=set(request))
-        pool.store(missing)
-    return hits
 
 
 def optimal_rate(requests: Sequence[Request], capacity: int) -> float:

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from raykv.lab.bench import placing
+import ray
+
 from raykv.lab.bench.completions import Server
 from raykv.lab.bench.conversations import (
     Answered,
@@ -38,6 +42,7 @@ from raykv.serve.models import tiny_llama
 
 ROUTERS = ("round_robin", "prefix", "kv")
 WITH, WITHOUT = "with RayKV", "without"
+
 FALLBACK = "power_of_two"
 """What "kv" is without RayKV: there is no directory to ask."""
 
@@ -45,19 +50,28 @@ REAL = Load(conversations=8, turns=4, system_words=120, turn_words=90, answer_to
 TINY = Load(conversations=6, turns=3, system_words=30, turn_words=30, answer_tokens=4)
 CLIENTS = 2
 APP = "routing"
+
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "RAY_worker_niceness": "0",
 }
 """Of each engine: two that both compute with all cores keep each other waiting for seconds."""
+
 READY_S = 120.0
 LOOK_S = 0.2
+
 KV_TOKENS = 2048
 """Of an engine's own KV cache: fewer than the conversations have, more than the longest one."""
+
 BLOCK = 32
+
 SPARE_BLOCKS = 2
 """One that vLLM keeps for itself, and what it rounds down."""
+
+METRIC = "ray_raykv_routed_requests"
+SCRAPE_S = 5.0
+_OUTCOME = re.compile(r'outcome="([^"]*)"')
 
 
 def run(options: Options) -> Result:
@@ -178,7 +192,7 @@ def _kv_bytes(model: Path) -> int:
 def _wait_until_placing(server: Server) -> None:
     """Until the router has its tokenizer and knows its namespace: short requests show it."""
     give_up_at = time.monotonic() + READY_S
-    while time.monotonic() < give_up_at and not placing.outcomes()["placed"]:
+    while time.monotonic() < give_up_at and not outcomes()["placed"]:
         server.chat([{"role": "user", "content": "ready?"}], 1)
         time.sleep(LOOK_S)
 
@@ -210,3 +224,24 @@ def _talk(server: Server, load: Load, seed: int) -> list[Answered]:
         thread.join()
     assert len(answered) == load.conversations * load.turns, "a client has failed"
     return answered
+
+
+def outcomes() -> Counter[str]:
+    """Requests by outcome, over all nodes of this process's cluster."""
+    found: Counter[str] = Counter()
+    for node in ray.nodes():
+        if node["Alive"]:
+            address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            with urllib.request.urlopen(address, timeout=SCRAPE_S) as answer:
+                found += counted(answer.read().decode())
+    return found
+
+
+def counted(exposition: str) -> Counter[str]:
+    """Requests by outcome in one scrape."""
+    found: Counter[str] = Counter()
+    for line in exposition.splitlines():
+        outcome = _OUTCOME.search(line)
+        if line.startswith(METRIC) and outcome is not None:
+            found[outcome[1]] += int(float(line.rsplit(" ", 1)[1]))
+    return found

@@ -20,13 +20,12 @@ from ray.serve.request_router import (
 from ray.util.metrics import Counter
 
 from raykv.serve.arguments import ModelArguments, parse, plan_of
-from raykv.serve.fallbacks import Fallback
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import Directory
 from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.power_of_two import two_choices
 from raykv.serve.router.rank import Replica
-from raykv.serve.router.rendering import PromptRenderer, Render
+from raykv.serve.router.rendering import Fallback, PromptRenderer, Render
 from raykv.serve.router.settings import parse_route_settings
 
 MOST_PLACED = 1024

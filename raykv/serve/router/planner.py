@@ -10,10 +10,10 @@ from typing import Protocol
 
 from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
-from raykv.serve.fallbacks import Fallback
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import MOST_KEYS, FoundPrompt
 from raykv.serve.router.rank import Choice, PromptPlace, RecentPrompts, Replica, rank
+from raykv.serve.router.rendering import Fallback
 from raykv.serve.router.settings import RouteSettings
 
 

@@ -10,17 +10,17 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 
 from raykv.base.deadlines import ROUTE_RENDER_S
 from raykv.base.errors import first_line
 from raykv.prompts.prompt_keys import PromptTokens
-from raykv.serve.fallbacks import Fallback
 from raykv.serve.http.exchange import HttpRequest
 
 logger = logging.getLogger("ray.serve")
-
 PATHS = ("/v1/completions", "/v1/chat/completions")
 MOST_WAITING = 64
+
 MOST_BODY_BYTES = 1 << 20
 """Of a request that is looked into: while a longer one is parsed no other thread runs."""
 
@@ -85,3 +85,19 @@ class PromptRenderer:
     def close(self) -> None:
         """Let the thread end when it is done with what it has begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Fallback(Enum):
+    """The value is what the metric `raykv_routed_requests` calls it."""
+
+    NO_PROMPT = "no prompt"
+    """Neither a completion nor a chat."""
+
+    NOT_LOADED = "tokenizer not loaded yet"
+    NOT_UNDERSTOOD = "not understood"
+    """Images and other media, embeddings, a template of its own, too many prompts or too long ones,
+    a model that is not served, or what vLLM will refuse."""
+
+    BUSY = "tokenizer busy"
+    NO_NAMESPACE = "namespace not known"
+    NO_ANSWER = "directory did not answer"

@@ -8,9 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raykv.base.errors import SettingError
-from raykv.serve.arguments import ModelArguments
+from raykv.serve.arguments import ModelArguments, complaints
 from raykv.serve.router.rank import Weights
-from raykv.serve.validation import complaints
 
 _DEFAULTS = Weights()
 

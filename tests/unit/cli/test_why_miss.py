@@ -13,7 +13,7 @@ import raykv
 from raykv import cli
 from raykv.base.errors import ClusterError
 from raykv.base.ids import MissReason
-from raykv.cli.why_miss import ADVICE, advice
+from raykv.cli.trouble import ADVICE, advice
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.protocol.engine import MissRecord

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from raykv.cli.doctor_text import exit_code, print_findings
+from raykv.cli.trouble import exit_code, print_findings
 from raykv.doctor.checks import CHECKS, MANY_STORED, diagnose
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.memory.room import RESERVE_BYTES

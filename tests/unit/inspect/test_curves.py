@@ -17,8 +17,8 @@ from raykv.base.errors import SettingError
 from raykv.directory.table.policies import POLICIES
 from raykv.inspect.curves import stack_distances
 from raykv.inspect.frames import frame
+from raykv.inspect.hits import replay
 from raykv.inspect.traces import Trace
-from raykv.lab.bench.policy import replay
 
 # Requests
 

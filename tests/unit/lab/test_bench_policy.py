@@ -10,8 +10,9 @@ import pytest
 
 from raykv.base.errors import SettingError
 from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES
+from raykv.inspect.hits import replay
 from raykv.inspect.trace_files import Request, read_trace, synthetic
-from raykv.lab.bench.policy import optimal_rate, replay, run, unlimited_rate
+from raykv.lab.bench.policy import optimal_rate, run, unlimited_rate
 from raykv.lab.bench.report import Options
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.lab.bench import placing, serve_routing
+from raykv.lab.bench import serve_routing
 from raykv.lab.bench.conversations import Answered, Load, Sums, conversations, sums
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options
@@ -38,7 +38,7 @@ ray_raykv_routed_requests_total{deployment="model",outcome="placed",pid="2"} 2.0
 ray_raykv_routed_requests_total{deployment="model",outcome="not understood"} 1.0
 ray_other{outcome="placed"} 9.0
 """
-    assert placing.counted(text) == {"placed": 5, "not understood": 1}
+    assert serve_routing.counted(text) == {"placed": 5, "not understood": 1}
 
 
 def test_each_router_is_measured_with_and_without_the_cache() -> None:

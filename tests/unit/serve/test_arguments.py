@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import SettingError
 from raykv.serve.app import build_app
-from raykv.serve.arguments import AppArguments, ModelArguments, parse, plan_of
-from raykv.serve.flags import to_flags
+from raykv.serve.arguments import AppArguments, ModelArguments, parse, plan_of, to_flags
 
 MODEL = {"model": "org/some-model-1.5"}
 

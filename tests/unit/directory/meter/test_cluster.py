@@ -8,8 +8,7 @@ import pytest
 from raykv.base.ids import SLOT_ALIGNMENT, Epoch, MissReason
 from raykv.directory.manager import BlockManager
 from raykv.directory.meter.cluster import LAG_WINDOW_S, MAX_MODELS
-from raykv.metrics.label_values import MOST, OTHER, NamespaceLabels
-from raykv.metrics.table import METRICS
+from raykv.metrics.table import METRICS, MOST, OTHER, NamespaceLabels
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport, HistogramData

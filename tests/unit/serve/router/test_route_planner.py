@@ -21,14 +21,13 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
 from raykv.protocol.status import NamespaceStatus
 from raykv.serve.arguments import ModelArguments
-from raykv.serve.fallbacks import Fallback
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router import directory as directories
 from raykv.serve.router import rendering
 from raykv.serve.router.directory import Directory, FoundPrompt
 from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.rank import Replica
-from raykv.serve.router.rendering import MOST_BODY_BYTES, PromptRenderer
+from raykv.serve.router.rendering import MOST_BODY_BYTES, Fallback, PromptRenderer
 from raykv.serve.router.settings import RouteSettings, kv_router_kwargs, parse_route_settings
 
 GROUP = ChunkGroup(0, 16)
