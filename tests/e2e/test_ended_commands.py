@@ -43,14 +43,28 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         command.wait(ENDS_S)
 
 
-def running_processes() -> dict[psutil.Process, str]:
-    """What runs on this host, with the command lines."""
-    found = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found[process] = " ".join(process.cmdline())
-    return found
+class Newcomers:
+    """What has begun to run on this host since, and was not begun by others who ran before.
+
+    A command that is killed leaves children without a parent: these count. What other tests
+    start beside this one has an ancestor that ran before, and is left out even when it loses it.
+    """
+
+    def __init__(self) -> None:
+        this = psutil.Process()
+        self._left_out = set(psutil.process_iter())
+        self._others = self._left_out - {this, *this.parents()}
+
+    def titles(self) -> list[str]:
+        found = []
+        for process in set(psutil.process_iter()) - self._left_out:
+            with contextlib.suppress(psutil.Error):
+                if not self._others.isdisjoint(process.parents()):
+                    self._others.add(process)
+                    self._left_out.add(process)
+                elif process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+        return found
 
 
 @pytest.mark.timeout(300)
@@ -70,10 +84,7 @@ def test_ended_command_leaves_no_process(
     pytest.importorskip("vllm")
     assert MARK not in os.environ
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    before = running_processes().keys()
-
-    def new() -> list[str]:
-        return [title for process, title in running_processes().items() if process not in before]
+    new = Newcomers().titles
 
     with running(*arguments) as command:
         wait_until(lambda: any(NODE_ACTOR in each for each in new()), STARTS_S, "a NodeActor runs")
