@@ -5,43 +5,30 @@ from __future__ import annotations
 import msgspec
 
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.node import DiskStats
+from raykv.protocol.node import NodeStats
 
 
-class NodeStatus(msgspec.Struct, frozen=True):
-    """One node as the scheduler actor and its NodeActor see it; sizes in bytes.
+class NodeStatus(NodeStats, frozen=True, kw_only=True):
+    """One node as its NodeActor reports it and as the scheduler actor sees it; sizes in bytes.
 
     `pinned_bytes` are of chunks that are kept from eviction, `locked_bytes` of the pool that a GPU
     may copy from and to directly. Slots lie in slabs of `slab_bytes`.
     `metrics`: where Prometheus finds its metrics ("host:port"), or why nowhere. `disk`: its disk
-    tier; one without a path is none.
+    tier; a node without one has an empty path there.
     """
 
     node_id: str
     epoch: int
     hostname: str
     pid: int
-    pool_bytes: int
-    prefaulted_bytes: int
-    used_bytes: int
     free_slots: int
     leased_slots: int
     chunks: int
-    bytes_stored: int
-    bytes_loaded: int
-    chunks_refused: int
-    num_workers: int
     age_s: float
     raykv_version: str = ""
-    bytes_fetched: int = 0
-    bytes_sent: int = 0
-    quarantined: int = 0
-    breakers: BreakerReport = BreakerReport()
     pinned_chunks: int = 0
     pinned_bytes: int = 0
-    locked_bytes: int = 0
     metrics: str = ""
-    disk: DiskStats = DiskStats()
     slab_bytes: int = 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from raykv.cluster.breaker import aged, without
 from raykv.directory.members import Engine, Node
 from raykv.directory.pins import Pins
@@ -28,32 +30,22 @@ def _breakers(engine: Engine, node: Node | None, now: float) -> BreakerReport:
 def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
     """A picture of a node for people."""
     pinned = pins.on_node(node)
+    reported = msgspec.structs.asdict(node.stats)
+    reported["breakers"] = aged(node.stats.breakers, now - node.last_report)
     return NodeStatus(
+        **reported,
         node_id=node.node_id,
         epoch=node.epoch,
         hostname=node.hostname,
         pid=node.pid,
-        pool_bytes=node.stats.pool_bytes,
-        prefaulted_bytes=node.stats.prefaulted_bytes,
-        used_bytes=node.stats.used_bytes,
         free_slots=node.book.num_free,
         leased_slots=node.book.table.num_leases,
         chunks=node.book.num_chunks,
-        bytes_stored=node.stats.bytes_stored,
-        bytes_loaded=node.stats.bytes_loaded,
-        chunks_refused=node.stats.chunks_refused,
-        bytes_fetched=node.stats.bytes_fetched,
-        bytes_sent=node.stats.bytes_sent,
-        num_workers=node.stats.num_workers,
         age_s=now - node.last_report,
         raykv_version=node.raykv_version,
-        quarantined=node.stats.quarantined,
-        breakers=aged(node.stats.breakers, now - node.last_report),
-        locked_bytes=node.stats.locked_bytes,
         pinned_chunks=pinned.kept_chunks,
         pinned_bytes=pinned.kept_bytes,
         metrics=node.stats.metrics_address or node.stats.metrics_problem,
-        disk=node.stats.disk,
         slab_bytes=node.book.geometry.slab_bytes,
     )
 

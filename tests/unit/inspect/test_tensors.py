@@ -73,7 +73,16 @@ class PlayedPools:
 
     def status(self) -> ClusterStatus:
         nodes = [
-            NodeStatus(node, 5, "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+            NodeStatus(
+                node_id=node,
+                epoch=5,
+                hostname="",
+                pid=0,
+                free_slots=0,
+                leased_slots=0,
+                chunks=0,
+                age_s=0.0,
+            )
             for node in self.directory.nodes
         ]
         return ClusterStatus("here", 1, "0", paused=False, nodes=nodes, namespaces={"space": 1})
