@@ -59,7 +59,7 @@ from raykv.vllm.internals import (
     watch_rests,
 )
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
-from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.manager import RayOffloadingManager, track_chunks
 from raykv.vllm.mending import Mender
 from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.params import only_documented
@@ -69,7 +69,6 @@ from raykv.vllm.spec import (
     told_to_specs,
     use_our_spec,
 )
-from raykv.vllm.tracker import track_chunks
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.link import LinkTarget

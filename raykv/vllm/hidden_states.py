@@ -37,6 +37,7 @@ from raykv.node.states.file import promise, settle
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import Capture, JobResult, KVLayout
 from raykv.vllm.connector import RayKVConnector, logged_refusals
+from raykv.vllm.kv_form import layer_specs
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayOffloadingWorker
 from raykv.worker.job import JobRequest
 
@@ -107,11 +108,10 @@ def states_layer(kv_cache_config: Any) -> StatesLayer:
     """
     found = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        for index, name in enumerate(group.layer_names):
+        for index, (name, spec) in enumerate(
+            zip(group.layer_names, layer_specs(group), strict=True)
+        ):
             if LAYERS in name.split("."):
-                # The scheduler's side knows one specification for a whole group.
-                specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-                spec = specs.get(name, group.kv_cache_spec)
                 found.append(StatesLayer(group_id, index, name, spec))
     if len(found) != 1:
         raise SettingError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +29,8 @@ from raykv.engine.remote import ChunkSize, RemoteSettings
 from raykv.engine.requests import StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
-from raykv.vllm import canonical
 from raykv.vllm.internals import ordinary_gpu_memory
-from raykv.vllm.kv_form import kv_form_of
+from raykv.vllm.kv_form import block_bytes, kv_form_of, pages_of
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import metric_definitions
 from raykv.vllm.transfers import RayOffloadingWorker
@@ -64,8 +63,8 @@ class Told:
 
     @property
     def block_bytes(self) -> dict[int, int]:
-        """See `canonical.block_bytes`."""
-        return canonical.block_bytes(self.vllm, self.kv_cache)
+        """See `kv_form.block_bytes`."""
+        return block_bytes(self.vllm, self.kv_cache)
 
     @property
     def sleeps(self) -> bool:
@@ -90,18 +89,13 @@ def told_to_specs(
         del extra_config[TOLD]
 
 
-def untold(extra_config: Mapping[str, Any]) -> tuple[dict[str, Any], Told]:
-    """What the user has configured, and what `told_to_specs` has put beside it."""
-    own = dict(extra_config)
-    return own, own.pop(TOLD, Told())
-
-
 class RayKVOffloadingSpec(OffloadingSpec):
     """Knows sizes and settings, and makes the manager and the worker from them."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        own, self._told = untold(self.extra_config)
+        own = dict(self.extra_config)
+        self._told: Told = own.pop(TOLD, Told())
         self.settings: Settings = load_settings(own)
         # Conversations need generated tokens too; vLLM's own default is True.
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
@@ -193,7 +187,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         """
         if not self.config.canonical_layout:
             return NOT_CANONICAL
-        return canonical.pages_of(kv_caches, self.config.kv_cache_layout)
+        return pages_of(kv_caches, self.config.kv_cache_layout)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
         """See `OffloadingSpec.get_worker`."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from raykv.base.errors import SettingError
 from raykv.prompts.block_hashes import seed_digest
-from raykv.vllm.canonical import layer_specs, spec_text
 from raykv.vllm.identity.weights import texts_digest, weight_files, weights_digest
 from raykv.vllm.internals import (
     attention_backend,
@@ -26,6 +25,7 @@ from raykv.vllm.internals import (
     default_hash_seed,
     vllm_version,
 )
+from raykv.vllm.kv_form import layer_specs, spec_text
 
 RANDOM_SEED = "random in "
 """How a seed of block hashes begins that no other process has."""

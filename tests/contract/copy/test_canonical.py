@@ -26,7 +26,7 @@ from raykv.copy.plan import Planner
 from raykv.memory.handles import check_layout
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import CanonicalPages, CopyJob, KVLayout, TensorLayout
-from raykv.vllm.canonical import block_bytes, pages_of
+from raykv.vllm.kv_form import block_bytes, pages_of
 from tests.contract.copy.test_backends import MEMORIES, NEVER, Memory
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

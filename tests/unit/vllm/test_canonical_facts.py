@@ -17,7 +17,7 @@ from raykv.base.settings import load_settings
 from raykv.vllm.identity import readers
 from raykv.vllm.internals import cpu_writer
 from raykv.vllm.kv_form import kv_form_of
-from raykv.vllm.spec import TOLD, Told, told_to_specs, untold
+from raykv.vllm.spec import TOLD, told_to_specs
 
 HEADS, TOKENS, DIMS = 4, 32, 64
 PAGE_BYTES = 2 * HEADS * TOKENS * DIMS * 4
@@ -106,12 +106,11 @@ def test_sizes_are_told_to_specs_only_and_are_no_setting() -> None:
     config: dict[str, Any] = {"canonical_layout": True, "lease_slots": 8}
     for num_ranks in (1, 2, 8):
         with told_to_specs(config, engine(num_ranks), caches(layer(num_ranks))):
-            own, told = untold(config)
-        assert told.block_bytes == {0: 2 * PAGE_BYTES}
-        assert own == config == {"canonical_layout": True, "lease_slots": 8}
+            sizes = config[TOLD].block_bytes
+        assert sizes == {0: 2 * PAGE_BYTES}
+        assert config == {"canonical_layout": True, "lease_slots": 8}
     with pytest.raises(SettingError, match="unknown setting"):
         load_settings({TOLD: {}}, {})
-    assert untold({}) == ({}, Told())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

@@ -54,7 +54,7 @@ def group(window: int | None = None) -> Any:
 def tracker(outbox: DescriptionOutbox | None, announcements: Announcements | None = None) -> Any:
     from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
-    from raykv.vllm.tracker import ChunkTracker
+    from raykv.vllm.manager import ChunkTracker
 
     config = OffloadingKVEventsConfig(
         enable_kv_cache_events=announcements is not None, self_describing_kv_events=True
