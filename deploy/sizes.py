@@ -6,14 +6,21 @@ of deploy/README.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from raykv.client.capacity import MOST_LEASE_SLOTS, KVShape, Plan, PoolWishes, make_plan
-from raykv.memory.container import ContainerMemory
-from raykv.memory.room import human_bytes
+from raykv.memory.room import MEMORY_USAGE_THRESHOLD, RESERVE_BYTES, human_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+VLLM_QUEUES_BYTES = 400 * MIB
+"""vLLM's own queues in `/dev/shm`, at most."""
+
+RAY_BYTES = 2 * GIB
+"""Ray's processes on a node and RayKV's actors, without the pool and the object store. On an idle
+node 0.5 GiB were seen; work that others give to Ray comes on top."""
 
 SMOLLM2_135M = KVShape(
     model="HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -37,6 +44,58 @@ QWEN3_8B = KVShape(
     tokens_per_block=16,
     num_ranks=1,
 )
+
+
+@dataclass(frozen=True)
+class ContainerMemory:
+    """What counts against the memory limit of a container with a Ray node and an engine.
+
+    `engine_bytes` is vLLM's memory on the host: on the CPU build weights and KV cache as well.
+    `shm_bytes` is the size limit of `/dev/shm`; Ray's object store is a part of it, so it does not
+    count again.
+
+    Invariant: `least_limit_bytes` is the smallest limit, in whole GiB, at which
+    `raykv.memory.room.objection` has nothing against the pool when all else is there already.
+    """
+
+    pool_bytes: int
+    engine_bytes: int
+    object_store_bytes: int
+    shm_bytes: int
+    ray_bytes: int = RAY_BYTES
+
+    @property
+    def other_bytes(self) -> int:
+        """All but the pool."""
+        return self.engine_bytes + self.shm_bytes + self.ray_bytes
+
+    @property
+    def least_limit_bytes(self) -> int:
+        """The least memory limit with which RayKV gives the pool, in whole GiB."""
+        used = self.pool_bytes + self.other_bytes
+        return math.ceil((used + RESERVE_BYTES) / MEMORY_USAGE_THRESHOLD / GIB) * GIB
+
+    def objections(self, limit_bytes: int, requested_bytes: int) -> list[str]:
+        """Why a container with this memory limit and request will not do; empty if it will."""
+        found = []
+        shm_needs = self.object_store_bytes + VLLM_QUEUES_BYTES
+        if self.shm_bytes < shm_needs:
+            found.append(
+                f"/dev/shm has {human_bytes(self.shm_bytes)}: the object store of "
+                f"{human_bytes(self.object_store_bytes)} and vLLM's queues take "
+                f"{human_bytes(shm_needs)}"
+            )
+        if limit_bytes < self.least_limit_bytes:
+            found.append(
+                f"the memory limit is {human_bytes(limit_bytes)}: raise it to "
+                f"{human_bytes(self.least_limit_bytes)}, or make the pool smaller"
+            )
+        if requested_bytes < limit_bytes:
+            found.append(
+                f"{human_bytes(requested_bytes)} of {human_bytes(limit_bytes)} are requested: the "
+                "pool fills the rest for good, so request all of it"
+            )
+        return found
 
 
 @dataclass(frozen=True)

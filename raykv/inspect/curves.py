@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from raykv.base.errors import SettingError
 from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
-from raykv.inspect.extra import pandas
+from raykv.inspect.frames import pandas
 from raykv.inspect.hits import prefix_hits, unlimited_hits
 from raykv.inspect.traces import Trace, prompts_of
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raykv.base.errors import SettingError
-from raykv.inspect.extra import pandas
+from raykv.base.extras import load
 from raykv.inspect.sources import (
     Row,
     all_requests,
@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from raykv.client.cluster import Cluster
 
 TEXT, WHOLE, REAL, TRUTH, THING = "string", "Int64", "Float64", "boolean", "object"
+
+
+def pandas() -> Any:
+    """The module, imported when it is needed.
+
+    Raises:
+        SettingError: it is not installed.
+    """
+    return load("pandas", "raykv.inspect")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raykv.base.extras import load
 from raykv.inspect.curves import UNLIMITED
-from raykv.inspect.extra import pandas, pyplot
+from raykv.inspect.frames import pandas
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,6 +26,15 @@ SOURCES = {
     "loaded_tokens": "loaded by RayKV",
     "computed_tokens": "computed",
 }
+
+
+def pyplot() -> Any:
+    """matplotlib's, with the back end that is set.
+
+    Raises:
+        SettingError: it is not installed.
+    """
+    return load("matplotlib.pyplot", "raykv.inspect")
 
 
 def plot_occupancy(occupancy: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -19,7 +19,6 @@ import raykv
 from deploy import render, sizes
 from raykv.base.parsing import parse_size
 from raykv.base.settings import load_settings
-from raykv.memory.container import ContainerMemory
 from raykv.memory.room import MonitorSettings, PoolNeeds, monitor_limit, objection
 from raykv.metrics.table import METRICS
 from tests.fixtures.manifests import (
@@ -125,7 +124,7 @@ def test_worker_has_room_for_all_that_counts_against_its_limit(overlay: str) -> 
     expected = sizes.OVERLAYS[overlay].container
     for group in worker_groups(overlay):
         template = group["template"]
-        found = ContainerMemory(
+        found = sizes.ContainerMemory(
             pool_bytes=parse_size("RAYKV_POOL_BYTES", settings(overlay)["RAYKV_POOL_BYTES"]),
             engine_bytes=expected.engine_bytes,
             object_store_bytes=int(group["rayStartParams"]["object-store-memory"]),
@@ -163,7 +162,7 @@ def test_every_overlay_has_its_sizes() -> None:
 
 @pytest.mark.parametrize("pool_gib", [1, 7, 64, 128])
 def test_limit_is_the_least_at_which_the_node_actor_gives_the_pool(pool_gib: int) -> None:
-    memory = ContainerMemory(pool_gib << 30, 16 << 30, 1 << 30, 2 << 30)
+    memory = sizes.ContainerMemory(pool_gib << 30, 16 << 30, 1 << 30, 2 << 30)
     needs = PoolNeeds(memory.pool_bytes)
 
     def refusal(limit_bytes: int) -> str:
@@ -176,7 +175,7 @@ def test_limit_is_the_least_at_which_the_node_actor_gives_the_pool(pool_gib: int
 
 
 def test_size_that_does_not_fit_is_named() -> None:
-    memory = ContainerMemory(4 << 30, 2 << 30, 1 << 30, 1 << 30, ray_bytes=1 << 30)
+    memory = sizes.ContainerMemory(4 << 30, 2 << 30, 1 << 30, 1 << 30, ray_bytes=1 << 30)
     shm, limit, request = memory.objections(8 << 30, 4 << 30)
     assert shm.startswith("/dev/shm has 1.0 GiB: the object store of 1.0 GiB")
     assert limit.startswith("the memory limit is 8.0 GiB: raise it to 9.0 GiB")
