@@ -109,8 +109,8 @@ class Settings:
     )
     eviction_policy: str = _setting(
         "worth",
-        one_of("worth", "lru", "arc", "s3fifo"),
-        "Order in which chunks are given up: worth, lru, arc or s3fifo",
+        one_of("worth", "lru"),
+        "Order in which chunks are given up: worth or lru",
     )
     lease_slots: int = _setting(
         1024,

@@ -46,7 +46,7 @@ def sizing(
         trace: which chunks were asked for.
         chunk_bytes: of a chunk of all KV groups, as `bytes_per_chunk` tells.
         pool_bytes: sizes to try; None: some, up to where everything has room.
-        policies: worth, lru, arc, s3fifo.
+        policies: worth, lru.
 
     Returns:
         Columns pool_bytes, policy, hit_rate (of the prompts' chunks, 0 to 1) and hit_tokens; the

@@ -13,14 +13,9 @@ from raykv.directory.table.protocol import ChunkTable
 
 logger = logging.getLogger(__name__)
 
-FLAT_POLICIES = ("worth", "lru")
-"""The eviction orders that the flat table has built in."""
-
 
 def open_table(eviction_policy: str) -> ChunkTable:
-    """An empty table: the flat one, if it has the policy and numba can compile it here."""
-    if eviction_policy not in FLAT_POLICIES:
-        return DictTable(eviction_policy)
+    """An empty table: the flat one, if numba can compile it here."""
     try:
         from raykv.directory.table.flat.flat_table import FlatTable
     except Exception as error:  # noqa: BLE001 - whatever numba and its compiler raise

@@ -11,8 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from raykv.directory.table.arc import ARC
-from raykv.directory.table.s3fifo import S3FIFO
 from raykv.directory.table.worth import Worth
 
 N = TypeVar("N", bound=Hashable)
@@ -82,8 +80,6 @@ class LRU(Generic[N]):
 POLICIES: dict[str, Callable[[], EvictionPolicy[tuple[str, bytes]]]] = {
     "worth": Worth,
     "lru": LRU,
-    "arc": ARC,
-    "s3fifo": S3FIFO,
 }
 """Policies by the name that the setting `eviction_policy` uses."""
 

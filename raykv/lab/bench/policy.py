@@ -15,14 +15,23 @@ hits, and no policy has more of these. "unlimited" is a pool in which all have r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
+from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from raykv.inspect.hits import UNIT, held_prefix, num_distinct, replay, unlimited_hits
 from raykv.inspect.trace_files import Request, read_trace, synthetic
+from raykv.lab.bench.arc import ARC
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.s3fifo import S3FIFO
+
+COMPARED: Mapping[str, Callable[[], EvictionPolicy[tuple[str, bytes]]]] = {
+    **POLICIES,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+}
+"""Those that the setting `eviction_policy` takes, and others that find less."""
 
 PERCENTS = (1, 2, 5, 10, 20, 40)
 """Capacities, of the distinct chunks."""
@@ -64,7 +73,7 @@ def _measure(result: Result, kind: str, requests: Sequence[Request], percent: in
     """Rows and verdicts of one capacity."""
     case = f"{kind}, {percent} %" if kind else f"{percent} %"
     capacity = max(1, num_distinct(requests) * percent // 100)
-    rates = {name: replay(requests, make(), capacity) for name, make in POLICIES.items()}
+    rates = {name: replay(requests, make(), capacity) for name, make in COMPARED.items()}
     optimum = optimal_rate(requests, capacity)
     subjects = {**rates, "optimum": optimum, "unlimited": unlimited_rate(requests)}
     result.rows += [Row(case, subject, UNIT, (rate,)) for subject, rate in subjects.items()]

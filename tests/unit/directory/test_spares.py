@@ -12,7 +12,9 @@ from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Nam
 from raykv.directory.book import PoolBook
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.dicts import DictTable
+from raykv.directory.table.policies import POLICIES
 from raykv.directory.table.protocol import Changes, Chunk, Name
+from raykv.lab.bench.s3fifo import S3FIFO
 from raykv.protocol.columns import Handles, LostReplicas
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -144,7 +146,8 @@ def test_spare_that_is_not_held_here_is_not_noted() -> None:
 
 @pytest.fixture
 def s3fifo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy that remembers what it has evicted; the flat table has none such."""
+    """A policy that remembers what it has evicted, whatever came before."""
+    monkeypatch.setitem(POLICIES, "s3fifo", S3FIFO)
     monkeypatch.setattr(raykv.directory.manager, "DictTable", lambda _: DictTable("s3fifo"))
 
 

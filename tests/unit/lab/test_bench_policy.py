@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from raykv.base.errors import SettingError
-from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES
+from raykv.directory.table.policies import DEFAULT_POLICY, LRU
 from raykv.inspect.hits import replay
 from raykv.inspect.trace_files import Request, read_trace, synthetic
-from raykv.lab.bench.policy import optimal_rate, run, unlimited_rate
+from raykv.lab.bench.policy import COMPARED, optimal_rate, run, unlimited_rate
 from raykv.lab.bench.report import Options
 
 
@@ -106,7 +106,7 @@ def test_optimum_is_the_best_of_all_ways_to_keep_chunks(seed: int) -> None:
 @pytest.mark.parametrize("kind", list(synthetic(50)))
 def test_no_policy_beats_the_optimum_and_all_are_equal_with_room_for_all(kind: str) -> None:
     requests = synthetic(50)[kind]
-    for name, make in POLICIES.items():
+    for name, make in COMPARED.items():
         assert 0 <= replay(requests, make(), 40) <= optimal_rate(requests, 40), name
         assert replay(requests, make(), 10**6) == unlimited_rate(requests), name
 
@@ -127,7 +127,7 @@ def test_run_has_every_policy_and_both_budgets_at_each_capacity(tmp_path: Path) 
     path = tmp_path / "trace.jsonl"
     path.write_text('{"hash_ids": [1, 2]}\n\n{"hash_ids": ["a", 2]}\n' * 20)
     result = run(Options(trace=str(path)))
-    assert {row.subject for row in result.rows} == {*POLICIES, "optimum", "unlimited"}
+    assert {row.subject for row in result.rows} == {*COMPARED, "optimum", "unlimited"}
     assert [row.case for row in result.rows if row.subject == "lru"] == [
         f"{percent} %" for percent in (1, 2, 5, 10, 20, 40)
     ]

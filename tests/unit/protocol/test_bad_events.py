@@ -78,7 +78,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def actor() -> SchedulerActor:
     """Of which the first events are forgotten."""
-    made = SchedulerActor("here", "arc")
+    made = SchedulerActor("here", "lru")
     made._manager._log._most = 50
     for seq in range(1, 41):
         stored = Inventory(

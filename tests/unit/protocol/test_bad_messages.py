@@ -28,6 +28,7 @@ from raykv.base.ids import (
     Refusal,
 )
 from raykv.directory.actor import SchedulerActor
+from raykv.directory.table.policies import DEFAULT_POLICY
 from raykv.node.fetch import FetchService, _bounded
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError
@@ -61,6 +62,7 @@ from raykv.protocol.peer import (
     check_partial,
 )
 from raykv.protocol.worker import AttachWorker, JobBatch
+from tests.fixtures.tables import TABLES, use_table_in_actors
 
 PAGE = SLOT_ALIGNMENT
 BIG = (1 << 64) - 1
@@ -123,8 +125,10 @@ def test_what_is_not_even_bytes_is_refused(raw: Any) -> None:
 class Desk:
     """A scheduler actor without Ray, with an honest node and an honest engine."""
 
-    def __init__(self, policy: str) -> None:
-        self.actor = SchedulerActor("here", policy)
+    def __init__(self, table: str) -> None:
+        with pytest.MonkeyPatch.context() as patches:
+            use_table_in_actors(patches, table)
+            self.actor = SchedulerActor("here", DEFAULT_POLICY)
         self.epoch = self.actor._manager.epoch
         self.seq = 0
         self.report()
@@ -169,9 +173,9 @@ REPORT = NodeReport(PROTOCOL_VERSION, "node", 7, 1, 64 * PAGE, 8 * PAGE, 0, 0)
 ATTACH = AttachEngine(PROTOCOL_VERSION, "engine", "node", "honest", "tiny", 1, {0: PAGE})
 
 
-@pytest.fixture(scope="module", params=["lru", "arc"])
+@pytest.fixture(scope="module", params=TABLES)
 def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """With the flat table, and with the one of dicts."""
+    """With each table."""
     made = Desk(request.param)
     yield made
     made.check_service()
@@ -313,7 +317,7 @@ def test_absurd_exchanges_are_refused_or_do_no_harm(desk: Desk, fields: dict[str
 
 def test_refused_exchange_changes_nothing() -> None:
     """Its first half is right: that must not be carried out either."""
-    desk = Desk("arc")
+    desk = Desk("dict")
     desk.actor.attach(encode(replace(ATTACH, engine_id="bad")))
     epoch = desk.actor._manager.epoch
     granted = decode(

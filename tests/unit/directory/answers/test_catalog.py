@@ -554,7 +554,7 @@ def test_absurd_queries_are_refused_or_answered(query: dict[str, Any]) -> None:
     manager = BlockManager(Epoch(1))
     report = NodeReport(PROTOCOL_VERSION, "n", 1, 1, 1 << 20, 1 << 16, 0, 0)
     manager.node_report(report, 0.0)
-    actor = SchedulerActor("address", "arc")
+    actor = SchedulerActor("address", "lru")
     actor._manager = manager
     try:
         raw = encode(msgspec.convert({"version": PROTOCOL_VERSION, **query}, ChunkQuery))

@@ -1,4 +1,4 @@
-"""Eviction order, by example; the suite runs for every policy that a setting can name."""
+"""Eviction order, by example; the suite runs for every policy, those of the benchmark too."""
 
 from __future__ import annotations
 
@@ -6,45 +6,23 @@ from random import Random
 
 import pytest
 
+from raykv.base.errors import SettingError
 from raykv.base.settings import Settings, load_settings
 from raykv.directory.manager import ManagerSettings
 from raykv.directory.table import worth
-from raykv.directory.table.arc import ARC
 from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
-from raykv.directory.table.s3fifo import S3FIFO
 from raykv.directory.table.worth import Worth
+from raykv.lab.bench.arc import ARC
+from raykv.lab.bench.policy import COMPARED
+from raykv.lab.bench.s3fifo import S3FIFO
+from tests.fixtures.eviction import add_all, give_up, order
 
 A, B, C, D = (("model", name) for name in (b"a", b"b", b"c", b"d"))
 
 
-@pytest.fixture(params=sorted(POLICIES))
+@pytest.fixture(params=sorted(COMPARED))
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy[tuple[str, bytes]]:
-    return POLICIES[request.param]()
-
-
-def order(policy: EvictionPolicy[tuple[str, bytes]]) -> str:
-    """The names of the candidates in one word, the first to give up first."""
-    return b"".join(name for _, name in policy.candidates()).decode()
-
-
-def give_up(policy: EvictionPolicy[tuple[str, bytes]], count: int) -> str:
-    """Evict so many as the policy says; their names in one word."""
-    gone = ""
-    for _ in range(count):
-        name = next(policy.candidates())
-        policy.evicted(name)
-        gone += name[1].decode()
-    return gone
-
-
-def add_all(policy: EvictionPolicy[tuple[str, bytes]], letters: str) -> None:
-    for letter in letters:
-        policy.add(("model", letter.encode()))
-
-
-def touch_all(policy: EvictionPolicy[tuple[str, bytes]], letters: str) -> None:
-    for letter in letters:
-        policy.touch(("model", letter.encode()))
+    return COMPARED[request.param]()
 
 
 def lru(*names: tuple[str, bytes]) -> LRU[tuple[str, bytes]]:
@@ -177,7 +155,7 @@ def test_policy_agrees_with_a_set_whatever_happens(
 
 @pytest.mark.parametrize("name", ["arc", "worth", "s3fifo"])
 def test_policy_keeps_a_bounded_number_of_ghosts(name: str) -> None:
-    made = POLICIES[name]()
+    made = COMPARED[name]()
     assert isinstance(made, ARC | S3FIFO | Worth)
     for number in range(3000):
         made.add(("model", number.to_bytes(4)))
@@ -189,60 +167,6 @@ def test_policy_keeps_a_bounded_number_of_ghosts(name: str) -> None:
     for name_ in list(made.candidates()):
         made.evicted(name_)
     assert made.num_ghosts <= worth.GHOSTS_PER_NAME
-
-
-def test_arc_gives_up_what_was_used_once_before_what_was_used_twice() -> None:
-    made: ARC[tuple[str, bytes]] = ARC()
-    add_all(made, "abcd")
-    touch_all(made, "ab")
-    assert order(made) == "cdab"
-
-
-def test_arc_wants_more_recent_names_when_one_comes_back() -> None:
-    made: ARC[tuple[str, bytes]] = ARC()
-    add_all(made, "abcd")
-    touch_all(made, "ab")
-    assert give_up(made, 1) == "c"
-    made.add(C)
-    # One recent name may stay: the oldest of the frequent ones goes first.
-    assert order(made) == "abcd"
-
-
-def test_arc_wants_fewer_recent_names_when_a_frequent_one_comes_back() -> None:
-    made: ARC[tuple[str, bytes]] = ARC()
-    add_all(made, "abcd")
-    touch_all(made, "ab")
-    assert give_up(made, 1) == "c"
-    made.add(C)
-    assert give_up(made, 1) == "a"
-    made.add(A)
-    assert order(made) == "dbca"
-
-
-def test_s3fifo_moves_on_what_was_used_twice() -> None:
-    made: S3FIFO[tuple[str, bytes]] = S3FIFO()
-    add_all(made, "abcd")
-    touch_all(made, "aabbc")
-    assert order(made) == "cdab"
-    assert give_up(made, 4) == "cdab"
-
-
-def test_s3fifo_takes_a_ghost_back_among_the_proven_ones() -> None:
-    made: S3FIFO[tuple[str, bytes]] = S3FIFO()
-    add_all(made, "abcd")
-    assert give_up(made, 1) == "a"
-    add_all(made, "aef")
-    assert order(made) == "bcdefa"
-
-
-def test_s3fifo_gives_another_round_to_what_was_used_since() -> None:
-    made: S3FIFO[tuple[str, bytes]] = S3FIFO()
-    add_all(made, "abcdef")
-    assert give_up(made, 3) == "abc"
-    add_all(made, "abc")
-    touch_all(made, "a")
-    assert order(made) == "defbca"
-    assert give_up(made, 6) == "defbca"
 
 
 def test_worth_is_that_of_lru_before_there_is_anything_to_learn_from() -> None:
@@ -343,6 +267,12 @@ def test_setting_takes_every_policy_and_the_defaults_are_one() -> None:
     for name in POLICIES:
         assert load_settings({"eviction_policy": name}, {}).eviction_policy == name
     assert Settings().eviction_policy == DEFAULT_POLICY == ManagerSettings().eviction_policy
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo"])
+def test_setting_refuses_what_only_the_benchmark_has_and_names_the_others(name: str) -> None:
+    with pytest.raises(SettingError, match=f"{name}.* is not allowed: choose one of worth, lru"):
+        load_settings({"eviction_policy": name}, {})
 
 
 def test_ghosts_of_a_large_pool_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ from raykv.base.ids import (
     NodeId,
     Slot,
 )
-from raykv.directory.table.choose import FLAT_POLICIES, open_table
+from raykv.directory.table.choose import open_table
 from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.flat import cache
-from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
+from raykv.directory.table.policies import POLICIES
 from raykv.directory.table.protocol import Changes, ChunkTable, Found, NodeTable
 from tests.fixtures import tables
 
@@ -153,7 +153,7 @@ def count(node: NodeTable) -> dict[Namespace, int]:
     return {namespace: size for namespace, size in node.sizes().items() if size}
 
 
-@pytest.mark.parametrize("policy", FLAT_POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(6))
 def test_flat_table_does_what_the_one_of_dicts_does(seed: int, policy: str) -> None:
     pair = Pair(random.Random(seed), policy)
@@ -229,13 +229,8 @@ def test_table_of_dicts_serves_where_numba_is_missing(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_table_is_the_flat_one_for_the_policies_that_it_has(policy: str) -> None:
-    expected = "FlatTable" if policy in FLAT_POLICIES else "DictTable"
-    assert type(open_table(policy)).__name__ == expected
-
-
-def test_default_policy_is_one_that_the_flat_table_has() -> None:
-    assert DEFAULT_POLICY in FLAT_POLICIES
+def test_table_is_the_flat_one_for_every_policy(policy: str) -> None:
+    assert type(open_table(policy)).__name__ == "FlatTable"
 
 
 def test_compiled_code_is_kept_apart_for_each_state_of_its_sources(
