@@ -70,7 +70,7 @@ class Devices:
         """CUDA in this process.
 
         Raises:
-            DriverError: it can't be used here; the next call tries again.
+            CUDAError: it can't be used here; the next call tries again.
         """
         with self._lock:
             if self._driver is None:

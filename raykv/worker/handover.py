@@ -19,7 +19,7 @@ from raykv.base.errors import HandleError, SettingError
 from raykv.base.guard import report
 from raykv.base.ids import Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
-from raykv.memory.cuda.driver import DriverError, MemoryDriver
+from raykv.memory.cuda.driver import CUDAError, MemoryDriver
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, JobResult, KVLayout
 from raykv.worker.front import FrontLink
@@ -196,7 +196,7 @@ def device_link(
             load,
             spec.canonical_pages(kv_caches),
         )
-    except DriverError as error:
+    except CUDAError as error:
         raise HandleError(f"its GPU memory can't be shared: {error}") from error
     logger.info(
         "the NodeActor maps the KV cache on GPU %s (%s)",

@@ -21,7 +21,7 @@ from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.cuda.backend import CUDABackend, backend
 from raykv.copy.cuda.calibration import Route, always
-from raykv.copy.cuda.driver import CUDADriver, CUDAError, Urgency
+from raykv.copy.cuda.driver import CUDADriver, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.cuda.measure import measure
 from raykv.copy.cuda.pages import IndexMover, PageMover, TritonMover, best_mover, cuda_view
@@ -30,6 +30,7 @@ from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.spans import SPAN_BYTES, spans
 from raykv.lab.bench import copy as bench
 from raykv.lab.bench.report import Options
+from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout

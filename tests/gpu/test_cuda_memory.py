@@ -16,7 +16,7 @@ import pytest
 
 from raykv.base.geometry import PoolGeometry
 from raykv.memory.cuda import bindings as cuda_bindings
-from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceKV
 from raykv.memory.cuda.pinning import PoolPinner
 from raykv.memory.handles import open_kv
@@ -237,7 +237,7 @@ def test_handle_of_a_worker_that_is_gone_is_refused(cuda: Any, workers: list[Wor
     workers.append(worker)
     worker.process.kill()
     worker.process.wait(LONG_S)
-    with pytest.raises(DriverError, match="cuIpcOpen"):
+    with pytest.raises(CUDAError, match="cuIpcOpen"):
         worker.open(cuda)
 
 

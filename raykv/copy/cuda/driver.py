@@ -17,14 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raykv.base.errors import RayKVError
 from raykv.copy.cuda.pages import PageMover, best_mover
+from raykv.memory.cuda.driver import CUDAError
 
 Addresses = npt.NDArray[np.uint64]
-
-
-class CUDAError(RayKVError):
-    """A call of CUDA failed, or can't be made on this machine."""
 
 
 class MoverError(CUDAError):

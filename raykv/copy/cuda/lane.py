@@ -46,9 +46,10 @@ from raykv.base.deadlines import (
 from raykv.base.ids import Direction
 from raykv.copy.cuda.batches import CUT_BYTES, Rows, batches, direct, staged
 from raykv.copy.cuda.calibration import USUAL, Route, Table
-from raykv.copy.cuda.driver import CopyDriver, CUDAError, MoverError, SourceOrder, Urgency
+from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder, Urgency
 from raykv.copy.cuda.pages import WORD_BYTES
 from raykv.copy.engine import StopSign
+from raykv.memory.cuda.driver import CUDAError
 
 logger = logging.getLogger("raykv.copy")
 

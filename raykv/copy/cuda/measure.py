@@ -29,9 +29,10 @@ from raykv.copy.cuda.calibration import (
     load,
     save,
 )
-from raykv.copy.cuda.driver import CopyDriver, CUDAError
+from raykv.copy.cuda.driver import CopyDriver
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import StopSign
+from raykv.memory.cuda.driver import CUDAError
 
 logger = logging.getLogger("raykv.copy")
 

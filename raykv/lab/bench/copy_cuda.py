@@ -30,14 +30,7 @@ from raykv.base.ids import Direction
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import direct, rows_of
 from raykv.copy.cuda.calibration import Route, Table, always
-from raykv.copy.cuda.driver import (
-    CopyDriver,
-    CUDADriver,
-    CUDAError,
-    SourceOrder,
-    Urgency,
-    device_uuids,
-)
+from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder, Urgency, device_uuids
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.cuda.measure import calibrate_in_background
 from raykv.copy.engine import StopSign
@@ -46,6 +39,7 @@ from raykv.copy.spans import SPAN_BYTES, spans
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
+from raykv.memory.cuda.driver import CUDAError
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)

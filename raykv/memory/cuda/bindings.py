@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from raykv.memory.cuda.driver import DriverError, Extent
+from raykv.memory.cuda.driver import CUDAError, Extent
 from raykv.protocol.worker import CUDA_HANDLE_BYTES
 
 ATTRIBUTE_CALL, ATTRIBUTE_SINCE = b"cuPointerGetAttribute", 12000
@@ -26,14 +26,14 @@ def load() -> CudaMemoryDriver:
     """The driver of this process.
 
     Raises:
-        DriverError: NVIDIA's driver or the package `cuda-bindings` is missing, or there is no GPU.
+        CUDAError: NVIDIA's driver or the package `cuda-bindings` is missing, or there is no GPU.
     """
     try:
         driver = importlib.import_module("cuda.bindings.driver")
         return CudaMemoryDriver(driver)
     except (ImportError, RuntimeError) as error:
         what = str(error).strip().splitlines() or [type(error).__name__]
-        raise DriverError(
+        raise CUDAError(
             f"CUDA can't be used in this process ({what[0]}): install raykv[cuda] and NVIDIA's "
             "driver there"
         ) from error
@@ -46,7 +46,7 @@ class CudaMemoryDriver:
         """Start CUDA. `bindings` is the module `cuda.bindings.driver`.
 
         Raises:
-            DriverError: CUDA does not start.
+            CUDAError: CUDA does not start.
         """
         self._cuda = bindings
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class CudaMemoryDriver:
         """The one result of a call, a list of several, or None."""
         code, *results = getattr(self._cuda, name)(*arguments)
         if code != self._cuda.CUresult.CUDA_SUCCESS:
-            raise DriverError(f"{name} of CUDA was refused: {getattr(code, 'name', code)}")
+            raise CUDAError(f"{name} of CUDA was refused: {getattr(code, 'name', code)}")
         if len(results) > 1:
             return results
         return results[0] if results else None
@@ -74,7 +74,7 @@ class CudaMemoryDriver:
         """Make the device's context that of the calling thread."""
         with self._lock:
             if device not in self._uuids:
-                raise DriverError(
+                raise CUDAError(
                     f"this process does not see GPU {device}, only {self._uuids or 'none'}: let "
                     "engine and Ray node run in one container, or give both the same GPUs"
                 )
@@ -96,7 +96,7 @@ class CudaMemoryDriver:
         word = ctypes.c_uint64(0)
         error = call(int(entry))(ctypes.addressof(word), which, address)
         if error:
-            raise DriverError(f"{name} of memory of CUDA was refused: error {error}")
+            raise CUDAError(f"{name} of memory of CUDA was refused: error {error}")
         return word.value
 
     def devices(self) -> list[str]:
@@ -168,8 +168,8 @@ class CudaMemoryDriver:
         address = self._call("cuIpcOpenMemHandle", filled, flags)
         try:
             return self._allocation(int(address))
-        except DriverError:
-            with suppress(DriverError):
+        except CUDAError:
+            with suppress(CUDAError):
                 self._call("cuIpcCloseMemHandle", address)
             raise
 
@@ -194,8 +194,8 @@ class CudaMemoryDriver:
                     self._call("cuMemRelease", handle)
                 mapped += 1
             self._call("cuMemSetAccess", base, total, [self._access(device)], 1)
-        except DriverError:
-            with suppress(DriverError):
+        except CUDAError:
+            with suppress(CUDAError):
                 self._unmap(base, sizes[:mapped], total)
             raise
         return base

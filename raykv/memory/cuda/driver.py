@@ -13,8 +13,8 @@ from typing import Protocol
 from raykv.base.errors import HandleError
 
 
-class DriverError(HandleError):
-    """CUDA, or what gives access to it, refused a call."""
+class CUDAError(HandleError):
+    """A call of CUDA failed, or can't be made on this machine."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Extent:
 
 
 class MemoryDriver(Protocol):
-    """All calls raise `DriverError` when CUDA refuses them; then nothing has changed."""
+    """All calls raise `CUDAError` when CUDA refuses them; then nothing has changed."""
 
     def devices(self) -> list[str]:
         """UUIDs of the GPUs that this process sees."""

@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from raykv.base.errors import HandleError
-from raykv.memory.cuda.driver import DriverError, Extent, MemoryDriver
+from raykv.memory.cuda.driver import CUDAError, Extent, MemoryDriver
 from raykv.protocol.worker import MAX_PIECES, NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout
 
 logger = logging.getLogger("raykv.node")
@@ -77,7 +77,7 @@ class ExportedKV:
         Takes microseconds and waits for nothing.
 
         Raises:
-            DriverError: CUDA refused; what is submitted now would not wait.
+            CUDAError: CUDA refused; what is submitted now would not wait.
         """
         assert self._event is not None, self.layout.device
         self._driver.record_event(self._event, stream)
@@ -166,7 +166,7 @@ def _descriptors(driver: MemoryDriver, pieces: list[Extent]) -> list[int]:
     fds: list[int] = []
     try:
         fds.extend(driver.export_fd(piece.base) for piece in pieces)
-    except DriverError as error:
+    except CUDAError as error:
         _close_all(fds)
         raise HandleError(
             f"the GPU memory of the KV cache was not made to be shared ({error}): start the engine "
@@ -180,7 +180,7 @@ def _with_event(driver: MemoryDriver, layout: KVLayout, fds: list[int]) -> Expor
     try:
         event = driver.create_event(layout.device)
         handle = driver.export_event(event)
-    except DriverError:
+    except CUDAError:
         _close_all(fds)
         if event is not None:
             with _logged():
@@ -300,7 +300,7 @@ def check_pieces(layout: KVLayout) -> None:
 def _logged() -> Iterator[None]:
     try:
         yield
-    except DriverError as error:
+    except CUDAError as error:
         logger.warning("something of a GPU could not be let go of: %s", error)
 
 

@@ -13,7 +13,7 @@ import threading
 from raykv.base.deadlines import NODE_PIN_LOOK_S
 from raykv.base.geometry import PoolGeometry
 from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.memory.cuda.driver import DriverError, MemoryDriver
+from raykv.memory.cuda.driver import CUDAError, MemoryDriver
 from raykv.memory.placing import pin_pieces
 from raykv.memory.pool import Pool
 
@@ -57,7 +57,7 @@ class PoolPinner:
             address = self._pool.address + piece.offset
             try:
                 self._driver.register_host(self._device, address, piece.num_bytes)
-            except DriverError as error:
+            except CUDAError as error:
                 logger.warning(
                     "%d of the pool's %d bytes can't be pinned, so copies between them and a GPU "
                     "are slower: %s",
@@ -82,6 +82,6 @@ class PoolPinner:
         while self._pinned:
             try:
                 self._driver.unregister_host(self._device, self._pinned.pop())
-            except DriverError as error:
+            except CUDAError as error:
                 logger.warning("a part of the pool stays pinned: %s", error)
         self.pinned_bytes = 0

@@ -25,12 +25,12 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.calibration import Route, always
-from raykv.copy.cuda.driver import CUDAError
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.copy.reference import ReferenceBackend
 from raykv.copy.rows import RowCopier, kernel
+from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.region import Region
 from raykv.memory.words import Word
 from raykv.protocol.columns import Handles

@@ -23,10 +23,11 @@ from raykv.base.ids import Direction, Refusal, Slot
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.calibration import Route, always
-from raykv.copy.cuda.driver import Copies, CUDAError, SourceOrder, Urgency
+from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import HOST, CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
+from raykv.memory.cuda.driver import CUDAError
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.node.slots import SlotState
 from tests.fixtures.cuda_fake import FakeDriver

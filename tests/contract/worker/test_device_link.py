@@ -19,7 +19,7 @@ import pytest
 from raykv.base.errors import HandleError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
-from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import DeviceTensor, Grouping, export_kv
 from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices, MakeBackend
@@ -485,7 +485,7 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
 
     def load() -> FakeCuda:
         loads.append("load")
-        raise DriverError("CUDA can't be used here")
+        raise CUDAError("CUDA can't be used here")
 
     name = f"raykv-test-device/{os.getpid()}/{next(_names)}"
     service = NodeService(

@@ -10,7 +10,7 @@ import pytest
 
 from raykv.base.errors import SettingError
 from raykv.base.settings import Settings, load_settings
-from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.worker.link import LinkSettings
@@ -92,7 +92,7 @@ def cuda() -> Iterator[FakeCuda]:
 
 
 def no_cuda() -> FakeCuda:
-    raise DriverError("CUDA can't be used in this process")
+    raise CUDAError("CUDA can't be used in this process")
 
 
 @pytest.mark.parametrize(("setting", "kind"), [("auto", AutoLink), ("ipc", DeviceLink)])

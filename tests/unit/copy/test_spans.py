@@ -14,11 +14,11 @@ from raykv.base.ids import Direction
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import batches, rows_of
 from raykv.copy.cuda.calibration import Route, always
-from raykv.copy.cuda.driver import CUDAError
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.spans import SPAN_BYTES, Span, spans
+from raykv.memory.cuda.driver import CUDAError
 from tests.fixtures.cuda_fake import FakeDriver
 
 SLAB = 64

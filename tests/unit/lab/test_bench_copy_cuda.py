@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from raykv.base.errors import SettingError
 from raykv.base.ids import Direction
 from raykv.cli import app
-from raykv.copy.cuda.driver import CUDAError
 from raykv.lab.bench import copy, copy_cuda, ttft
 from raykv.lab.bench.copy_cuda import (
     ALONE,
@@ -32,6 +31,7 @@ from raykv.lab.bench.copy_cuda import (
 )
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.report import Options, Result, Row
+from raykv.memory.cuda.driver import CUDAError
 from tests.fixtures.cuda_fake import FakeDriver
 
 KIB, MIB = 1 << 10, 1 << 20

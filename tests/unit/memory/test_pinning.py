@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.memory import placing as pinning
-from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.pinning import PoolPinner
 from raykv.memory.placing import MOST_PIECE_BYTES, HugePages, Placement, Placing, pin_pieces
 from raykv.memory.pool import Pool
@@ -186,7 +186,7 @@ def test_refused_unpinning_does_not_keep_the_rest_pinned(
     class Stubborn(FakeCuda):
         def unregister_host(self, device: str, address: int) -> None:
             if address == pool.address:
-                raise DriverError("no")
+                raise CUDAError("no")
             super().unregister_host(device, address)
 
     cuda = Stubborn()

@@ -27,11 +27,12 @@ from raykv.base.ids import Direction
 from raykv.copy.cuda.backend import CUDABackend, Devices
 from raykv.copy.cuda.batches import batches, rows_of
 from raykv.copy.cuda.calibration import Route, Table, always
-from raykv.copy.cuda.driver import Copies, CopyDriver, CUDAError, SourceOrder, Urgency
+from raykv.copy.cuda.driver import Copies, CopyDriver, SourceOrder, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.cuda.measure import calibrate_in_background, measure
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
+from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
 from tests.fixtures.cuda_fake import Compute, FakeDriver, WithoutWait
 from tests.house import ROOT

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 
 from raykv.base.errors import RayKVError
-from raykv.copy.cuda.driver import (
-    Copies,
-    CUDADriver,
-    CUDAError,
-    checked,
-    plain_uuid,
-    text_of,
-)
+from raykv.copy.cuda.driver import Copies, CUDADriver, checked, plain_uuid, text_of
+from raykv.memory.cuda.driver import CUDAError
 from tests.unit.copy.cuda.test_copy import UUID
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raykv.memory.cuda.bindings import CudaMemoryDriver, load
-from raykv.memory.cuda.driver import DriverError, Extent
+from raykv.memory.cuda.driver import CUDAError, Extent
 
 GPUS = [uuid.UUID(int=n + 1) for n in range(2)]
 UUIDS = [str(each) for each in GPUS]
@@ -112,13 +112,13 @@ def test_devices_are_known_by_their_uuids(cuda: Bindings) -> None:
 def test_refused_call_is_named_with_cudas_error(cuda: Bindings) -> None:
     driver = CudaMemoryDriver(cuda)
     cuda.refused_at["cuMemHostRegister"] = 0
-    with pytest.raises(DriverError, match=r"cuMemHostRegister.*refused: CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(CUDAError, match=r"cuMemHostRegister.*refused: CUDA_ERROR_OUT_OF_MEMORY"):
         driver.register_host(UUIDS[0], 4096, 4096)
 
 
 def test_cuda_that_does_not_start_is_refused(cuda: Bindings) -> None:
     cuda.refused_at["cuInit"] = 0
-    with pytest.raises(DriverError, match="cuInit"):
+    with pytest.raises(CUDAError, match="cuInit"):
         CudaMemoryDriver(cuda)
 
 
@@ -135,7 +135,7 @@ def test_gpu_that_this_process_does_not_see_is_named_with_those_that_it_sees(
     cuda: Bindings,
 ) -> None:
     driver = CudaMemoryDriver(cuda)
-    with pytest.raises(DriverError, match=f"does not see GPU other, only .*{UUIDS[0]}"):
+    with pytest.raises(CUDAError, match=f"does not see GPU other, only .*{UUIDS[0]}"):
         driver.open_memory("other", bytes(64))
 
 
@@ -168,7 +168,7 @@ def test_exported_descriptor_is_closed_in_programs_that_are_started(cuda: Bindin
 def test_opened_memory_is_closed_when_its_size_can_not_be_had(cuda: Bindings) -> None:
     driver = CudaMemoryDriver(cuda)
     cuda.refused_at["cuMemGetAddressRange"] = 0
-    with pytest.raises(DriverError, match="cuMemGetAddressRange"):
+    with pytest.raises(CUDAError, match="cuMemGetAddressRange"):
         driver.open_memory(UUIDS[0], bytes(64))
     assert cuda.named("cuIpcCloseMemHandle") == [("cuIpcCloseMemHandle", (0x5000,))]
 
@@ -208,7 +208,7 @@ def test_mapping_that_fails_on_the_way_is_undone(
 ) -> None:
     driver = CudaMemoryDriver(cuda)
     cuda.refused_at[name] = number
-    with pytest.raises(DriverError, match=name):
+    with pytest.raises(CUDAError, match=name):
         driver.map_fds(UUIDS[0], [8, 9], [0x1000, 0x3000])
     assert len(cuda.named("cuMemUnmap")) == num_unmapped
     assert cuda.named("cuMemAddressFree") == [("cuMemAddressFree", (0x7000000, 0x4000))]
@@ -236,7 +236,7 @@ def test_extent_of_mapped_memory_is_that_of_its_one_mapping(cuda: Bindings) -> N
     cuda.answers["cuGetProcAddress"] = (ctypes.cast(entry, ctypes.c_void_p).value, 0)
     cuda.answers["cuPointerGetAttribute"] = 0
     assert driver.extent(0x9800) == Extent(0x7F00_0000_9000, 0x2000)
-    with pytest.raises(DriverError, match=r"MAPPING_SIZE .* refused: error 1"):
+    with pytest.raises(CUDAError, match=r"MAPPING_SIZE .* refused: error 1"):
         driver.extent(0x9900)
 
 
@@ -245,8 +245,8 @@ def test_machine_without_cuda_is_told_what_to_install() -> None:
     code = (
         "import sys; sys.modules['cuda'] = None\n"
         "from raykv.memory.cuda.bindings import load\n"
-        "from raykv.memory.cuda.driver import DriverError\n"
-        "try:\n    load()\nexcept DriverError as error:\n    print(error)"
+        "from raykv.memory.cuda.driver import CUDAError\n"
+        "try:\n    load()\nexcept CUDAError as error:\n    print(error)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

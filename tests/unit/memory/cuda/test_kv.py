@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.base.errors import HandleError, MessageError
-from raykv.memory.cuda.driver import DriverError
+from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import (
     CUDA_FD,
     CUDA_IPC,
@@ -279,7 +279,7 @@ def test_nothing_stays_open_whichever_call_of_the_opening_is_refused(
 def test_gpu_that_is_not_visible_is_refused_with_its_name(cuda: FakeCuda) -> None:
     exported = export(cuda, DeviceTensor(cuda.allocate(PAGE), 4, 512, 512))
     elsewhere = FakeCuda((OTHER_GPU,))
-    with pytest.raises(DriverError, match=f"does not see GPU {GPU}"):
+    with pytest.raises(CUDAError, match=f"does not see GPU {GPU}"):
         opened(elsewhere, exported)
     exported.close()
 
@@ -319,10 +319,10 @@ def test_descriptors_are_closed_when_cuda_can_not_be_used(cuda: FakeCuda) -> Non
     exported = export(cuda, DeviceTensor(cuda.allocate(PAGE, pieces=[PAGE]), 4, 512, 512))
 
     def load() -> FakeCuda:
-        raise DriverError("CUDA can't be used here")
+        raise CUDAError("CUDA can't be used here")
 
     before = num_fds()
-    with pytest.raises(DriverError, match="can't be used here"):
+    with pytest.raises(CUDAError, match="can't be used here"):
         open_kv(exported.layout, [os.dup(fd) for fd in exported.fds], load)
     with pytest.raises(HandleError, match="no access to GPU memory"):
         open_kv(exported.layout, [os.dup(fd) for fd in exported.fds])
