@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
 import ray
 import xxhash
 
 from raykv.base.deadlines import CHUNK_READ_S, CLIENT_S
-from raykv.base.errors import ClusterError, first_line
+from raykv.base.errors import ClusterError
 from raykv.base.ids import Generation, Key, Namespace, NodeId, Refusal, Slot
 from raykv.cluster import ask
 from raykv.memory.kv_form import objection
@@ -27,8 +26,6 @@ from raykv.protocol.framing import PROTOCOL_VERSION, receive
 from raykv.protocol.peer import ReadReply, ReadRequest, check_partial
 from raykv.protocol.reader import RequestPage
 from raykv.protocol.worker import KVForm
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_READ_BYTES = 64 << 20
 """Of chunks in one read, unless one alone is larger."""
@@ -58,8 +55,8 @@ def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> KVForm:
         return KVForm()
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=CLIENT_S)
     for ref in answered:
-        with contextlib.suppress(ClusterError):
-            form = _answer(ref, KVForm, "the NodeActor")
+        with contextlib.suppress(ClusterError), ask.answering(ask.NODE_ACTOR):
+            form = receive(ray.get(ref, timeout=CLIENT_S), KVForm, ask.NODE_ACTOR, ask.HERE)
             if form.groups and not objection(form):
                 return form
     return KVForm()
@@ -71,15 +68,7 @@ def read_requests(scheduler: Any, after: int) -> RequestPage:
     Raises:
         ClusterError: the scheduler actor does not answer in time.
     """
-    return _answer(scheduler.requests.remote(after), RequestPage, "the scheduler actor")
-
-
-def _answer(ref: Any, kind: type[S], who: str) -> S:
-    try:
-        raw = ray.get(ref, timeout=CLIENT_S)
-        return receive(raw, kind, who, "this process")
-    except Exception as error:
-        raise ClusterError(f"{who} does not answer: {first_line(error)}") from error
+    return ask.answer_as(RequestPage, scheduler, "requests", after, timeout_s=CLIENT_S)
 
 
 def read_chunks(places: Sequence[ChunkPlace], slot_bytes: int) -> Iterator[Bytes]:

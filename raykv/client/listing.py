@@ -11,11 +11,11 @@ from heapq import nsmallest
 from typing import Any, TypeVar
 
 import msgspec
-import ray
 
 from raykv.base.deadlines import CLIENT_S, LISTING_PAUSE_S
-from raykv.base.errors import ClusterError, cause_of, first_line
+from raykv.base.errors import ClusterError
 from raykv.base.ids import MAX_KEY_BYTES
+from raykv.cluster.ask import HERE, SCHEDULER, answer
 from raykv.prompts.adapters import named
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.lookup import choose_namespace, look_up, scheme_of
@@ -245,9 +245,5 @@ def _ask(scheduler: Any, method: str, query: msgspec.Struct, kind: type[S]) -> S
     """Raises:
     ClusterError: the scheduler actor does not answer in time, or refuses.
     """
-    try:
-        raw = ray.get(getattr(scheduler, method).remote(encode(query)), timeout=CLIENT_S)
-    except Exception as error:
-        why = first_line(cause_of(error))
-        raise ClusterError(f"the scheduler actor does not answer: {why}") from error
-    return receive(raw, kind, "the scheduler actor", "this process")
+    raw = answer(scheduler, method, encode(query), timeout_s=CLIENT_S)
+    return receive(raw, kind, SCHEDULER, HERE)

@@ -28,6 +28,7 @@ from raykv.client import pools as deployment
 from raykv.client.ship import Shipping, raw_keys, with_rows
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
+from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER
 from raykv.directory.launch import scheduler_actor
 from raykv.node.wishes import usual_nodes
 from raykv.protocol.columns import LostReplicas, Replicas
@@ -53,8 +54,6 @@ from raykv.protocol.operator import (
 from raykv.protocol.peer import FetchRequest, FetchResult
 
 logger = logging.getLogger("raykv")
-
-SCHEDULER, HERE = "the scheduler actor", "this process"
 
 PAGE_CHUNKS = 256
 """Of a transfer, in one go: progress is told after each."""
@@ -332,28 +331,15 @@ class Operations(Shipping):
         # At its first start on a machine the scheduler actor compiles for a quarter of a minute.
         left_s = max(CLIENT_S, give_up_at - time.monotonic())
         try:
-            ray.get(scheduler.wish.remote(encode(wish)), timeout=left_s)
-        except Exception as error:
-            raise ClusterError(
-                "the scheduler actor does not answer, so nodes that join later get no pool: "
-                f"{first_line(cause_of(error))}"
-            ) from error
+            ask.answer(scheduler, "wish", encode(wish), timeout_s=left_s)
+        except ClusterError as error:
+            raise ClusterError(f"{error}; nodes that join later get no pool") from error
         return found
 
     # Questions
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        try:
-            ref = getattr(self._scheduler(), method).remote(*arguments)
-            return ray.get(ref, timeout=CLIENT_S)
-        except RayKVError:
-            raise
-        except Exception as error:
-            cause = cause_of(error)
-            if isinstance(cause, RayKVError):
-                raise ClusterError(f"the scheduler actor refuses it: {cause}") from error
-            what = first_line(cause)
-            raise ClusterError(f"the scheduler actor does not answer: {what}") from error
+        return ask.answer(self._scheduler(), method, *arguments, timeout_s=CLIENT_S)
 
     def _namespace(self, beginning: str) -> str:
         return self._full_namespace(beginning)
@@ -405,7 +391,7 @@ def _fetch(grant: TransferGrant, node_id: str, namespace: str, deadline_s: float
     if actor is None:
         raise ClusterError(f"node {node_id[:12]} has no NodeActor any more")
     raw = ray.get(actor.fetch.remote(encode(request)), timeout=deadline_s + FETCH_GRACE_S)
-    return receive(raw, FetchResult, "the NodeActor", HERE)
+    return receive(raw, FetchResult, NODE_ACTOR, HERE)
 
 
 def _ordered(keys: Sequence[bytes | str]) -> list[bytes]:

@@ -33,6 +33,7 @@ from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Generation, Key, Namespace
 from raykv.client.import_source import EPOCH, GENERATION, import_source
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
+from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.protocol.columns import Handles, Replicas
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
@@ -54,8 +55,6 @@ PIECE_BYTES = 16 << 20
 """Of one read."""
 
 PAGE_CHUNKS = 256
-
-HERE = "this process"
 
 logger = logging.getLogger("raykv")
 
@@ -153,7 +152,7 @@ class Shipping:
         raw = self._ask("pin_order", pin_id)
         if not raw:
             raise ClusterError(f"there is no pin {pin_id!r}")
-        return receive(raw, PinOrder, "the scheduler actor", HERE)
+        return receive(raw, PinOrder, SCHEDULER, HERE)
 
     def _found(self, space: str, wanted: set[Key], most_bytes: int | None) -> list[list[Chunk]]:
         """Replicas of each chunk, those in pools first; the most used chunks first."""
@@ -372,7 +371,7 @@ def _read_from(
             what = first_line(cause_of(error))
             logger.warning("node %s can't be read: %s", node_id[:12], what)
             return came
-        reply = receive(raw, ReadReply, "the NodeActor", HERE)
+        reply = receive(raw, ReadReply, NODE_ACTOR, HERE)
         check_partial(reply.partial, len(page))
         checksums = iter(reply.checksums)
         end = 0

@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 import ray
 
 from raykv.base.deadlines import DOCTOR_GCS_S, DOCTOR_TAKE_S, SILENCE_S
-from raykv.base.errors import ClusterError, VersionError, first_line
+from raykv.base.errors import ClusterError, RayKVError, VersionError, cause_of, first_line
 from raykv.base.threads import within
 from raykv.cluster import names
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, introduction, receive
+from raykv.protocol.framing import PROTOCOL_VERSION, S, introduction, receive
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.reader import Explanations
 from raykv.protocol.status import ClusterStatus
 
 T = TypeVar("T")
+
+SCHEDULER, NODE_ACTOR, HERE = "the scheduler actor", "the NodeActor", "this process"
 
 
 def find_scheduler_actor() -> Any | None:
@@ -53,13 +55,11 @@ def describe(actor: Any, timeout_s: float) -> NodeDescription:
         VersionError: it is of another RayKV; if it has no engines it was ended, and the next call
             to `node_actor` makes one of ours.
     """
-    try:
-        raw: bytes = ray.get(actor.describe.remote(), timeout=timeout_s)
+    raw = answer(actor, "describe", timeout_s=timeout_s, who=NODE_ACTOR)
+    with answering(NODE_ACTOR):
         known = introduction(raw)
         if known.version == PROTOCOL_VERSION:
-            return receive(raw, NodeDescription, "the NodeActor", "this process")
-    except Exception as error:
-        raise ClusterError(f"the NodeActor does not answer: {first_line(error)}") from error
+            return receive(raw, NodeDescription, NODE_ACTOR, HERE)
     what = (
         f"the NodeActor runs RayKV {known.raykv_version} (protocol {known.version}), "
         f"this process speaks protocol {PROTOCOL_VERSION}"
@@ -71,12 +71,42 @@ def describe(actor: Any, timeout_s: float) -> NodeDescription:
 
 
 @contextmanager
-def _answering_scheduler() -> Iterator[None]:
-    """Whatever goes wrong with the question inside is a `ClusterError` of the scheduler actor."""
+def answering(who: str) -> Iterator[None]:
+    """Whatever goes wrong with the question inside is a `ClusterError`: one sentence about `who`.
+
+    A `ClusterError` of this process stays as it is.
+    """
     try:
         yield
     except Exception as error:
-        raise ClusterError(f"the scheduler actor does not answer: {first_line(error)}") from error
+        cause = cause_of(error)
+        is_theirs = isinstance(error, ray.exceptions.RayTaskError)
+        if isinstance(error, ClusterError) and not is_theirs:
+            raise
+        if isinstance(cause, RayKVError) and is_theirs:
+            raise ClusterError(f"{who} refuses it: {cause}") from error
+        raise ClusterError(f"{who} does not answer: {first_line(cause)}") from error
+
+
+def answer(actor: Any, method: str, *arguments: Any, timeout_s: float, who: str = SCHEDULER) -> Any:
+    """What a method of an actor returns; `who` is the actor, in words for a sentence.
+
+    Raises:
+        ClusterError: it does not answer in time, has died, or refuses.
+    """
+    with answering(who):
+        return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
+
+
+def answer_as(kind: type[S], scheduler: Any, method: str, *arguments: Any, timeout_s: float) -> S:
+    """The scheduler actor's answer as a struct.
+
+    Raises:
+        ClusterError: it does not answer in time, refuses, or sends something else.
+    """
+    raw = answer(scheduler, method, *arguments, timeout_s=timeout_s)
+    with answering(SCHEDULER):
+        return receive(raw, kind, SCHEDULER, HERE)
 
 
 def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
@@ -85,9 +115,7 @@ def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
     Raises:
         ClusterError: it does not answer in time.
     """
-    with _answering_scheduler():
-        raw = ray.get(scheduler.status.remote(), timeout=timeout_s)
-        return receive(raw, ClusterStatus, "the scheduler actor", "this process")
+    return answer_as(ClusterStatus, scheduler, "status", timeout_s=timeout_s)
 
 
 def why_miss(scheduler: Any, beginning: str, timeout_s: float) -> Explanations:
@@ -96,9 +124,7 @@ def why_miss(scheduler: Any, beginning: str, timeout_s: float) -> Explanations:
     Raises:
         ClusterError: the scheduler actor does not answer in time.
     """
-    with _answering_scheduler():
-        raw = ray.get(scheduler.why_miss.remote(beginning), timeout=timeout_s)
-        return decode(raw, Explanations)
+    return answer_as(Explanations, scheduler, "why_miss", beginning, timeout_s=timeout_s)
 
 
 def named_actors() -> list[str]:

@@ -11,7 +11,7 @@ import ray
 from raykv.base.deadlines import CLIENT_S, PUBLISH_BIND_S, RAY_LOOK_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.settings import Settings
-from raykv.cluster import names
+from raykv.cluster import ask, names
 from raykv.protocol.events import PublisherSettings, PublisherStatus
 from raykv.protocol.framing import receive
 
@@ -84,11 +84,8 @@ def publisher_status() -> PublisherStatus | None:
     actor = find_publisher()
     if actor is None:
         return None
-    try:
-        raw = ray.get(actor.status.remote(), timeout=CLIENT_S)
-    except Exception as error:
-        raise ClusterError(f"the publisher does not answer: {first_line(error)}") from error
-    return receive(raw, PublisherStatus, "the publisher", "this process")
+    raw = ask.answer(actor, "status", timeout_s=CLIENT_S, who="the publisher")
+    return receive(raw, PublisherStatus, "the publisher", ask.HERE)
 
 
 def publish(settings: PublisherSettings) -> PublisherStatus:

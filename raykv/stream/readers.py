@@ -14,15 +14,9 @@ import ray
 
 import raykv
 from raykv.base.deadlines import READER_PATIENCE_S, READER_PAUSE_S, READER_S
-from raykv.base.errors import (
-    ClusterError,
-    MessageError,
-    RayKVError,
-    VersionError,
-    cause_of,
-    first_line,
-)
+from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.base.ids import EventKind
+from raykv.cluster.ask import HERE, SCHEDULER, answering
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import Description, Descriptions, check_descriptions, rows_of
 from raykv.protocol.events import Event, EventPage, EventsMissed, SnapshotPage, events_of
@@ -31,8 +25,6 @@ from raykv.stream.descriptions import ANSWER_BYTES
 from raykv.stream.replay import Replay
 
 S = TypeVar("S", bound=msgspec.Struct)
-
-SENDER, HERE = "the scheduler actor", "this process"
 
 MAX_PLACE = (1 << 63) - 1
 """Numbers of epochs and events that can be asked for."""
@@ -94,13 +86,13 @@ def _events(page: EventPage, epoch: int, after: int) -> list[Event]:
     follows = page.epoch == epoch and page.first_seq == after + 1
     begins_anew = page.kinds[:1] == [EventKind.EPOCH_BEGAN]
     if not follows and not page.is_gap and not begins_anew:
-        raise MessageError(f"{SENDER} answered with events {page.first_seq} of {page.epoch}")
+        raise MessageError(f"{SCHEDULER} answered with events {page.first_seq} of {page.epoch}")
     if not page.kinds and page.last_seq >= page.first_seq:
-        raise MessageError(f"{SENDER} has {page.last_seq} events and did not tell them")
+        raise MessageError(f"{SCHEDULER} has {page.last_seq} events and did not tell them")
     try:
         return list(events_of(page))
     except (IndexError, ValueError) as error:
-        raise MessageError(f"{SENDER} sent events that can't be read: {error}") from error
+        raise MessageError(f"{SCHEDULER} sent events that can't be read: {error}") from error
 
 
 def take_snapshot(find: Callable[[], Any]) -> Replay:
@@ -116,7 +108,7 @@ def take_snapshot(find: Callable[[], Any]) -> Replay:
             if page.is_last:
                 return replay
             if page.cursor <= cursor:
-                raise MessageError(f"{SENDER} sent a page of a snapshot again and again")
+                raise MessageError(f"{SCHEDULER} sent a page of a snapshot again and again")
             cursor = page.cursor
     raise ClusterError("no snapshot could be taken: too many are being read; try again")
 
@@ -125,7 +117,7 @@ def _load(replay: Replay, page: SnapshotPage) -> None:
     try:
         replay.load(page)
     except (IndexError, ValueError) as error:
-        raise MessageError(f"{SENDER} sent a snapshot that can't be read: {error}") from error
+        raise MessageError(f"{SCHEDULER} sent a snapshot that can't be read: {error}") from error
 
 
 def describe(
@@ -160,7 +152,7 @@ def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: Any
     """
     raw = _ask(find, method, *arguments)
     try:
-        return receive(raw, kind, SENDER, HERE)
+        return receive(raw, kind, SCHEDULER, HERE)
     except MessageError as error:
         theirs = _ask(find, "ping")
         raise VersionError(
@@ -172,14 +164,12 @@ def _ask(find: Callable[[], Any], method: str, *arguments: Any) -> Any:
     """Call the scheduler actor, again and again while it restarts."""
     give_up_at = time.monotonic() + READER_PATIENCE_S
     while True:
-        try:
-            ref = getattr(find(), method).remote(*arguments)
-            return ray.get(ref, timeout=READER_S)
-        except Exception as error:
-            is_final = isinstance(error, RayKVError | ray.exceptions.RayTaskError)
-            if is_final or time.monotonic() > give_up_at:
-                cause = cause_of(error)
-                if isinstance(cause, RayKVError):
-                    raise ClusterError(str(cause)) from error
-                raise ClusterError(f"{SENDER} does not answer: {first_line(cause)}") from error
-            time.sleep(READER_PAUSE_S)
+        with answering(SCHEDULER):
+            try:
+                ref = getattr(find(), method).remote(*arguments)
+                return ray.get(ref, timeout=READER_S)
+            except Exception as error:
+                is_final = isinstance(error, RayKVError | ray.exceptions.RayTaskError)
+                if is_final or time.monotonic() > give_up_at:
+                    raise
+        time.sleep(READER_PAUSE_S)

@@ -12,7 +12,7 @@ import ray
 from typer.testing import CliRunner
 
 import raykv
-from raykv.base.errors import ClusterError
+from raykv.base.errors import ClusterError, MessageError
 from raykv.cli import app
 from raykv.client import pools as deployment
 from raykv.cluster import ask, names
@@ -128,3 +128,28 @@ def test_clear_says_on_standard_error_what_it_waits_for(monkeypatch: pytest.Monk
     shown = CliRunner().invoke(app, ["clear", "5f0c", "--json"], catch_exceptions=False)
     assert shown.stdout.strip().endswith("}")
     assert "waiting for the NodeActor of aaaaaaaaaaaa, bbbbbbbbbbbb" in shown.stderr
+
+
+def raised_there(cause: Exception) -> Exception:
+    """As Ray raises it here."""
+    error = ray.exceptions.RayTaskError("method", "Traceback\nline", cause)
+    made: Exception = error.as_instanceof_cause()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ClusterError("RayKV does not run"), "RayKV does not run"),
+        (ray.exceptions.GetTimeoutError("late\n"), "it does not answer: GetTimeoutError: late"),
+        (MessageError("not readable here"), "it does not answer: MessageError: not readable here"),
+        (raised_there(MessageError("a pin for 0 s")), "it refuses it: a pin for 0 s"),
+        (raised_there(KeyError("k")), "it does not answer: KeyError: 'k'"),
+    ],
+)
+def test_whatever_goes_wrong_with_a_question_is_one_sentence(
+    error: Exception, sentence: str
+) -> None:
+    with pytest.raises(ClusterError) as raised, ask.answering("it"):
+        raise error
+    assert str(raised.value) == sentence
