@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from raykv.base.version import __version__
+
 if TYPE_CHECKING:
     from raykv.client.capacity import Plan
     from raykv.client.cluster import Cluster, clear, connect, events, hidden_states
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     )
     from raykv.protocol.reader import Chunk, PromptLookup
     from raykv.stream.replay import Replay
-
-__version__ = "0.1.0"
 
 _CLIENT = ("Cluster", "clear", "connect", "events", "hidden_states")
 _EVENTS = (

@@ -32,8 +32,6 @@ MAX_ENTRIES = 24
 NOT_FOR_PURE = ("raykv.base.settings", "raykv.base.deadlines", "raykv.base.threads")
 """What pure files get told instead: settings and deadlines as arguments."""
 
-VERSION = "raykv.__version__"
-"""In `raykv/__init__.py`, and all that any module below `USERS` may want from there."""
 USERS = 9
 """From this floor on, packages use RayKV as its users do: `raykv.connect()`."""
 
@@ -63,7 +61,7 @@ class Import:
 def imports_of(source: str, module: str, *, is_package: bool = False) -> Iterator[Import]:
     """All imports in `source`, those in functions and for annotations too.
 
-    For a bare `import raykv`: what is taken from it, as in `raykv.__version__`.
+    For a bare `import raykv`: what is taken from it, as in `raykv.connect`.
     """
     tree = ast.parse(source)
     lazy = {
@@ -131,8 +129,6 @@ def _complaint(each: Import, module: str) -> str | None:
 
 
 def _complaint_inside(target: str, module: str, own: Room) -> str | None:
-    if target == VERSION:
-        return None
     room = room_of(target)
     if room is None:
         return None if own.floor >= USERS else f"{target} is the public face, not a part"
@@ -206,10 +202,9 @@ def test_complaints_name_an_import_that_points_up(module: str, source: str, expe
         ("raykv.base.ids", "import enum, math"),
         ("raykv.base.threads", "import threading, time"),
         ("raykv.node.slots", "from .wishes import Wishes\nfrom ..base.ids import Key"),
-        ("raykv.node.actor", "import ray\nfrom raykv import __version__\nimport raykv.node.slots"),
+        ("raykv.node.actor", "import ray\nimport raykv.node.slots"),
         ("raykv.directory.table.flat.kernels", "import numba\nfrom .layout import KEY"),
         ("raykv.directory.table.choose", "def f():\n    from .flat.flat_table import FlatTable"),
-        ("raykv.node.actor", "import raykv\nprint(raykv.__version__)"),
         ("raykv.vllm.spec", "def compile():\n    import numba"),
         ("raykv.vllm.spec", "if TYPE_CHECKING:\n    import numba"),
         ("raykv.copy.kernel", "import numba"),

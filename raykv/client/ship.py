@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import ray
 
-import raykv
 from raykv.base.deadlines import (
     EXPORT_READ_S,
     IMPORT_NODE_S,
@@ -30,6 +29,7 @@ from raykv.base.deadlines import (
 from raykv.base.errors import ChunkFileError, ClusterError, SettingError, cause_of, first_line
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Generation, Key, Namespace, Refusal
+from raykv.base.version import __version__
 from raykv.client.import_source import EPOCH, GENERATION, import_source
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
@@ -181,7 +181,7 @@ class Shipping:
         known = next((each for each in self.status().spaces if each.namespace == space), None)
         known = known or NamespaceStatus(space)
         return {
-            "raykv_version": raykv.__version__,
+            "raykv_version": __version__,
             "model": known.model,
             "traits": msgspec.json.encode(known.traits).decode(),
         }

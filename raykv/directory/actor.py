@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 import ray
 
-import raykv
 from raykv.base.deadlines import METRICS_COLLECT_S
 from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace
 from raykv.base.settings import MetricsPlace
+from raykv.base.version import __version__
 from raykv.directory.answers.prefixes import check_prefix_query
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.pins import SHARE
@@ -257,7 +257,7 @@ class SchedulerActor:
     def status(self) -> bytes:
         """→ `ClusterStatus`."""
         now = self._tick()
-        status = self._manager.status(self._address, raykv.__version__, now)
+        status = self._manager.status(self._address, __version__, now)
         server = self._metrics
         metrics = "" if server is None else server.address or server.problem
         return encode(msgspec.structs.replace(status, metrics=metrics))
@@ -267,7 +267,7 @@ class SchedulerActor:
         now = self._tick()
         meter = self._manager.meter
         meter.follow(now)
-        build = numbers("raykv_build_info", {(raykv.__version__, "scheduler"): 1})
+        build = numbers("raykv_build_info", {(__version__, "scheduler"): 1})
         families = meter.families(now, is_paused=self._manager.paused)
         return encode(ClusterMetrics([build, *families]))
 
@@ -315,7 +315,7 @@ class SchedulerActor:
 
     def ping(self) -> str:
         """RayKV's version here; answers once the actor is up."""
-        return raykv.__version__
+        return __version__
 
     @contextmanager
     def _measured(self, call: str) -> Iterator[float]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import ray
 
-import raykv
 from raykv.base.deadlines import DOCTOR_REACH_S, DOCTOR_S
 from raykv.base.errors import ClusterError
+from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.ask import Answer, ask_all, ask_ray, named_actors
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
@@ -50,7 +50,7 @@ def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
     second = ask_all(actors, _host_questions(node_ids, list(alive.values())), deadline_s)
     status = _decoded(first.get(names.SCHEDULER), ClusterStatus)
     return ClusterFacts(
-        raykv_version=raykv.__version__,
+        raykv_version=__version__,
         protocol=PROTOCOL_VERSION,
         scheduler=_actor_facts(names.SCHEDULER, named, first, states),
         status=status,

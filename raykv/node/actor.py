@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import ray
 
-import raykv
 from raykv.base.clearings import Clearings
 from raykv.base.deadlines import (
     DISK_READ_S,
@@ -43,6 +42,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import MAX_GENERATION
 from raykv.base.settings import DiskPlace, MetricsPlace
 from raykv.base.threads import OnFailure, end_process, start_thread, within
+from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, joined
 from raykv.memory.limits import pool_objection
@@ -207,7 +207,7 @@ class NodeActor:
         geometry = self._settings.geometry
         description = NodeDescription(
             version=PROTOCOL_VERSION,
-            raykv_version=raykv.__version__,
+            raykv_version=__version__,
             node_id=self._node_id,
             epoch=0,
             socket_name=self._socket_name,
@@ -296,7 +296,7 @@ class NodeActor:
 
     def _families(self) -> list[MetricFamily]:
         """All series, for a scrape; in a thread of the server."""
-        build = numbers("raykv_build_info", {(raykv.__version__, "node"): 1})
+        build = numbers("raykv_build_info", {(__version__, "node"): 1})
         if self._refusal:
             return [build, number("raykv_pool_size_bytes", 0)]
         service = self._service
@@ -445,7 +445,7 @@ class NodeActor:
             stats=self._stats(),
             pid=process_id(),
             hostname=socket.gethostname(),
-            raykv_version=raykv.__version__,
+            raykv_version=__version__,
             disk=DiskNews() if self._disk is None else self._disk.news(),
         )
 

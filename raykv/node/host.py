@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import ray
 
-import raykv
 from raykv.base.deadlines import HOST_DISK_S
 from raykv.base.errors import ThreadError
 from raykv.base.threads import num_failed, within
+from raykv.base.version import __version__
 from raykv.memory.limits import disk_limit, is_in_memory, worker_limits
 from raykv.memory.room import MemoryLimit
 from raykv.node.disk.folder import unowned_folders
@@ -40,7 +40,7 @@ def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFa
     unreached = unreached_of(question.places[:MAX_PLACES], question.reach_s)
     return HostFacts(
         hostname=socket.gethostname(),
-        raykv_version=raykv.__version__,
+        raykv_version=__version__,
         ray_version=str(ray.__version__),
         python_version=platform.python_version(),
         # Last, so that who asked can tell how old it is.

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-import raykv
 from raykv.base.deadlines import READER_PATIENCE_S, READER_PAUSE_S, READER_S
 from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.base.ids import EventKind
+from raykv.base.version import __version__
 from raykv.cluster.ask import HERE, SCHEDULER, answering
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import Description, Descriptions, check_descriptions, rows_of
@@ -156,7 +156,7 @@ def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: Any
     except MessageError as error:
         theirs = _ask(find, "ping")
         raise VersionError(
-            f"{error}; the scheduler actor runs RayKV {theirs}, this process {raykv.__version__}"
+            f"{error}; the scheduler actor runs RayKV {theirs}, this process {__version__}"
         ) from error
 
 

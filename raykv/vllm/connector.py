@@ -30,11 +30,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 
-import raykv
 from raykv.base.errors import RayKVError
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import MissReason
 from raykv.base.settings import Settings, load_settings
+from raykv.base.version import __version__
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
 from raykv.prompts.prefixes import ChunkGroup, groups_text
 from raykv.stream.descriptions import DescriptionOutbox
@@ -158,7 +158,7 @@ class RayKVConnector(OffloadingConnector):
             num_ranks=spec.num_parts,
             slot_bytes=spec.slot_bytes_by_group(),
             traits={**traits_of(facts), "chunks": groups_text(self._chunk_groups())},
-            versions=f"RayKV {raykv.__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
+            versions=f"RayKV {__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
         )
         if spec.settings.layerwise_loads:
             refuse_layerwise(spec.settings, vllm_config, kv_cache_config)

@@ -1,0 +1,3 @@
+"""The version of RayKV; the wheel's too."""
+
+__version__ = "0.1.0"
