@@ -32,7 +32,7 @@ EXIT_CODES = (
 )
 
 PIPE_COLUMNS = 1000
-"""Instead of a terminal's width: programs read lines."""
+"""Used in place of a terminal's width, since programs read lines."""
 
 app = typer.Typer(
     help="RayKV: vLLM's KV cache in the RAM of a Ray cluster.",
@@ -65,7 +65,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """The same in one line."""
+    """One JSON document in one line of standard output."""
     typer.echo(_json(value).decode())
 
 
@@ -86,7 +86,7 @@ def _with_hex(value: Any) -> Any:
 
 
 def table(*columns: str) -> Table:
-    """An empty one; what does not fit is folded."""
+    """An empty table that folds what does not fit."""
     made = Table(box=None, header_style="bold")
     for column in columns:
         made.add_column(column, overflow="fold")
@@ -94,13 +94,13 @@ def table(*columns: str) -> Table:
 
 
 def console() -> Console:
-    """Standard output. Where it is no terminal a row is a line, however long."""
+    """Standard output. If it is not a terminal, each row is one line, however long."""
     made = Console(highlight=False, markup=False)
     return made if made.is_terminal else Console(width=PIPE_COLUMNS, highlight=False, markup=False)
 
 
 def say(sentence: str, style: str | None = None) -> None:
-    """A line on standard output, as it is."""
+    """Print a line on standard output, unchanged."""
     Console().print(sentence, style=style, highlight=False, markup=False, soft_wrap=True)
 
 

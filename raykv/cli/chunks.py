@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from raykv.protocol.reader import Chunk, PromptLookup
 
 SHOWN_DIGITS = 24
-"""Of a key: enough to tell the chunks of any cluster apart."""
+"""How many digits of a key to show: enough to distinguish the chunks of any cluster."""
 
-Namespace = Annotated[str | None, typer.Option(help="Only of this namespace; its first digits do.")]
+Namespace = Annotated[
+    str | None, typer.Option(help="Only this namespace; its first digits suffice.")
+]
 
 
 @app.command()
@@ -43,22 +45,21 @@ def ls(  # noqa: PLR0913 - a command's options
     *,
     namespace: Namespace = None,
     node: Annotated[
-        str | None, typer.Option(help="Only on this node; its first digits do.")
+        str | None, typer.Option(help="Only on this node; its first digits suffice.")
     ] = None,
-    group: Annotated[int | None, typer.Option(help="Only of this KV group.", min=0)] = None,
-    limit: Annotated[int, typer.Option(help="So many chunks at most.", min=1)] = 50,
-    sort: Annotated[
-        str, typer.Option(help="age, idle, hits or size: those with most of it first.")
-    ] = "",
+    group: Annotated[int | None, typer.Option(help="Only this KV group.", min=0)] = None,
+    limit: Annotated[int, typer.Option(help="List at most this many chunks.", min=1)] = 50,
+    sort: Annotated[str, typer.Option(help="Sort by age, idle, hits or size, largest first.")] = "",
     tier: Annotated[str, typer.Option(help="Only in pools (ram), or on disks (disk).")] = "",
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
     """List chunks: where they are, how old, when last used, how often.
 
-    Of a chunk on a disk it says since when it is known to be there; reads are not counted.
+    The age of a chunk on a disk counts from when the directory learned of it; its reads are not
+    counted.
 
-    Exit code 1 if there is none.
+    Exit code 1 if there are no such chunks.
 
     Example: raykv ls --namespace 5f0c --sort hits --limit 20
     """
@@ -73,7 +74,7 @@ def ls(  # noqa: PLR0913 - a command's options
     elif found:
         console().print(_chunk_table(found))
         if len(found) == limit:
-            say(f"at most {limit} chunks are listed; --limit has more", "dim")
+            say(f"only the first {limit} chunks are listed; raise --limit for more", "dim")
     else:
         say("no chunks")
     raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
@@ -101,14 +102,14 @@ def _chunk_table(chunks: Iterable[Chunk]) -> Table:
 
 @app.command()
 def show(
-    key: Annotated[str, typer.Argument(help="Hexadecimal digits of a key, or the first of them.")],
+    key: Annotated[str, typer.Argument(help="The hexadecimal digits of a key, or the first few.")],
     *,
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
     """Show a chunk: what it is, and each node that has it, in its pool or on its disk.
 
-    Exit code 1 if nobody has it.
+    Exit code 1 if no node has it.
 
     Example: raykv show 9d01c7a4
     """
@@ -139,7 +140,7 @@ def _print_chunk(replicas: list[Chunk]) -> None:
 
 
 class Form(StrEnum):
-    """What a prompt is given as."""
+    """How a prompt is given."""
 
     TEXT = "text"
     TOKENS = "tokens"
@@ -149,7 +150,7 @@ class Form(StrEnum):
 @app.command()
 def lookup(
     prompt: Annotated[
-        str, typer.Argument(help='The prompt; "@FILE": in that file; "-": on standard input.')
+        str, typer.Argument(help='The prompt; "@FILE" reads a file; "-" reads standard input.')
     ],
     *,
     form: Annotated[
@@ -160,16 +161,16 @@ def lookup(
         ),
     ] = Form.TEXT,
     model: Annotated[
-        str | None, typer.Option(help="As its engines call it, or the last part of that.")
+        str | None, typer.Option(help="The name that its engines use, or the last part of it.")
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option(help="If the model has several; the first digits do.")
+        str | None, typer.Option(help="Needed if the model has several; its first digits suffice.")
     ] = None,
     traits: Annotated[
         list[str] | None,
         typer.Option(
             "--trait",
-            help="cache_salt=TEXT or lora=NAME=PATH, if the request has them; repeatable.",
+            help="cache_salt=TEXT or lora=NAME=PATH, as in the request; repeatable.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -178,7 +179,7 @@ def lookup(
     """Say which chunks of a prompt are cached, in RAM or on disks, and how much each node could
     load.
 
-    Exit code 1 if nothing of it is cached.
+    Exit code 1 if no part of it is cached.
 
     Example: raykv lookup @document.txt --model SmolLM2-135M
     """
@@ -197,7 +198,7 @@ def read_prompt(prompt: str, form: Form) -> dict[str, Any]:
     """The prompt as an argument of `Cluster.lookup`.
 
     Raises:
-        SettingError: it can't be read.
+        SettingError: the prompt can't be read.
     """
     try:
         text = prompt

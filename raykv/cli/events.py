@@ -23,19 +23,19 @@ def events(
     since: Annotated[
         str | None,
         typer.Option(
-            help="What follows this event: its number, or EPOCH:NUMBER. Default: all that are "
+            help="Start after this event: its number, or EPOCH:NUMBER. Default: all that are "
             "kept; with --follow only new ones."
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Write a JSON object in a line for each.")
+        bool, typer.Option("--json", help="Write each event as a JSON object on one line.")
     ] = False,
     ray_address: Address = None,
 ) -> None:
     """Print what happens to the directory: chunks stored and removed, nodes, clearings.
 
-    Each event has its place, EPOCH:NUMBER, from which a later call goes on without gaps. If events
-    are not kept any more, the first one is EventsMissed.
+    Each event has its place, EPOCH:NUMBER, from which a later call goes on without gaps. If some
+    events are no longer kept, the first one is EventsMissed.
 
     Example: raykv events --follow --json | jq -r 'select(.event == "BlockStored").node_id'
     """

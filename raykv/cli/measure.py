@@ -14,18 +14,18 @@ from raykv.cli.base import Address, app
 def demo(
     *,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="A seeded random model; under a minute.")
+        bool, typer.Option("--tiny", help="Use a small random model: under a minute.")
     ] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file too.")
+        Path | None, typer.Option("--json", help="Also write the results to this file.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds of questions. Default: 3, tiny 2.", min=2)
+        int | None, typer.Option(help="Rounds of questions. Default: 3, or 2 with --tiny.", min=2)
     ] = None,
     nodes: Annotated[
         int,
         typer.Option(
-            help="2: another Ray node on this host loads what the first has.", min=1, max=2
+            help="With 2, another Ray node on this host loads what the first has.", min=1, max=2
         ),
     ] = 1,
     pool_bytes: Annotated[
@@ -63,20 +63,18 @@ def bench(
     ] = None,
     *,
     list_only: Annotated[
-        bool, typer.Option("--list", help="Say in a line each what there is, and end.")
+        bool, typer.Option("--list", help="List the benchmarks, one per line.")
     ] = False,
     json_path: Annotated[
         str | None,
-        typer.Option(
-            "--json", help='Write the results to this file too; "-": only them, to standard output.'
-        ),
+        typer.Option("--json", help='Also write the results to this file; "-" prints only them.'),
     ] = None,
     repeats: Annotated[int | None, typer.Option(help="Repeats of each measurement.", min=1)] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: whether it runs, not how fast.")
+        bool, typer.Option("--quick", help="Use small sizes: shows that it runs, not how fast.")
     ] = False,
     trace: Annotated[
-        str | None, typer.Option(help="For `policy`: requests as JSON lines with hash_ids.")
+        str | None, typer.Option(help="For `policy`: a file of requests, JSON lines with hash_ids.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="For `copy` and `ttft`: cpu, or cuda for the first GPU.")
@@ -101,31 +99,31 @@ def bench(
 @app.command()
 def chaos(
     *,
-    minutes: Annotated[float, typer.Option(help="Of load and faults.", min=0.1)] = 5.0,
-    seed: Annotated[int, typer.Option(help="Of the faults and of the load.")] = 0,
-    nodes: Annotated[int, typer.Option(help="Ray nodes on this host, an engine on each.")] = 2,
+    minutes: Annotated[float, typer.Option(help="Minutes of load and faults.", min=0.1)] = 5.0,
+    seed: Annotated[int, typer.Option(help="Seed of the faults and of the load.")] = 0,
+    nodes: Annotated[int, typer.Option(help="Ray nodes on this host, with one engine each.")] = 2,
     kinds: Annotated[
         list[str] | None,
-        typer.Option("--fault", help="Only such faults, like node-actor-killed; repeatable."),
+        typer.Option("--fault", help="Only this kind of fault, like gcs-frozen; repeatable."),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file too.")
+        Path | None, typer.Option("--json", help="Also write the results to this file.")
     ] = None,
     logs: Annotated[
-        Path | None, typer.Option(help="Keep what the engines print in this folder.")
+        Path | None, typer.Option(help="Keep the engines' output in this folder.")
     ] = None,
     lose_head: Annotated[
         bool | None,
         typer.Option(
             "--lose-head/--keep-head",
-            help="At the end Ray's GCS dies for good, and the engines go on. Default: from 3 "
-            "minutes on.",
+            help="At the end Ray's GCS dies for good, and the engines go on. Default: in runs "
+            "of 3 minutes or more.",
         ),
     ] = None,
 ) -> None:
-    """Kill and freeze parts of a cluster of its own under load, and check every answer.
+    """Start a cluster, kill and freeze parts of it under load, and check every answer.
 
-    Exit code 1 if a request failed, a token was wrong, or offloading did not come back.
+    Exit code 1 if a request failed, a token was wrong, or offloading did not recover.
 
     Example: raykv chaos --minutes 2 --seed 7 --fault node-actor-killed --fault gcs-frozen
     """

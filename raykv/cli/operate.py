@@ -29,17 +29,17 @@ Keys = Annotated[
     list[str],
     typer.Argument(
         metavar="KEY...",
-        help="Of chunks, hexadecimal, a prefix's first ones first; @FILE: those in a file, split "
-        "by white space; -: those of standard input. Or a prompt, as `raykv lookup` takes it: "
+        help="Keys of chunks in hexadecimal, a prefix's first chunks first; @FILE reads them from "
+        "a file, split by white space; - from standard input. Or a prompt, as for `raykv lookup`: "
         "text:PROMPT, text:@FILE, tokens:1,2,3 or chat:@FILE.",
     ),
 ]
 Namespace = Annotated[
     str,
-    typer.Option(help="As `raykv status` shows it, or its beginning. Default: the only one."),
+    typer.Option(help="As `raykv status` shows it, or its beginning. Default: the only namespace."),
 ]
 To = Annotated[str, typer.Option("--to", help="The node's Ray id, or the beginning of it.")]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds, for all of it.", min=0.1)]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for all of it.", min=0.1)]
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -55,19 +55,17 @@ def up(
         ),
     ] = None,
     nodes: Annotated[
-        list[str] | None, typer.Option("--node", help="This node, by Ray's id; repeatable.")
+        list[str] | None, typer.Option("--node", help="Only this node, by its Ray id; repeatable.")
     ] = None,
     pool_bytes: Annotated[
         str | None,
         typer.Option(
-            "--pool-bytes", help='Of each node, like "8GiB". Default: a quarter of what is free.'
+            "--pool-bytes", help='Of each pool, like "8GiB". Default: a quarter of what is free.'
         ),
     ] = None,
     slab_bytes: Annotated[
         str | None,
-        typer.Option(
-            "--slab-bytes", help="The largest chunk that fits. Default: 64 MiB, less if it's small."
-        ),
+        typer.Option("--slab-bytes", help="The largest chunk that fits. Default: 64 MiB, or less."),
     ] = None,
     timeout: Timeout = 300.0,
     as_json: AsJson = False,
@@ -83,7 +81,7 @@ def up(
     from raykv.base.settings import load_settings
     from raykv.cluster.join import ensure_cluster
 
-    # A wrong one is found before Ray is started for it.
+    # An invalid size is refused before Ray is started.
     load_settings({})
     pool = None if pool_bytes is None else parse_size("--pool-bytes", pool_bytes)
     slab = None if slab_bytes is None else parse_size("--slab-bytes", slab_bytes)
@@ -155,7 +153,7 @@ def _print_nodes(nodes: Sequence[NodeUp]) -> None:
 def pin(
     keys: Keys,
     *,
-    ttl: Annotated[str, typer.Option(help="For how long: 90s, 15m, 8h or 7d.")] = "1h",
+    ttl: Annotated[str, typer.Option(help="How long, like 90s, 15m, 8h or 7d.")] = "1h",
     priority: Annotated[
         int | None,
         typer.Option(
@@ -171,9 +169,9 @@ def pin(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Keep chunks from being evicted; those that are not stored yet, from when they come.
+    """Keep chunks from being evicted; those not stored yet are kept once they are.
 
-    Refused as a whole where a node's share for pins (pin_share) would be exceeded.
+    RayKV refuses the whole pin if it would exceed a node's share for pins (pin_share).
 
     Example: raykv pin text:@system-prompt.txt --ttl 8h --id system
     """
@@ -202,7 +200,7 @@ def unpin(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """End pins: their chunks are evicted in their turn again.
+    """End pins: their chunks can be evicted again.
 
     Example: raykv unpin system
     """
@@ -217,7 +215,7 @@ def unpin(
 
 @app.command()
 def pins(*, as_json: AsJson = False, ray_address: Address = None) -> None:
-    """Show all pins, and what they take of each node.
+    """Show all pins, and how much of each node's pool they keep.
 
     Example: raykv pins --json
     """
@@ -257,8 +255,8 @@ def _print_pins(known: Pinned) -> None:
     printed.print(nodes)
     if known.client_chunks or known.hints_refused:
         printed.print(
-            f"requests keep {known.client_chunks} chunks; for {known.hints_refused} more there "
-            "was no room"
+            f"requests keep {known.client_chunks} chunks; there was no "
+            f"room for {known.hints_refused} more"
         )
 
 
@@ -301,7 +299,7 @@ def move(
 ) -> None:
     """Bring chunks to a node's RAM, then give up those that other nodes have in theirs.
 
-    Exit code 1 if some of them are not there at the end; theirs stay where they are.
+    Exit code 1 if some of them are not there at the end; those stay where they are.
 
     Example: raykv move @session.keys --to 3f9a
     """
@@ -350,7 +348,7 @@ def _sentence(found: TransferResult) -> str:
         (found.nowhere, "are stored nowhere"),
         (found.no_room, "found no room"),
         (found.dropped, "replicas were given up elsewhere"),
-        (found.kept, "replicas stay, since they are pinned where they are"),
+        (found.kept, "replicas stay, because they are pinned there"),
     ):
         if count:
             parts.append(f"{count} {what}")
@@ -362,16 +360,16 @@ def parse_duration(name: str, value: str) -> float:
     """Seconds out of a text like "90", "90s", "15m", "8h" or "7d".
 
     Raises:
-        SettingError: it is none.
+        SettingError: the duration is invalid.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value, re.ASCII)
     if match is None:
-        raise SettingError(f"{name}={value!r} is no duration: write it like 90s, 15m, 8h or 7d")
+        raise SettingError(f"{name}={value!r} is invalid: write a duration like 90s, 15m, 8h or 7d")
     return float(match[1]) * UNITS[match[2] or "s"]
 
 
 def all_keys(cluster: Cluster, arguments: Sequence[str], namespace: str) -> list[bytes | str]:
-    """Keys as they are given, and those of prompts.
+    """The keys that were given, and the keys of the prompts.
 
     Raises:
         ClusterError: as for `Cluster.lookup`.

@@ -65,7 +65,7 @@ def start(
 
 @app.command()
 def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
-    """What the publisher does; exit code 1 if there is none.
+    """Show what the publisher does; exit code 1 if there is no publisher.
 
     Example: raykv publish status
     """
@@ -81,7 +81,7 @@ def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
 @app.command()
 def stop(*, as_json: AsJson = False, ray_address: Address = None) -> None:
-    """End the publisher; exit code 1 if there was none.
+    """End the publisher; exit code 1 if there was no publisher.
 
     Example: raykv publish stop
     """
@@ -92,7 +92,7 @@ def stop(*, as_json: AsJson = False, ray_address: Address = None) -> None:
     if as_json:
         print_json({"stopped": was_there})
     elif was_there:
-        typer.echo("no events are published any more")
+        typer.echo("events are no longer published")
     raise typer.Exit(0 if was_there else 1)
 
 
@@ -114,14 +114,14 @@ def _show(status: PublisherStatus, *, as_json: bool) -> None:
     if as_json:
         print_json(status)
         return
-    replay = f", what was missed at {status.replay_endpoint}" if status.replay_endpoint else ""
+    replay = f", missed events at {status.replay_endpoint}" if status.replay_endpoint else ""
     say(
         f"events at {status.endpoint}{replay}; topic {status.topic!r}, {status.format}, "
         f"{status.hashes} hashes"
     )
     say(
-        f"{status.held} chunks told in {status.streams} streams, {status.waiting} waiting, "
-        f"{status.undescribed} told as bare hashes, {status.skipped} skipped"
+        f"{status.held} chunks published in {status.streams} streams, {status.waiting} waiting, "
+        f"{status.undescribed} published as bare hashes, {status.skipped} skipped"
     )
     say(
         f"{status.messages} messages, {status.dropped} of them not to every subscriber, "

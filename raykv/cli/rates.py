@@ -1,6 +1,6 @@
 """Shares and rates out of the counters of a status, and of an earlier one.
 
-Counters begin anew with their engine or NodeActor: what has gone down counts from zero.
+Counters restart with their engine or NodeActor: one that has gone down counts from zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TokenSources:
         return max(0, self.prompt - self.own - self.loaded)
 
     def share(self, tokens: int) -> float | None:
-        """`tokens` of all, from 0 to 1; None if there are none."""
+        """`tokens` of all, from 0 to 1; None if there are no tokens."""
         return tokens / self.prompt if self.prompt else None
 
 
@@ -41,7 +41,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What happened between two looks: tokens, and bytes by node, in so many seconds."""
+    """What happened between two looks: tokens, and bytes by node, and the seconds in between."""
 
     seconds: float
     tokens: TokenSources

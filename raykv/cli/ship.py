@@ -14,7 +14,7 @@ from raykv.cli.base import Address, AsJson, ExitCode, app, print_json, say
 from raykv.cli.operate import Timeout, all_keys, counting
 from raykv.memory.room import human_bytes
 
-Namespace = Annotated[str, typer.Option(help="Of the chunks; its first digits do.")]
+Namespace = Annotated[str, typer.Option(help="Namespace of the chunks; its first digits suffice.")]
 
 
 @app.command("export")
@@ -26,7 +26,7 @@ def export_chunks(
     *,
     pin_id: Annotated[str, typer.Option("--pin", help="The chunks of this pin.")] = "",
     hottest: Annotated[
-        str, typer.Option(help='No more than so many bytes, the most used first: "8GiB".')
+        str, typer.Option(help='At most this many bytes, the most used chunks first: "8GiB".')
     ] = "",
     namespace: Namespace = "",
     as_json: AsJson = False,
@@ -34,7 +34,7 @@ def export_chunks(
 ) -> None:
     """Write chunks to safetensors files that another cluster can import.
 
-    Exit code 1 if some of them were nowhere any more, neither in a pool nor on a disk.
+    Exit code 1 if some of them were no longer in any pool or on any disk.
 
     Example: raykv export ./system-prompt.safetensors text:@system-prompt.txt
     """
@@ -59,18 +59,18 @@ def export_chunks(
 
 @app.command("import")
 def import_chunks(
-    path: Annotated[Path, typer.Argument(help="What `raykv export` has written.")],
+    path: Annotated[Path, typer.Argument(help="The folder or file that `raykv export` wrote.")],
     *,
     to: Annotated[
-        str, typer.Option("--to", help="A node's Ray id. Default: the one with the most room.")
+        str, typer.Option("--to", help="A node's Ray id. Default: the node with the most room.")
     ] = "",
     timeout: Timeout = 600.0,
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Bring exported chunks into a node's pool: the first ones, if it has no room for all.
+    """Bring exported chunks into a node's pool; if it has no room for all, the first ones.
 
-    Refused if no engine here can use them. Exit code 1 if some of them did not come.
+    RayKV refuses chunks that no engine here can use. Exit code 1 if some of them did not come.
 
     Example: raykv import ./system-prompt.safetensors
     """
@@ -87,8 +87,8 @@ def import_chunks(
             say(f"{count:,}: {reason}", "red")
         if found.no_room:
             say(
-                f"for {found.no_room:,} there was no room: the pool can give up no more for them, "
-                "and those come that are first in the files",
+                f"there was no room for {found.no_room:,}: the pool can give up no more, so "
+                "only the first chunks of the files came",
                 "red",
             )
     raise typer.Exit(ExitCode.NOT_WELL if found.failed else ExitCode.OK)

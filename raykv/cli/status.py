@@ -37,13 +37,13 @@ def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
 
 def print_status(known: ClusterStatus, console: Console) -> None:
-    """All of it, for people."""
+    """Print the whole status for people."""
     for part in [*overview(known), *troubles(known)]:
         console.print(part)
 
 
 def overview(known: ClusterStatus) -> Iterator[RenderableType]:
-    """What there is."""
+    """Texts and tables of what there is."""
     state = "PAUSED" if known.paused else "running"
     yield Text(f"RayKV {known.raykv_version} at {known.address}: {state}", overflow="fold")
     yield _nodes(known)
@@ -153,14 +153,14 @@ def _engines(known: ClusterStatus) -> Table:
 
 
 def _rate(measured: int, unit: str) -> str:
-    """A rate for people; nothing while it is unknown."""
+    """A rate for people; empty while it is unknown."""
     if not measured:
         return "-"
     return f"{human_bytes(measured)}/s" if unit == "B/s" else f"{measured:,} {unit}"
 
 
 def troubles(known: ClusterStatus) -> Iterator[Text]:
-    """What is wrong: damaged chunks, pools that can't be, and who does not answer whom."""
+    """What is wrong: damaged chunks, nodes without a pool, and open breakers."""
     for node in known.nodes:
         if node.quarantined:
             what = f"{node.quarantined} damaged chunks or files were set aside"
@@ -171,7 +171,7 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
             yield Text(f"node {node.node_id[:12]}: {what}", "red")
         if disk.files_damaged or disk.chunks_damaged:
             what = f"{disk.files_damaged} files and {disk.chunks_damaged} chunks on the disk"
-            yield Text(f"node {node.node_id[:12]}: {what} were damaged, and are not served", "red")
+            yield Text(f"node {node.node_id[:12]}: {what} were damaged and are not served", "red")
     for node_id, refusal in sorted(known.refused.items()):
         yield Text(f"node {node_id[:12]} gives no pool: {refusal}", "red")
     for engine in known.engines:

@@ -47,7 +47,7 @@ def clear(
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Empty the cache, of one model's namespace or of all.
+    """Empty the cache, for one namespace or for all.
 
     Example: raykv clear 5f0c9a
     """
@@ -66,8 +66,8 @@ def down(
         bool,
         typer.Option(
             "--keep",
-            help="Write all that the pools hold to disk_path first; the next `raykv up`, or the "
-            "next engine, finds it there. Nothing is ended if a node has no such place.",
+            help="First write all that the pools hold to disk_path, where the next `raykv up` or "
+            "engine finds it. Nothing is ended if a node has no such place.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -117,7 +117,7 @@ def refuse_without_place(kept: list[Kept]) -> None:
 
 def _tell_silent(nodes: list[str]) -> None:
     ids = ", ".join(node[:12] for node in nodes)
-    typer.echo(f"cleared; waiting for the NodeActor of {ids} to note it, 15 s at most", err=True)
+    typer.echo(f"cleared; waiting for the NodeActor of {ids}, 15 s at most", err=True)
 
 
 def _done(facts: dict[str, object], sentence: str, *, as_json: bool) -> None:

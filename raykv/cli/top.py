@@ -28,7 +28,7 @@ def top(
     interval: Annotated[
         float, typer.Option(help="Seconds between two looks.", min=0.1, max=3600.0)
     ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one interval and end.")] = False,
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:

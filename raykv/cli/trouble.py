@@ -26,30 +26,30 @@ _MARKS = {
 ADVICE = {
     MissReason.INCOMPLETE_CHUNK: "Nothing is wrong: what is left over from whole chunks is always "
     "computed. A smaller blocks_per_chunk makes it shorter.",
-    MissReason.OPTED_OUT: "The request asked for it: raykv_load or max_load_tokens in its "
+    MissReason.OPTED_OUT: "The request asked for this: raykv_load or max_load_tokens in its "
     "kv_transfer_params, or prompt_logprobs, which only computing gives.",
     MissReason.ADAPTER_UNKNOWN: "The files of its LoRA adapter can't be read, or have changed "
     "since the engine loaded them: give a local folder, and load it in place after a change.",
     MissReason.MEDIA_UNKNOWN: "The client named its images or sound itself (uuid), which says "
-    "nothing of their content: leave the names out. If it has not, the engine's log tells why.",
+    "nothing of their content: leave the names out. Otherwise the engine's log says why.",
     MissReason.WEIGHTS_CHANGED: "The engine's weights were changed while it ran (reload_weights, "
-    "update_weights, sleep of level 2): it uses the cache again once it is started anew.",
+    "update_weights, sleep of level 2): it uses the cache again after a restart.",
     MissReason.PAUSED: "The cache is switched off: `raykv resume` switches it on.",
-    MissReason.NOT_ATTACHED: "The engine had not reached RayKV's actors: its log says why; "
-    "`raykv status` shows whether it has by now.",
-    MissReason.NEVER_STORED: "Nobody had computed this prefix, or it was forgotten long ago: if "
+    MissReason.NOT_ATTACHED: "The engine had not reached RayKV's actors: its log says why, and "
+    "`raykv status` shows whether it has since.",
+    MissReason.NEVER_STORED: "No engine had stored this prefix, or RayKV forgot it long ago: if "
     "you expect it to be known, compare the prompts from their first token on, and cache_salt.",
-    MissReason.STORES_OFF: "A request that did not store computed it: raykv_store in its "
+    MissReason.STORES_OFF: "The request that computed it did not store it: raykv_store in its "
     "kv_transfer_params, a pause, or stop_unused_stores=True while hardly anything is reused.",
     MissReason.STORE_FAILED: "Its store failed: look for NodeActor failures in the engine's log, "
     "and at store_deadline_s.",
     MissReason.POOL_FULL: "Slots are used up faster than they are freed: set a larger pool_bytes, "
     "or give the node fewer engines.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
-    MissReason.CLEARED: "Somebody emptied the cache; it fills again by itself.",
+    MissReason.CLEARED: "The cache was cleared; it fills again by itself.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
-    MissReason.PENDING_TOO_LONG: "It was being stored just then: raise lookup_deadline_s if "
+    MissReason.PENDING_TOO_LONG: "It was still being stored: raise lookup_deadline_s if "
     "waiting is better than computing.",
     MissReason.UNANSWERED: "The scheduler actor was too slow: see how busy its host is, or raise "
     "query_deadline_s.",
@@ -60,8 +60,8 @@ ADVICE = {
     MissReason.NODE_LOST: "A NodeActor ended: its log says why. With pool_path a pool survives it.",
     MissReason.LOAD_FAILED: "The copy into the engine failed: its log says why; if it was late, "
     "raise load_deadline_s.",
-    MissReason.BREAKER_OPEN: "An actor had failed too often and was not asked: `raykv status` and "
-    "the engine's log name it.",
+    MissReason.BREAKER_OPEN: "An actor had failed too often, so it was not asked: `raykv status` "
+    "and the engine's log name it.",
     MissReason.ABORTED: "The request ended before its tokens were needed.",
     MissReason.OTHER: "None of the usual reasons: an error in the engine's log says more.",
 }
@@ -89,7 +89,7 @@ def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 @app.command("why-miss")
 def why_miss(
     request_id: Annotated[
-        str, typer.Argument(help="As in the API's answer, or the beginning of it.")
+        str, typer.Argument(help="The id in the API's answer, or the beginning of it.")
     ],
     *,
     as_json: AsJson = False,
@@ -108,7 +108,7 @@ def why_miss(
 
 
 def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
-    """One line for each, and what to do below those that need it."""
+    """Print one line for each, and below it what to do if something is wrong."""
     console = console or Console()
     for finding in findings:
         mark, style = _MARKS[finding.severity]
@@ -155,7 +155,7 @@ def advice(record: MissRecord) -> str:
     try:
         return ADVICE[MissReason(largest)]
     except ValueError:
-        return "A newer version of RayKV gave that reason: install it here."
+        return "A newer version of RayKV gave this reason: install that version here."
 
 
 def print_explanations(found: Sequence[Explanation], console: Console) -> None:

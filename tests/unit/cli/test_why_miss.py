@@ -140,7 +140,10 @@ def test_every_reason_has_advice() -> None:
         ({"incomplete_chunk": 8}, ADVICE[MissReason.INCOMPLETE_CHUNK]),
         ({"incomplete_chunk": 800, "paused": 1}, ADVICE[MissReason.PAUSED]),
         ({"pool_full": 3, "evicted": 2}, ADVICE[MissReason.POOL_FULL]),
-        ({"of_tomorrow": 3}, "A newer version of RayKV gave that reason: install it here."),
+        (
+            {"of_tomorrow": 3},
+            "A newer version of RayKV gave this reason: install that version here.",
+        ),
     ],
 )
 def test_advice_is_about_the_largest_reason_but_the_prompts_end(
