@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NUM_SIZES = 8
-"""Of pools that are simulated if none are named."""
+"""How many pools are simulated unless sizes are given."""
 
 UNLIMITED = "unlimited"
 """In place of a policy's name: a pool in which everything has room."""
@@ -44,7 +44,7 @@ def sizing(
 
     Args:
         trace: which chunks were asked for.
-        chunk_bytes: of a chunk of all KV groups, as `bytes_per_chunk` tells.
+        chunk_bytes: of a chunk of all KV groups, as `bytes_per_chunk` returns it.
         pool_bytes: sizes to try; None: some, up to where everything has room.
         policies: worth, lru.
 
@@ -53,11 +53,11 @@ def sizing(
         last row is "unlimited", the largest pool that makes sense.
 
     Raises:
-        SettingError: a policy that is none, or a size without room for a chunk.
+        SettingError: a policy is unknown, or a size has no room for a chunk.
     """
     unknown = [name for name in policies if name not in POLICIES]
     if unknown:
-        raise SettingError(f"{unknown[0]!r} is no eviction policy: there are {', '.join(POLICIES)}")
+        raise SettingError(f"unknown eviction policy {unknown[0]!r}: use {' or '.join(POLICIES)}")
     most = max(1, trace.num_distinct)
     sizes = _sizes(most, chunk_bytes) if pool_bytes is None else list(pool_bytes)
     if chunk_bytes < 1 or min(sizes, default=chunk_bytes) < chunk_bytes:
@@ -291,7 +291,7 @@ def ages_at_eviction(events: pd.DataFrame) -> pd.DataFrame:
 def transfer_rates(transfers: pd.DataFrame) -> pd.DataFrame:
     """Bytes per second between two samples of a node, out of a `Recorder`'s transfers.
 
-    A NodeActor that has begun anew counts from zero again; the samples around that are left out.
+    A NodeActor that has restarted counts from zero again; the samples around that are left out.
 
     Returns:
         The columns of transfers, with bytes per second in those of bytes.

@@ -83,7 +83,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("prefaulted_bytes", WHOLE, "bytes of the pool whose pages are there already"),
         Column("used_bytes", WHOLE, "bytes of slots that have a chunk"),
         Column("chunks", WHOLE, "chunks in the pool"),
-        Column("free_slots", WHOLE, "slots that nobody has"),
+        Column("free_slots", WHOLE, "slots that are neither leased nor hold a chunk"),
         Column("leased_slots", WHOLE, "slots that engines may store into"),
         *_MOVED,
         Column("chunks_refused", WHOLE, "chunks of copy jobs that were refused"),
@@ -127,7 +127,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("group", WHOLE, "vLLM's KV group index"),
         Column("slot", WHOLE, "the chunk's place in the pool"),
         Column("generation", WHOLE, "of that slot"),
-        Column("missed", WHOLE, "events before this one that are not kept any more"),
+        Column("missed", WHOLE, "events before this one that are no longer kept"),
     ),
     "transfers": (_TIME, _NODE, *_MOVED),
 }

@@ -1,4 +1,4 @@
-"""What a pool of a size would have hit: a trace played through an eviction policy, or none."""
+"""What a pool of a size would have hit: a trace replayed through a policy, or unlimited."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def held_prefix(request: Request, held: Container[int]) -> int:
 
 @dataclass
 class _Pool:
-    """What is held, with the policy that is told of it as the block manager would."""
+    """What is held, and the policy, which is called as the block manager would call it."""
 
     policy: EvictionPolicy[tuple[str, bytes]]
     capacity: int
@@ -64,7 +64,7 @@ class _Pool:
         return name
 
     def make_room(self, count: int, keep: set[int]) -> None:
-        """Give up so many chunks, none of `keep`."""
+        """Give up `count` chunks, none of `keep`."""
         others = (name for name in self.policy.candidates() if self._chunks[name] not in keep)
         for name in list(islice(others, max(count, 0))):
             self.policy.evicted(name)
@@ -89,7 +89,7 @@ def prefix_hits(
         present = [chunk for chunk in request if chunk in pool.held]
         for chunk in reversed(present):
             pool.touch(chunk)
-        # What is more than the pool can have is not stored: the tail.
+        # The tail that exceeds the pool is not stored.
         missing = [chunk for chunk in request if chunk not in pool.held]
         missing = missing[: capacity - len(present)]
         pool.make_room(len(pool.held) + len(missing) - capacity, keep=set(request))

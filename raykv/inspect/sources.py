@@ -55,7 +55,7 @@ def _listed_row(chunk: Any) -> Row:
 
 
 def chunk_places(cluster: Cluster, namespace: str | None, node: str | None) -> list[ChunkPlace]:
-    """The same chunks as `chunk_rows`, for who wants to read them."""
+    """The same chunks as `chunk_rows`, for callers that read them."""
     rows = list(chunk_rows(cluster, namespace, node))
     epochs = {known.node_id: known.epoch for known in cluster.status().nodes}
     return [

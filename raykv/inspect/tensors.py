@@ -100,15 +100,15 @@ def bytes_per_chunk(cluster: Cluster, namespace: str | None = None) -> int:
         namespace: the beginning of one; None: the only one that has engines or chunks.
 
     Raises:
-        ClusterError: no engine of the namespace has told it since the NodeActors have started, or
-            there is not one namespace that is meant.
+        ClusterError: no engine of the namespace has reported it since the NodeActors started, or
+            not exactly one namespace matches.
     """
     known = cluster.status()
     names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
     meant = sorted(name for name in names if name.startswith(namespace or ""))
     if len(meant) != 1:
         raise ClusterError(
-            f"{len(meant)} namespaces are meant ({', '.join(meant) or 'none'}): name one of those "
+            f"{len(meant)} namespaces match ({', '.join(meant) or 'none'}): name one of those "
             f"that there are: {', '.join(sorted(names)) or 'none'}"
         )
     form = kv_form(Namespace(meant[0]), [node.node_id for node in known.nodes])
@@ -119,8 +119,8 @@ def bytes_per_chunk(cluster: Cluster, namespace: str | None = None) -> int:
 
 def _unknown(namespace: str) -> str:
     return (
-        f"nobody has told how KV lies in the chunks of namespace {namespace[:12]}: an engine of "
-        "that model must have attached since the NodeActor of its node has started"
+        f"no engine has reported how KV lies in chunks of namespace {namespace[:12]}: one of "
+        "that model must attach after the NodeActor of its node has started"
     )
 
 
@@ -128,7 +128,7 @@ def _hex(key: bytes | str) -> str:
     digits = key.hex() if isinstance(key, bytes) else key.strip().lower()
     if len(digits) < SHORTEST_BEGINNING or set(digits) - set("0123456789abcdef"):
         raise ClusterError(
-            f"{key!r} is no key: give bytes, or at least {SHORTEST_BEGINNING} hex digits of it"
+            f"invalid key {key!r}: give bytes, or at least {SHORTEST_BEGINNING} hex digits of it"
         )
     return digits
 

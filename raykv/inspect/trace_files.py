@@ -24,7 +24,7 @@ def read_trace(path: str) -> list[Request]:
     """The `hash_ids` of each line, a JSON object; empty lines are skipped.
 
     Raises:
-        SettingError: the file can't be read, has no requests, or a line is none.
+        SettingError: the file can't be read, has no requests, or a line is not a request.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -57,7 +57,7 @@ def read_trace(path: str, chunk_tokens: int) -> Trace:
         chunk_tokens: tokens that each of the `hash_ids` stands for.
 
     Raises:
-        SettingError: the file can't be read, has no requests, or a line is none.
+        SettingError: the file can't be read, has no requests, or a line is not a request.
     """
     requests = trace_files.read_trace(path)
     rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
@@ -78,7 +78,7 @@ def trace(
     """The trace of a frame of requests.
 
     An engine names at most 4,096 chunks, and 2,048 of one request, between two exchanges with the
-    scheduler actor, at most a second: of a request beyond that there are the first chunks, or none.
+    scheduler actor, at most a second: a request beyond that has its first chunks only, or none.
 
     Args:
         requests: from `requests` or a `Recorder`; those without names of chunks are left out.

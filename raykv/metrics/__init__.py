@@ -1,1 +1,1 @@
-"""The metrics' table, histograms and sketches, the server, and what tells Prometheus of it."""
+"""The metrics' table, histograms and sketches, the server, and how Prometheus finds it."""

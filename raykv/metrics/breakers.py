@@ -1,4 +1,4 @@
-"""Breakers as metrics: peers are told apart by their kind only, since nodes come and go."""
+"""Breakers as metrics: labels distinguish peers by kind only, since nodes come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file that tells Prometheus whom to scrape, as Ray writes one: `file_sd_configs` reads it.
+"""The file that tells Prometheus what to scrape, as Ray writes one: `file_sd_configs` reads it.
 
 One thread in the scheduler actor asks which nodes there are, and writes when that has changed. A
 reader sees the old file or the new one, never a part.
@@ -38,7 +38,7 @@ class TargetsFile:
         """Replace the file; all targets have the label of the cluster.
 
         Raises:
-            OSError: it can't be written.
+            OSError: the file can't be written.
         """
         text = json.dumps(
             [{"labels": {"job": "raykv", "cluster": self._cluster}, "targets": [*targets]}]
@@ -77,7 +77,7 @@ class Discovery:
             time.sleep(METRICS_TARGETS_S)
 
     def look(self) -> None:
-        """Write the file if the targets are others, or it is gone; what fails is tried again."""
+        """Write the file if the targets changed or it is gone; the next round retries a failure."""
         try:
             targets = self._targets()
             if targets != self._written or not self._file.path.exists():

@@ -28,7 +28,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value; what is no number counts as above all bounds."""
+        """Count one value; NaN counts as above all bounds."""
         if value != value:
             self.counts[-1] += 1
             return
@@ -49,7 +49,7 @@ class Histogram:
     def add(self, now: HistogramData, before: HistogramData) -> None:
         """Take in what another histogram of these bounds has counted between two looks at it.
 
-        Nothing if it can't be one of these bounds, or has counted backwards.
+        Ignore it if it has other bounds or has counted backwards.
         """
         old = before.counts or [0] * len(now.counts)
         if len(now.counts) != len(self.counts) or len(old) != len(self.counts):

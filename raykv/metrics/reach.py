@@ -49,7 +49,7 @@ class WantedKeys:
         self._waiting.append(keys)
 
     def tell_all_again(self) -> None:
-        """A message may have been lost: the other end is to hear of the whole sketch."""
+        """A message may have been lost: send the whole sketch next time."""
         self._told = HyperLogLog()
 
     def take(self, epoch: Epoch) -> KeySketch:
@@ -76,7 +76,7 @@ class Reach:
     _sketch: HyperLogLog = field(default_factory=HyperLogLog)
 
     def add(self, num_wanted: int, sketch: KeySketch) -> None:
-        """An engine tells what is new."""
+        """Add what an engine reports as new."""
         self.num_wanted += num_wanted
         self._sketch.merge(sketch)
 

@@ -3,8 +3,8 @@
     a scrape ──► one of `MAX_CONNECTIONS` daemon threads ──► collect ──► the text format
 
 Nothing here can stop the actor or make it wait: without a port it lives without a server and says
-why, a collection that fails or takes too long is answered with 503, and who is slow to send or to
-read loses the connection.
+why, a collection that fails or takes too long is answered with 503, and a client that is slow to
+send or to read loses the connection.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Collect = Callable[[], list[MetricFamily]]
 
 
 class _Families(Collector):
-    """Families as prometheus_client wants them; every scrape collects anew."""
+    """Families as prometheus_client wants them; every scrape collects again."""
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: that would be a collection before anybody asks."""
+        """Nothing: describing would collect before the first scrape."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -88,7 +88,7 @@ def _buckets(row: MetricRow, bounds: tuple[float, ...]) -> list[tuple[str, float
 
 
 class _Handler(WSGIRequestHandler):
-    """Says nothing, and gives up on who is slow."""
+    """Logs nothing, and gives up on slow clients."""
 
     timeout = METRICS_CLIENT_S
 
@@ -97,7 +97,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingWSGIServer):
-    """A thread for each connection, but only so many; the others are closed at once."""
+    """A thread for each connection, up to a limit; the others are closed at once."""
 
     request_queue_size = 64
 
@@ -133,7 +133,7 @@ class _Server(ThreadingWSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """See `BaseServer.handle_error`: a client that went away is nobody's trouble."""
+        """See `BaseServer.handle_error`: a client that went away is no error."""
 
 
 class MetricsServer:

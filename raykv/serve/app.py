@@ -35,7 +35,7 @@ REPLICA_OPTIONS: Mapping[str, Any] = {
     "health_check_timeout_s": 10.0,
     "graceful_shutdown_timeout_s": 30.0,
 }
-"""Of a model's deployment, where the arguments do not say otherwise."""
+"""Options of a model's deployment, unless its arguments say otherwise."""
 
 INGRESS_OPTIONS: Mapping[str, Any] = {
     "max_ongoing_requests": 4096,
@@ -74,12 +74,12 @@ def _with_options(replica: type, options: Mapping[str, Any], place: str) -> serv
     """A Serve deployment of `replica`.
 
     Raises:
-        SettingError: Serve does not know one of the options, or not such a value.
+        SettingError: Serve does not know one of the options, or its value is invalid.
     """
     options = {**options, "ray_actor_options": _hurried(options.get("ray_actor_options"))}
     autoscaling = options.get("autoscaling_config")
     if isinstance(autoscaling, Mapping):
-        # Serve itself passes over what it does not know there.
+        # Serve itself ignores keys that it does not know there.
         unknown = sorted(set(autoscaling) - set(AutoscalingConfig.model_fields))
         if unknown:
             raise _refused(place, f"autoscaling_config has no {', '.join(map(repr, unknown))}")
@@ -92,7 +92,7 @@ def _with_options(replica: type, options: Mapping[str, Any], place: str) -> serv
 
 
 def _hurried(actor_options: Any) -> Any:
-    """Options of an actor that is not as nice as Ray's are, where they don't say otherwise.
+    """Options of an actor whose priority Ray does not lower, unless they say otherwise.
 
     Engines are its children, and would give way to all else on the node.
     """

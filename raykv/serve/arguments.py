@@ -16,11 +16,11 @@ from raykv.serve.command import plan_serve
 Name = Annotated[str, Field(min_length=1, pattern=r"^[\w.-]+$")]
 
 _MAX_SHOWN = 80
-"""Letters of a wrong value in an error."""
+"""Characters of a wrong value that an error shows."""
 
 
 class Strict(BaseModel):
-    """Arguments, of which none may be unknown."""
+    """Arguments; an unknown one is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,7 +43,7 @@ class ModelArguments(Strict):
     model: str
     """A path or a name, as for `vllm serve`; "smollm2" is the demo's small model."""
     name: Name | None = None
-    """Of the deployment; default: the last part of the model."""
+    """Name of the deployment. Default: the last part of the model."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Options of `vllm serve` by name, underscores for hyphens: `max_model_len: 32768`."""
     raykv: dict[str, Any] | None = Field(default_factory=dict)
@@ -68,7 +68,7 @@ class ModelArguments(Strict):
         if not self.deployment_name:
             raise ValueError("`model` has no last part to name the deployment after: give `name`")
         if "name" in self.deployment:
-            raise ValueError("`name` belongs beside `deployment`, not into it")
+            raise ValueError("`name` belongs beside `deployment`, not in it")
         try:
             load_settings(plan_of(self, ray_address=None).transfer["kv_connector_extra_config"])
         except SettingError as error:
@@ -81,15 +81,15 @@ class IngressArguments(Strict):
 
     deployment: dict[str, Any] = Field(default_factory=dict)
     max_body_bytes: int = Field(default=64 << 20, gt=0)
-    """A longer request is refused with 413."""
+    """The ingress refuses a longer request with 413."""
     attempts: int = Field(default=3, ge=1)
     """How many replicas a request is given to if they die before the first byte of an answer."""
     replica_wait_s: float = Field(default=REPLICA_WAIT_S, gt=0, le=86_400)
-    """A request that no replica takes for so long (all busy, dead, or none started yet) gets 503
-    and `Retry-After`. Longer than a replica's start, where `min_replicas` is 0. How long an answer
-    takes is not bounded by it."""
+    """A request that no replica takes within this time (all are busy, dead or not started yet)
+    gets 503 and `Retry-After`. If `min_replicas` is 0, set more than a replica takes to start. This
+    does not limit how long an answer takes."""
     max_held_bytes: int = Field(default=1 << 30, gt=0)
-    """Of all requests that are in one ingress replica; what goes beyond is refused with 503."""
+    """Of all requests in one ingress replica; it refuses any beyond this with 503."""
 
 
 def one_model(given: Any) -> Any:
@@ -102,7 +102,7 @@ def one_model(given: Any) -> Any:
 
 def check_distinct(models: Sequence[ModelArguments]) -> None:
     """Raises:
-    ValueError: two have one name.
+    ValueError: two have the same name.
     """
     for what, names in (
         ("deployment", [model.deployment_name for model in models]),
@@ -110,7 +110,7 @@ def check_distinct(models: Sequence[ModelArguments]) -> None:
     ):
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"two {what}s are called {name!r}: name one of them otherwise")
+                raise ValueError(f"two {what}s are called {name!r}: rename one of them")
 
 
 class AppArguments(Strict):
@@ -157,7 +157,7 @@ def _complaint(error: Any) -> str:
         case "missing":
             return "is needed"
         case "extra_forbidden":
-            return "is no argument; see raykv.serve.arguments for those that there are"
+            return "is an unknown argument; raykv.serve.arguments lists the known ones"
         case "value_error":
             return str(error["ctx"]["error"])
         case _:
@@ -168,7 +168,7 @@ def _complaint(error: Any) -> str:
 def plan_of(model: ModelArguments, ray_address: str | None, **settings: str) -> Any:
     """What vLLM is started with; see `raykv.serve.command.ServePlan`.
 
-    `settings` are RayKV's that only the replica knows.
+    `settings` are those settings of RayKV that only the replica knows.
     """
     engine_args = dict(model.engine_args)
     transfer = engine_args.pop("kv_transfer_config", None) or {}
@@ -194,12 +194,12 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
     mapping is JSON, and None leaves the option out.
 
     Raises:
-        SettingError: a name is no option's, or a value is of another kind.
+        SettingError: a name or a value is invalid.
     """
     flags: list[str] = []
     for name, value in options.items():
         if not name.replace("_", "").replace("-", "").isalnum():
-            raise SettingError(f"engine_args: {name!r} is no option of vLLM")
+            raise SettingError(f"engine_args: {name!r} is not an option of vLLM")
         flag = f"--{name.replace('_', '-')}"
         if value is None:
             continue
@@ -220,4 +220,4 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
 def _text(value: Any) -> str:
     if isinstance(value, str | int | float):
         return str(value)
-    raise SettingError(f"engine_args: {value!r} is no value of an option of vLLM")
+    raise SettingError(f"engine_args: {value!r} is an invalid value for an option of vLLM")

@@ -131,7 +131,7 @@ def serve(
 
 
 def _folder_of(model: str) -> str:
-    """`model`, or the folder of the demo's model, which is fetched first if it is not there."""
+    """`model`, or the folder of the demo's model, which is downloaded first if it is missing."""
     if model != SMALL_MODEL:
         return model
     from raykv.serve.models import smollm2
@@ -145,7 +145,7 @@ def plan_serve(
     """Put RayKV's settings and the user's own `--kv-transfer-config` together.
 
     Raises:
-        SettingError: Another connector is asked for, a value is not JSON, or a setting is given
+        SettingError: The flags name another connector, a value is not JSON, or a setting is given
             twice with different values.
     """
     flags, theirs = _split_transfer_flags(vllm_args)
@@ -242,7 +242,7 @@ def _members(group: int) -> list[psutil.Process]:
 
 
 def _split_transfer_flags(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Take every `--kv-transfer-config` out, in all spellings that vLLM knows, and merge them.
+    """Remove every `--kv-transfer-config`, in all spellings that vLLM knows, and merge them.
 
     vLLM itself lets the last one win; it also takes `--kv-transfer-config.key value`.
     """

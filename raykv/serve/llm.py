@@ -1,7 +1,7 @@
 """Ray's own LLM applications with RayKV. All of `ray.serve.llm` and `ray.llm` that RayKV needs.
 
 Ray's `build_openai_app` starts vLLM in its replicas. Before that a replica asks for a *backend* of
-the KV connector, by the connector's name: `RayKVBackend` tells the engine its cluster and node.
+the KV connector, by the connector's name: `RayKVBackend` gives the engine its cluster and node.
 Importing this module needs Ray's LLM package, and takes seconds.
 """
 
@@ -37,8 +37,8 @@ try:
 except ImportError as error:
     raise VersionError(
         f"Ray {ray.__version__}'s LLM package can't be used ({error}): pip install 'raykv[llm]', "
-        "which brings what RayKV was built for; or take raykv.serve.build_app, which needs none "
-        "of it."
+        "which brings the version that RayKV was built for; or use raykv.serve.build_app, "
+        "which does not need it."
     ) from error
 
 _BACKEND = "raykv.serve.llm:RayKVBackend"
@@ -76,7 +76,7 @@ if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
 
 
 class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
-    """In each replica: tells its engine where it is, and shapes requests for prefill and decode.
+    """In each replica: gives its engine its place, and shapes requests for prefill and decode.
 
     They find each other's chunks by their keys: no request has an address.
     """

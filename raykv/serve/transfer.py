@@ -61,7 +61,7 @@ def with_raykv(given: Any, settings: Mapping[str, Any], whose: str) -> dict[str,
 def fill_in(transfer: dict[str, Any], ray_address: str, node_id: str) -> None:
     """Put in what only a replica knows, in place; what is there stays.
 
-    An engine that was told to join another cluster has to find its node there by itself.
+    An engine that is configured to join another cluster has to find its node there itself.
     """
     transfer[_POLICY] = _RECOMPUTE
     extra = transfer.setdefault(_EXTRA, {})

@@ -224,7 +224,7 @@ class PagedCopy:
         for span in spans(runs, range(first, last), MAX_SLAB_BYTES, HOST_SPAN_BYTES):
             rows, stop = span.runs, self._sides.stop
             done = self._backend.copy(self._case.direction, rows, 0, len(rows.size), stop)
-            assert done, "nobody has cancelled it"
+            assert done, "it was not cancelled"
 
     def torch(self, torch: ModuleType) -> Measure:
         """torch over the same pages in the same order, as rows of 64-bit numbers.

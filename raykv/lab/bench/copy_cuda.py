@@ -149,7 +149,7 @@ class Sides:
         def copy() -> None:
             parts = (span.runs for span in spans(runs, chunks, MAX_SLAB_BYTES, SPAN_BYTES))
             with closing(self.backend.copy_each(case.direction, parts, StopSign())) as answers:
-                assert all(answers), "nobody has cancelled it"
+                assert all(answers), "it was not cancelled"
 
         return self._speed(case, copy)
 
@@ -224,7 +224,7 @@ class Sides:
 
     def _copy(self, case: Case, runs: CopyRuns, first: int, last: int) -> None:
         done = self.backend.copy(case.direction, runs, first, last, StopSign())
-        assert done, "nobody has cancelled it"
+        assert done, "it was not cancelled"
 
     @staticmethod
     def _speed(case: Case, copy: Callable[[], object]) -> float:
@@ -247,7 +247,7 @@ def _as_much_as_there_is(
 
 
 def _give_up(error: CUDAError) -> NoReturn:
-    """The benchmark ends, and with it the process: nobody uses its memory again."""
+    """The benchmark ends, and with it the process: nothing uses its memory again."""
     raise error
 
 

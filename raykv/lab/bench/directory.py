@@ -1,7 +1,7 @@
 """`directory`: the scheduler actor's block manager under load, through its messages.
 
-A node with room for so many chunks is filled, and then asked, emptied and filled again in batches
-of 512. Each size has a process of its own, so that its memory can be told from that of the others.
+A node with room for that many chunks is filled, then asked, emptied and filled again in batches
+of 512. Each size has a process of its own, so that its memory can be measured alone.
 Times are CPU time: the actor has one thread. "messages" are decoding and encoding alone.
 """
 
@@ -22,10 +22,10 @@ CHANGES_PER_S = 1e6
 """Stores, and evictions."""
 
 MOST_BYTES = 120.0
-"""Of memory for a chunk, all told."""
+"""Of memory for a chunk, in all."""
 
 PREFIX_MS = 0.5
-"""To tell where 4096 chunks are."""
+"""To say where 4096 chunks are."""
 
 MOST_GROWTH = 3.0
 """Of a lookup's time from the smallest size to the largest: what caches make of it."""

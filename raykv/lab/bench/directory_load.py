@@ -154,7 +154,7 @@ class Load:
         return reply.granted
 
     def fill(self) -> None:
-        """Until there is no free slot."""
+        """Store until there is no free slot."""
         while self.num_keys < self.num_slots:
             self.take(self.report(self.granted(min(BATCH, self.num_slots - self.num_keys))))
 
@@ -209,7 +209,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def in_dict(size: int, repeats: int, values: Values) -> None:
-    """The same with a dict of keys to (slot, generation), which orders nothing and tells nobody."""
+    """The same with a dict of keys to (slot, generation), which orders and reports nothing."""
     before = resident()
     table = {key(number): (number, number) for number in range(size)}
     add(values, "memory", DICT, (resident() - before) / size)

@@ -277,7 +277,7 @@ def _drop(path: Path) -> None:
 
 
 def cached_share(path: Path, samples: int = 64) -> float:
-    """How much of a file is in the page cache, by some of its pages; 1 where nobody says."""
+    """How much of a file is in the page cache, by some of its pages; 1 if it is unknown."""
     page = bytearray(1)
     size = path.stat().st_size
     found = 0

@@ -127,7 +127,7 @@ def serve(pipe: Connection, folder: str, socket_name: str, num_chunks: int) -> N
             break
         try:
             answer = "", getattr(served, name)()
-        except Exception as error:  # noqa: BLE001 - told to the parent
+        except Exception as error:  # noqa: BLE001 - reported to the parent
             answer = f"{type(error).__name__}: {error}", None
         pipe.send(answer)
 
@@ -213,9 +213,9 @@ class Served:
         return took_s
 
     def _replicas(self) -> dict[bytes, Replica]:
-        """What a directory would be told of the disk."""
+        """What a directory would learn of the disk."""
         found: dict[bytes, Replica] = {}
-        # Of another listing the directory would know nothing: all is told from the beginning.
+        # A directory would know nothing of another listing: report all from the beginning.
         self._tier.take_order(DiskOrder(0, 0))
         while True:
             news = self._tier.news()

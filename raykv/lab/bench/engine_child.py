@@ -30,7 +30,7 @@ def main() -> None:
             break
         try:
             answer = {"answer": getattr(engine, name)(**command)}
-        except Exception as error:  # noqa: BLE001 - told to the parent
+        except Exception as error:  # noqa: BLE001 - reported to the parent
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
     engine.shut_down()
@@ -130,7 +130,7 @@ class Engine:
     def serve(
         self, requests: list[dict[str, Any]], params: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Work on requests together; some are taken back after so many steps of the engine.
+        """Work on requests together; some are cancelled after a number of steps of the engine.
 
         An output has its greedy tokens, their logprobs, and by how much each was likelier than the
         next one. What was taken back comes with the reason "abort".
@@ -213,7 +213,7 @@ class Engine:
         return False
 
     def add_adapter(self, **adapter: Any) -> bool:
-        """Load a LoRA adapter, as vLLM's server does when it is told to."""
+        """Load a LoRA adapter, as vLLM's server does on request."""
         from vllm.lora.request import LoRARequest
 
         return bool(self._llm.llm_engine.add_lora(LoRARequest(**adapter)))

@@ -89,7 +89,7 @@ class Peer:
         return int(ray.get(refs[0], timeout=DEADLINE_S)[-1])
 
     def listen(self) -> int:
-        """Port at which bytes are sent to who asks for a number of them."""
+        """Port at which a client asks for a number of bytes and gets them."""
         server = socket.create_server(("127.0.0.1", 0))
         self._port = int(server.getsockname()[1])
         threading.Thread(target=self._serve, args=(server,), daemon=True).start()

@@ -3,7 +3,7 @@
 A batch of prompts goes to an engine that extracts hidden states, and the files of all of them are
 read, as a trainer would. Beside RayKV, which stores the KV of these prompts as well, RayKV without
 that, vLLM's example connector, and the engine without a connector, which has no states to show. The
-model is tiny: a real one computes for so long that nothing else is seen.
+model is tiny: a real one computes so long that nothing else shows.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _mb_per_s(engine: EngineProcess, prompts: list[list[int]], params: dict[str,
     outputs: list[Any] = engine.call(
         "generate", prompts=prompts, max_tokens=1, params=params or None
     )
-    told = [output["transfer"] or {} for output in outputs]
-    paths = [each["hidden_states_path"] for each in told if "hidden_states_path" in each]
+    transfers = [output["transfer"] or {} for output in outputs]
+    paths = [each["hidden_states_path"] for each in transfers if "hidden_states_path" in each]
     with ThreadPoolExecutor(READERS) as threads:
         sizes = list(threads.map(_read, paths))
     took_s = time.perf_counter() - began

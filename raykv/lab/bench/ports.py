@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listened on just now."""
+    """A port of 127.0.0.1 on which nothing listened just now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

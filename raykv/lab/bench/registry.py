@@ -61,5 +61,5 @@ def chosen(names: list[str]) -> list[Benchmark]:
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         known = ", ".join(BENCHMARKS)
-        raise SettingError(f"no benchmark {', '.join(unknown)}; there are {known}")
+        raise SettingError(f"there is no benchmark {', '.join(unknown)}; choose from {known}")
     return [BENCHMARKS[name] for name in names] or list(BENCHMARKS.values())

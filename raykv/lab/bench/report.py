@@ -101,7 +101,7 @@ class Result:
         """The row of a subject in a case.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such row.
         """
         for row in self.rows:
             if (row.case, row.subject) == (case, subject):

@@ -9,7 +9,7 @@ has few chunks, so that a thousand nodes fit; what a chunk costs in memory is me
 
 What comes when one actor is full, on paper: the directory is split by namespace, and within one by
 the first bits of the key, over several scheduler actors named `scheduler:0` and so on. Leases and
-evictions of a node stay with one of them (by the hash of its node id), which the others tell in
+evictions of a node stay with one of them (by the hash of its node id), which the others name in
 batches what they hold of the node; an engine asks each shard for its keys in one exchange, and its
 node's shard for leases. Generations stay safe, since each node has one granting shard.
 """

@@ -14,7 +14,7 @@ from raykv.lab.chaos.watch import Stored, Watch
 
 PROBE_TRIES = 8
 PROBE_PAUSE_S = 0.15
-"""A probe is asked for again after so long, since its store takes a moment, and so many times."""
+"""How long to wait before a probe is repeated, since its store takes a moment, and how often."""
 
 EngineFactory = Callable[[], EngineProcess]
 
@@ -35,7 +35,7 @@ def answers_of(output: dict[str, Any]) -> list[Answer]:
 
 
 class Worked(threading.Thread):
-    """An engine that is asked batch after batch until it is told to stop.
+    """An engine that is asked batch after batch until it is stopped.
 
     Args:
         number: of the engine.
@@ -101,7 +101,7 @@ class Worked(threading.Thread):
         try:
             while not self._stopping.is_set():
                 self._one_round()
-        except Exception as error:  # noqa: BLE001 - told to the main thread
+        except Exception as error:  # noqa: BLE001 - reported to the main thread
             self.error = error
 
     def _one_round(self) -> None:

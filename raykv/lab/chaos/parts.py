@@ -45,7 +45,7 @@ class Parts:
 
     def __init__(self, address: str, num_nodes: int) -> None:
         self.address = address
-        # Whether the GCS is gone: nobody may be asked through Ray then.
+        # Whether the GCS is gone: nothing may be asked through Ray then.
         self.is_headless = False
         self.nodes = [Node(cluster.resolve_node_id(""))]
         while len(self.nodes) < num_nodes:
@@ -145,7 +145,7 @@ def measured(name: str, pid: int) -> Process:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL; a process that is gone is no error."""
+    """SIGKILL; a process that is gone is not an error."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

@@ -28,14 +28,14 @@ ABORTED = 0.1
 RESETS = 0.5
 OVERLAPPING = 0.25
 """Shares: of requests that are taken back, of batches after which vLLM's own prefix cache is
-dropped, of faults after which nobody waits until all works again."""
+dropped, of faults after which the run does not wait for recovery."""
 
 FREEZE_S = (1.0, 8.0)
 PAUSE_S = (0.5, 4.0)
 """How long a frozen process stays so, and how long the next fault is waited for."""
 
 PROBE_SEEDS = 1_000_000
-"""Prompts that nobody was asked before have seeds from here on."""
+"""Prompts that no engine was asked before have seeds from here on."""
 
 
 class FaultKind(StrEnum):
@@ -129,7 +129,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def probe(number: int) -> list[int]:
-    """A prompt that nobody was asked before."""
+    """A prompt that no engine was asked before."""
     return prompt(PROBE_SEEDS + number, 4 * BLOCK + 7)
 
 

@@ -53,7 +53,7 @@ HEADLESS_S = 75.0
 """Ray ends what has not reached its GCS for 60 s."""
 
 LOST_S = 3.0
-"""An engine goes on for so long on a node that is gone, before both are replaced."""
+"""How long an engine goes on at a node that is gone, before both are replaced."""
 
 NODES = (2, 3)
 
@@ -98,7 +98,7 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
     return report.exit_code
 
 
-def told(seen: FaultSeen) -> str:
+def shown(seen: FaultSeen) -> str:
     """What became of a fault that was waited for."""
     loads, fetches = (
         "never" if seconds is None else f"after {seconds:.1f} s"
@@ -236,7 +236,7 @@ class _Chaos:
         self._console.print(
             f"{seen.at_s:6.0f} s  {seen.number:3d}  {seen.kind}, node {seen.node}"
             + (f", {seen.frozen_s:.1f} s" if seen.frozen_s else "")
-            + (f": {told(seen)}" if seen.waited else ""),
+            + (f": {shown(seen)}" if seen.waited else ""),
             style="dim",
             highlight=False,
         )

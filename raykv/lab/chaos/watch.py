@@ -1,4 +1,4 @@
-"""Whether offloading works, seen by the engines themselves: prompts that nobody was asked before.
+"""Whether offloading works, as engines see it: prompts that no engine was asked before.
 
 An engine computes and stores a probe, drops vLLM's own prefix cache, and asks again until the
 answer comes out of RayKV. Then engines of other nodes ask for it too, and have to fetch it.
@@ -79,7 +79,7 @@ class Watch:
         return max(self._fetches.values()) if len(self._fetches) == self._fetchers else None
 
     def wait(self, deadline_s: float) -> bool:
-        """Until all works, at most so long."""
+        """Wait until all works, at most this long."""
         with self._lock:
             return self._lock.wait_for(
                 lambda: self.fetches_again_s is not None and self.loads_again_s is not None,

@@ -135,7 +135,7 @@ def _start(
     joined = ensure_cluster(ray_address)
     if joined.started:
         stack.callback(stop_started, joined.address)
-    cluster = connect(joined.address)  # before the engine: it tells sooner what is wrong
+    cluster = connect(joined.address)  # before the engine: errors show sooner
     stack.callback(cluster.close)
     if find_scheduler_actor() is None:  # then the actors that the engine starts are the demo's
         if not joined.started:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from raykv.protocol.status import ClusterStatus
 
 _POLL_S = 0.05
-_SETTLE_S = 0.4  # stores are over when the counts have stood still for so long
+_SETTLE_S = 0.4  # stores are over when the counts have stood still for this long
 _HEARTBEAT_S = 1.2  # loads alone reach the counts with a NodeActor's next heartbeat
 _STORE_TIMEOUT_S = 20.0
 _POOL_TIMEOUT_S = 30.0

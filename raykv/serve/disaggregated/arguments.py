@@ -19,8 +19,8 @@ from raykv.serve.arguments import (
 from raykv.serve.disaggregated.requests import Handover
 
 PREFILL_SETTINGS: Mapping[str, Any] = {"stop_unused_stores": False, "client_hints": "pin"}
-"""A prefill engine stores for others, whatever comes back to itself, and pins what it has stored;
-its requests come from the proxy, which passes on no client's wish."""
+"""A prefill engine stores for others, however little it loads itself, and pins what it has stored.
+Its requests come from the proxy, which passes on no wishes of clients."""
 
 _BYTES_DEPEND_ON = frozenset(
     {
@@ -122,9 +122,9 @@ class DisaggregatedModelArguments(Strict):
             if wrong:
                 raise ValueError(
                     f"{kind} engines can't have their own {', '.join(wrong)}: KV that differs in "
-                    "it can't be shared; say it once for all engines of the model"
+                    "it can't be shared; set it once for all engines of the model"
                 )
-        # What is wrong with either is told now, not when the first replica starts.
+        # Errors in either are reported now, not when the first replica starts.
         assert self.prefill_engines.deployment_name != self.decode_engines.deployment_name
         return self
 

@@ -39,7 +39,7 @@ class DisaggregatedBackend:
         decode: Decode engines.
         handover: Which prompts are handed over.
         deadline_s: For a prefill, with the time that it waits for its turn.
-        count: Told the course of each request's prompt.
+        count: Called with the course of each request's prompt.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class DisaggregatedBackend:
                 yield _marked(piece, course) if isinstance(piece, Head) else piece
 
     async def _course(self, forms: Split) -> Course:
-        """Have the prompt computed, if that is to be; never raises but when it is cancelled."""
+        """Have the prompt computed if it should be; raises only when it is cancelled."""
         if forms.prefill is None:
             return forms.reason
         if self._return is not None:

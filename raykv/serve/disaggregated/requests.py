@@ -47,9 +47,9 @@ class Course(StrEnum):
     PREFILLED = "prefilled"
     """A prefill engine has computed it."""
     SHORT = "short"
-    """It is not worth the way."""
+    """It is too short to be worth the transfer."""
     UNSUITABLE = "unsuitable"
-    """No completion, or one that can't use the cache."""
+    """Not a completion, or one that can't use the cache."""
     SKIPPED = "skipped"
     """The prefill engines do not answer at present."""
     LOST = "lost"
@@ -67,8 +67,8 @@ class Handover:
     Attributes:
         min_prompt_tokens: Shorter prompts are computed where they are decoded.
         bytes_per_token: Of text, whose tokens are not known before an engine has it.
-        pin_s: For so long what a prefill engine has stored is not evicted, so that it is there
-            when the decode engine fetches it; 0 leaves it to the pool.
+        pin_s: How long chunks that a prefill engine stored are not evicted, so that they are there
+            when the decode engine fetches them; 0 leaves them to the pool.
     """
 
     min_prompt_tokens: int = 512
@@ -90,7 +90,7 @@ class Split:
 
 
 def split(request: HttpRequest, handover: Handover) -> Split:
-    """Decide where a request's prompt is computed; whatever a client sends, no error."""
+    """Decide where a request's prompt is computed; never raises, whatever a client sends."""
     direct = Split(request, request)
     if request.method != "POST" or request.path not in (CHAT, COMPLETIONS):
         return direct
@@ -98,7 +98,7 @@ def split(request: HttpRequest, handover: Handover) -> Split:
         body = parsed(request.body)
         return _split(request, body, handover) if isinstance(body, dict) else direct
     except (ValueError, RecursionError):
-        # What is nested too deeply among them: vLLM says best what is wrong with it.
+        # Including JSON nested too deeply: vLLM explains best what is wrong with it.
         return direct
 
 
@@ -114,10 +114,10 @@ def _split(request: HttpRequest, body: dict[str, Any], handover: Handover) -> Sp
         return direct
     if num_tokens(request.path, body, handover.bytes_per_token) < handover.min_prompt_tokens:
         return replace(direct, reason=Course.SHORT)
-    told = {**(params or {}), PREFILLED: True}
+    marked = {**(params or {}), PREFILLED: True}
     return Split(
         plain=request,
-        decode=_with_body(request, {**body, PARAMS: told}),
+        decode=_with_body(request, {**body, PARAMS: marked}),
         prefill=_with_body(request, prefill_form(body, handover.pin_s)),
         reason=Course.PREFILLED,
     )

@@ -14,11 +14,11 @@ _KINDS = {400: "invalid_request_error", 404: "not_found_error", 503: "service_un
 
 
 class BrokenAnswerError(Exception):
-    """An answer has begun and cannot be ended: the connection is to be cut, so that it shows."""
+    """An answer has begun and cannot be finished: cut the connection, so that it shows."""
 
 
 class Answer:
-    """Of one request. Not to be used after it is whole."""
+    """The answer to one request. Do not use it after it is complete."""
 
     def __init__(self, send: Any) -> None:
         self._send = send
@@ -26,7 +26,7 @@ class Answer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client may have seen some of it: then nobody else can answer."""
+        """Whether the client may have seen part of it: then no other replica can answer."""
         return self._head is not None
 
     async def pass_on(self, piece: Head | bytes) -> None:
@@ -64,7 +64,7 @@ class Answer:
         await self.whole(status, _error(status, reason), [*_JSON, *later])
 
     async def break_off(self, reason: str) -> None:
-        """Say that the rest does not come.
+        """Tell the client that the rest will not come.
 
         Raises:
             BrokenAnswerError: it can't be said in an answer of this kind.

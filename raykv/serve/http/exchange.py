@@ -77,7 +77,7 @@ def parsed(body: bytes) -> Any:
     """The JSON of a body.
 
     Raises:
-        ValueError: it is no JSON, or is nested more deeply than Python reads.
+        ValueError: it is not JSON, or is nested more deeply than Python reads.
     """
     try:
         return json.loads(body)
@@ -86,11 +86,11 @@ def parsed(body: bytes) -> Any:
 
 
 def is_nested_too_deeply(body: bytes) -> bool:
-    """Whether JSON goes beyond `MAX_NESTING`; of what is no JSON, any answer."""
+    """Whether JSON goes beyond `MAX_NESTING`; for text that is not JSON, any answer."""
     if body.count(b"[") + body.count(b"{") <= MAX_NESTING:
         return False
     if b"\0" in body:
-        # No UTF-8, which Python's parser reads all the same.
+        # Not UTF-8, which Python's parser nevertheless reads.
         body = body.decode(json.detect_encoding(body), "replace").encode()
     # What is escaped in a string goes first: then every other quote begins one.
     left = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
@@ -138,7 +138,7 @@ class NestingLimit:
 
 
 def _is_json(headers: Headers) -> bool:
-    """Of nothing else do vLLM's routes make objects, of files for instance."""
+    """vLLM's routes parse objects from no other type of content, such as files."""
     kinds = [value for name, value in headers if name.lower() == b"content-type"]
     return any(b"json" in kind.lower() for kind in kinds)
 
@@ -204,7 +204,7 @@ class _Exchange:
             await self.pieces.put(None)
 
     def end(self) -> None:
-        """Nobody takes pieces any more."""
+        """Take no more pieces: the reader has gone."""
         self._is_over.set()
         while not self.pieces.empty():
             self.pieces.get_nowait()

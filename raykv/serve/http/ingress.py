@@ -63,7 +63,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class MeteredBackend(Backend, Protocol):
-    """A backend whose replicas tell their metrics."""
+    """A backend whose replicas report their metrics."""
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
         """Of every replica that has not just died.
@@ -93,7 +93,7 @@ class ReplicaBackend:
             async for piece in pieces:
                 yield piece
         except BaseException:
-            # The client has left, or nobody took it in time: the replica is not to work for it.
+            # The client has left, or no replica took it in time: no replica should work on it.
             pieces.cancel()
             raise
 
@@ -222,12 +222,12 @@ class Ingress:
         model = self._model_of(request)
         if model is None:
             known = ", ".join(sorted(self._by_name))
-            await answer.refuse(404, f"no such model here: there are {known}")
+            await answer.refuse(404, f"there is no such model here; there are {known}")
             return
         await self._pass_on(model.backend, request, answer)
 
     def _model_of(self, request: HttpRequest) -> ServedModel | None:
-        """Whom the request is for; None: nobody has the model that it names."""
+        """The model that the request names; None: no backend has it."""
         if len(self._models) == 1:
             return self._models[0]
         try:
@@ -236,7 +236,7 @@ class Ingress:
             body = {}
         name = body.get("model") if isinstance(body, Mapping) else None
         if name is None:
-            # vLLM says best what is wrong with it.
+            # vLLM explains best what is wrong with it.
             return self._models[0]
         return self._by_name.get(name) if isinstance(name, str) else None
 
@@ -295,7 +295,7 @@ class _Refusal:
 
 
 class _ClientLeftError(Exception):
-    """Nobody waits for an answer any more."""
+    """The client no longer waits for an answer."""
 
 
 async def _tell_metrics(backends: Sequence[MeteredBackend], answer: Answer) -> None:
@@ -303,7 +303,7 @@ async def _tell_metrics(backends: Sequence[MeteredBackend], answer: Answer) -> N
     found = await asyncio.gather(*(each.metrics() for each in backends), return_exceptions=True)
     pages = [page for pages in found if not isinstance(pages, BaseException) for page in pages]
     if not pages:
-        await answer.refuse(503, "no replica has told its metrics in time: try later")
+        await answer.refuse(503, "no replica has reported its metrics in time: try later")
         return
     text = await asyncio.to_thread(merge, pages)
     await answer.whole(200, text, [(b"content-type", CONTENT_TYPE)])

@@ -1,4 +1,4 @@
-"""What a router asks the scheduler actor: which namespace its replicas have, who has prompts.
+"""What a router asks the scheduler actor: its replicas' namespace, and which nodes have prompts.
 
 One question at a time is under way, and those that come meanwhile go out together as the next one.
 All of it runs on the router's event loop, which nothing here blocks.
@@ -38,7 +38,7 @@ from raykv.protocol.status import NamespaceStatus
 logger = logging.getLogger("ray.serve")
 
 MOST_KEYS = 1024
-"""Of one request: chunks behind them count as if nobody had them."""
+"""Of one request: chunks behind them count as if no node had them."""
 
 MOST_WAITING = 256
 """Requests whose question is not out yet."""
@@ -132,10 +132,10 @@ class Directory:
             self._told = problem
             logger.warning("requests for %s are not placed yet: %s", self._model, problem)
 
-    # Who has prompts
+    # Which nodes have prompts
 
     async def find(self, prompts: Sequence[PromptKeys]) -> list[FoundPrompt] | None:
-        """Where prompts are; None: nobody has answered in time."""
+        """Where prompts are; None: the directory has not answered in time."""
         if self._space is None or len(self._waiting) >= MOST_WAITING:
             return None
         question = _Question(prompts)
@@ -207,7 +207,7 @@ def _space_of(page: SpacePage, nodes: set[str], model: str, beginning: str) -> N
     """The namespace of a model's engines on these nodes.
 
     Raises:
-        ClusterError: there is none, or there are several.
+        ClusterError: they have no namespace, or several.
     """
     here = [
         space

@@ -100,7 +100,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         """How a replica is chosen, where the prompts are known."""
         if placed.is_answered:
             return PLACED
-        # Where it goes is remembered all the same: the next turn is to follow it.
+        # The router remembers where it goes anyway, so that the next turn follows it.
         return REMEMBERED if self._planner.remembers(placed) else NO_ANSWER
 
     async def _place(self, pending: PendingRequest | None) -> PlacedRequest | None:

@@ -1,4 +1,4 @@
-"""Places requests: from a request to an order of replicas, or to the reason why there is none."""
+"""Places requests: from a request to an order of replicas, or to why there is no order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raykv.serve.router.settings import RouteSettings
 
 
 class Renderer(Protocol):
-    """Tells a request's prompts."""
+    """Renders the prompts of a request."""
 
     async def render(self, request: HttpRequest) -> list[PromptTokens] | Fallback:
         """Their tokens, soon."""
@@ -31,13 +31,13 @@ class Finder(Protocol):
     hasher: PromptHasher | None
 
     async def find(self, prompts: Sequence[PromptKeys]) -> list[FoundPrompt] | None:
-        """Where they are, soon; None: nobody has answered."""
+        """Where they are, soon; None: there was no answer."""
         ...
 
 
 @dataclass(frozen=True)
 class PlacedPrompt:
-    """A prompt, and who has how much of it."""
+    """A prompt, and which nodes have how much of it."""
 
     keys: PromptKeys
     found: FoundPrompt
@@ -119,7 +119,7 @@ class RoutePlanner:
             self._remember(request, name, self._clock())
 
     def keep(self, names: Collection[str]) -> None:
-        """There are no replicas but these now."""
+        """Forget all replicas but these."""
         self._sent = Counter({name: self._sent[name] for name in names})
 
     def _remember(self, request: PlacedRequest, name: str, now: float) -> None:

@@ -32,7 +32,7 @@ MOST_REMEMBERED = 65_536
 """Chunks that were sent somewhere lately: some 20 MiB."""
 
 _MANY_REPLICAS = 8
-"""Of a chunk: from so many on it is looked which of them are over."""
+"""Replicas of a chunk, above which the expired ones are looked for and removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class RecentPrompts:
     Invariant: at most `most` chunks; the ones that were sent longest ago go first.
 
     Args:
-        lifetime_s: for so long they are remembered: computing and storing them takes seconds.
+        lifetime_s: how long they are remembered; computing and storing them takes seconds.
         most: see above.
     """
 

@@ -26,8 +26,8 @@ class RouteSettings(BaseModel):
     request: float = _DEFAULTS.request
     """Each request that waits or runs at the replica."""
     recent_s: float = Field(default=30.0, ge=0, le=3600)
-    """For so long a replica is believed to have, or compute, what was sent to it: longer than
-    computing and storing take."""
+    """How long the router believes that a replica has, or computes, what was sent to it: longer
+    than computing and storing take."""
     namespace: str = ""
     """The beginning of the replicas' namespace, should there be several of the model on a node."""
 
@@ -60,7 +60,7 @@ def kv_router_kwargs(model: ModelArguments) -> dict[str, Any]:
     if model.raykv is None:
         raise SettingError(
             f"the router of {model.deployment_name} asks RayKV's directory, but the model is "
-            "served without RayKV (raykv: null): leave that out, or choose the policy power_of_two"
+            "served without RayKV (raykv: null): remove that, or choose the policy power_of_two"
         )
     settings = parse_route_settings(model.router.kwargs)
     return {"model": model.model_dump(mode="json"), **settings.model_dump()}

@@ -43,7 +43,7 @@ class VLLMRenderer:
         self._files = AdapterFiles()
 
     def __call__(self, path: str, body: bytes) -> list[PromptTokens] | None:
-        """The prompts of a request; None if they can't be told from text and tokens alone.
+        """The prompts of a request; None if text and tokens alone don't determine them.
 
         Raises:
             Exception: vLLM's, for a request that it refuses.

@@ -132,7 +132,7 @@ def test_sizes_are_chosen_up_to_where_all_have_room() -> None:
     [
         (100, [50], "lru", "no room for a chunk"),
         (0, [50], "lru", "no room for a chunk"),
-        (100, [100], "best", "'best' is no eviction policy"),
+        (100, [100], "best", "unknown eviction policy 'best'"),
     ],
 )
 def test_impossible_sizes_and_policies_are_refused(

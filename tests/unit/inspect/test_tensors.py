@@ -175,9 +175,9 @@ def test_chunks_are_read_where_the_first_one_is_or_on_the_named_node(pools: Play
     ("keys", "arguments", "what"),
     [
         ([], {}, "no keys were given"),
-        ("", {}, "is no key"),
-        ("abc", {}, "is no key"),
-        ("not hexadecimal", {}, "is no key"),
+        ("", {}, "invalid key"),
+        ("abc", {}, "invalid key"),
+        ("not hexadecimal", {}, "invalid key"),
         (key("gone"), {}, "on no node: never stored, or evicted"),
         (key("a"), {"node": "far"}, "not on a node 'far'"),
         (key("a"), {"namespace": "other"}, "on no node"),
@@ -185,7 +185,7 @@ def test_chunks_are_read_where_the_first_one_is_or_on_the_named_node(pools: Play
         (key("same"), {}, "2 chunks"),
         (key("one", 1), {}, "can't be read as K and V: has no K"),
         ([key("a"), key("one", 1)], {}, "another namespace or KV group than the first"),
-        (key("third", 2), {}, "nobody has told how KV lies"),
+        (key("third", 2), {}, "no engine has reported how KV lies"),
     ],
 )
 def test_what_can_not_be_read_is_said(
@@ -206,10 +206,10 @@ def test_bytes_per_chunk_are_those_of_all_groups(pools: PlayedPools) -> None:
     pools.form = KVForm(slot_bytes={0: 4096, 1: 8192}, groups=FORM.groups)
     assert inspect.bytes_per_chunk(cluster_of(pools)) == 12288
     assert inspect.bytes_per_chunk(cluster_of(pools), "sp") == 12288
-    with pytest.raises(ClusterError, match=r"0 namespaces are meant .* there are: space"):
+    with pytest.raises(ClusterError, match=r"0 namespaces match .* there are: space"):
         inspect.bytes_per_chunk(cluster_of(pools), "other")
     pools.form = KVForm()
-    with pytest.raises(ClusterError, match="nobody has told"):
+    with pytest.raises(ClusterError, match="no engine has reported"):
         inspect.bytes_per_chunk(cluster_of(pools))
 
 

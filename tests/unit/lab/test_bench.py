@@ -88,7 +88,7 @@ def test_numbers_are_shown_with_the_digits_that_matter(number: float, text: str)
 
 
 def test_unknown_benchmark_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(SettingError, match="no benchmark wrong; there are lookup"):
+    with pytest.raises(SettingError, match="no benchmark wrong; choose from lookup"):
         chosen(["wrong"])
     assert [each.name for each in chosen(["lookup"])] == ["lookup"]
     assert [each.name for each in chosen([])] == list(BENCHMARKS)
