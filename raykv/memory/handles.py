@@ -2,7 +2,7 @@
 
 A protocol with two sides. The worker exports: it says where its KV tensors are (`KVLayout`) and
 hands over what opens the memory. The NodeActor opens: it gets addresses to copy from and to. Here
-is the memfd kind, for KV in CPU memory; kinds for GPU memory are in `cuda_kv.py`.
+is the memfd kind, for KV in CPU memory; kinds for GPU memory are in `cuda/kv.py`.
 """
 
 from __future__ import annotations

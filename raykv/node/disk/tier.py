@@ -5,7 +5,7 @@
                             └──► (lost; it is computed again)      ▼
                                           copies go first ──► written, listed, told
 
-One thread opens the folder, writes files and deletes them; reads are in `disk_reads.py`. All take
+One thread opens the folder, writes files and deletes them; reads are in `reads.py`. All take
 the state's lock for the index, never while they touch the disk. The writer holds a slot only while
 it copies its bytes to memory of its own, so that a slow disk delays no store.
 

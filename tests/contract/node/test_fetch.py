@@ -1,6 +1,7 @@
 """Fetches between nodes: right bytes or a refusal, in time, whatever the sources do.
 
-Nodes, pools and services are real; `peers_in_process.py` carries the calls and makes sources fail.
+Nodes, pools and services are real; `tests/fixtures/peers.py` carries the calls and makes sources
+fail.
 """
 
 from __future__ import annotations
