@@ -47,7 +47,7 @@ HOUSE = {
     "client": Room(
         7,
         "msgspec numpy prometheus_client psutil ray torch transformers vllm xxhash",
-        "chunks cluster import_source listing operations plan pools ship states",
+        "chunks cluster import_source listing plan pools scheduler ship states transfers",
     ),
     "directory": Room(
         6,

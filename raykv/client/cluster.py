@@ -12,21 +12,33 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, KEEP_S, STATES_READ_S, TRANSFER_LOOK_S
+from raykv.base.deadlines import (
+    CLIENT_S,
+    IMPORT_S,
+    KEEP_S,
+    STATES_READ_S,
+    TRANSFER_LOOK_S,
+    TRANSFER_S,
+    UP_S,
+)
 from raykv.base.errors import ClusterError
+from raykv.base.settings import load_settings
 from raykv.client import pools, states
-from raykv.client import pools as deployment
 from raykv.client.capacity import Plan
 from raykv.client.chunks import read_requests
 from raykv.client.listing import Reader
-from raykv.client.operations import Operations
+from raykv.client.pins import PIN_S, Pins
 from raykv.client.plan import plan
+from raykv.client.scheduler import Scheduler
+from raykv.client.ship import Shipping
+from raykv.client.transfers import Transfers, Watch
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.doctor import gather as diagnosis
@@ -36,6 +48,7 @@ from raykv.protocol.descriptions import Description
 from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
 from raykv.protocol.findings import Finding
 from raykv.protocol.node import Kept
+from raykv.protocol.operator import Exported, NodeUp, Pinned, PinStatus, TransferResult
 from raykv.protocol.reader import Chunk, Explanation, PromptLookup, RequestPage
 from raykv.protocol.status import ClusterStatus, NodeStatus
 from raykv.stream.publishing import publish, publisher_status, stop_publisher
@@ -46,12 +59,17 @@ WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
 """All digits of a namespace."""
 
 
-class Cluster(Operations):
+class Cluster:
     """RayKV in a Ray cluster. Use as a context manager, or `close` it."""
 
     def __init__(self, address: str, joined_here: bool) -> None:
         self.address = address
         self._joined_here = joined_here
+        self._scheduler = Scheduler(address)
+        self._reader = Reader(self._scheduler.find, self._scheduler.status)
+        self._pins = Pins(self._scheduler, self._reader)
+        self._transfers = Transfers(self._scheduler, self._reader)
+        self._shipping = Shipping(self._scheduler, self._reader, self._pins, self._transfers)
 
     def status(self) -> ClusterStatus:
         """Nodes, engines and what they hold, as of now.
@@ -59,7 +77,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run in this cluster, or does not answer.
         """
-        known = ask.status(self._scheduler(), CLIENT_S)
+        known = self._scheduler.status()
         return msgspec.structs.replace(
             known,
             nodes=[_fresh(node) for node in known.nodes],
@@ -80,7 +98,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        self._ask("set_paused", True)
+        self._scheduler.ask("set_paused", True)
 
     def resume(self) -> None:
         """Switch the cache on again; what it holds is still there.
@@ -88,7 +106,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        self._ask("set_paused", False)
+        self._scheduler.ask("set_paused", False)
 
     def clear(
         self,
@@ -114,14 +132,14 @@ class Cluster(Operations):
                 back. So it may for a NodeActor that is dead, which is no error.
         """
         if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
-            namespace = self._full_namespace(namespace)
+            namespace = self._reader.full_namespace(namespace)
         # Before, so that nothing stands between the clearing and the nodes' hearing of it.
-        nodes = ask.status(self._scheduler(), CLIENT_S).nodes
+        nodes = self._scheduler.status().nodes
         diskless = {node.node_id for node in nodes if not node.disk.path}
-        cleared = self._ask("clear", namespace)
-        deployment.note_clearing(cleared, CLIENT_S, watch, diskless)
+        cleared = self._scheduler.ask("clear", namespace)
+        pools.note_clearing(cleared, CLIENT_S, watch, diskless)
         give_up_at = time.monotonic() + CLIENT_S
-        while not self._ask("has_kept_clearings"):
+        while not self._scheduler.ask("has_kept_clearings"):
             if time.monotonic() > give_up_at:
                 raise ClusterError(
                     "cleared, but Ray's head node has not noted it yet: should the scheduler actor "
@@ -207,13 +225,6 @@ class Cluster(Operations):
         """`raykv.plan`: it asks nobody in the cluster."""
         return plan(model, settings, engine)
 
-    def _full_namespace(self, beginning: str) -> str:
-        return self._reader.full_namespace(beginning)
-
-    @property
-    def _reader(self) -> Reader:
-        return Reader(self._scheduler, lambda: ask.status(self._scheduler(), CLIENT_S))
-
     def why_miss(self, request_id: str) -> list[Explanation]:
         """Why tokens of a request were not loaded; known about a second after it has ended.
 
@@ -226,7 +237,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run here, does not answer, or knows no such request.
         """
-        known = ask.why_miss(self._scheduler(), request_id, CLIENT_S)
+        known = ask.why_miss(self._scheduler.find(), request_id, CLIENT_S)
         if not known.found:
             raise ClusterError(
                 f"no request whose id begins with {request_id!r} is among the latest "
@@ -245,7 +256,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return read_requests(self._scheduler(), after)
+        return read_requests(self._scheduler.find(), after)
 
     # Events
 
@@ -268,7 +279,7 @@ class Cluster(Operations):
                 minute, or `since` is no place.
             VersionError: the scheduler actor is of another version.
         """
-        return read_events(self._scheduler, since, follow=follow)
+        return read_events(self._scheduler.find, since, follow=follow)
 
     def snapshot(self) -> Replay:
         """What is where now; go on with `events(since=snapshot.place)` and `snapshot.apply`.
@@ -276,7 +287,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return take_snapshot(self._scheduler)
+        return take_snapshot(self._scheduler.find)
 
     def tokens_of(
         self, keys: Iterable[bytes], namespace: str | None = None
@@ -293,7 +304,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return {row.key: row for row in describe(self._scheduler, keys, namespace)}
+        return {row.key: row for row in describe(self._scheduler.find, keys, namespace)}
 
     def publish(self, settings: PublisherSettings) -> PublisherStatus:
         """Have all events published in vLLM's format, from Ray's head node, until `down`.
@@ -305,7 +316,7 @@ class Cluster(Operations):
             ClusterError: RayKV does not run here, a publisher runs that was set up in another way,
                 or its sockets can't be bound.
         """
-        self._scheduler()
+        self._scheduler.find()
         return publish(settings)
 
     def publisher(self) -> PublisherStatus | None:
@@ -343,6 +354,191 @@ class Cluster(Operations):
         """
         return states.reference(request_id, node_id, timeout_s)
 
+    # Pins
+
+    def pin(
+        self,
+        keys: Sequence[bytes | str],
+        *,
+        namespace: str = "",
+        ttl_s: float = PIN_S,
+        priority: int | None = None,
+        pin_id: str | None = None,
+    ) -> PinStatus:
+        """Keep chunks in the cache, wherever they are and come to; those too that are not stored
+        yet. All of them or, with an error, none.
+
+        Args:
+            keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first. Those
+                of a prompt are `cluster.lookup(text=…).keys`.
+            namespace: as `status` shows it, or the beginning of it; may be left out if there is
+                one only.
+            ttl_s: for so many seconds, at most 30 days.
+            priority: None: no eviction takes them. 1 to 9: evictions take them only when nothing
+                without a priority, or with a lower one, is left.
+            pin_id: a name for the pin, in the place of an earlier one of that name; else a new one.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer; pins may not take so much.
+            SettingError: an argument is not allowed.
+        """
+        return self._pins.pin(keys, namespace, ttl_s, priority, pin_id)
+
+    def unpin(self, pin_id: str) -> None:
+        """End a pin; its chunks are evicted in their turn again.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
+        """
+        self._pins.unpin(pin_id)
+
+    def pins(self) -> Pinned:
+        """All pins, and what they take of each node.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return self._pins.pins()
+
+    # Transfers
+
+    def prefetch(
+        self,
+        keys: Sequence[bytes | str],
+        node_id: str,
+        *,
+        namespace: str = "",
+        deadline_s: float = TRANSFER_S,
+        watch: Watch = lambda _: None,
+    ) -> TransferResult:
+        """Bring chunks to a node's pool, from whoever has them, before a request needs them there:
+        from other pools, or from disks what is in none.
+
+        The first chunks come first. What does not come is no error: the result counts it.
+
+        Args:
+            keys: as for `pin`.
+            node_id: Ray's, or the beginning of it.
+            namespace: as for `pin`.
+            deadline_s: for all of them.
+            watch: called after every page with the result so far.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer; the node has no pool, or
+                nothing can be lent there now.
+        """
+        return self._transfers.prefetch(keys, node_id, namespace, deadline_s, watch)
+
+    def move(
+        self,
+        keys: Sequence[bytes | str],
+        node_id: str,
+        *,
+        namespace: str = "",
+        deadline_s: float = TRANSFER_S,
+        watch: Watch = lambda _: None,
+    ) -> TransferResult:
+        """`prefetch`, then give up the replicas that other nodes have of what is there now.
+
+        A replica stays that is pinned where it is, unless it is pinned on the node too, and what is
+        on disks stays there.
+
+        Raises:
+            ClusterError: as for `prefetch`.
+        """
+        return self._transfers.move(keys, node_id, namespace, deadline_s, watch)
+
+    # Files
+
+    def export_chunks(
+        self,
+        path: str | Path,
+        *,
+        keys: Sequence[bytes | str] | None = None,
+        pin_id: str = "",
+        namespace: str = "",
+        most_bytes: int | None = None,
+    ) -> Exported:
+        """Write chunks of one namespace, in pools and on disks, to files that another cluster can
+        import.
+
+        Args:
+            path: a folder, which must be new or empty; or one file, if it ends in `.safetensors`:
+                then all of it is in memory for a while.
+            keys: these chunks; those of a prompt are `cluster.lookup(text=…).keys`.
+            pin_id: those of a pin instead. Default: all of the namespace.
+            namespace: as `status` shows it, or the beginning of it; may be left out if there is one
+                only.
+            most_bytes: no more than so many; the most used chunks are taken then.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
+            SettingError: the path is in use or can't be written (the files that are there are
+                whole), a key is none, or no chunk was found.
+        """
+        return self._shipping.export_chunks(path, keys, pin_id, namespace, most_bytes)
+
+    def import_chunks(
+        self,
+        path: str | Path,
+        node_id: str = "",
+        *,
+        deadline_s: float = IMPORT_S,
+        watch: Watch = lambda _: None,
+    ) -> TransferResult:
+        """Bring the chunks of files into a node's pool, the first ones of as many as it has room
+        for beside what is pinned or in use there. Others are evicted for them; what the import has
+        brought is not, also for a minute after it, in which others may find no room. What does not
+        come is no error: the result counts it, as `no_room` what is beyond that.
+
+        Args:
+            path: what `export_chunks` has written, where this process can read it.
+            node_id: Ray's, or the beginning of it. Default: the node with the most room.
+            deadline_s: for all of them.
+            watch: called after every page with the result so far.
+
+        Raises:
+            ChunkFileError: a file is damaged, or none of these.
+            ClusterError: RayKV does not run here, or does not answer, or can lend nothing now.
+            SettingError: there are no files, or the engines here can't use such KV.
+        """
+        return self._shipping.import_chunks(path, node_id, deadline_s, watch)
+
+    # Pools
+
+    def up(
+        self,
+        *,
+        on: str | None = None,
+        node_ids: Sequence[str] = (),
+        pool_bytes: int | None = None,
+        pool_path: str | None = None,
+        slab_bytes: int | None = None,
+        deadline_s: float = UP_S,
+        watch: pools.Watch = lambda _: None,
+    ) -> list[NodeUp]:
+        """Have a pool on every node that matches, prefaulted, before an engine starts; nodes that
+        match and join later get one too. What is there already stays as it is.
+
+        Args:
+            on: "all", a Ray resource like "GPU", or a label like "pool=kv". Default: the nodes
+                with a GPU if there are any, else all.
+            node_ids: these instead, by Ray's ids.
+            pool_bytes: default: the setting, else a quarter of what each node has free.
+            pool_path: a file for the pools; default: the setting.
+            slab_bytes: the largest chunk that a pool can hold. Default: 64 MiB, or an eighth of a
+                pool that is smaller than 512 MiB.
+            deadline_s: for all of it.
+            watch: called several times a second with how far each node is.
+
+        Raises:
+            ClusterError: no node matches, or Ray does not answer.
+            SettingError: a setting is malformed.
+        """
+        settings = load_settings({})
+        wish = pools.wish_of(settings, on, node_ids, pool_bytes, pool_path, slab_bytes)
+        return pools.up(self.address, settings, wish, deadline_s, watch)
+
     def keep(self, deadline_s: float = KEEP_S) -> list[Kept]:
         """Have all that the pools hold where it outlives the actors: on disks, in pool files.
 
@@ -352,7 +548,7 @@ class Cluster(Operations):
         Raises:
             ClusterError: Ray does not answer.
         """
-        return deployment.keep_pools(deadline_s)
+        return pools.keep_pools(deadline_s)
 
     def down(self) -> int:
         """End all of RayKV's actors and free their pools; returns how many there were.
@@ -376,15 +572,6 @@ class Cluster(Operations):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _scheduler(self) -> Any:
-        actor = ask.find_scheduler_actor()
-        if actor is None:
-            raise ClusterError(
-                f"RayKV does not run in the Ray cluster at {self.address}: no engine with "
-                "RayKVConnector has started there"
-            )
-        return actor
 
 
 def connect(ray_address: str | None = None) -> Cluster:

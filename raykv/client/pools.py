@@ -11,15 +11,18 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base.deadlines import KEEP_GRACE_S, RAY_LOOK_S, UP_ANSWER_S, UP_LOOK_S
+from raykv.base.deadlines import CLIENT_S, KEEP_GRACE_S, RAY_LOOK_S, UP_ANSWER_S, UP_LOOK_S
 from raykv.base.errors import ClusterError, RayKVError, first_line
+from raykv.base.settings import Settings
 from raykv.cluster import ask, names
 from raykv.cluster.ask import ask_all, ask_ray
+from raykv.cluster.join import resolve_node_id
 from raykv.directory import bequest
+from raykv.directory.launch import scheduler_actor
 from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor, name_of
-from raykv.node.wishes import NodeFacts, wants
-from raykv.protocol.framing import receive
+from raykv.node.wishes import NodeFacts, usual_nodes, wants
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.node import Kept, NodeDescription
 from raykv.protocol.operator import NodeUp, PoolWish
 
@@ -38,6 +41,45 @@ def live_nodes() -> list[NodeFacts]:
         ClusterError: Ray does not answer.
     """
     return [facts_of(node) for node in ask_ray(ray.nodes) if node["Alive"]]
+
+
+def wish_of(
+    settings: Settings,
+    on: str | None,
+    node_ids: Sequence[str],
+    pool_bytes: int | None,
+    pool_path: str | None,
+    slab_bytes: int | None,
+) -> PoolWish:
+    """What `Cluster.up` is asked for; the settings say the rest."""
+    return PoolWish(
+        version=PROTOCOL_VERSION,
+        on=on or usual_nodes(live_nodes()),
+        node_ids=[resolve_node_id(node_id) for node_id in node_ids],
+        pool_bytes=pool_bytes or settings.pool_bytes,
+        pool_path=settings.pool_path if pool_path is None else pool_path,
+        slab_bytes=slab_bytes,
+        metrics=(settings.metrics_port, settings.metrics_address, settings.metrics_sd_path),
+        disk=(settings.disk_path, settings.disk_bytes, settings.disk_free_bytes),
+    )
+
+
+def up(
+    address: str, settings: Settings, wish: PoolWish, deadline_s: float, watch: Watch
+) -> list[NodeUp]:
+    """See `Cluster.up`."""
+    give_up_at = time.monotonic() + deadline_s
+    scheduler = scheduler_actor(
+        address, settings.eviction_policy, settings.pin_share, settings.metrics_place
+    )
+    found = bring_up(address, wish, deadline_s, watch)
+    # At its first start on a machine the scheduler actor compiles for a quarter of a minute.
+    left_s = max(CLIENT_S, give_up_at - time.monotonic())
+    try:
+        ask.answer(scheduler, "wish", encode(wish), timeout_s=left_s)
+    except ClusterError as error:
+        raise ClusterError(f"{error}; nodes that join later get no pool") from error
+    return found
 
 
 def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> list[NodeUp]:

@@ -1,4 +1,4 @@
-"""Chunks out of a cluster into files, and back into another one: a part of `Cluster`.
+"""Chunks out of a cluster into files, and back into another one.
 
 The files are those of the disk tier (`raykv/node/disk/chunk_file.py`), and say what KV they have: a
 cluster whose engines can't use it refuses them by name.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,31 +20,32 @@ import ray
 from raykv.base.deadlines import (
     EXPORT_READ_S,
     IMPORT_NODE_S,
-    IMPORT_S,
     TRANSFER_LOOK_S,
     TRANSFER_S,
 )
 from raykv.base.errors import ChunkFileError, ClusterError, SettingError, cause_of, first_line
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Generation, Key, Namespace, Refusal
+from raykv.base.ids import ALL_BLOCKS, Generation, Key, Namespace, Refusal
 from raykv.base.version import __version__
-from raykv.client.import_source import EPOCH, GENERATION, import_source
+from raykv.client.import_source import EPOCH, import_source
+from raykv.client.listing import Reader
+from raykv.client.pins import Pins, raw_keys
+from raykv.client.scheduler import Scheduler
+from raykv.client.transfers import PAGE_CHUNKS, Transfers, Watch, too_late
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
-from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER
+from raykv.cluster.ask import HERE, NODE_ACTOR
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.protocol.columns import Handles, Replicas
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.operator import (
     Exported,
-    PinOrder,
-    TransferGrant,
     TransferOrder,
     TransferResult,
 )
 from raykv.protocol.peer import ReadReply, ReadRequest, check_partial
 from raykv.protocol.reader import DISK, Chunk
-from raykv.protocol.status import ClusterStatus, NamespaceStatus
+from raykv.protocol.status import NamespaceStatus
 
 FILE_BYTES = 256 << 20
 """Of chunks in one file of a folder."""
@@ -54,72 +53,35 @@ FILE_BYTES = 256 << 20
 PIECE_BYTES = 16 << 20
 """Of one read."""
 
-PAGE_CHUNKS = 256
-
 logger = logging.getLogger("raykv")
 
-Watch = Callable[[TransferResult], None]
 
-
+@dataclass(frozen=True)
 class Shipping:
-    """Methods of `Cluster`; the abstract ones are its own."""
+    """Writes files of chunks, and reads them."""
 
-    def status(self) -> ClusterStatus:
-        """See `Cluster.status`."""
-        raise NotImplementedError
-
-    def chunks(self, *, namespace: str | None = None) -> Iterator[Chunk]:
-        """See `Cluster.chunks`."""
-        raise NotImplementedError
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        raise NotImplementedError
-
-    def _namespace(self, beginning: str) -> str:
-        raise NotImplementedError
-
-    def _node(self, beginning: str) -> str:
-        raise NotImplementedError
-
-    def _fetch_lent(
-        self, order: TransferOrder, sources: Replicas, deadline_s: float, so_far: TransferResult
-    ) -> TransferResult:
-        raise NotImplementedError
+    scheduler: Scheduler
+    reader: Reader
+    pins: Pins
+    transfers: Transfers
 
     # Out
 
     def export_chunks(
         self,
         path: str | Path,
-        *,
-        keys: Sequence[bytes | str] | None = None,
-        pin_id: str = "",
-        namespace: str = "",
-        most_bytes: int | None = None,
+        keys: Sequence[bytes | str] | None,
+        pin_id: str,
+        namespace: str,
+        most_bytes: int | None,
     ) -> Exported:
-        """Write chunks of one namespace, in pools and on disks, to files that another cluster can
-        import.
-
-        Args:
-            path: a folder, which must be new or empty; or one file, if it ends in `.safetensors`:
-                then all of it is in memory for a while.
-            keys: these chunks; those of a prompt are `cluster.lookup(text=…).keys`.
-            pin_id: those of a pin instead. Default: all of the namespace.
-            namespace: as `status` shows it, or the beginning of it; may be left out if there is one
-                only.
-            most_bytes: no more than so many; the most used chunks are taken then.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
-            SettingError: the path is in use or can't be written (the files that are there are
-                whole), a key is none, or no chunk was found.
-        """
+        """See `Cluster.export_chunks`."""
         target = Path(path)
         if pin_id:
-            order = self._pin(pin_id)
+            order = self.pins.order(pin_id)
             space, wanted = order.namespace, {Key(key) for key in order.keys}
         else:
-            space = self._namespace(namespace)
+            space = self.reader.full_namespace(namespace)
             wanted = set() if keys is None else _chosen(keys)
         found = self._found(space, wanted, most_bytes)
         if not found:
@@ -148,16 +110,10 @@ class Shipping:
             )
         return written
 
-    def _pin(self, pin_id: str) -> PinOrder:
-        raw = self._ask("pin_order", pin_id)
-        if not raw:
-            raise ClusterError(f"there is no pin {pin_id!r}")
-        return receive(raw, PinOrder, SCHEDULER, HERE)
-
     def _found(self, space: str, wanted: set[Key], most_bytes: int | None) -> list[list[Chunk]]:
         """Replicas of each chunk, those in pools first; the most used chunks first."""
         replicas: dict[bytes, list[Chunk]] = {}
-        for chunk in self.chunks(namespace=space):
+        for chunk in self.reader.chunks(space):
             if not wanted or chunk.key in wanted:
                 replicas.setdefault(chunk.key, []).append(chunk)
         for each in replicas.values():
@@ -178,7 +134,9 @@ class Shipping:
 
     def _facts(self, space: str) -> dict[str, str]:
         """What the files say of their KV."""
-        known = next((each for each in self.status().spaces if each.namespace == space), None)
+        known = next(
+            (each for each in self.scheduler.status().spaces if each.namespace == space), None
+        )
         known = known or NamespaceStatus(space)
         return {
             "raykv_version": __version__,
@@ -188,7 +146,7 @@ class Shipping:
 
     def _read(self, space: str, part: Iterable[list[Chunk]]) -> list[ChunkBytes]:
         """The bytes of chunks, from whichever node still has them."""
-        epochs = {node.node_id: node.epoch for node in self.status().nodes}
+        epochs = {node.node_id: node.epoch for node in self.scheduler.status().nodes}
         read: list[ChunkBytes] = []
         waiting = [list(each) for each in part]
         while waiting:
@@ -206,33 +164,13 @@ class Shipping:
     # In
 
     def import_chunks(
-        self,
-        path: str | Path,
-        node_id: str = "",
-        *,
-        deadline_s: float = IMPORT_S,
-        watch: Watch = lambda _: None,
+        self, path: str | Path, node_id: str, deadline_s: float, watch: Watch
     ) -> TransferResult:
-        """Bring the chunks of files into a node's pool, the first ones of as many as it has room
-        for beside what is pinned or in use there. Others are evicted for them; what the import has
-        brought is not, also for a minute after it, in which others may find no room. What does not
-        come is no error: the result counts it, as `no_room` what is beyond that.
-
-        Args:
-            path: what `export_chunks` has written, where this process can read it.
-            node_id: Ray's, or the beginning of it. Default: the node with the most room.
-            deadline_s: for all of them.
-            watch: called after every page with the result so far.
-
-        Raises:
-            ChunkFileError: a file is damaged, or none of these.
-            ClusterError: RayKV does not run here, or does not answer, or can lend nothing now.
-            SettingError: there are no files, or the engines here can't use such KV.
-        """
+        """See `Cluster.import_chunks`."""
         began = time.monotonic()
         files = [read_header(each) for each in _paths(Path(path))]
-        refuse_foreign(files, self.status().spaces)
-        target = self._node(node_id) if node_id else self._roomiest()
+        refuse_foreign(files, self.scheduler.status().spaces)
+        target = self.scheduler.node(node_id) if node_id else self._roomiest()
         asked = sum(len(file.chunks) for file in files)
         # More can't come, and need not be asked for.
         files = first_that_fit(files, self._geometry(target))
@@ -246,9 +184,7 @@ class Shipping:
                     left_s = deadline_s - (time.monotonic() - began)
                     page = file.chunks[start : start + PAGE_CHUNKS]
                     if left_s <= 0:
-                        refusals = Counter(result.refusals)
-                        refusals[Refusal.TOO_LATE.name] += len(page)
-                        result = msgspec.structs.replace(result, refusals=dict(refusals))
+                        result = too_late(result, len(page))
                         continue
                     order = TransferOrder(
                         PROTOCOL_VERSION,
@@ -260,7 +196,7 @@ class Shipping:
                         series_id=name,
                     )
                     left_s = min(left_s, TRANSFER_S)
-                    result = self._fetch_lent(order, _only(source), left_s, result)
+                    result = self.transfers.fetch_lent(order, _only(source), left_s, result)
                     seconds = time.monotonic() - began
                     result = msgspec.structs.replace(result, seconds=seconds)
                     watch(result)
@@ -268,14 +204,14 @@ class Shipping:
 
     def _geometry(self, node_id: str) -> PoolGeometry | None:
         """Of a node's pool, if it is known."""
-        known = [node for node in self.status().nodes if node.node_id == node_id]
+        known = [node for node in self.scheduler.status().nodes if node.node_id == node_id]
         if not known or not 0 < known[0].slab_bytes <= known[0].pool_bytes:
             return None
         return PoolGeometry(known[0].pool_bytes, known[0].slab_bytes)
 
     def _roomiest(self) -> str:
         give_up_at = time.monotonic() + IMPORT_NODE_S
-        while not (nodes := self.status().nodes):
+        while not (nodes := self.scheduler.status().nodes):
             if time.monotonic() > give_up_at:
                 raise ClusterError("no node has a pool: `raykv up` makes them")
             time.sleep(TRANSFER_LOOK_S)
@@ -284,37 +220,6 @@ class Shipping:
 
 def _only(source: str) -> Replicas:
     return Replicas([source], [EPOCH], [], [], [], [])
-
-
-def with_rows(sources: Replicas, grant: TransferGrant) -> Replicas:
-    """The one source for all that was granted, or what the grant says itself."""
-    if not sources.nodes:
-        return grant.sources
-    count = len(grant.handles)
-    return msgspec.structs.replace(
-        sources,
-        key_index=list(range(count)),
-        node_index=[0] * count,
-        slots=[0] * count,
-        generations=[GENERATION] * count,
-    )
-
-
-def raw_keys(keys: Sequence[bytes | str]) -> list[bytes]:
-    """Offload keys as bytes.
-
-    Raises:
-        SettingError: one is none.
-    """
-    raw: list[bytes] = []
-    for key in keys:
-        try:
-            raw.append(bytes.fromhex(key) if isinstance(key, str) else bytes(key))
-        except ValueError:
-            raise SettingError(f"the key {key!r} is no hexadecimal number") from None
-        if not 0 < len(raw[-1]) <= MAX_KEY_BYTES:
-            raise SettingError(f"the key {key!r} has {len(raw[-1])} bytes, not 1 to 128")
-    return raw
 
 
 def _chosen(keys: Sequence[bytes | str]) -> set[Key]:

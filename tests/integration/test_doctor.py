@@ -21,7 +21,7 @@ from raykv.base.errors import ClusterError, SettingError
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId
 from raykv.base.settings import Settings
 from raykv.cli import app
-from raykv.client import operations as client_operations
+from raykv.client import scheduler as client_scheduler
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask, names
 from raykv.cluster.local_nodes import LocalNode, add_local_node
@@ -210,7 +210,7 @@ def test_frozen_scheduler_actor_is_found_within_seconds(
         assert "does not answer" in what
         assert "no answer within" in what
         assert time.monotonic() - began < 30.0
-        monkeypatch.setattr(client_operations, "CLIENT_S", 0.5)
+        monkeypatch.setattr(client_scheduler, "CLIENT_S", 0.5)
         for switch in (cluster.pause, cluster.resume):
             with pytest.raises(ClusterError, match="scheduler actor does not answer"):
                 switch()

@@ -246,7 +246,7 @@ def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 NOT_WAITED = {
     ("raykv.directory.actor", "EXPIRY_PAUSE_S"),
     ("raykv.vllm.manager", "NO_LEASE_LOG_PAUSE_S"),
-    ("raykv.client.operations", "PIN_S"),
+    ("raykv.client.pins", "PIN_S"),
 }
 """Times that nobody waits: between two looks at who is silent, between two lines in a log, and of
 pins.

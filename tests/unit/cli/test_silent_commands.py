@@ -16,7 +16,6 @@ import raykv
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Generation, Key, Namespace
 from raykv.cli import app, main
-from raykv.client import operations
 from raykv.client import pools as deployment
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
@@ -95,7 +94,7 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cluster, "ensure_cluster", lambda _: joined)
     monkeypatch.setattr(ask, "find_scheduler_actor", lambda: actor)
     monkeypatch.setattr(ask, "find_node_actor", lambda _: actor)
-    monkeypatch.setattr(operations, "scheduler_actor", lambda *_: actor)
+    monkeypatch.setattr(deployment, "scheduler_actor", lambda *_: actor)
     monkeypatch.setattr(ask, "named_actors", lambda: ["scheduler", "node:node"])
     monkeypatch.setattr(deployment, "live_nodes", lambda: [NodeFacts("node", "host", {}, {})])
     monkeypatch.setattr(deployment, "bring_up", lambda *_: [])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
 
 from raykv.base.ids import Refusal
-from raykv.client import operations as client_operations
-from raykv.client.operations import Operations
+from raykv.client import transfers
+from raykv.client.listing import Reader
+from raykv.client.scheduler import Scheduler
+from raykv.client.transfers import Transfers
 from raykv.cluster import ask
 from raykv.protocol.columns import Handles, Replicas
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
@@ -26,16 +28,16 @@ GRANT = TransferGrant(
 )
 
 
-class Played(Operations):
+class Played:
     """A scheduler actor and a NodeActor, whose calls take no time but move the clock."""
 
     def __init__(self, patches: pytest.MonkeyPatch, demote_s: float, *, is_copied: bool) -> None:
         self.now = 100.0
         self.demote_s, self.is_copied = demote_s, is_copied
         self.deadlines: dict[str, float] = {}
-        patches.setattr(client_operations, "time", self)
+        patches.setattr(transfers, "time", self)
         patches.setattr(ask, "find_node_actor", lambda _: self)
-        patches.setattr(client_operations, "_fetch", self._fetched)
+        patches.setattr(transfers, "_fetch", self._fetched)
         patches.setattr(ray, "get", lambda answer, timeout: answer)
 
     def monotonic(self) -> float:
@@ -50,7 +52,7 @@ class Played(Operations):
         self.now += self.demote_s
         return self.is_copied
 
-    def _ask(self, method: str, *_arguments: Any) -> Any:
+    def ask(self, method: str, *_arguments: Any) -> Any:
         return encode(GRANT) if method == "lend" else None
 
     def _fetched(self, *arguments: Any) -> FetchResult:
@@ -59,7 +61,8 @@ class Played(Operations):
 
     def bring(self, deadline_s: float) -> TransferResult:
         order = TransferOrder(PROTOCOL_VERSION, "t", "model", "node", [b"k"])
-        return self._fetch_lent(order, Replicas(), deadline_s, TransferResult(asked=1))
+        made = Transfers(cast("Scheduler", self), cast("Reader", None))
+        return made.fetch_lent(order, Replicas(), deadline_s, TransferResult(asked=1))
 
 
 def test_fetch_has_the_time_that_the_disk_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from raykv.base.errors import MessageError, SettingError
 from raykv.cli.operate import parse_duration
-from raykv.client.operations import _ordered
+from raykv.client.pins import ordered
 from raykv.node.wishes import NodeFacts, geometry_of, usual_nodes, wants
 from raykv.protocol.operator import (
     MAX_ORDERED,
@@ -124,10 +124,10 @@ def test_duration_is_refused_with_name_and_value(text: str) -> None:
 
 
 def test_keys_are_bytes_or_hex_each_once() -> None:
-    assert _ordered(["00ff", b"\x00\xff", "01"]) == [b"\x00\xff", b"\x01"]
+    assert ordered(["00ff", b"\x00\xff", "01"]) == [b"\x00\xff", b"\x01"]
 
 
 @pytest.mark.parametrize("keys", [[], ["xyz"], [""], ["00" * 129], ["00"] * (MAX_ORDERED + 1)])
 def test_keys_that_are_none_are_refused(keys: list[bytes | str]) -> None:
     with pytest.raises(SettingError):
-        _ordered(keys)
+        ordered(keys)

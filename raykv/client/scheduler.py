@@ -1,0 +1,54 @@
+"""The scheduler actor of a cluster, as this process asks it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from raykv.base.deadlines import CLIENT_S
+from raykv.base.errors import ClusterError
+from raykv.cluster import ask
+from raykv.protocol.framing import S, receive
+from raykv.protocol.status import ClusterStatus
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """Looked up anew for every question: it may have a new life.
+
+    All methods raise a `ClusterError` if RayKV does not run at `address`, or does not answer.
+    """
+
+    address: str
+
+    def find(self) -> Any:
+        """The actor's handle."""
+        actor = ask.find_scheduler_actor()
+        if actor is None:
+            raise ClusterError(
+                f"RayKV does not run in the Ray cluster at {self.address}: no engine with "
+                "RayKVConnector has started there"
+            )
+        return actor
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of the actor returns."""
+        return ask.answer(self.find(), method, *arguments, timeout_s=CLIENT_S)
+
+    def ask_for(self, kind: type[S], method: str, *arguments: Any) -> S:
+        """That, as a struct."""
+        return receive(self.ask(method, *arguments), kind, ask.SCHEDULER, ask.HERE)
+
+    def status(self) -> ClusterStatus:
+        """What it knows."""
+        return ask.status(self.find(), CLIENT_S)
+
+    def node(self, beginning: str) -> str:
+        """The one node with a pool whose id begins so."""
+        known = [node.node_id for node in self.status().nodes]
+        found = [node_id for node_id in known if node_id.startswith(beginning)]
+        if len(found) != 1:
+            what = "no node with a pool" if not found else f"{len(found)} nodes with a pool"
+            ids = ", ".join(node_id[:12] for node_id in known)
+            raise ClusterError(f"the id of {what} begins with {beginning!r}; there are {ids}")
+        return found[0]
