@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,10 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 70
 MAX_ENTRIES = 24
 """Of the folder `raykv` itself."""
+MAX_FILES = 16
+"""Of any other folder but `lab/bench`, which has a file for each benchmark."""
+LEAST_FILE_LINES = 40
+"""Of a file with a single user."""
 
 NOT_FOR_PURE = ("raykv.base.settings", "raykv.base.deadlines", "raykv.base.threads")
 """What pure files get told instead: settings and deadlines as arguments."""
@@ -235,9 +240,10 @@ def test_shells_are_those_that_need_to_be() -> None:
     assert named - needed == set()
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def imported() -> dict[str, set[str]]:
+    """The modules of `raykv` that each one imports; the public face left out."""
     modules = {module_name(path) for path in SOURCES}
-    imported = {
+    return {
         module: {
             target
             for each in imports_of(path.read_text(), module, is_package=path.name == "__init__.py")
@@ -249,11 +255,15 @@ def test_modules_import_each_other_in_no_circle() -> None:
         for path in SOURCES
         for module in [module_name(path)]
     }
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    left = imported()
     # What imports nothing that is left is taken away, again and again; circles remain.
-    while free := {module for module, targets in imported.items() if not targets & imported.keys()}:
+    while free := {module for module, targets in left.items() if not targets & left.keys()}:
         for module in free:
-            del imported[module]
-    assert imported == {}
+            del left[module]
+    assert left == {}
 
 
 LIGHT = {
@@ -314,9 +324,22 @@ def test_every_module_opens_with_its_duty() -> None:
 
 
 def test_folders_hold_what_one_can_survey() -> None:
-    assert len([path for path in (ROOT / "raykv").iterdir() if path.name != "__pycache__"]) <= (
-        MAX_ENTRIES
-    )
+    entries = [path for path in (ROOT / "raykv").iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MAX_ENTRIES
+    folders = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    crowded = {folder for folder, count in folders.items() if count > MAX_FILES}
+    assert crowded == {ROOT / "raykv" / "lab" / "bench"}
+
+
+def test_small_files_have_more_than_one_user() -> None:
+    users = Counter(target for targets in imported().values() for target in targets)
+    small = {
+        module_name(path)
+        for path in SOURCES
+        if path.name != "__init__.py" and len(path.read_text().splitlines()) < LEAST_FILE_LINES
+    }
+    assert small
+    assert not [module for module in small if users[module] == 1]
 
 
 def test_files_are_named_for_a_noun() -> None:

@@ -28,7 +28,6 @@ from raykv.copy.cuda.calibration import Route, always
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns, Planner
-from raykv.copy.reference import ReferenceBackend
 from raykv.copy.rows import RowCopier, kernel
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.region import Region
@@ -36,6 +35,7 @@ from raykv.memory.words import Word
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 from tests.fixtures.cuda_fake import FakeDriver
+from tests.fixtures.reference_backend import ReferenceBackend
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 Bytes = npt.NDArray[np.uint8]
