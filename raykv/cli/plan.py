@@ -34,7 +34,7 @@ def plan(
 ) -> None:
     """Say how large a model's KV cache is, what pools hold of it, and whether settings fit.
 
-    RAYKV_ variables count as settings. Nothing is started, no cluster is needed. Exit code 1 if
+    RAYKV_ variables count as settings. It starts nothing and needs no cluster. Exit code 1 if
     the settings don't fit.
 
     Example: raykv plan Qwen/Qwen3-8B --set pool_bytes=64GiB --engine block_size=16
@@ -51,7 +51,7 @@ def plan(
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str | int | bool]:
     """Raises:
-    SettingError: one is no NAME=VALUE.
+    SettingError: one is not NAME=VALUE.
     """
     found: dict[str, str | int | bool] = {}
     for each in given:

@@ -25,11 +25,12 @@ main_app.add_typer(app, name="publish")
 @app.command()
 def start(
     endpoint: Annotated[
-        str, typer.Argument(help="Where, as in tcp://*:5557; a host's name is connected to.")
+        str,
+        typer.Argument(help="Where, like tcp://*:5557; with a host's name it connects."),
     ],
     *,
     replay: Annotated[
-        str, typer.Option(help="Where subscribers ask for what they have missed.")
+        str, typer.Option(help="Where subscribers ask for events that they missed.")
     ] = "",
     topic: Annotated[
         str, typer.Option(help="May name {node}, {ip}, {host}, {model}, {namespace}.")

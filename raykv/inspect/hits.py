@@ -1,4 +1,9 @@
-"""What a pool of a size would have hit: a trace replayed through a policy, or unlimited."""
+"""What a pool of a size would have hit: a trace replayed through a policy, or unlimited.
+
+The longest prefix of a request's chunks that is held is its hit. All of its chunks that are held
+are touched, the tail first; the pool stores the missing ones in the order of the prompt, and gives
+up others for them as the policy says, never chunks of this very request.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class WantedKeys:
 
     def _begin_anew(self) -> None:
         self._sketch = HyperLogLog()
-        self._told = HyperLogLog()
+        self._sent = HyperLogLog()
 
     def note(self, keys: Sequence[bytes]) -> None:
         """A request wants these chunks; the caller changes `keys` no more."""
@@ -50,7 +50,7 @@ class WantedKeys:
 
     def tell_all_again(self) -> None:
         """A message may have been lost: send the whole sketch next time."""
-        self._told = HyperLogLog()
+        self._sent = HyperLogLog()
 
     def take(self, epoch: Epoch) -> KeySketch:
         """Count what was noted, and give what is new of the sketch for the actor of that epoch.
@@ -65,7 +65,7 @@ class WantedKeys:
             keys += self._waiting.popleft()
         self.num_wanted += len(keys)
         self._sketch.add(keys)
-        return self._sketch.changed_since(self._told.registers, MAX_REGISTERS)
+        return self._sketch.changed_since(self._sent.registers, MAX_REGISTERS)
 
 
 @dataclass(slots=True)

@@ -168,7 +168,7 @@ NODE = (
     _gauge("raykv_attached_workers", "Worker processes of engines that are attached to this node."),
     _gauge(
         "raykv_unreported_chunks",
-        "Chunks that are here and that the scheduler actor has not been told of yet.",
+        "Chunks that are here but not yet reported to the scheduler actor.",
     ),
     _latency("raykv_queue_seconds", "How long copy jobs waited for a copy thread.", "direction"),
     _latency("raykv_copy_seconds", "How long copy jobs took once they ran.", "direction"),
@@ -251,7 +251,7 @@ CLUSTER = (
     ),
     _latency(
         "raykv_lookup_seconds",
-        "How long engines waited for the scheduler actor to say who has chunks.",
+        "How long engines waited for the scheduler actor to say which nodes have chunks.",
         "namespace",
     ),
     _latency("raykv_call_seconds", "How long the scheduler actor took to answer a call.", "call"),

@@ -64,7 +64,7 @@ def _run_all(benchmarks: list[Benchmark], options: Options, console: Console) ->
 
 @contextmanager
 def _only_json() -> Iterator[None]:
-    """Whatever anybody writes to standard output meanwhile, vLLM too, goes to standard error."""
+    """Send what is written to standard output meanwhile, by vLLM too, to standard error."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)

@@ -127,7 +127,7 @@ class Sides:
         return self.slice_bytes / (clock() - started) / 1e9
 
     def share(self, copy: Callable[[int, int], object], count: int, num_threads: int) -> None:
-        """Have `count` things copied, by each thread its share [first, last)."""
+        """Copy `count` things, each thread its share [first, last)."""
         if num_threads == 1:
             copy(0, count)
             return

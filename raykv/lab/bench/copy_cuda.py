@@ -1,6 +1,6 @@
 """`copy --device cuda`: what the copy between a GPU's KV cache and the pinned pool reaches.
 
-Each case copies all pages of one size, shuffled in the KV cache and one behind the other in the
+Each case copies all pages of one size, shuffled in the KV cache and one after the other in the
 pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it in spans of
 chunks, as a NodeActor does, the next one on its way before the end of one is awaited; also chunk by
 chunk, and in one call, which shows what those ends cost. Small pages are copied both ways too,

@@ -257,7 +257,7 @@ def main(subject: str, size: int, repeats: int) -> Values:
     if subject == DICT:
         in_dict(size, repeats, values)
         return values
-    # What is loaded and compiled once is no chunk's.
+    # What is loaded and compiled once belongs to no chunk.
     warm = Load(manager(), 1)
     warm.fill()
     looked_up(warm, {})

@@ -3,8 +3,8 @@
 Two applications of Ray Serve, one after the other, on the same two cores: a prefill engine and a
 decode engine on two Ray nodes of this host with a core each; and one engine with both cores. Also
 measured is the decode engine when it computes the prompts itself: one core for everything, which
-shows what the way between the engines costs. Two streams of tokens run, alone, and then while two
-long prompts arrive one behind the other. SmolLM2-135M in float32.
+shows what the transfer between the engines costs. Two streams of tokens run, alone, and then while
+two long prompts arrive one after the other. SmolLM2-135M in float32.
 """
 
 from __future__ import annotations

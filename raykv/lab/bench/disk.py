@@ -268,7 +268,7 @@ def _append(path: Path, data: Bytes, is_synced: bool) -> None:
 
 
 def _drop(path: Path) -> None:
-    """Have a file out of the page cache, where the system does that."""
+    """Drop a file from the page cache, where the system can."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

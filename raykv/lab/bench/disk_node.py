@@ -81,7 +81,7 @@ class DiskNode:
         return self.result()
 
     def begin(self, name: str) -> None:
-        """Have something done; `result` waits for it."""
+        """Start a call; `result` waits for it."""
         self._pipe.send(name)
 
     def has_result(self) -> bool:
@@ -158,7 +158,7 @@ class Served:
         return self._service.epoch
 
     def fill(self) -> tuple[list[bytes], list[int]]:
-        """Have new chunks in all slots, with their checksums; their keys and generations."""
+        """Put new chunks into all slots, with their checksums; their keys and generations."""
         self._names = []
         for number in range(self._num_chunks):
             key, slot = key_of(next(self._numbers)), slot_of(number)
@@ -232,7 +232,7 @@ class Served:
         self._wait(lambda: not self._tier.stats().problem, "the folder is open")
 
     def clear(self) -> None:
-        """Have all files deleted."""
+        """Delete all files."""
         self._tier.clear({NAMESPACE: int(self._names[-1].generation)})
         self._wait(lambda: not self._tier.stats().num_files, "the files are deleted")
 

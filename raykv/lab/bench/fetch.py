@@ -85,7 +85,7 @@ class Peer:
         return self._bytes[:size].copy()
 
     def pull(self, refs: list[Any]) -> int:
-        """Have another node's object here."""
+        """Pull another node's object."""
         return int(ray.get(refs[0], timeout=DEADLINE_S)[-1])
 
     def listen(self) -> int:

@@ -2,8 +2,8 @@
 
 vLLM's own `CPUOffloadingManager` decides, and the engine's own thread copies at once between vLLM's
 KV cache and memory of the same process: a thread beside it would wait for Python's lock with every
-page. Nobody else can use what it keeps, it dies with the engine, and steps wait for it. vLLM's own
-worker for this can't run on CPUs. One block per chunk, one KV group.
+page. No other process can use what it keeps, it dies with the engine, and steps wait for it.
+vLLM's own worker for this can't run on CPUs. One block per chunk, one KV group.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """`policy`: how much of the prompts the eviction policies find again, at several pool sizes.
 
-Replays requests through one pool. The longest prefix of a request's chunks that is held is its hit.
-All of its chunks that are held are touched, the tail first; those that are missing are stored in
-the order of the prompt, and for them others are given up as the policy says, never chunks of this
-very request. The hit rate is that of all chunks of all requests. A capacity is a share of the
-distinct chunks of the trace.
+It replays requests through one pool, as `raykv.inspect.hits` does. The hit rate is that of all
+chunks of all requests. A capacity is a share of the distinct chunks of the trace.
 
 The optimum knows the future: it gives up the chunk whose next use is the furthest, of those of one
 request the deepest, and does not keep what it would give up next (L. Belady, 1966, with bypass). No

@@ -158,7 +158,7 @@ class _Cluster:
         return next(self._keys).to_bytes(32, "big") + bytes(4)
 
     def second(self) -> None:
-        """Everybody does what they do in a second."""
+        """One second of all nodes and engines."""
         self.now += 1.0
         for engine in self.engines:
             self.serve(engine)

@@ -59,8 +59,8 @@ def run_demo(  # noqa: PLR0913 - the options of a command
         ray_address: The cluster to join; None finds or starts one.
         pool_bytes: RayKV's setting of that name; None is its default.
         console: Where to print; standard output when None.
-        note_actors: Told the address of a cluster in which the demo has made RayKV's actors, and
-            "" once they are gone again.
+        note_actors: Called with the address of a cluster in which the demo has made RayKV's
+            actors, and with "" once they are gone again.
 
     Returns:
         0, or 1 if any answer differed between the rounds or the nodes.

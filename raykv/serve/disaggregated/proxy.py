@@ -59,7 +59,7 @@ class DisaggregatedBackend:
         self._count = count
         # Waits for the prefill engines to answer again; None: they are asked.
         self._return: asyncio.Task[None] | None = None
-        self._has_told_refusal = False
+        self._has_logged_refusal = False
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
         """See `MeteredBackend.metrics`."""
@@ -94,8 +94,8 @@ class DisaggregatedBackend:
             return Course.LOST
         if status == 200:
             return Course.PREFILLED
-        if not self._has_told_refusal:
-            self._has_told_refusal = True
+        if not self._has_logged_refusal:
+            self._has_logged_refusal = True
             logger.warning(
                 "a prefill engine of %s answered with status %d: the decode engine computes the "
                 "prompt, or says what is wrong with the request (logged once)",

@@ -116,7 +116,7 @@ class ReplicaBackend:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests call a model, and who answers them."""
+    """What requests call a model, and what answers them."""
 
     names: Sequence[str]
     backend: Backend

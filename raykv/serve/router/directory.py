@@ -90,7 +90,7 @@ class Directory:
         self._asking: asyncio.Task[None] | None = None
         self._learning: asyncio.Task[None] | None = None
         self._learn_at = 0.0
-        self._told = ""
+        self._logged = ""
 
     # Which namespace
 
@@ -128,8 +128,8 @@ class Directory:
 
     def _say(self, problem: str) -> None:
         """In the log, unless it was the last thing that was said."""
-        if problem != self._told and self.hasher is None:
-            self._told = problem
+        if problem != self._logged and self.hasher is None:
+            self._logged = problem
             logger.warning("requests for %s are not placed yet: %s", self._model, problem)
 
     # Which nodes have prompts
