@@ -21,16 +21,18 @@ PYTHON := $(PYTHON)
 EXTRA := $(EXTRA)
 
 BIN := $(VENV)/bin
+PYTEST_PURE = $(BIN)/pytest --numprocesses 2 $(PURE_TESTS)
 STAMP := $(VENV)/.raykv-$(EXTRA)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-extended wheel lint format clean distclean
+.PHONY: help setup demo test test-pure test-extended wheel lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       set up, then run `raykv demo`   (DEMO_ARGS=...)'
 	@echo 'make test       set up, then lint and pytest    (PYTEST_ARGS=...)'
-	@echo 'make test-extended  applications of Ray Serve, long benchmarks, exceptions at every line: 20 minutes'
+	@echo 'make test-pure  without what needs Ray, engines or much time: 3 minutes'
+	@echo 'make test-extended  the long ones: applications of Ray Serve, benchmarks, more seeds and variants'
 	@echo 'make wheel      build the wheel into dist/'
 	@echo 'make lint       ruff and mypy only'
 	@echo 'make format     let ruff rewrite the sources'
@@ -50,7 +52,7 @@ demo: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint
 	@mkdir -p build
-	@nice -n 10 $(BIN)/pytest $(PURE_TESTS) >build/pure-tests.log 2>&1 & pure=$$!; \
+	@nice -n 10 $(PYTEST_PURE) >build/pure-tests.log 2>&1 & pure=$$!; \
 	trap 'kill $$pure 2>/dev/null' EXIT; \
 	$(BIN)/pytest $(LIVE_TESTS); live=$$?; \
 	wait $$pure; pure=$$?; trap - EXIT; \
@@ -61,8 +63,12 @@ test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
 endif
 
+test-pure: lint
+	$(PYTEST_PURE)
+
 test-extended: lint
-	$(BIN)/pytest -m extended tests/e2e tests/simulation
+	TESTS_EFFORT=4 $(BIN)/pytest tests/stateful
+	$(BIN)/pytest -m extended
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -53,6 +53,7 @@ from raykv.protocol.columns import Handle
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import FailedStores, Inventory, NodeReport
+from tests.fixtures.effort import examples
 from tests.fixtures.tables import use_table
 
 PAGE = 4096
@@ -779,7 +780,7 @@ class FlatTwoSlotSizesMachine(TwoSlotSizesMachine):
     TABLE = "flat"
 
 
-PROFILE = settings(max_examples=60, stateful_step_count=50, deadline=None)
+PROFILE = settings(max_examples=examples(30), stateful_step_count=50, deadline=None)
 
 for machine in (
     DirectoryMachine,

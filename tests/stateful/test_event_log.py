@@ -27,6 +27,7 @@ from raykv.protocol.events import EpochBegan, EventPage, SnapshotPage, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
 from raykv.stream.replay import Replay
+from tests.fixtures.effort import examples
 from tests.fixtures.tables import use_table
 
 PAGE = 4096
@@ -446,7 +447,7 @@ class FlatEventLogMachine(EventLogMachine):
     TABLE = "flat"
 
 
-PROFILE = settings(max_examples=100, stateful_step_count=60, deadline=None)
+PROFILE = settings(max_examples=examples(40), stateful_step_count=60, deadline=None)
 
 for machine in (EventLogMachine, FlatEventLogMachine):
     machine.TestCase.settings = PROFILE
