@@ -159,6 +159,7 @@ def test_own_cache_of_vllm_does_not_bring_the_old_kv_under_the_new_name(world: W
     assert world.ask(tokens, again) == (new, LENGTH)
 
 
+@pytest.mark.extended
 def test_two_nodes_share_an_adapter_by_its_files_and_not_by_their_path(world: World) -> None:
     tokens, path = prompt(5, LENGTH), world.write("both", 9)
     old = world.right(path, tokens)

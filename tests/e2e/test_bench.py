@@ -13,14 +13,10 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "names",
-    [
-        ["step", "disk"],
-        pytest.param(
-            ["fetch", "ttft", "throughput", "restart", "hidden_states"], marks=pytest.mark.extended
-        ),
-    ],
+    [["step", "disk"], ["fetch", "ttft", "throughput", "restart", "hidden_states"]],
 )
 def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
     pytest.importorskip("vllm")

@@ -15,10 +15,13 @@ FAULTS = ("node-actor-killed", "node-actor-frozen", "scheduler-actor-killed")
 
 
 @pytest.mark.timeout(400)
-def test_short_chaos_run_fails_no_request_and_gives_no_wrong_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("minutes", ["0.02", pytest.param("0.2", marks=pytest.mark.extended)])
+def test_short_chaos_run_fails_no_request_and_gives_no_wrong_token(
+    minutes: str, tmp_path: Path
+) -> None:
     pytest.importorskip("vllm")
     path = tmp_path / "chaos.json"
-    command = [str(Path(sys.executable).with_name("raykv")), "chaos", "--minutes", "0.2"]
+    command = [str(Path(sys.executable).with_name("raykv")), "chaos", "--minutes", minutes]
     command += ["--seed", "4", "--json", str(path), "--logs", str(tmp_path / "logs")]
     for fault in FAULTS:
         command += ["--fault", fault]

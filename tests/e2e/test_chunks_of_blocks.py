@@ -256,7 +256,7 @@ def test_ended_engine_has_given_its_leases_back(
 
 @pytest.mark.parametrize(
     ("blocks_per_chunk", "settings"),
-    [(1, {}), (4, {"weights_version": "2"})],
+    [(1, {}), pytest.param(4, {"weights_version": "2"}, marks=pytest.mark.extended)],
     ids=["other-chunk-size", "other-weights-version"],
 )
 def test_engine_of_other_namespace_finds_nothing(

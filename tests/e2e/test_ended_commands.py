@@ -19,7 +19,7 @@ from raykv.cluster.names import RAY_NAMESPACE
 from raykv.cluster.warden import MARK
 from tests.fixtures.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(300)]
 
 STARTS_S = 120.0
 ENDS_S = 40.0
@@ -67,15 +67,14 @@ class Newcomers:
         return found
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("arguments", "signum"),
     [
         (DEMO, signal.SIGTERM),
-        pytest.param(DEMO, signal.SIGKILL, marks=pytest.mark.extended),
-        pytest.param(("chaos", "--minutes", "5"), signal.SIGKILL, marks=pytest.mark.extended),
-        pytest.param(("bench", "ttft", "--quick"), signal.SIGKILL, marks=pytest.mark.extended),
-        pytest.param(("bench", "ttft", "--quick"), signal.SIGHUP, marks=pytest.mark.extended),
+        (DEMO, signal.SIGKILL),
+        (("chaos", "--minutes", "5"), signal.SIGKILL),
+        (("bench", "ttft", "--quick"), signal.SIGKILL),
+        (("bench", "ttft", "--quick"), signal.SIGHUP),
     ],
 )
 def test_ended_command_leaves_no_process(
@@ -92,8 +91,6 @@ def test_ended_command_leaves_no_process(
         wait_until(lambda: not new(), ENDS_S, "all that was started has ended")
 
 
-@pytest.mark.extended
-@pytest.mark.timeout(300)
 def test_killed_demo_takes_its_actors_out_of_a_cluster_that_stays(cluster: Cluster) -> None:
     pytest.importorskip("vllm")
     import ray

@@ -15,7 +15,7 @@ from raykv.lab.bench.prompts import prompt
 from tests.fixtures.ray_executor import ADDRESS, RESOURCE
 from tests.fixtures.waiting import wait_until_quiet
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 
 @pytest.fixture

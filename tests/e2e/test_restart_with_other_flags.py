@@ -19,7 +19,7 @@ from raykv.lab.bench.prompts import prompt
 from raykv.serve.models import tiny_llama
 from tests.fixtures.waiting import wait_until_quiet
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 BLOCK = 32
 ORIGINAL_LENGTH = 1024

@@ -106,6 +106,7 @@ def check_comes_from(
     assert [output["tokens"] for output in outputs] == source.tokens(prompts, **arguments)
 
 
+@pytest.mark.extended
 def test_two_ranks_load_what_they_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:

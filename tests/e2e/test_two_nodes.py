@@ -333,6 +333,7 @@ def is_the_truth(cluster: Cluster) -> bool:
     return bool(there) and directory_of(cluster) == there
 
 
+@pytest.mark.extended
 def test_lost_node_leaves_the_directory_and_a_new_one_takes_part(
     engines: list[EngineProcess],
     cluster: Cluster,

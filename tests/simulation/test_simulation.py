@@ -12,6 +12,15 @@ from tests.simulation.world import SimulationError, run
 NUM_SEEDS = 64
 NUM_STEPS = 3000
 
+LATE_FINDERS = {
+    "source_serves_what_is_in_the_slot": 14,
+    "slot_is_written_under_its_readers": 24,
+    "fetch_outlives_its_lease": 28,
+    "clearing_is_of_what_is_known": 62,
+    "clearing_dies_with_its_scheduler_actor": 21,
+}
+"""The first seeds that find them are tried first, then all."""
+
 
 @pytest.mark.parametrize("seed", seeds(24, range(NUM_SEEDS)))
 def test_cluster_comes_to_the_truth_after_faults(seed: int) -> None:
@@ -33,7 +42,7 @@ def test_cluster_comes_to_the_truth_with_a_flat_directory(
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_found(bug: str) -> None:
-    for seed in range(NUM_SEEDS):
+    for seed in [LATE_FINDERS.get(bug, 0), *range(NUM_SEEDS)]:
         try:
             run(seed, NUM_STEPS, bug)
         except SimulationError:
