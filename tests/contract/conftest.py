@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.fixtures import links
+from tests.fixtures.links import Line, Worker
 from tests.fixtures.peers import Network, Node
 
 
@@ -31,3 +33,27 @@ def source(network: Network) -> Node:
 def other(network: Network) -> Node:
     """Another source."""
     return network.node("other", epoch=8)
+
+
+@pytest.fixture
+def node() -> Iterator[links.Node]:
+    running = links.Node(4096)
+    yield running
+    running.end()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    made: list[Worker] = []
+    yield made
+    for worker in made:
+        worker.end()
+
+
+@pytest.fixture
+def lines() -> Iterator[list[Line]]:
+    made: list[Line] = []
+    yield made
+    for line in made:
+        line.end_in_time()
+        line.kv.close()

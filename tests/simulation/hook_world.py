@@ -35,8 +35,8 @@ from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
+from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH
 from tests.simulation.layered_world import RUBBISH, World
-from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH
 
 SCHEDULER_HOOKS = (
     "on_new_request",

@@ -33,7 +33,7 @@ from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.transfers import RayKVWorkerMetadata
-from tests.unit.vllm.test_miss_hooks import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
+from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
 
 RUBBISH = 0
 """In place of a prefix's name."""

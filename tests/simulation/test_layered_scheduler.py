@@ -18,8 +18,8 @@ from raykv.engine.layered import LayeredLoads
 from raykv.serve.models import tiny_llama
 from raykv.vllm.layered import LayeredScheduling
 from tests.fixtures.effort import seeds
+from tests.fixtures.vllm import CHUNK
 from tests.simulation.layered_world import World, WrongAnswerError
-from tests.unit.vllm.test_miss_hooks import CHUNK
 
 SEEDS = range(60)
 

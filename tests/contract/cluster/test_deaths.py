@@ -27,8 +27,8 @@ from raykv.memory.region import Region
 from raykv.protocol import wire
 from raykv.worker.link import LinkSettings
 from tests.children.worker import KV_NAME
-from tests.contract.worker import test_worker_link as link_tests
-from tests.contract.worker.test_worker_link import Worker, failures
+from tests.fixtures import links
+from tests.fixtures.links import Worker, failures
 from tests.fixtures.waiting import wait_until
 from tests.house import CHILDREN
 
@@ -67,7 +67,7 @@ class Orphan:
 class World:
     """A NodeActor in a process of its own, and workers that are to be killed."""
 
-    node: link_tests.Node
+    node: links.Node
     folder: Path
     orphans: list[Orphan] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ def count_fds(pid: int) -> int:
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     """With the parameter "endless" no copy ends by itself."""
     options = [request.param] if hasattr(request, "param") else []
-    node = link_tests.Node(SLOT_BYTES, *options)
+    node = links.Node(SLOT_BYTES, *options)
     made = World(node, tmp_path)
     yield made
     for orphan in made.orphans:

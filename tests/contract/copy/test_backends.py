@@ -9,138 +9,35 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import NoReturn, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
-from raykv.copy.cpu import CPUBackend
-from raykv.copy.cuda.backend import CUDABackend
-from raykv.copy.cuda.calibration import Route, always
-from raykv.copy.cuda.lane import Device, Limits, Place
-from raykv.copy.engine import CopyBackend, StopSign
+from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns, Planner
-from raykv.copy.rows import RowCopier, kernel
-from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.region import Region
 from raykv.memory.words import Word
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
-from tests.fixtures.cuda_fake import FakeDriver
-from tests.fixtures.reference_backend import ReferenceBackend
+from tests.fixtures.memories import (
+    MEMORIES,
+    NEVER,
+    Bytes,
+    Memory,
+)
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
-Bytes = npt.NDArray[np.uint8]
 
 KV_BYTES = 8192
 NUM_SLOTS = 6
 NUM_BLOCKS = 16
 
 
-class Memory(Protocol):
-    """A pool and the KV caches of some ranks, with the back end that copies between them."""
-
-    pool: Bytes
-    kvs: list[Bytes]
-
-    def backend(self, rank: int) -> CopyBackend:
-        """The back end under test."""
-
-
-class PlainMemory:
-    """Byte arrays."""
-
-    def __init__(self, num_ranks: int, pool_bytes: int, kv_bytes: int) -> None:
-        self._pool = bytearray(pool_bytes)
-        self._kvs = [bytearray(kv_bytes) for _ in range(num_ranks)]
-        self.pool = np.frombuffer(self._pool, np.uint8)
-        self.kvs = [np.frombuffer(kv, np.uint8) for kv in self._kvs]
-
-    def backend(self, rank: int) -> CopyBackend:
-        return ReferenceBackend(self._kvs[rank], self._pool)
-
-
-class SharedMemory:
-    """Mappings that other processes could have as well."""
-
-    def __init__(self, rows: RowCopier, num_ranks: int, pool_bytes: int, kv_bytes: int) -> None:
-        self.regions = [Region.anonymous(pool_bytes, "pool")]
-        self.regions += [Region.anonymous(kv_bytes, "kv") for _ in range(num_ranks)]
-        self.pool, *self.kvs = (np.ctypeslib.as_array(each.array()) for each in self.regions)
-        self._rows = rows
-
-    def backend(self, rank: int) -> CopyBackend:
-        return CPUBackend(self.regions[1 + rank].address, self.regions[0].address, self._rows)
-
-
-class DeviceMemory(PlainMemory):
-    """Byte arrays that a fake GPU copies between, row by row or through staging memory."""
-
-    def __init__(
-        self, route: Route, in_flight: int, num_ranks: int, pool_bytes: int, kv_bytes: int
-    ) -> None:
-        super().__init__(num_ranks, pool_bytes, kv_bytes)
-        self._driver = FakeDriver()
-        for each in (self.pool, *self.kvs):
-            self._driver.register(each.ctypes.data, each.nbytes)
-        self._device = Device(self._driver, Limits(batch_runs=1, in_flight=in_flight), never_lost)
-        self._device.table = always(route)
-
-    def backend(self, rank: int) -> CopyBackend:
-        place = Place(self.kvs[rank].ctypes.data, self.pool.ctypes.data, None)
-        return CUDABackend(self._device, place)
-
-
-def never_lost(error: CUDAError) -> NoReturn:
-    raise AssertionError(error)
-
-
-@cache
-def compiled_rows() -> RowCopier:
-    rows = RowCopier()
-    rows.copy = kernel()
-    return rows
-
-
-@contextmanager
-def plain_memory(num_ranks: int, pool_bytes: int, kv_bytes: int) -> Iterator[Memory]:
-    yield PlainMemory(num_ranks, pool_bytes, kv_bytes)
-
-
-@contextmanager
-def shared_memory(
-    rows: Callable[[], RowCopier], num_ranks: int, pool_bytes: int, kv_bytes: int
-) -> Iterator[Memory]:
-    memory = SharedMemory(rows(), num_ranks, pool_bytes, kv_bytes)
-    try:
-        yield memory
-    finally:
-        del memory.pool, memory.kvs
-        for region in memory.regions:
-            region.close()
-
-
-@contextmanager
-def device_memory(route: Route, num_ranks: int, pool_bytes: int, kv_bytes: int) -> Iterator[Memory]:
-    """With one batch of one run on its way at a time, so that it looks before every run."""
-    yield DeviceMemory(route, 1, num_ranks, pool_bytes, kv_bytes)
-
-
-MEMORIES: dict[str, Callable[[int, int, int], AbstractContextManager[Memory]]] = {
-    "reference": plain_memory,
-    "cpu, memmove": partial(shared_memory, RowCopier),
-    "cpu, kernel": partial(shared_memory, compiled_rows),
-    "fake GPU, batches": partial(device_memory, Route.BATCH),
-    "fake GPU, gathered": partial(device_memory, Route.GATHER),
-}
 every_backend = pytest.mark.parametrize("kind", MEMORIES)
 
 
@@ -252,9 +149,6 @@ def filled(kind: str, of: KVLayout, seed: int = 1) -> Iterator[Memory]:
     with MEMORIES[kind](2, NUM_SLOTS * slot_pages(of, 2) * SLOT_ALIGNMENT, KV_BYTES) as memory:
         fill(memory, seed)
         yield memory
-
-
-NEVER = StopSign()
 
 
 @every_layout

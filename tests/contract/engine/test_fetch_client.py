@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import raykv.engine.fetches
-from raykv.base.ids import Epoch, Generation, Key, NodeId, Refusal, Slot, make_generation
+from raykv.base.ids import Epoch, Generation, Key, NodeId, Refusal, Slot
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
 from raykv.engine.fetches import (
@@ -30,7 +30,8 @@ from raykv.engine.requests import Replica
 from raykv.protocol.columns import Handle
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.peer import FetchRequest, FetchResult
-from tests.fixtures.peers import LONG_S, NAMESPACE, key
+from tests.fixtures.engine import Actor, handle, order
+from tests.fixtures.peers import LONG_S, NAMESPACE
 from tests.fixtures.waiting import wait_until
 
 DEADLINE_S = 0.3
@@ -39,46 +40,8 @@ NO_PAUSES = Pauses(0.0, 0.0, 0.0)
 """The breaker refuses nothing."""
 
 
-def handle(number: int) -> Handle:
-    return Handle(Slot(number), make_generation(Epoch(3), number))
-
-
 def replica(node_id: str, number: int, epoch: int = 1 << 45) -> Replica:
     return Replica(NodeId(node_id), Epoch(epoch), handle(number))
-
-
-def order(number: int, *replicas: Replica, num_bytes: int = 4096) -> FetchOrder:
-    return FetchOrder(key(number), handle(number), num_bytes, replicas)
-
-
-class Actor:
-    """Stands for the handle of a NodeActor: what is called is here, the answers are up to the test.
-
-    `error` is raised by the call itself, `reply` answers at once.
-    """
-
-    def __init__(self) -> None:
-        self.requests: list[FetchRequest] = []
-        self.futures: list[Future[bytes]] = []
-        self.error: Exception | None = None
-        self.reply: Callable[[FetchRequest], bytes] | None = None
-
-    @property
-    def fetch(self) -> Actor:
-        return self
-
-    def remote(self, raw: bytes) -> Actor:
-        self.requests.append(decode(raw, FetchRequest))
-        if self.error is not None:
-            raise self.error
-        return self
-
-    def future(self) -> Future[bytes]:
-        future: Future[bytes] = Future()
-        self.futures.append(future)
-        if self.reply is not None:
-            future.set_result(self.reply(self.requests[-1]))
-        return future
 
 
 class Engine:

@@ -16,7 +16,6 @@ import ray
 
 from raykv.base.errors import ClusterError
 from raykv.base.ids import EngineId
-from raykv.cluster import join as cluster
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
 from raykv.engine.runtime import EngineRuntime, leave_ray
@@ -218,8 +217,8 @@ def test_engine_that_ends_asks_ray_for_nothing_any_more(monkeypatch: pytest.Monk
     def refuse(*_: object) -> None:
         pytest.fail("Ray would start a cluster of its own")
 
-    for name in ("find_node_actor", "scheduler_actor", "node_actor"):
-        monkeypatch.setattr(cluster, name, refuse)
+    for name in ("ask.find_node_actor", "scheduler_actor", "node_actor"):
+        monkeypatch.setattr(f"raykv.engine.runtime.{name}", refuse)
     ended = object.__new__(EngineRuntime)
     ended._stopped = threading.Event()
     ended._stopped.set()

@@ -36,8 +36,8 @@ from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("vllm")
 
-from tests.contract.worker import test_bad_workers as host_tests
-from tests.contract.worker.test_device_link import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
+from tests.fixtures import honest_worker
+from tests.fixtures.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 
@@ -337,7 +337,7 @@ def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arri
 # The host's memory
 
 
-class HostWorker(host_tests.Worker):
+class HostWorker(honest_worker.Worker):
     """Of one page in slots of another size."""
 
     def __init__(self, service: NodeService, slot_bytes: int) -> None:
@@ -374,7 +374,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     made = Gate()
     made.install(monkeypatch)
-    monkeypatch.setattr(raykv.node.copying, "HOST_SPAN_BYTES", 2 * host_tests.PAGE)
+    monkeypatch.setattr(raykv.node.copying, "HOST_SPAN_BYTES", 2 * honest_worker.PAGE)
     return made
 
 
@@ -383,7 +383,7 @@ _names = itertools.count()
 
 @pytest.fixture
 def service() -> Iterator[NodeService]:
-    page = host_tests.PAGE
+    page = honest_worker.PAGE
     name = f"raykv-test-lanes/{os.getpid()}/{next(_names)}"
     made = NodeService(ServiceSettings(name, PoolGeometry(32 * page, 16 * page)), boot_epoch())
     made.start()
@@ -393,14 +393,14 @@ def service() -> Iterator[NodeService]:
 
 
 @pytest.fixture
-def two(service: NodeService) -> Iterator[tuple[host_tests.Worker, host_tests.Worker]]:
-    workers = host_tests.Worker(service), host_tests.Worker(service)
+def two(service: NodeService) -> Iterator[tuple[honest_worker.Worker, honest_worker.Worker]]:
+    workers = honest_worker.Worker(service), honest_worker.Worker(service)
     yield workers
     for worker in workers:
         worker.close()
 
 
-Two = tuple[host_tests.Worker, host_tests.Worker]
+Two = tuple[honest_worker.Worker, honest_worker.Worker]
 
 
 def in_thread(act: Callable[[], object]) -> threading.Thread:

@@ -22,23 +22,10 @@ from raykv.engine.view import EngineView
 from raykv.node.integrity import Integrity
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.protocol import wire
-from tests.contract.engine.test_fetch_client import Actor, order
-from tests.contract.worker.test_worker_link import (
-    NUM_SLOTS,
-    Line,
-    Node,
-    Worker,
-    ended,
-    failures,
-    lines,
-    node,
-    workers,
-)
-from tests.contract.worker.test_worker_link import SETTINGS as LINK_SETTINGS
+from tests.fixtures.engine import Actor, PlayedScheduler, attached, order
+from tests.fixtures.links import NUM_SLOTS, Line, Node, Worker, ended, failures
+from tests.fixtures.links import SETTINGS as LINK_SETTINGS
 from tests.fixtures.waiting import wait_until
-from tests.unit.engine.test_session import PlayedScheduler, attached
-
-__all__ = ["lines", "node", "workers"]
 
 LONG_S = 10.0
 REFUSED_S = 3.0

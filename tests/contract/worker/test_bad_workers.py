@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
-import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import MAX_GENERATION, SLOT_ALIGNMENT, Direction, Epoch, Refusal
+from raykv.base.ids import MAX_GENERATION, Direction, Refusal
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
-from raykv.node.service import NodeService, ServiceSettings
+from raykv.node.service import NodeService
 from raykv.protocol import wire
 from raykv.protocol.columns import Handles
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -30,42 +27,20 @@ from raykv.protocol.worker import (
     JobBatch,
     JobResult,
     JobResults,
-    KVLayout,
     NodeMessage,
-    TensorLayout,
     WorkerAttached,
     believable,
 )
-from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from tests.fixtures.honest_worker import (
+    LAYOUT,
+    PAGE,
+    Worker,
+    make_service,
+)
 from tests.fixtures.waiting import wait_until
 
-PAGE = SLOT_ALIGNMENT
-NUM_BLOCKS = 8
-LAYOUT = KVLayout(
-    "memfd", NUM_BLOCKS * PAGE, 1, [TensorLayout(0, NUM_BLOCKS, PAGE, PAGE)], [0], [[0]]
-)
 HELLO = AttachWorker(PROTOCOL_VERSION, "engine", "ns", 0, 1, {0: PAGE}, LAYOUT)
 BIG = (1 << 64) - 1
-
-_names = itertools.count()
-_job_ids = itertools.count(1)
-
-
-def make_service(pool_path: str = "", loads_per_check: int = 1, epoch: int = 7) -> NodeService:
-    name = f"raykv-test-bad/{os.getpid()}/{next(_names)}"
-    made = NodeService(
-        ServiceSettings(
-            name,
-            PoolGeometry(16 * PAGE, 16 * PAGE),
-            pool_path,
-            copy_wait_s=0.1,
-            loads_per_check=loads_per_check,
-        ),
-        Epoch(epoch),
-    )
-    made.start()
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -74,53 +49,6 @@ def service() -> Iterator[NodeService]:
     yield made
     made.stop()
     made.keeper.table.check()
-
-
-class Worker:
-    """An honest one: a KV cache of eight blocks, and its link."""
-
-    def __init__(self, service: NodeService, slot_bytes: int = PAGE) -> None:
-        self.kv = Region.anonymous(LAYOUT.num_bytes, "test-kv")
-        raw = random.Random(1).randbytes(LAYOUT.num_bytes)
-        ctypes.memmove(self.kv.address, raw, len(raw))
-        self.link = WorkerLink(0, LAYOUT, [self.kv.fd], LinkSettings())
-        name = service.settings.socket_name
-        self.link.set_target(LinkTarget(name, "honest", "ns", 1, {0: slot_bytes}))
-        wait_until(lambda: self.link.node_epoch != 0, 10.0, "the worker attaches")
-
-    def run(self, direction: Direction, slots: list[int], generation: int) -> list[Refusal]:
-        """Copy block i to or from the i-th slot."""
-        count = len(slots)
-        handles = Handles([b"k%d" % slot for slot in slots], slots, [generation] * count)
-        zeros, ones = [0] * count, [1] * count
-        job_id = next(_job_ids)
-        self.link.submit(
-            JobRequest(
-                job_id,
-                direction,
-                self.link.node_epoch,
-                handles,
-                zeros,
-                ones,
-                zeros,
-                list(range(count)),
-            )
-        )
-        results: list[JobResult] = []
-
-        def is_there() -> bool:
-            results.extend(self.link.drain())
-            return bool(results)
-
-        wait_until(is_there, 10.0, "the job ends")
-        refused = [Refusal.NONE] * count
-        for chunk, refusal in zip(results[0].failed_chunks, results[0].refusals, strict=True):
-            refused[chunk] = Refusal(refusal)
-        return refused
-
-    def close(self) -> None:
-        self.link.close(5.0)
-        self.kv.close()
 
 
 def assert_serves(service: NodeService) -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +17,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import DeviceTensor, Grouping, export_kv
 from raykv.memory.words import CancelWords
-from raykv.node.devices import Devices, MakeBackend
+from raykv.node.devices import Devices
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.protocol import wire
 from raykv.protocol.columns import Handles
@@ -31,7 +26,6 @@ from raykv.protocol.worker import AttachWorker, JobResult, WorkerAttached
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fixtures.fake_cuda import (
-    EVENT_NAME,
     GPU,
     KV_NAME,
     OTHER_GPU,
@@ -39,92 +33,24 @@ from tests.fixtures.fake_cuda import (
     FakeCuda,
     make_backend,
 )
-from tests.fixtures.links import refusals
 from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("vllm")
 
 from raykv.worker.handover import AutoLink, DeviceLink
-from tests.house import CHILDREN
-
-NUM_LAYERS = 32
-NUM_BLOCKS = 16
-PAGE_BYTES = 256
-BLOCKS_PER_CHUNK = 2
-PART_BYTES = NUM_LAYERS * PAGE_BYTES * BLOCKS_PER_CHUNK
-LONG_S = 10.0
-
-_names = itertools.count()
-_job_ids = itertools.count(1)
-
-
-def mapped_files() -> frozenset[str]:
-    """Device, inode and name of each file of a fake GPU that this process maps."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    names = (KV_NAME, EVENT_NAME)
-    return frozenset(" ".join(x.split()[3:]) for x in lines if any(n in x for n in names))
-
-
-@dataclass
-class World:
-    """A NodeService, and what its side of CUDA has open."""
-
-    service: NodeService
-    cuda: FakeCuda
-    workers: list[Worker] = field(default_factory=list)
-    children: list[subprocess.Popen[str]] = field(default_factory=list)
-    others: frozenset[str] = field(default_factory=mapped_files)
-
-    def worker(self, *args: Any, **kwargs: Any) -> Worker:
-        self.workers.append(Worker(self.service, *args, **kwargs))
-        return self.workers[-1]
-
-    def spawn(self, stage: str, kind: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(CHILDREN / "device.py")]
-        command += [self.service.settings.socket_name, str(2 * PART_BYTES), stage, kind]
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."}
-        )
-        self.children.append(child)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "there\n"
-        return child
-
-    @property
-    def mapped(self) -> frozenset[str]:
-        """What this process maps of workers, without what other tests' fakes left."""
-        return mapped_files() - self.others
-
-    def wait_until_closed(self) -> None:
-        def is_closed() -> bool:
-            return self.cuda.num_open == 0 and not self.mapped
-
-        wait_until(is_closed, LONG_S, "nothing of a dead worker is mapped")
-
-    def end(self) -> None:
-        """Nothing of it stays, and the slot table is sound."""
-        for worker in self.workers:
-            worker.end()
-        for child in self.children:
-            child.kill()
-            child.wait(LONG_S)
-            assert child.stdout is not None
-            child.stdout.close()
-        self.service.stop()
-        self.service.keeper.table.check()
-        wait_until(lambda: self.cuda.num_open == 0, LONG_S, "the NodeActor has closed all")
-        assert self.cuda.registered == {}
-
-
-def make_world(*, slots: int = 64, make: MakeBackend = make_backend) -> World:
-    cuda = FakeCuda((GPU, OTHER_GPU), opens_own=True)
-    name = f"raykv-test-device/{os.getpid()}/{next(_names)}"
-    pool_bytes = slots * 2 * PART_BYTES
-    geometry = PoolGeometry(pool_bytes, pool_bytes // 4)
-    devices = Devices(lambda: cuda, make)
-    service = NodeService(ServiceSettings(name, geometry), boot_epoch(), devices)
-    service.start()
-    return World(service, cuda)
+from tests.fixtures.device_links import (
+    BLOCKS_PER_CHUNK,
+    LONG_S,
+    NUM_BLOCKS,
+    NUM_LAYERS,
+    PAGE_BYTES,
+    PART_BYTES,
+    Worker,
+    World,
+    job_ids,
+    make_world,
+    names,
+)
 
 
 @pytest.fixture
@@ -132,85 +58,6 @@ def world() -> Iterator[World]:
     made = make_world()
     yield made
     made.end()
-
-
-class Worker:
-    """A rank's KV cache of 32 layers in one allocation, or one for each, and its link."""
-
-    def __init__(
-        self,
-        service: NodeService,
-        device: str = GPU,
-        rank: int = 0,
-        num_ranks: int = 2,
-        pieces: list[int] | None = None,
-        seed: int = 1,
-        settings: LinkSettings = LinkSettings(),  # noqa: B008
-        epoch: int | None = None,
-        *,
-        is_split: bool = False,
-    ) -> None:
-        self.cuda = FakeCuda((device,))
-        layer_bytes = NUM_BLOCKS * PAGE_BYTES
-        if is_split:
-            bases = [self.cuda.allocate(layer_bytes, device) for _ in range(NUM_LAYERS)]
-        else:
-            start = self.cuda.allocate(NUM_LAYERS * layer_bytes, device, pieces)
-            bases = [start + layer * layer_bytes for layer in range(NUM_LAYERS)]
-        source = random.Random(seed)
-        for base in bases:
-            ctypes.memmove(base, source.randbytes(layer_bytes), layer_bytes)
-        self.bases = bases
-        self.service = service
-        tensors = [DeviceTensor(base, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES) for base in bases]
-        grouping = Grouping(BLOCKS_PER_CHUNK, [0], [list(range(NUM_LAYERS))])
-        exported = export_kv(self.cuda, tensors, grouping)
-        self.layout = exported.layout
-        self.exported = exported
-        self.link = DeviceLink(rank, exported, settings, lambda: 7)
-        name = service.settings.socket_name
-        self.target = LinkTarget(name, f"engine-{seed}", "ns", num_ranks, {0: 2 * PART_BYTES})
-        self.link.set_target(self.target)
-        wanted = service.epoch if epoch is None else epoch
-        wait_until(lambda: self.link.node_epoch == wanted, LONG_S, "the worker attaches")
-
-    def end(self) -> None:
-        self.link.close(5.0)
-        self.exported.close()
-        assert self.cuda.num_open == 0
-        self.cuda.end()
-
-    def block(self, number: int) -> list[bytes]:
-        return [ctypes.string_at(base + number * PAGE_BYTES, PAGE_BYTES) for base in self.bases]
-
-    def overwrite(self, number: int, value: int) -> None:
-        for base in self.bases:
-            ctypes.memset(base + number * PAGE_BYTES, value, PAGE_BYTES)
-
-    def submit(self, direction: Direction, chunks: list[int], blocks: list[int]) -> int:
-        units = 2 * PART_BYTES // SLOT_ALIGNMENT
-        keys = [bytes([chunk]) * 36 for chunk in chunks]
-        job_id = next(_job_ids)
-        count = len(chunks)
-        self.link.submit(
-            JobRequest(
-                job_id,
-                direction,
-                self.service.epoch,
-                Handles(keys, [chunk * units for chunk in chunks], [100 + c for c in chunks]),
-                [0] * count,
-                [BLOCKS_PER_CHUNK] * count,
-                [0] * count,
-                blocks,
-            )
-        )
-        return job_id
-
-    def finish(self, job_id: int) -> list[Refusal]:
-        return refusals(self.link, job_id, LONG_S)
-
-    def run(self, direction: Direction, chunks: list[int], blocks: list[int]) -> list[Refusal]:
-        return self.finish(self.submit(direction, chunks, blocks))
 
 
 ALL_BYTES = NUM_LAYERS * NUM_BLOCKS * PAGE_BYTES
@@ -423,7 +270,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
 
     def request(direction: Direction, block: int) -> JobRequest:
         handles = Handles([b"k" * 36], [0], [5])
-        ids = next(_job_ids)
+        ids = next(job_ids)
         return JobRequest(ids, direction, world.service.epoch, handles, [0], [1], [0], [block])
 
     def run(wanted: JobRequest) -> list[int]:
@@ -487,7 +334,7 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
         loads.append("load")
         raise CUDAError("CUDA can't be used here")
 
-    name = f"raykv-test-device/{os.getpid()}/{next(_names)}"
+    name = f"raykv-test-device/{os.getpid()}/{next(names)}"
     service = NodeService(
         ServiceSettings(name, PoolGeometry(64 * PAGE, 16 * PAGE)),
         boot_epoch(),

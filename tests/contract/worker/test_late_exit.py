@@ -17,11 +17,9 @@ import raykv.worker.link
 from raykv.base.deadlines import LINK_EXIT_LOOK_S, LINK_EXIT_S, LINK_HALT_S
 from raykv.base.ids import Direction, Refusal
 from raykv.cluster.deaths import has_halted, kill
-from tests.contract.worker.test_worker_link import SETTINGS, Node, Worker, failures, node, workers
+from tests.fixtures.links import SETTINGS, Node, Worker, failures
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until
-
-__all__ = ["node", "workers"]
 
 PTRACE_CONT, PTRACE_SEIZE = 7, 0x4206
 PTRACE_O_TRACEEXIT, PTRACE_EVENT_EXIT = 0x40, 6

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 import raykv.worker.link
 from raykv.base.geometry import aligned
-from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
-from raykv.base.threads import end_process
+from raykv.base.ids import Direction, Refusal
 from raykv.memory.region import Region
 from raykv.protocol import wire
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import (
-    NOT_CANONICAL,
     CanonicalPages,
     JobResult,
     KVLayout,
@@ -33,151 +25,22 @@ from raykv.protocol.worker import (
     TensorLayout,
 )
 from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
-from tests.fixtures.links import result_of
+from raykv.worker.link import LinkTarget, WorkerLink
+from tests.fixtures.links import (
+    LONG_S,
+    NUM_BLOCKS,
+    PATIENT,
+    SECONDS,
+    SETTINGS,
+    Line,
+    Node,
+    Worker,
+    ended,
+    failures,
+    job_ids,
+)
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until
-from tests.house import CHILDREN
-
-NUM_SLOTS = 32
-NUM_BLOCKS = 24
-SETTINGS = LinkSettings(
-    load_deadline_s=0.3, store_deadline_s=0.3, flush_deadline_s=0.3, cancel_grace_s=0.3
-)
-
-_names = itertools.count()
-_job_ids = itertools.count(1)
-
-
-class Node:
-    """A NodeService in a process of its own."""
-
-    def __init__(self, slot_bytes: int, *options: str) -> None:
-        self.options = options
-        self.name = f"raykv-test/{os.getpid()}/{next(_names)}"
-        self.slot_bytes = slot_bytes
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, str(CHILDREN / "node.py")]
-        command += [self.name, str(NUM_SLOTS), str(self.slot_bytes), *self.options]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "listening\n"
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-class Worker:
-    """A rank's KV cache, one tensor per entry of `pages` with gaps between blocks, and its link."""
-
-    def __init__(
-        self,
-        node: Node,
-        pages: list[int],
-        blocks_per_chunk: int,
-        rank: int = 0,
-        num_ranks: int = 1,
-        namespace: str = "ns",
-        canonical: CanonicalPages = NOT_CANONICAL,
-        settings: LinkSettings = SETTINGS,
-        end_engine: Callable[[str], object] = end_process,
-    ) -> None:
-        self.slot_units = node.slot_bytes // SLOT_ALIGNMENT
-        self.pages = pages
-        self.strides = [page + 64 * i for i, page in enumerate(pages)]
-        self.offsets = [0, *itertools.accumulate(NUM_BLOCKS * stride for stride in self.strides)]
-        self.kv = Region.anonymous(self.offsets[-1], "test-kv")
-        self.memory = self.kv.array()
-        self.layout = KVLayout(
-            "memfd",
-            self.kv.num_bytes,
-            blocks_per_chunk,
-            [
-                TensorLayout(offset, NUM_BLOCKS, stride, page)
-                for offset, stride, page in zip(self.offsets[:-1], self.strides, pages, strict=True)
-            ],
-            [0],
-            [list(range(len(pages)))],
-            canonical=canonical,
-        )
-        ctypes.memmove(self.kv.address, random.Random(rank).randbytes(self.kv.num_bytes), len(self))
-        self.link = WorkerLink(rank, self.layout, [self.kv.fd], settings, end_engine)
-        self.link.set_target(
-            LinkTarget(node.name, f"engine-{namespace}", namespace, num_ranks, {0: node.slot_bytes})
-        )
-        wait_until(lambda: self.link.node_epoch != 0, 10.0, "the worker attaches")
-
-    def __len__(self) -> int:
-        return self.kv.num_bytes
-
-    def block(self, number: int) -> list[bytes]:
-        starts = [
-            offset + number * stride
-            for offset, stride in zip(self.offsets[:-1], self.strides, strict=True)
-        ]
-        return [
-            bytes(self.memory[start : start + page])
-            for start, page in zip(starts, self.pages, strict=True)
-        ]
-
-    def job(
-        self, direction: Direction, chunks: list[int], blocks: list[int], generation: int = 1
-    ) -> JobRequest:
-        """A job for chunks whose slots are their numbers."""
-        per_chunk = self.layout.blocks_per_chunk
-        handles = Handles(
-            [bytes([chunk]) * 36 for chunk in chunks],
-            [chunk * self.slot_units for chunk in chunks],
-            [generation] * len(chunks),
-        )
-        return JobRequest(
-            next(_job_ids),
-            direction,
-            self.link.node_epoch,
-            handles,
-            [0] * len(chunks),
-            [per_chunk] * len(chunks),
-            [0] * len(chunks),
-            blocks,
-        )
-
-    def run(self, job: JobRequest) -> JobResult:
-        """Submit and wait for the result."""
-        self.link.submit(job)
-        return self.finish(job.job_id)
-
-    def finish(self, job_id: int) -> JobResult:
-        return result_of(self.link, job_id)
-
-    def end(self) -> None:
-        self.link.close(5.0)
-
-
-@pytest.fixture
-def workers() -> Iterator[list[Worker]]:
-    made: list[Worker] = []
-    yield made
-    for worker in made:
-        worker.end()
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    running = Node(4096)
-    yield running
-    running.end()
-
-
-def failures(result: JobResult) -> list[Refusal]:
-    return [Refusal(number) for number in result.refusals]
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
@@ -283,7 +146,7 @@ def test_load_is_refused_unless_every_part_of_its_name_fits(
         (replace(right, groups=[1]), Refusal.BAD_HANDLE),
     ]
     for job, refusal in wrong:
-        assert failures(mine.run(replace(job, job_id=next(_job_ids)))) == [refusal], job
+        assert failures(mine.run(replace(job, job_id=next(job_ids)))) == [refusal], job
         assert mine.block(5) == before
     foreign = stranger.run(stranger.job(Direction.LOAD, [3], [5], generation=7))
     assert failures(foreign) == [Refusal.STALE]
@@ -445,64 +308,6 @@ def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None
 
 
 # The breaker, and the end
-
-
-PATIENT = LinkSettings(
-    load_deadline_s=60.0,
-    store_deadline_s=60.0,
-    flush_deadline_s=60.0,
-    cancel_grace_s=60.0,
-    connect_deadline_s=60.0,
-)
-"""Longer than any of these tests may take."""
-SECONDS = 3.0
-
-
-class Line:
-    """A link without a KV cache of interest."""
-
-    def __init__(self, node: Node, settings: LinkSettings) -> None:
-        self.kv = Region.anonymous(4096, "test-kv")
-        layout = KVLayout("memfd", 4096, 1, [TensorLayout(0, 16, 256, 256)], [0], [[0]])
-        self.link = WorkerLink(0, layout, [self.kv.fd], settings)
-        self.link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: node.slot_bytes}))
-
-    def submit(self) -> int:
-        job_id = next(_job_ids)
-        handles = Handles([b"k" * 36], [0], [1])
-        epoch = self.link.node_epoch or 1
-        self.link.submit(JobRequest(job_id, Direction.LOAD, epoch, handles, [0], [1], [0], [0]))
-        return job_id
-
-    def end_in_time(self) -> None:
-        started = time.monotonic()
-        self.link.close(LONG_S)
-        assert time.monotonic() - started < SECONDS
-        assert not self.link._thread.is_alive()
-
-
-LONG_S = 30.0
-
-
-@pytest.fixture
-def lines() -> Iterator[list[Line]]:
-    made: list[Line] = []
-    yield made
-    for line in made:
-        line.end_in_time()
-        line.kv.close()
-
-
-def ended(line: Line, deadline_s: float) -> list[Refusal]:
-    """Of the one job that was submitted."""
-    found: list[JobResult] = []
-
-    def is_there() -> bool:
-        found.extend(line.link.drain())
-        return bool(found)
-
-    wait_until(is_there, deadline_s, "the job ends")
-    return failures(found[0])
 
 
 def test_job_fails_at_once_while_there_is_no_node(

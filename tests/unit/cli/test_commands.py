@@ -22,7 +22,7 @@ from raykv.protocol.events import BlockStored, Event, NodeLost
 from raykv.protocol.operator import TransferResult
 from raykv.protocol.reader import Chunk, NodePrefix, PromptChunk, PromptLookup
 from raykv.protocol.status import ClusterStatus, NamespaceStatus
-from tests.unit.cli.test_rates import engine, node
+from tests.fixtures.statuses import engine, node
 
 
 def all_commands(group: Any, before: str = "") -> dict[str, Any]:
@@ -331,7 +331,7 @@ def test_wrong_usage_ends_with_2(cluster: PlayedCluster, arguments: list[str]) -
 
 def test_plan_says_whether_settings_fit(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    from tests.unit.client.test_capacity import LLAMA
+    from tests.fixtures.model_configs import LLAMA
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     model = str(tmp_path)

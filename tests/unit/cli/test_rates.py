@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 
 from raykv.cli.rates import TokenSources, Transfers, progress, token_sources
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
-
-
-def node(stored: int, epoch: int = 1, node_id: str = "n") -> NodeStatus:
-    counts: dict[str, Any] = {
-        "hostname": "h",
-        "pid": 1,
-        "pool_bytes": 100,
-        "prefaulted_bytes": 100,
-        "used_bytes": 10,
-        "free_slots": 0,
-        "leased_slots": 0,
-        "chunks": 0,
-        "bytes_stored": stored,
-        "bytes_loaded": 2 * stored,
-        "chunks_refused": 0,
-        "num_workers": 1,
-        "age_s": 0.0,
-    }
-    return NodeStatus(node_id=node_id, epoch=epoch, **counts)
-
-
-def engine(engine_id: str = "e", **counters: int) -> EngineStatus:
-    return EngineStatus(engine_id, "n", "ns", "model", 1, 0, 0.0, counters=counters)
+from tests.fixtures.statuses import engine, node
 
 
 def status(nodes: list[NodeStatus], engines: list[EngineStatus]) -> ClusterStatus:

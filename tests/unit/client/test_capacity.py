@@ -12,6 +12,7 @@ import pytest
 from deploy import sizes
 from raykv.base.errors import SettingError
 from raykv.client.capacity import KVShape, PoolWishes, make_plan
+from tests.fixtures.model_configs import LLAMA
 
 MIB = 1 << 20
 SHAPE = KVShape(
@@ -89,18 +90,6 @@ def test_window_is_mentioned() -> None:
 # Out of a model's folder
 
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "dtype": "bfloat16",
-}
 LATENT = {
     **LLAMA,
     "architectures": ["DeepseekV2ForCausalLM"],

@@ -2,126 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 
 import raykv.directory.pins
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
-from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.base.ids import EngineId
 from raykv.directory.pins import FAVOUR_S, LOOK_S
-from raykv.protocol.engine import AttachEngine, Hints, SyncReply, SyncRequest
-from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.node import DiskNews, DiskStats, Inventory, NodeReport, NodeStats
-from raykv.protocol.operator import PinAnswer, PinOrder
+from raykv.protocol.engine import Hints, SyncRequest
+from tests.fixtures.pinned import LINGER_S, PAGE, SPACE, Cluster, key
 from tests.fixtures.tables import TABLES, use_table
-
-PAGE = SLOT_ALIGNMENT
-SPACE = Namespace("model")
-OPEN_DISK = DiskStats(path="/disk", room=100)
-LINGER_S = 3.0
-SETTINGS = ManagerSettings(
-    engine_expiry_s=1e9, node_expiry_s=1e9, settle_s=0, pin_s=LINGER_S, pin_share=0.5
-)
 
 
 @pytest.fixture(params=TABLES, autouse=True)
 def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     use_table(monkeypatch, request.param)
-
-
-def key(number: int) -> Key:
-    return Key(number.to_bytes(8, "big") + bytes(4))
-
-
-@dataclass
-class Cluster:
-    """A manager, and nodes of so many slots with an engine on each that stores what it is told."""
-
-    slots: int = 8
-    now: float = 100.0
-    seqs: dict[str, int] = field(default_factory=dict)
-    disks: dict[str, DiskNews] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.manager = BlockManager(Epoch(1), SETTINGS)
-
-    def _seq(self, name: str) -> int:
-        self.seqs[name] = self.seqs.get(name, 0) + 1
-        return self.seqs[name]
-
-    def report(
-        self, node: str, stored: Inventory | None = None, disk: DiskNews | None = None
-    ) -> None:
-        pool = self.slots * PAGE
-        has_disk = disk is not None or node in self.disks
-        message = NodeReport(
-            PROTOCOL_VERSION,
-            node,
-            1,
-            self._seq(node),
-            pool,
-            pool,
-            0,
-            0,
-            stored or Inventory(),
-            stats=NodeStats(pool_bytes=pool, disk=OPEN_DISK if has_disk else DiskStats()),
-            disk=disk or self.disks.get(node, DiskNews()),
-        )
-        if disk is not None:
-            # It has been heard: nothing is new there.
-            self.disks[node] = DiskNews(disk.listing, disk.upto, disk.upto)
-        self.manager.node_report(message, self.now)
-        self.manager.check()
-
-    def add(self, node: str) -> None:
-        self.report(node)
-        hello = AttachEngine(
-            PROTOCOL_VERSION, f"engine of {node}", node, SPACE, "tiny", 1, {0: PAGE}
-        )
-        assert not self.manager.attach_engine(hello, self.now).error
-
-    def sync(
-        self, node: str, wanted: dict[int, int] | None = None, hints: Hints | None = None
-    ) -> SyncReply:
-        name = f"engine of {node}"
-        request = SyncRequest(
-            EngineId(name), 1, self._seq(name), wanted=wanted or {}, hints=hints or Hints()
-        )
-        reply = self.manager.sync(request, self.now)
-        assert not reply.attach
-        self.manager.check()
-        return reply
-
-    def store(self, node: str, *numbers: int) -> int:
-        """Store chunks, evicting others if need be; returns how many found a slot."""
-        granted = self.sync(node, {0: len(numbers)}).granted
-        keys = [key(number) for number in numbers][: len(granted.slots)]
-        count = len(keys)
-        rows = Inventory(
-            [SPACE], [0] * count, [*keys], granted.slots, granted.generations, [PAGE] * count
-        )
-        self.report(node, rows)
-        return count
-
-    def held(self, node: str, *numbers: int) -> list[int]:
-        holds = self.manager.holds
-        return [number for number in numbers if holds(NodeId(node), SPACE, key(number))]
-
-    def pin(
-        self, *numbers: int, pin_id: str = "p", ttl_s: float = 50.0, priority: int | None = None
-    ) -> PinAnswer:
-        keys: list[bytes] = [key(number) for number in numbers]
-        order = PinOrder(PROTOCOL_VERSION, pin_id, SPACE, keys, ttl_s, priority)
-        answer = self.manager.pins.pin(order, self.now)
-        self.manager.check()
-        return answer
-
-    def wait(self, seconds: float) -> list[str]:
-        self.now += seconds
-        ended = self.manager.pins.expire(self.now)
-        self.manager.check()
-        return ended
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from raykv.protocol.operator import (
     TransferGrant,
     TransferOrder,
 )
+from tests.fixtures.pinned import PAGE, SPACE, Cluster, key
 from tests.fixtures.tables import TABLES, use_table
-from tests.unit.directory.test_pins import PAGE, SPACE, Cluster, key
 
 
 @pytest.fixture(params=TABLES, autouse=True)

@@ -2,59 +2,12 @@
 
 from __future__ import annotations
 
-from raykv.base.ids import EngineId, Key
+from raykv.base.ids import Key
 from raykv.engine.requests import RequestOptions
-from raykv.engine.session import MAX_INBOX, Session, SessionSettings
-from raykv.engine.view import EngineView
+from raykv.engine.session import MAX_INBOX
 from raykv.metrics.reach import Reach
-from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
-from raykv.protocol.framing import decode, encode
+from tests.fixtures.engine import DEADLINE_S, PlayedScheduler, attached
 from tests.fixtures.waiting import wait_until
-
-DEADLINE_S = 10.0
-
-
-class PlayedScheduler:
-    """Answers, or not."""
-
-    def __init__(self) -> None:
-        self.answers = True
-        self.has_peers = True
-        self.cleared = 0
-        self.requests: list[SyncRequest] = []
-
-    @property
-    def full(self) -> list[SyncRequest]:
-        """Messages that are more than a heartbeat."""
-        return [request for request in self.requests if not request.idle]
-
-    def attach(self, raw: bytes) -> bytes:
-        assert self.answers, "it does not answer"
-        decode(raw, AttachEngine)
-        return encode(EngineAttached(epoch=1, node_epoch=7, capacity={0: 40}))
-
-    def sync(self, raw: bytes) -> bytes:
-        assert self.answers, "it does not answer"
-        request = decode(raw, SyncRequest)
-        self.requests.append(request)
-        self.cleared = max(self.cleared, request.clear)
-        return encode(
-            SyncReply(1, request.seq, node_epoch=7, has_peers=self.has_peers, cleared=self.cleared)
-        )
-
-    def detach(self, engine_id: str) -> None:
-        pass
-
-
-def attached(scheduler: PlayedScheduler, heartbeat_s: float) -> tuple[EngineView, Session]:
-    """An engine, before its background exchange begins."""
-    view = EngineView(EngineId("engine"), [0], 1.0, 4)
-    settings = SessionSettings(
-        "engine", "node", "ns", "model", 1, {0: 4096}, heartbeat_s=heartbeat_s
-    )
-    session = Session(view, scheduler, settings)
-    session.attach(DEADLINE_S)
-    return view, session
 
 
 def test_view_knows_whether_the_scheduler_actor_answers() -> None:

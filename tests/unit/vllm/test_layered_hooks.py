@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from raykv.engine.layered import LayeredLoads
 from raykv.vllm.layered import LayeredScheduling
-from tests.unit.vllm.test_miss_hooks import CHUNK, Engine, PlayedRequest, key
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, key
 
 
 class Pool:

@@ -35,6 +35,7 @@ from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
 from tests.fixtures.cuda_fake import Compute, FakeDriver, WithoutWait
+from tests.fixtures.fake_cuda import UUID
 from tests.house import ROOT
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -635,8 +636,6 @@ def test_copies_of_many_threads_do_not_mix() -> None:
 
 
 # Devices and their calibration
-
-UUID = "GPU-3f2504e0-4f89-41d3-9a0c-0305e82c3301"
 
 
 def test_device_is_opened_once_however_its_uuid_is_written() -> None:
