@@ -30,7 +30,7 @@ from tests.fixtures.metric_lint import complaints
 from tests.fixtures.scrapes import by_label, names_in, scrape
 from tests.fixtures.truth_of_kv import assert_as_transformers_computes
 from tests.fixtures.waiting import wait_until
-from tests.house import ROOT
+from tests.house import CHILDREN, ROOT
 
 pytestmark = pytest.mark.e2e
 
@@ -359,16 +359,15 @@ def test_notebooks_run_from_their_first_cell_to_their_last(
     server: Server, cluster: Cluster
 ) -> None:
     asked(server, cluster, "Much have I travelled in the realms of gold. " * 8)
-    root = ROOT
-    notebooks = sorted((root / "notebooks").glob("*.ipynb"))
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     environment = {
         **os.environ,
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "OPENAI_BASE_URL": f"http://127.0.0.1:{server.port}/v1",
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": str(ROOT),
         "RAY_ADDRESS": cluster.address,
     }
-    command = [sys.executable, str(root / "tests" / "notebook_child.py"), *map(str, notebooks)]
+    command = [sys.executable, str(CHILDREN / "notebook.py"), *map(str, notebooks)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
