@@ -7,12 +7,12 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# What measures no time runs beside what does, and beside what mostly waits: Ray and engines.
+# Two streams: what measures no time, then what measures it; and what mostly waits, Ray and engines.
 CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client/test_*.py) \
 	tests/contract/node/test_integrity.py tests/contract/node/test_read.py \
 	tests/contract/worker/test_device_link.py tests/contract/worker/test_handover.py
-LIVE_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*.py)) \
-	tests/integration tests/e2e
+TIMED_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*.py))
+LIVE_TESTS := tests/integration tests/e2e
 PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
 	$(CALM_CONTRACTS)
 
@@ -31,7 +31,7 @@ STAMP := $(VENV)/.raykv-$(EXTRA)
 help:
 	@echo 'make demo       set up, then run `raykv demo`   (DEMO_ARGS=...)'
 	@echo 'make test       set up, then lint and pytest    (PYTEST_ARGS=...)'
-	@echo 'make test-pure  without what needs Ray, engines or much time: 3 minutes'
+	@echo 'make test-pure  without what needs Ray, engines or measures time, in two processes'
 	@echo 'make test-extended  the long ones: applications of Ray Serve, benchmarks, more seeds and variants'
 	@echo 'make wheel      build the wheel into dist/'
 	@echo 'make lint       ruff and mypy only'
@@ -52,12 +52,15 @@ demo: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint
 	@mkdir -p build
-	@nice -n 10 $(PYTEST_PURE) >build/pure-tests.log 2>&1 & pure=$$!; \
-	trap 'kill $$pure 2>/dev/null' EXIT; \
-	$(BIN)/pytest $(LIVE_TESTS); live=$$?; \
-	wait $$pure; pure=$$?; trap - EXIT; \
-	cat build/pure-tests.log; \
-	test $$live -eq 0 && test $$pure -eq 0
+	@{ trap 'kill $$!; exit 1' TERM; \
+		nice -n 10 $(PYTEST_PURE) >build/pure-tests.log 2>&1 & wait $$!; pure=$$?; \
+		$(BIN)/pytest $(TIMED_TESTS) >build/timed-tests.log 2>&1 & wait $$!; timed=$$?; \
+		test $$pure -eq 0 && test $$timed -eq 0; } & beside=$$!; \
+	trap 'kill $$beside 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	nice -n 5 $(BIN)/pytest $(LIVE_TESTS); live=$$?; \
+	wait $$beside; beside=$$?; trap - EXIT; \
+	cat build/pure-tests.log build/timed-tests.log; \
+	test $$live -eq 0 && test $$beside -eq 0
 else
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)

@@ -84,6 +84,7 @@ def world(
     plain.stop()
 
 
+@pytest.mark.extended
 def test_adapter_with_other_files_after_a_restart_is_not_served_the_old_kv(world: World) -> None:
     tokens, path = prompt(1, LENGTH), world.write("restarted", 1)
     old = world.right(path, tokens)

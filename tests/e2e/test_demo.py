@@ -44,6 +44,7 @@ def demo(cluster: Cluster, path: Path, *options: str) -> tuple[dict[str, Any], s
     return json.loads(path.read_text()), done.stdout
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_tiny_demo_loads_fetches_and_ends_the_second_node(cluster: Cluster, tmp_path: Path) -> None:
     raylets, nodes = raylets_of(cluster.address), alive_nodes()

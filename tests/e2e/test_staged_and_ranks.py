@@ -18,7 +18,7 @@ from tests.fixtures.truth_of_states import STATES_TOLERANCE, hidden_states_by_tr
 from tests.fixtures.waiting import wait_for_chunks
 from tests.house import CHILDREN
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 BLOCK = 32
 PATIENT = CHILDREN / "patient"
@@ -106,7 +106,6 @@ def check_comes_from(
     assert [output["tokens"] for output in outputs] == source.tokens(prompts, **arguments)
 
 
-@pytest.mark.extended
 def test_two_ranks_load_what_they_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -131,7 +130,6 @@ def test_two_ranks_load_what_they_stored(
         engine.stop()
 
 
-@pytest.mark.extended
 def test_hidden_states_of_two_ranks_are_captured_once(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def may_unshare() -> bool:
     return subprocess.run(command, capture_output=True, timeout=30.0, check=False).returncode == 0
 
 
+@pytest.mark.extended
 def test_pools_and_fetches_work_with_a_small_shm() -> None:
     if not may_unshare():
         pytest.skip("no mount namespaces here")
