@@ -30,7 +30,7 @@ class TokenSources:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class MovedBytes:
     """Bytes that moved: stored and loaded on the node, fetched from others and sent to them."""
 
     stored: int = 0
@@ -45,7 +45,7 @@ class Progress:
 
     seconds: float
     tokens: TokenSources
-    transfers: Mapping[str, Transfers]
+    transfers: Mapping[str, MovedBytes]
     chunks_stored: int = 0
     chunks_loaded: int = 0
 
@@ -59,9 +59,9 @@ def token_sources(engines: Iterable[EngineStatus]) -> TokenSources:
     return _sources(_sums(engine.counters for engine in engines))
 
 
-def transfers_of(node: NodeStatus) -> Transfers:
+def transfers_of(node: NodeStatus) -> MovedBytes:
     """Since the NodeActor's start."""
-    return Transfers(node.bytes_stored, node.bytes_loaded, node.bytes_fetched, node.bytes_sent)
+    return MovedBytes(node.bytes_stored, node.bytes_loaded, node.bytes_fetched, node.bytes_sent)
 
 
 def progress(before: ClusterStatus, after: ClusterStatus, seconds: float) -> Progress:
@@ -80,7 +80,7 @@ def progress(before: ClusterStatus, after: ClusterStatus, seconds: float) -> Pro
     for node in after.nodes:
         new = transfers_of(node)
         old = old_nodes.get((node.node_id, node.epoch), new)
-        moved[node.node_id] = Transfers(
+        moved[node.node_id] = MovedBytes(
             _growth(old.stored, new.stored),
             _growth(old.loaded, new.loaded),
             _growth(old.fetched, new.fetched),

@@ -34,11 +34,11 @@ from raykv.client import pools, states
 from raykv.client.capacity import Plan
 from raykv.client.chunks import read_requests
 from raykv.client.listing import Reader
-from raykv.client.pins import PIN_S, Pins
+from raykv.client.pins import PIN_S, Pinning
 from raykv.client.plan import plan
 from raykv.client.scheduler import Scheduler
 from raykv.client.ship import Shipping
-from raykv.client.transfers import Transfers, Watch
+from raykv.client.transfers import Moving, Watch
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.doctor import gather as diagnosis
@@ -67,8 +67,8 @@ class Cluster:
         self._joined_here = joined_here
         self._scheduler = Scheduler(address)
         self._reader = Reader(self._scheduler.find, self._scheduler.status)
-        self._pins = Pins(self._scheduler, self._reader)
-        self._transfers = Transfers(self._scheduler, self._reader)
+        self._pins = Pinning(self._scheduler, self._reader)
+        self._transfers = Moving(self._scheduler, self._reader)
         self._shipping = Shipping(self._scheduler, self._reader, self._pins, self._transfers)
 
     def status(self) -> ClusterStatus:

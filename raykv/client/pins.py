@@ -29,7 +29,7 @@ PIN_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Pins:
+class Pinning:
     """Pins of a cluster: ordered, ended, listed."""
 
     scheduler: Scheduler

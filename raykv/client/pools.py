@@ -21,7 +21,7 @@ from raykv.directory import bequest
 from raykv.directory.launch import scheduler_actor
 from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor, name_of
-from raykv.node.wishes import NodeFacts, usual_nodes, wants
+from raykv.node.wishes import RayNode, usual_nodes, wants
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.node import Kept, NodeDescription
 from raykv.protocol.operator import NodeUp, PoolWish
@@ -34,7 +34,7 @@ MAX_STARTING = 32
 Watch = Callable[[Sequence[NodeUp]], None]
 
 
-def live_nodes() -> list[NodeFacts]:
+def live_nodes() -> list[RayNode]:
     """The cluster's nodes.
 
     Raises:
@@ -123,7 +123,7 @@ def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> l
         time.sleep(UP_LOOK_S)
 
 
-def _made(address: str, node: NodeFacts, wish: PoolWish) -> Any:
+def _made(address: str, node: RayNode, wish: PoolWish) -> Any:
     """The actor, or why there is none."""
     try:
         return make_node_actor(address, node.node_id, wish)

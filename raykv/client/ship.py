@@ -29,9 +29,9 @@ from raykv.base.ids import ALL_BLOCKS, Generation, Key, Namespace, Refusal
 from raykv.base.version import __version__
 from raykv.client.import_source import EPOCH, import_source
 from raykv.client.listing import Reader
-from raykv.client.pins import Pins, raw_keys
+from raykv.client.pins import Pinning, raw_keys
 from raykv.client.scheduler import Scheduler
-from raykv.client.transfers import PAGE_CHUNKS, Transfers, Watch, too_late
+from raykv.client.transfers import PAGE_CHUNKS, Moving, Watch, too_late
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.cluster.ask import HERE, NODE_ACTOR
@@ -62,8 +62,8 @@ class Shipping:
 
     scheduler: Scheduler
     reader: Reader
-    pins: Pins
-    transfers: Transfers
+    pins: Pinning
+    transfers: Moving
 
     # Out
 

@@ -49,7 +49,7 @@ Watch = Callable[[TransferResult], None]
 
 
 @dataclass(frozen=True)
-class Transfers:
+class Moving:
     """Has slots lent in a node's pool, and chunks fetched into them."""
 
     scheduler: Scheduler

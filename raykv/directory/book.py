@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from raykv.base.clearings import Clearings
 from raykv.base.ids import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
-from raykv.directory.table.protocol import Changes, Chunk, Lease, Name, NodeTable
+from raykv.directory.table.protocol import Changes, Lease, Name, NodeTable, TableChunk
 from raykv.protocol.columns import Handles, Leases
 
 IDLE_S = 60.0
@@ -51,7 +51,7 @@ class PoolBook:
 
     # Looking
 
-    def find(self, namespace: Namespace, key: Key) -> Chunk | None:
+    def find(self, namespace: Namespace, key: Key) -> TableChunk | None:
         """The chunk of that name, if it is held."""
         return self.table.find(namespace, key)
 
@@ -72,7 +72,7 @@ class PoolBook:
 
     # Chunks
 
-    def hold(self, name: Name, chunk: Chunk) -> None:
+    def hold(self, name: Name, chunk: TableChunk) -> None:
         """Learn of a chunk whose slot is claimed, or was leased for it."""
         namespace, key = name
         self.drop(namespace, key, replaced=True)
@@ -125,13 +125,13 @@ class PoolBook:
                 self.table.drop(namespace, Key(key))
             self._on_changes(gone)
 
-    def drop_overwritten(self, writes: Iterable[Chunk]) -> None:
+    def drop_overwritten(self, writes: Iterable[TableChunk]) -> None:
         """Forget what can't be there any more, since its place was given to one of `writes`.
 
         A place is the slot itself, and the whole slab if that has got another slot size.
         """
         slots: dict[Slot, Generation] = {}
-        slabs: dict[int, Chunk] = {}
+        slabs: dict[int, TableChunk] = {}
         for chunk in sorted(writes, key=lambda chunk: chunk.generation):
             slots[chunk.slot] = chunk.generation
             slabs[self.geometry.slab_of(chunk.slot)] = chunk
@@ -142,7 +142,7 @@ class PoolBook:
                 self.drop(*name)
 
     def _is_overwritten(
-        self, chunk: Chunk, slots: dict[Slot, Generation], slabs: dict[int, Chunk]
+        self, chunk: TableChunk, slots: dict[Slot, Generation], slabs: dict[int, TableChunk]
     ) -> bool:
         newest = slabs.get(self.geometry.slab_of(chunk.slot))
         if newest is not None and newest.slot_bytes != chunk.slot_bytes:
@@ -151,7 +151,7 @@ class PoolBook:
 
     # Places
 
-    def claim_place(self, chunk: Chunk) -> bool:
+    def claim_place(self, chunk: TableChunk) -> bool:
         """Take a certain slot out of the free ones; False if it can't be there.
 
         Its slab comes along if nothing else is in it.
@@ -192,24 +192,24 @@ class PoolBook:
             self.table.lowest(slot, slot_bytes) is not None for slot in slots
         )
 
-    def adopt(self, name: Name, chunk: Chunk) -> None:
+    def adopt(self, name: Name, chunk: TableChunk) -> None:
         """Hold a chunk that was stored without a lease that we know of, if its slot is free and
         nothing newer was ever there.
         """
         if self.may_come(chunk) and self.claim_place(chunk):
             self.hold(name, chunk)
 
-    def outlive(self, chunk: Chunk) -> None:
+    def outlive(self, chunk: TableChunk) -> None:
         """A free slot has had a chunk that nobody needs: no lease from before it is good."""
         if self.may_come(chunk) and self.claim_place(chunk):
             self.table.release(chunk.slot, chunk.slot_bytes, Generation(chunk.generation + 1))
 
-    def may_come(self, chunk: Chunk) -> bool:
+    def may_come(self, chunk: TableChunk) -> bool:
         """Whether nothing newer was in a chunk's place, nor this chunk itself."""
         lowest = self.table.lowest(chunk.slot, chunk.slot_bytes)
         return lowest is None or lowest <= chunk.generation
 
-    def is_settled(self, chunk: Chunk) -> bool:
+    def is_settled(self, chunk: TableChunk) -> bool:
         """Whether it is known that a chunk's place holds nothing older: it is leased, or free."""
         if self.table.lowest(chunk.slot, chunk.slot_bytes) is not None:
             return True
@@ -246,7 +246,7 @@ class PoolBook:
             if lease is not None:
                 self.end_lease(Slot(released), lease)
 
-    def end_older_lease(self, chunk: Chunk) -> None:
+    def end_older_lease(self, chunk: TableChunk) -> None:
         """A lease that is older than what was stored in its slot is no good to anybody."""
         lease = self.table.lease_of(chunk.slot)
         if lease is not None and lease.generation < chunk.generation:

@@ -10,7 +10,7 @@ from raykv.base.clearings import Clearings
 from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot
 from raykv.directory.book import PoolBook
 from raykv.directory.members import Node
-from raykv.directory.table.protocol import Changes, Chunk, Name
+from raykv.directory.table.protocol import Changes, Name, TableChunk
 from raykv.protocol.columns import LostReplicas
 from raykv.protocol.node import FailedStores, Inventory, NodeReport
 
@@ -22,10 +22,10 @@ class _Part:
     came: Changes
     slot_bytes: list[int]
 
-    def row(self, number: int) -> tuple[Name, Chunk]:
+    def row(self, number: int) -> tuple[Name, TableChunk]:
         came = self.came
         slot, generation = Slot(came.slots[number]), Generation(came.generations[number])
-        chunk = Chunk(slot, generation, self.slot_bytes[number])
+        chunk = TableChunk(slot, generation, self.slot_bytes[number])
         return (came.namespace, Key(came.keys[number])), chunk
 
 
@@ -59,7 +59,7 @@ def take_inventory(node: Node, report: NodeReport, cleared: Clearings) -> None:
     node.last_seq = max(node.last_seq, report.seq)
 
 
-def _take_held(book: PoolBook, name: Name, chunk: Chunk) -> None:
+def _take_held(book: PoolBook, name: Name, chunk: TableChunk) -> None:
     """A chunk is on the node: believe it if its slot is free, or leased for it or earlier."""
     book.end_older_lease(chunk)
     lease = book.lease_at(chunk.slot, chunk.generation)
@@ -74,7 +74,7 @@ def take_stored(node: Node, stored: Inventory, cleared: Clearings) -> None:
     given up. What was stored may have come over chunks that are still believed in, even if it is
     void because its namespace was cleared since.
     """
-    strange: list[tuple[Name, Chunk]] = []
+    strange: list[tuple[Name, TableChunk]] = []
     for part in _parts(stored):
         lowest = cleared.of(part.came.namespace)
         for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=False):
@@ -103,7 +103,7 @@ def take_failed(node: Node, failed: FailedStores) -> None:
     Only what was stored into a lease from before this actor began can be still believed in.
     """
     columns = zip(failed.slots, failed.generations, failed.slot_bytes, strict=True)
-    writes = [Chunk(Slot(slot), Generation(gen), size) for slot, gen, size in columns]
+    writes = [TableChunk(Slot(slot), Generation(gen), size) for slot, gen, size in columns]
     node.book.drop_overwritten(chunk for chunk in writes if not node.book.is_settled(chunk))
     for chunk in writes:
         node.book.end_older_lease(chunk)

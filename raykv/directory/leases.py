@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from raykv.base.ids import GENERATIONS_PER_EPOCH, Epoch, Generation, Slot, make_generation
 from raykv.directory.members import Engine, Node
-from raykv.directory.table.protocol import Chunk, Lease
+from raykv.directory.table.protocol import Lease, TableChunk
 from raykv.protocol.columns import MAX_KEYS, Leases
 from raykv.protocol.engine import LEASE_SHARE
 
@@ -142,13 +142,13 @@ def take_declared(
 
 def _plausible(
     engine: Engine, node: Node, leases: Leases, highest: Generation
-) -> Iterator[tuple[int, Chunk]]:
+) -> Iterator[tuple[int, TableChunk]]:
     """KV group and place of declared leases that may have been granted and are nobody's."""
     columns = zip(leases.groups, leases.slots, leases.generations, strict=True)
     for group, slot, generation in columns:
         size = engine.slot_bytes.get(group)
         if size is None or generation > highest or node.book.table.lease_of(Slot(slot)):
             continue
-        chunk = Chunk(Slot(slot), Generation(generation), size)
+        chunk = TableChunk(Slot(slot), Generation(generation), size)
         if node.book.may_come(chunk):
             yield group, chunk

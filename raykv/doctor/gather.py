@@ -17,7 +17,7 @@ from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.ask import Answer, ask_all, ask_ray, named_actors
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
-from raykv.protocol.findings import HostFacts, HostQuestion, Place
+from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
@@ -153,12 +153,12 @@ def _host_questions(
     return questions
 
 
-def _places(node: dict[str, Any]) -> list[Place]:
+def _places(node: dict[str, Any]) -> list[Endpoint]:
     host = str(node["NodeManagerAddress"])
     who = f"of node {node['NodeID'][:12]}"
     return [
-        Place(host, int(node["NodeManagerPort"]), f"the raylet {who}"),
-        Place(host, int(node["ObjectManagerPort"]), f"the object manager {who}"),
+        Endpoint(host, int(node["NodeManagerPort"]), f"the raylet {who}"),
+        Endpoint(host, int(node["ObjectManagerPort"]), f"the object manager {who}"),
     ]
 
 

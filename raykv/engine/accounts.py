@@ -39,7 +39,7 @@ MAX_NAMED = 2048
 """Chunks of one request that are named: that takes 0.2 ms of vLLM's scheduler."""
 
 
-class Stage(Enum):
+class MissStage(Enum):
     """How far a request has come."""
 
     WAITING = "waiting"
@@ -63,15 +63,15 @@ class TokenAccount:
     fetched: int = 0
     disk: int = 0
     failed: int = 0
-    stage: Stage = Stage.WAITING
+    stage: MissStage = MissStage.WAITING
     miss: Miss | None = None
     otherwise: MissReason = MissReason.OTHER
     failure: MissReason | None = None
 
     def look(self, own: int, otherwise: MissReason) -> None:
         """Lookups begin; an earlier load has failed as a whole."""
-        if self.stage is not Stage.SETTLED:
-            self.stage = Stage.WAITING
+        if self.stage is not MissStage.SETTLED:
+            self.stage = MissStage.WAITING
             self.own, self.loaded, self.failure = min(own, self.prompt), 0, None
             self.fetched = self.disk = 0
             self.otherwise = otherwise
@@ -84,20 +84,20 @@ class TokenAccount:
             external: tokens to be loaded now.
             miss: what these lookups found missing.
         """
-        if self.stage is Stage.WAITING:
+        if self.stage is MissStage.WAITING:
             self.miss = miss
             self.loaded = min(external, self.prompt - self.own)
-            self.stage = Stage.LOADING if external else Stage.SETTLED
-        elif self.stage is Stage.LOADING:
+            self.stage = MissStage.LOADING if external else MissStage.SETTLED
+        elif self.stage is MissStage.LOADING:
             if self.failure is not None:
                 came = min(self.loaded, max(0, computed - self.own))
                 self.failed, self.loaded = self.loaded - came, came
-            self.stage = Stage.SETTLED
+            self.stage = MissStage.SETTLED
 
     def missed(self) -> dict[MissReason, int]:
         """The tokens that were not loaded, by reason."""
         rest = self.prompt - self.own - self.loaded
-        if self.stage is not Stage.SETTLED:
+        if self.stage is not MissStage.SETTLED:
             return _positive({MissReason.ABORTED: self.prompt - self.own})
         rest -= self.failed
         reason = self.otherwise if self.miss is None else self.miss.reason
@@ -119,7 +119,7 @@ class TokenAccount:
     def record(self, request_id: str, chunks: bytes = b"") -> MissRecord:
         """The account is closed; `chunks` as in `MissRecord`."""
         missed = self.missed()
-        is_loaded = self.stage is Stage.SETTLED
+        is_loaded = self.stage is MissStage.SETTLED
         has_key = self.miss is not None and self.miss.reason in missed
         record = MissRecord(
             request_id=request_id,

@@ -48,7 +48,7 @@ class Fragments:
 
 
 @dataclass(frozen=True)
-class Span:
+class PageSpan:
     """The bytes [begin, end) of a rank's page."""
 
     begin: int
@@ -71,7 +71,7 @@ def fragments_of(page: PageMap) -> Fragments:
     )
 
 
-def clipped(found: Fragments, span: Span) -> Fragments:
+def clipped(found: Fragments, span: PageSpan) -> Fragments:
     """Those parts of fragments that are in a span of the rank's page."""
     begin = np.maximum(found.own, span.begin)
     end = np.minimum(found.own + found.size, span.end)
@@ -85,7 +85,7 @@ def own_bytes(page: PageMap) -> int:
     return sum(size * count for size, count in zip(page.sizes, page.counts, strict=True))
 
 
-def shares(pages: Sequence[PageMap]) -> Iterator[Span]:
+def shares(pages: Sequence[PageMap]) -> Iterator[PageSpan]:
     """What the rank stores of each of a group's pages.
 
     Cut out of all pages together: but for the ends of a share whole pages are stored.
@@ -101,7 +101,7 @@ def shares(pages: Sequence[PageMap]) -> Iterator[Span]:
             for number in (page.writer, page.writer + 1)
         ]
         seen[copies] += size
-        yield Span(*(min(max(end, 0), size) for end in ends))
+        yield PageSpan(*(min(max(end, 0), size) for end in ends))
 
 
 def _share_end(total: int, number: int, copies: int) -> int:

@@ -21,7 +21,7 @@ from raykv.base.version import __version__
 from raykv.memory.limits import disk_limit, is_in_memory, worker_limits
 from raykv.memory.room import MemoryLimit
 from raykv.node.disk.folder import unowned_folders
-from raykv.protocol.findings import HostFacts, HostQuestion, LimitFacts, Place, UnownedFolder
+from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion, LimitFacts, UnownedFolder
 
 logger = logging.getLogger("raykv.doctor")
 
@@ -67,7 +67,7 @@ def _unowned(disk_path: str) -> list[UnownedFolder]:
         return []
 
 
-def unreached_of(places: Sequence[Place], reach_s: float) -> list[tuple[Place, str]]:
+def unreached_of(places: Sequence[Endpoint], reach_s: float) -> list[tuple[Endpoint, str]]:
     """Those that can't be connected to from here, each with why not."""
     if not places:
         return []
@@ -76,7 +76,7 @@ def unreached_of(places: Sequence[Place], reach_s: float) -> list[tuple[Place, s
     return [(place, why) for place, why in zip(places, answers, strict=True) if why]
 
 
-def _objection(place: Place, reach_s: float) -> str:
+def _objection(place: Endpoint, reach_s: float) -> str:
     try:
         socket.create_connection((place.host, place.port), reach_s).close()
     except OSError as error:

@@ -14,7 +14,7 @@ from raykv.base.settings import ANY_PORT, DiskPlace, MetricsPlace
 from raykv.cluster import ask, names
 from raykv.memory.room import default_pool_bytes, tightest
 from raykv.node.actor import CONCURRENCY, NodeActor
-from raykv.node.wishes import NodeFacts, geometry_of
+from raykv.node.wishes import RayNode, geometry_of
 from raykv.protocol.operator import PoolWish
 
 KEEP_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -50,9 +50,9 @@ def node_actor(
     )
 
 
-def facts_of(node: Mapping[str, Any]) -> NodeFacts:
+def facts_of(node: Mapping[str, Any]) -> RayNode:
     """What `ray.nodes` says of a node."""
-    return NodeFacts(
+    return RayNode(
         node_id=str(node["NodeID"]),
         hostname=str(node.get("NodeManagerHostname", "")),
         resources=dict(node.get("Resources") or {}),
@@ -60,7 +60,7 @@ def facts_of(node: Mapping[str, Any]) -> NodeFacts:
     )
 
 
-def name_of(node: NodeFacts) -> str:
+def name_of(node: RayNode) -> str:
     """Of its NodeActor."""
     return names.node_actor(node.node_id)
 

@@ -18,7 +18,7 @@ LEAST_SLABS = 8
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class RayNode:
     """A Ray node: its resources as Ray counts them, and its labels."""
 
     node_id: str
@@ -27,7 +27,7 @@ class NodeFacts:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def wants(wish: PoolWish, node: NodeFacts) -> bool:
+def wants(wish: PoolWish, node: RayNode) -> bool:
     """Whether a node is to have a NodeActor."""
     if wish.node_ids:
         return node.node_id in wish.node_ids
@@ -39,7 +39,7 @@ def wants(wish: PoolWish, node: NodeFacts) -> bool:
     return node.resources.get(wish.on, 0) > 0
 
 
-def usual_nodes(nodes: Iterable[NodeFacts]) -> str:
+def usual_nodes(nodes: Iterable[RayNode]) -> str:
     """`PoolWish.on` if nobody says it: those with a GPU if there are any, else all."""
     return "GPU" if any(node.resources.get("GPU", 0) > 0 for node in nodes) else ALL
 

@@ -28,7 +28,7 @@ class Finding(msgspec.Struct, frozen=True):
     mend: str = ""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """A port that somebody should be able to reach; `what` names it for messages."""
 
     host: str
@@ -39,7 +39,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class HostQuestion(msgspec.Struct, frozen=True):
     """Ask a NodeActor for facts of its host; it tries to reach `places`, each for `reach_s`."""
 
-    places: list[Place] = []
+    places: list[Endpoint] = []
     reach_s: float = 1.0
 
 
@@ -86,5 +86,5 @@ class HostFacts(msgspec.Struct, frozen=True):
     plasma_folder: str = ""
     plasma_bytes: int = 0
     threads_failed: int = 0
-    unreached: list[tuple[Place, str]] = []
+    unreached: list[tuple[Endpoint, str]] = []
     unowned: list[UnownedFolder] = []

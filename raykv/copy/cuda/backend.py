@@ -50,7 +50,7 @@ class CUDABackend(CopyBackend):
         return self._device.copy_each(direction, rows, self._place, stop)
 
 
-class Devices:
+class OpenDevices:
     """The devices of this process by UUID; each is opened once."""
 
     def __init__(self, open_device: Callable[[str], Device]) -> None:
@@ -79,7 +79,7 @@ def _open(device_uuid: str) -> Device:
     return device
 
 
-_devices = Devices(_open)
+_devices = OpenDevices(_open)
 
 
 def backend(

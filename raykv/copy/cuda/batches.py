@@ -24,7 +24,7 @@ CUT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """Runs of bytes: offsets in the KV cache and in the pool, sizes, and the chunk of each.
 
     Chunks are numbered in the order of the rows.
@@ -38,9 +38,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.size)
 
-    def some(self, part: slice | Column) -> Rows:
+    def some(self, part: slice | Column) -> BatchRows:
         """A part of the rows."""
-        return Rows(self.kv[part], self.pool[part], self.size[part], self.chunk[part])
+        return BatchRows(self.kv[part], self.pool[part], self.size[part], self.chunk[part])
 
     @property
     def num_bytes(self) -> int:
@@ -53,14 +53,14 @@ class Rows:
         return not bool(np.bitwise_or.reduce(self.kv | self.size) % WORD_BYTES)
 
 
-def rows_of(runs: CopyRuns, first: int, last: int, cut_bytes: int = CUT_BYTES) -> Rows:
+def rows_of(runs: CopyRuns, first: int, last: int, cut_bytes: int = CUT_BYTES) -> BatchRows:
     """Rows [first, last) of a plan, which has merged those of a chunk."""
     some = slice(first, last)
     chunk = np.searchsorted(runs.chunk_ends, np.arange(first, last), side="right")
-    return cut(Rows(runs.kv[some], runs.pool[some], runs.size[some], chunk), cut_bytes)
+    return cut(BatchRows(runs.kv[some], runs.pool[some], runs.size[some], chunk), cut_bytes)
 
 
-def merged(rows: Rows) -> Rows:
+def merged(rows: BatchRows) -> BatchRows:
     """Join each row to the one before it where both sides go on without a gap, in a chunk."""
     if len(rows) < 2:
         return rows
@@ -69,10 +69,10 @@ def merged(rows: Rows) -> Rows:
     joins &= rows.chunk[:-1] == rows.chunk[1:]
     starts = np.flatnonzero(np.concatenate([[True], ~joins]))
     sizes = np.add.reduceat(rows.size, starts)
-    return Rows(rows.kv[starts], rows.pool[starts], sizes, rows.chunk[starts])
+    return BatchRows(rows.kv[starts], rows.pool[starts], sizes, rows.chunk[starts])
 
 
-def cut(rows: Rows, cut_bytes: int) -> Rows:
+def cut(rows: BatchRows, cut_bytes: int) -> BatchRows:
     """Cut the rows where the pool's offset is a multiple of `cut_bytes`."""
     first = rows.pool // cut_bytes
     last = (rows.pool + rows.size - 1) // cut_bytes
@@ -84,10 +84,10 @@ def cut(rows: Rows, cut_bytes: int) -> Rows:
     edge = (np.repeat(first, counts) + within) * cut_bytes
     begin = np.maximum(edge, whole.pool)
     end = np.minimum(edge + cut_bytes, whole.pool + whole.size)
-    return Rows(whole.kv + begin - whole.pool, begin, end - begin, whole.chunk)
+    return BatchRows(whole.kv + begin - whole.pool, begin, end - begin, whole.chunk)
 
 
-def batches(rows: Rows, most_bytes: int, most_runs: int) -> Iterator[Rows]:
+def batches(rows: BatchRows, most_bytes: int, most_runs: int) -> Iterator[BatchRows]:
     """The rows in order, in batches within both bounds; a row that is larger has its own."""
     if 0 < len(rows) <= most_runs and rows.num_bytes <= most_bytes:
         yield rows
@@ -101,7 +101,7 @@ def batches(rows: Rows, most_bytes: int, most_runs: int) -> Iterator[Rows]:
         start, done = stop, int(ends[stop - 1])
 
 
-def direct(rows: Rows, direction: Direction, kv_address: int, pool_address: int) -> Copies:
+def direct(rows: BatchRows, direction: Direction, kv_address: int, pool_address: int) -> Copies:
     """Copies between a KV cache and the pool, at these addresses."""
     kv, pool = _at(kv_address, rows.kv), _at(pool_address, rows.pool)
     to, source = (pool, kv) if direction is Direction.STORE else (kv, pool)
@@ -121,12 +121,12 @@ class Staged:
 
 
 def staged(
-    rows: Rows, direction: Direction, kv_address: int, pool_address: int, buffer: int
+    rows: BatchRows, direction: Direction, kv_address: int, pool_address: int, buffer: int
 ) -> Staged:
     """The rows one behind the other in the buffer; neighbours in a slot make one block there."""
     place = np.cumsum(rows.size) - rows.size
-    pages = direct(Rows(rows.kv, place, rows.size, rows.chunk), direction, kv_address, buffer)
-    packed = merged(Rows(place, rows.pool, rows.size, rows.chunk))
+    pages = direct(BatchRows(rows.kv, place, rows.size, rows.chunk), direction, kv_address, buffer)
+    packed = merged(BatchRows(place, rows.pool, rows.size, rows.chunk))
     return Staged(pages, direct(packed, direction, buffer, pool_address))
 
 

@@ -44,7 +44,7 @@ from raykv.base.deadlines import (
     CUDA_SPIN_S,
 )
 from raykv.base.ids import Direction
-from raykv.copy.cuda.batches import CUT_BYTES, Rows, batches, direct, staged
+from raykv.copy.cuda.batches import CUT_BYTES, BatchRows, batches, direct, staged
 from raykv.copy.cuda.calibration import USUAL, Route, Table
 from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder, Urgency
 from raykv.copy.cuda.pages import WORD_BYTES
@@ -117,7 +117,7 @@ class Lane:
         self._has_memory = True
 
     def copy_each(
-        self, parts: Iterable[Rows], place: Place, table: Table, stop: StopSign
+        self, parts: Iterable[BatchRows], place: Place, table: Table, stop: StopSign
     ) -> Generator[bool]:
         """Carry out all parts; see `CopyBackend.copy_each` and the module's promises.
 
@@ -148,7 +148,7 @@ class Lane:
         self._driver.drop_stream(self._stream)
 
     def _copy_each(
-        self, parts: Iterable[Rows], place: Place, table: Table, stop: StopSign
+        self, parts: Iterable[BatchRows], place: Place, table: Table, stop: StopSign
     ) -> Generator[bool, None, bool]:
         """True for each part that has arrived; returns False if it was stopped."""
         number, flying = 0, deque[int]()
@@ -237,7 +237,9 @@ class Lane:
             time.sleep(CUDA_POLL_S if waited > CUDA_SPIN_S else 0)
         return not stop()
 
-    def _batches(self, rows: Rows, place: Place, table: Table) -> Iterator[tuple[Route, Rows]]:
+    def _batches(
+        self, rows: BatchRows, place: Place, table: Table
+    ) -> Iterator[tuple[Route, BatchRows]]:
         """Batches and the way of each. What is gathered fits in the staging buffer."""
         limits = self._limits
         at_once = {
@@ -249,7 +251,7 @@ class Lane:
             route = Route.GATHER if self._is_gathered(some, place, table) else Route.BATCH
             yield from ((route, part) for part in batches(some, *at_once[route]))
 
-    def _is_gathered(self, batch: Rows, place: Place, table: Table) -> bool:
+    def _is_gathered(self, batch: BatchRows, place: Place, table: Table) -> bool:
         route = table.route(self.direction, batch.num_bytes, len(batch))
         if route is Route.BATCH or self._driver.mover is None:
             return False
@@ -276,11 +278,11 @@ class Lane:
                 )
         return self._buffer
 
-    def _submit_batch(self, batch: Rows, place: Place) -> None:
+    def _submit_batch(self, batch: BatchRows, place: Place) -> None:
         copies = direct(batch, self.direction, place.kv, place.pool)
         self._driver.copy_batch(self._stream, copies, self._order)
 
-    def _submit_gather(self, batch: Rows, place: Place) -> None:
+    def _submit_gather(self, batch: BatchRows, place: Place) -> None:
         buffer = self._get_buffer()
         assert buffer is not None, "only what can be staged is gathered"
         steps = staged(batch, self.direction, place.kv, place.pool, buffer)
@@ -313,7 +315,7 @@ class Device:
         """Replaced as a whole when the calibration is through."""
         self._lanes = {way: Lane(driver, way, self.limits, on_lost) for way in Direction}
 
-    def copy(self, direction: Direction, rows: Rows, place: Place, stop: StopSign) -> bool:
+    def copy(self, direction: Direction, rows: BatchRows, place: Place, stop: StopSign) -> bool:
         """Carry out rows; see `CopyBackend.copy`."""
         if not len(rows):
             return True
@@ -321,7 +323,7 @@ class Device:
             return all(answers)
 
     def copy_each(
-        self, direction: Direction, parts: Iterable[Rows], place: Place, stop: StopSign
+        self, direction: Direction, parts: Iterable[BatchRows], place: Place, stop: StopSign
     ) -> Generator[bool]:
         """Carry out parts; see `CopyBackend.copy_each`."""
         return self._lanes[direction].copy_each(parts, place, self.table, stop)

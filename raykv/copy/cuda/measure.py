@@ -18,7 +18,7 @@ import numpy as np
 
 from raykv.base.ids import Direction
 from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.copy.cuda.batches import Rows
+from raykv.copy.cuda.batches import BatchRows
 from raykv.copy.cuda.calibration import (
     Point,
     Route,
@@ -128,17 +128,17 @@ def _give_up(error: CUDAError) -> NoReturn:
     raise error
 
 
-def _every_other(page_bytes: int, num_runs: int) -> Rows:
+def _every_other(page_bytes: int, num_runs: int) -> BatchRows:
     """Every other page of the KV cache, in random order; in the pool one behind the other."""
     order = np.random.default_rng(page_bytes).permutation(num_runs).astype(np.int64)
     size = np.full(num_runs, page_bytes, np.int64)
-    return Rows(2 * page_bytes * order, np.cumsum(size) - size, size, np.zeros_like(size))
+    return BatchRows(2 * page_bytes * order, np.cumsum(size) - size, size, np.zeros_like(size))
 
 
 def _rate(
     device: Device,
     direction: Direction,
-    rows: Rows,
+    rows: BatchRows,
     place: Place,
     route: Route,
     clock: Callable[[], float],

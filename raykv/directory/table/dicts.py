@@ -11,7 +11,16 @@ from operator import itemgetter
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import EngineId, Generation, Key, Namespace, NodeId, Slot
 from raykv.directory.table.policies import LRU, POLICIES, EvictionPolicy
-from raykv.directory.table.protocol import Changes, Chunk, Found, Held, Lease, Name, Stretch, Uses
+from raykv.directory.table.protocol import (
+    Changes,
+    Found,
+    Held,
+    Lease,
+    Name,
+    Stretch,
+    TableChunk,
+    Uses,
+)
 from raykv.directory.table.records import Clock, Records
 
 _Nodes = tuple[NodeId, ...]
@@ -165,7 +174,7 @@ class DictNodeTable:
         self._moved = moved
         self._classes: dict[int, _SlotClass] = {}
         self._leases: dict[Slot, Lease] = {}
-        self._chunks: dict[Namespace, dict[Key, Chunk]] = {}
+        self._chunks: dict[Namespace, dict[Key, TableChunk]] = {}
         self._pinned: dict[Name, float] = {}
         self._records = Records(geometry, clock or Clock())
 
@@ -254,7 +263,7 @@ class DictNodeTable:
 
     # Chunks
 
-    def find(self, namespace: Namespace, key: Key) -> Chunk | None:
+    def find(self, namespace: Namespace, key: Key) -> TableChunk | None:
         """See `NodeTable.find`."""
         return self._chunks.get(namespace, {}).get(key)
 
@@ -277,12 +286,12 @@ class DictNodeTable:
                 continue
             if lease is None:
                 self.claim(slot, size)
-            chunk = Chunk(slot, Generation(generation), size)
+            chunk = TableChunk(slot, Generation(generation), size)
             self.hold((came.namespace, Key(key)), chunk)
             held = self._chunks[came.namespace]
         return others
 
-    def hold(self, name: Name, chunk: Chunk) -> None:
+    def hold(self, name: Name, chunk: TableChunk) -> None:
         """See `NodeTable.hold`."""
         namespace, key = name
         slot_class = self._class_of(chunk.slot_bytes)
@@ -295,7 +304,7 @@ class DictNodeTable:
         slot_class.policy.add(name)
         self._moved(name, True)
 
-    def drop(self, namespace: Namespace, key: Key) -> Chunk | None:
+    def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:
         """See `NodeTable.drop`."""
         chunk = self._chunks.get(namespace, {}).pop(key, None)
         if chunk is None:
@@ -309,7 +318,7 @@ class DictNodeTable:
         self._moved(name, False)
         return chunk
 
-    def held(self, namespace: Namespace, key: Key) -> Chunk:
+    def held(self, namespace: Namespace, key: Key) -> TableChunk:
         """A chunk that is held."""
         return self._chunks[namespace][key]
 
@@ -353,7 +362,7 @@ class DictNodeTable:
             self.drop(namespace, key)
         self._chunks.pop(namespace, None)
 
-    def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, Chunk]]:
+    def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, TableChunk]]:
         """See `NodeTable.chunks_in`."""
         return [(name, self.held(*name)) for name in self._records.in_slabs(slabs)]
 
@@ -375,7 +384,7 @@ class DictNodeTable:
             if self.find(namespace, Key(key)) is not None:
                 self.pinned(namespace, Key(key), until)
 
-    def pinned(self, namespace: Namespace, key: Key, until: float) -> Chunk:
+    def pinned(self, namespace: Namespace, key: Key, until: float) -> TableChunk:
         """A chunk that is held, and pinned now."""
         chunk = self._chunks[namespace][key]
         self._pinned[namespace, key] = max(until, self._pinned.get((namespace, key), until))

@@ -32,7 +32,7 @@ Name = tuple[Namespace, Key]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TableChunk:
     """A replica that the directory believes in."""
 
     slot: Slot
@@ -196,7 +196,7 @@ class NodeTable(Protocol):
 
     # Chunks
 
-    def find(self, namespace: Namespace, key: Key) -> Chunk | None:
+    def find(self, namespace: Namespace, key: Key) -> TableChunk | None:
         """The chunk of that name, if it is held."""
 
     def store(
@@ -208,10 +208,10 @@ class NodeTable(Protocol):
         With `from_free` it may be in a free slot too, whose lowest generation does not matter.
         """
 
-    def hold(self, name: Name, chunk: Chunk) -> None:
+    def hold(self, name: Name, chunk: TableChunk) -> None:
         """Hold a chunk in a slot that is claimed or leased; its name is not held."""
 
-    def drop(self, namespace: Namespace, key: Key) -> Chunk | None:
+    def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:
         """Forget a chunk and free its slot for later generations; None if it is not held."""
 
     def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
@@ -223,7 +223,7 @@ class NodeTable(Protocol):
     def clear(self, namespace: Namespace) -> None:
         """Drop all chunks of a namespace."""
 
-    def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, Chunk]]:
+    def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, TableChunk]]:
         """What is held in some slabs."""
 
     # Use

@@ -12,7 +12,7 @@ WORDS = tuple(f"{first}{last}" for first in "bdfgklmnprst" for last in ("a", "ed
 
 
 @dataclass(frozen=True)
-class Load:
+class ConversationLoad:
     """Sizes in words, one after the other in a text."""
 
     conversations: int
@@ -63,7 +63,7 @@ class Sums:
     p99_ttft_s: float
 
 
-def conversations(load: Load, seed: int) -> list[Conversation]:
+def conversations(load: ConversationLoad, seed: int) -> list[Conversation]:
     """All of them, with one system prompt; the same for the same arguments."""
     random = Random(seed)
 

@@ -70,7 +70,7 @@ MATRICES = "product of matrices"
 
 
 @dataclass(frozen=True)
-class Case:
+class DeviceCase:
     """So many pages of one size, one way."""
 
     page_bytes: int
@@ -94,15 +94,15 @@ class Work(Protocol):
         """Do some of it, and wait for it; milliseconds."""
 
 
-def cases(options: Options, side_bytes: int) -> Iterator[Case]:
+def cases(options: Options, side_bytes: int) -> Iterator[DeviceCase]:
     """All that fit into memory."""
     pages, counts = (QUICK_PAGES, QUICK_COUNTS) if options.quick else (PAGES, COUNTS)
     for page, count, direction in product(pages, counts, Direction):
         if page * count <= side_bytes:
-            yield Case(page, count, direction)
+            yield DeviceCase(page, count, direction)
 
 
-class Sides:
+class DeviceSides:
     """A KV cache on a device and a pinned pool of the same size, and the device's back end."""
 
     def __init__(self, driver: CopyDriver, side_bytes: int, table: Table | None = None) -> None:
@@ -131,7 +131,7 @@ class Sides:
         """Give the memory back."""
         self._close()
 
-    def runs(self, case: Case) -> CopyRuns:
+    def runs(self, case: DeviceCase) -> CopyRuns:
         """Pages anywhere in the KV cache, chunk by chunk in the pool."""
         order = np.random.default_rng(case.page_bytes).permutation(case.num_pages)
         size = np.full(case.num_pages, case.page_bytes, np.int64)
@@ -141,7 +141,7 @@ class Sides:
             order.astype(np.int64) * case.page_bytes, np.cumsum(size) - size, size, np.array(ends)
         )
 
-    def ours(self, case: Case, runs: CopyRuns, table: Table) -> float:
+    def ours(self, case: DeviceCase, runs: CopyRuns, table: Table) -> float:
         """GB/s with a call for each span of chunks, as a NodeActor does."""
         self.device.table = table
         chunks = range(len(runs.chunk_ends))
@@ -153,12 +153,12 @@ class Sides:
 
         return self._speed(case, copy)
 
-    def in_one_call(self, case: Case, runs: CopyRuns) -> float:
+    def in_one_call(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s of all pages in one call."""
         self.device.table = self.table
         return self._speed(case, partial(self._copy, case, runs, 0, case.num_pages))
 
-    def by_chunk(self, case: Case, runs: CopyRuns) -> float:
+    def by_chunk(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s with a call for each chunk."""
         self.device.table = self.table
 
@@ -168,7 +168,7 @@ class Sides:
 
         return self._speed(case, copy)
 
-    def big(self, case: Case) -> float:
+    def big(self, case: DeviceCase) -> float:
         """GB/s of one copy of as many bytes."""
         sides = (self.pool, self.kv) if case.direction is Direction.STORE else (self.kv, self.pool)
 
@@ -195,7 +195,7 @@ class Sides:
     def submission_us(self) -> float:
         """What the submission of a batch costs a copy thread, in microseconds."""
         page = min(SMALL_PAGE, self.num_bytes // SUBMITTED // KIB * KIB)
-        runs = self.runs(Case(page, SUBMITTED, Direction.STORE))
+        runs = self.runs(DeviceCase(page, SUBMITTED, Direction.STORE))
         copies = direct(rows_of(runs, 0, SUBMITTED), Direction.STORE, self.kv, self.pool)
         began = time.perf_counter()
         self.driver.copy_batch(self.stream, copies, SourceOrder.STREAM)
@@ -206,7 +206,7 @@ class Sides:
     @contextmanager
     def copying(self, direction: Direction, page_bytes: int) -> Iterator[None]:
         """All pages, again and again, by another thread."""
-        case = Case(page_bytes, self.num_bytes // page_bytes, direction)
+        case = DeviceCase(page_bytes, self.num_bytes // page_bytes, direction)
         runs, is_over = self.runs(case), threading.Event()
 
         def copy() -> None:
@@ -222,12 +222,12 @@ class Sides:
             is_over.set()
             thread.join(CALIBRATION_S)
 
-    def _copy(self, case: Case, runs: CopyRuns, first: int, last: int) -> None:
+    def _copy(self, case: DeviceCase, runs: CopyRuns, first: int, last: int) -> None:
         done = self.backend.copy(case.direction, runs, first, last, StopSign())
         assert done, "it was not cancelled"
 
     @staticmethod
-    def _speed(case: Case, copy: Callable[[], object]) -> float:
+    def _speed(case: DeviceCase, copy: Callable[[], object]) -> float:
         began = time.perf_counter()
         copy()
         return case.num_bytes / (time.perf_counter() - began) / 1e9
@@ -270,7 +270,7 @@ def run(options: Options) -> Result:
         thread.join(CALIBRATION_S)
     with ExitStack() as stack:
         stack.callback(device.close)
-        sides = Sides(driver, side_bytes(options), device.table)
+        sides = DeviceSides(driver, side_bytes(options), device.table)
         stack.callback(sides.close)
         work = stack.enter_context(MatrixProcess()) if has_torch_for_cuda() else None
         return measure(sides, options, work)
@@ -284,7 +284,7 @@ def side_bytes(options: Options) -> int:
     return max(LEAST_SIDE_BYTES, min(SIDE_BYTES, room) // MIB * MIB)
 
 
-def measure(sides: Sides, options: Options, work: Work | None) -> Result:
+def measure(sides: DeviceSides, options: Options, work: Work | None) -> Result:
     """All cases on a device, and the verdicts."""
     result = Result("copy", f"{BENCHMARKS['copy'].summary}, on a {sides.driver.name.model}")
     all_cases = list(cases(options, sides.num_bytes))
@@ -303,7 +303,7 @@ def measure(sides: Sides, options: Options, work: Work | None) -> Result:
     return result
 
 
-def _subjects(sides: Sides, case: Case) -> dict[str, Callable[[], float]]:
+def _subjects(sides: DeviceSides, case: DeviceCase) -> dict[str, Callable[[], float]]:
     runs = sides.runs(case)
     subjects: dict[str, Callable[[], float]] = {
         OURS: partial(sides.ours, case, runs, sides.table),
@@ -317,7 +317,7 @@ def _subjects(sides: Sides, case: Case) -> dict[str, Callable[[], float]]:
     return subjects
 
 
-def _beside(sides: Sides, work: Work) -> dict[str, Callable[[], float]]:
+def _beside(sides: DeviceSides, work: Work) -> dict[str, Callable[[], float]]:
     def beside(direction: Direction, page_bytes: int) -> float:
         with sides.copying(direction, page_bytes):
             return work()
@@ -330,7 +330,7 @@ def _beside(sides: Sides, work: Work) -> dict[str, Callable[[], float]]:
     }
 
 
-def _judge(result: Result, all_cases: list[Case], *, has_work: bool) -> None:
+def _judge(result: Result, all_cases: list[DeviceCase], *, has_work: bool) -> None:
     large = [case for case in all_cases if case.page_bytes >= LARGE_PAGE]
     small = [case for case in all_cases if case.page_bytes == SMALL_PAGE]
     text = "at least {} of one large copy, pages {}, 16 MiB and more together"
@@ -349,7 +349,7 @@ def _judge(result: Result, all_cases: list[Case], *, has_work: bool) -> None:
     result.verdicts.append(Verdict(budget, slowest, MOST_SLOWER))
 
 
-def _judge_speed(result: Result, some: list[Case], budget: str, limit: float) -> None:
+def _judge_speed(result: Result, some: list[DeviceCase], budget: str, limit: float) -> None:
     """Judge the page size that is worst, each by the median of its cases."""
     by_page: dict[int, list[float]] = {}
     for case in some:

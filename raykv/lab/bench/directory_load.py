@@ -46,7 +46,7 @@ def key(number: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered(Generic[R]):
+class AnsweredCall(Generic[R]):
     """What the scheduler actor made of a message, and the CPU seconds that it took."""
 
     reply: R
@@ -55,7 +55,7 @@ class Answered(Generic[R]):
     messages_s: float
 
 
-def exchange(raw: bytes, kind: type[M], decide: Callable[[M], R]) -> Answered[R]:
+def exchange(raw: bytes, kind: type[M], decide: Callable[[M], R]) -> AnsweredCall[R]:
     """The scheduler actor's part: the message is new in memory, the reply soon forgotten."""
     began = time.thread_time()
     message = decode(raw, kind)
@@ -64,24 +64,24 @@ def exchange(raw: bytes, kind: type[M], decide: Callable[[M], R]) -> Answered[R]
     decided = time.thread_time()
     answer = encode(reply)
     messages_s = decoded - began + time.thread_time() - decided
-    return Answered(reply, answer, decided - decoded, messages_s)
+    return AnsweredCall(reply, answer, decided - decoded, messages_s)
 
 
-class Watch:
+class Stopwatch:
     """CPU seconds in the core, and in the messages around it."""
 
     def __init__(self) -> None:
         self.core_s = self.messages_s = 0.0
 
-    def sync(self, load: Load, raw: bytes) -> SyncReply:
+    def sync(self, load: DirectoryLoad, raw: bytes) -> SyncReply:
         """An engine's exchange."""
         return self._add(exchange(raw, SyncRequest, load.sync))
 
-    def report(self, load: Load, raw: bytes) -> None:
+    def report(self, load: DirectoryLoad, raw: bytes) -> None:
         """A NodeActor's report."""
         self._add(exchange(raw, NodeReport, load.take))
 
-    def _add(self, answered: Answered[R]) -> R:
+    def _add(self, answered: AnsweredCall[R]) -> R:
         self.core_s += answered.core_s
         self.messages_s += answered.messages_s
         return answered.reply
@@ -97,7 +97,7 @@ def manager() -> BlockManager:
     return BlockManager(Epoch(1), table=open_table(ManagerSettings().eviction_policy))
 
 
-class Load:
+class DirectoryLoad:
     """One node full of chunks, one engine, and the block manager between them."""
 
     def __init__(self, manager: BlockManager, num_chunks: int) -> None:
@@ -170,24 +170,24 @@ class Load:
         return [key(number) for number in range(first, first + count)]
 
 
-def looked_up(load: Load, values: Values) -> None:
+def looked_up(load: DirectoryLoad, values: Values) -> None:
     """Lookups of batches anywhere, and of a long prefix."""
-    watch = Watch()
+    watch = Stopwatch()
     for raw in [encode(load.request(asked=load.asked(BATCH))) for _ in range(BATCHES)]:
         reply = watch.sync(load, raw)
         assert len(reply.replicas.slots) == BATCH
     watch.rates(values, "lookups")
     for raw in [encode(load.request(asked=load.prefix(PREFIX))) for _ in range(8)]:
-        watch = Watch()
+        watch = Stopwatch()
         reply = watch.sync(load, raw)
         assert len(reply.replicas.slots) == min(PREFIX, load.num_slots)
         add(values, "prefix of 4096", CORE, watch.core_s * 1e3)
         add(values, "prefix of 4096", MESSAGES, watch.messages_s * 1e3)
 
 
-def replaced(load: Load, values: Values) -> None:
+def replaced(load: DirectoryLoad, values: Values) -> None:
     """Evictions in a full pool for leases, and stores at them."""
-    evicting, storing = Watch(), Watch()
+    evicting, storing = Stopwatch(), Stopwatch()
     for _ in range(BATCHES):
         reply = evicting.sync(load, encode(load.request(wanted=BATCH)))
         assert len(reply.granted.slots) == BATCH
@@ -239,7 +239,7 @@ def resident() -> int:
 def in_raykv(size: int, repeats: int, values: Values) -> None:
     """The block manager."""
     before = resident()
-    load = Load(manager(), size)
+    load = DirectoryLoad(manager(), size)
     load.fill()
     add(values, "memory", CORE, (resident() - before) / load.num_slots)
     # Until the event log is full: from then on, memory that one chunk frees is another's.
@@ -258,7 +258,7 @@ def main(subject: str, size: int, repeats: int) -> Values:
         in_dict(size, repeats, values)
         return values
     # What is loaded and compiled once belongs to no chunk.
-    warm = Load(manager(), 1)
+    warm = DirectoryLoad(manager(), 1)
     warm.fill()
     looked_up(warm, {})
     del warm

@@ -69,7 +69,9 @@ def run(options: Options) -> Result:
     result = Result("disaggregated", BENCHMARKS["disaggregated"].summary)
     lengths = (2 * BLOCK,) if options.quick else LENGTHS
     context = max(lengths) + 2 * BLOCK
-    load = Load(lengths, STREAM_TOKENS // 8 if options.quick else STREAM_TOKENS, context - BLOCK)
+    load = PromptLoad(
+        lengths, STREAM_TOKENS // 8 if options.quick else STREAM_TOKENS, context - BLOCK
+    )
     pool_bytes = (256 << 20) if options.quick else (1 << 30)
     repeats = options.repeats_or(3)
     values: Values = {}
@@ -100,7 +102,7 @@ Values = dict[tuple[str, str, str], list[float]]
 """By case, subject and unit."""
 
 
-class Load:
+class PromptLoad:
     """Prompts for all repeats; no two are alike.
 
     A stream that nothing disturbs has `stream_tokens`, one that is disturbed `most_tokens` at most.

@@ -21,7 +21,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     config = json.loads(sys.stdin.readline())
-    engine = Engine(config)
+    engine = ChildEngine(config)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -46,7 +46,7 @@ def transfer_config(raykv: dict[str, Any] | None, connector: dict[str, Any] | No
     return None if connector is None else KVTransferConfig(kv_role="kv_both", **connector)
 
 
-class Engine:
+class ChildEngine:
     """The commands."""
 
     def __init__(self, config: dict[str, Any]) -> None:

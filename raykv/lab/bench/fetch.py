@@ -73,7 +73,7 @@ def run(options: Options) -> Result:
     return result
 
 
-class Peer:
+class BenchPeer:
     """One end of the comparisons, on a node."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -186,7 +186,7 @@ def _peer(node_id: str, most_bytes: int) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     environment = {"env_vars": {"RAY_worker_niceness": "0"}}
     options = {"num_cpus": 0, "scheduling_strategy": strategy, "runtime_env": environment}
-    return ray.remote(Peer).options(**options).remote(most_bytes)
+    return ray.remote(BenchPeer).options(**options).remote(most_bytes)
 
 
 def _handles(count: int, generation: int) -> Handles:

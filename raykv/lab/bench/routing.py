@@ -24,7 +24,7 @@ from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptHasher, PromptTokens
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.reader import PrefixQuery
-from raykv.serve.router.rank import PromptPlace, RecentPrompts, Replica, Weights, rank
+from raykv.serve.router.rank import Candidate, PromptPlace, RecentPrompts, Weights, rank
 
 MOST_MS = 1.0
 TOKENS, BLOCK, TURN = 4096, 16, 256
@@ -60,7 +60,7 @@ def _subjects(tokens: int, *, is_new: bool) -> dict[str, Callable[[], float]]:
     group = ChunkGroup(0, BLOCK)
     scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, BLOCK), (group,))
     recent = RecentPrompts(30.0)
-    replicas = [Replica(f"r{n}", f"n{n % NUM_NODES}", n % 3) for n in range(2 * NUM_NODES)]
+    replicas = [Candidate(f"r{n}", f"n{n % NUM_NODES}", n % 3) for n in range(2 * NUM_NODES)]
     on_nodes = {f"n{n}": n * BLOCK for n in range(NUM_NODES)}
 
     def measure(decides: bool) -> float:

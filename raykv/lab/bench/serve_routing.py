@@ -27,7 +27,7 @@ from raykv.lab.bench.completions import Server
 from raykv.lab.bench.conversations import (
     Answered,
     Conversation,
-    Load,
+    ConversationLoad,
     Sums,
     conversations,
     pick,
@@ -46,8 +46,8 @@ WITH, WITHOUT = "with RayKV", "without"
 FALLBACK = "power_of_two"
 """What "kv" is without RayKV: there is no directory to ask."""
 
-REAL = Load(conversations=8, turns=4, system_words=120, turn_words=90, answer_tokens=16)
-TINY = Load(conversations=6, turns=3, system_words=30, turn_words=30, answer_tokens=4)
+REAL = ConversationLoad(conversations=8, turns=4, system_words=120, turn_words=90, answer_tokens=16)
+TINY = ConversationLoad(conversations=6, turns=3, system_words=30, turn_words=30, answer_tokens=4)
 CLIENTS = 2
 APP = "routing"
 
@@ -102,7 +102,7 @@ def subjects() -> list[tuple[str, bool]]:
     return [*((name, True) for name in ROUTERS), *((name, False) for name in without)]
 
 
-def rows(load: Load, found: dict[str, list[Sums]]) -> list[Row]:
+def rows(load: ConversationLoad, found: dict[str, list[Sums]]) -> list[Row]:
     """Three for each subject."""
     made = []
     for name, some in found.items():
@@ -116,7 +116,7 @@ def rows(load: Load, found: dict[str, list[Sums]]) -> list[Row]:
     return made
 
 
-def _case(load: Load) -> str:
+def _case(load: ConversationLoad) -> str:
     return f"{load.conversations} conversations of {load.turns} turns"
 
 
@@ -137,7 +137,7 @@ def talking_tiny_model(folder: Path) -> Path:
     return write_tiny_tokenizer(model)
 
 
-def measure(bed: Bed, router: str, load: Load, seed: int, *, has_raykv: bool) -> Sums:
+def measure(bed: Bed, router: str, load: ConversationLoad, seed: int, *, has_raykv: bool) -> Sums:
     """One application, from its start to its end."""
     from ray import serve
 
@@ -197,7 +197,7 @@ def _wait_until_placing(server: Server) -> None:
         time.sleep(LOOK_S)
 
 
-def _talk(server: Server, load: Load, seed: int) -> list[Answered]:
+def _talk(server: Server, load: ConversationLoad, seed: int) -> list[Answered]:
     """All conversations, by a few clients."""
     waiting: list[Conversation] = conversations(load, seed)
     random, lock = Random(seed), threading.Lock()

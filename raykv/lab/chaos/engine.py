@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raykv.lab.bench.engine import EngineError, EngineProcess
-from raykv.lab.chaos.plan import BLOCK, MAX_TOKENS, Batch, probe
-from raykv.lab.chaos.report import Answer, Seen
-from raykv.lab.chaos.watch import Stored, Watch
+from raykv.lab.chaos.plan import BLOCK, MAX_TOKENS, AskBatch, probe
+from raykv.lab.chaos.report import ChaosAnswer, Seen
+from raykv.lab.chaos.watch import ChaosWatch, Stored
 
 PROBE_TRIES = 8
 PROBE_PAUSE_S = 0.15
@@ -19,10 +19,10 @@ PROBE_PAUSE_S = 0.15
 EngineFactory = Callable[[], EngineProcess]
 
 
-def answers_of(output: dict[str, Any]) -> list[Answer]:
+def answers_of(output: dict[str, Any]) -> list[ChaosAnswer]:
     """Of `engine_child.Engine.serve`; what was taken back has no tokens worth a look."""
     return [
-        Answer(
+        ChaosAnswer(
             tokens=tuple(each.get("tokens", ())),
             logprobs=tuple(each.get("logprobs", ())),
             gaps=tuple(each.get("gaps", ())),
@@ -53,15 +53,15 @@ class Worked(threading.Thread):
         process: EngineProcess,
         start: EngineFactory,
         prompts: list[list[int]],
-        references: list[Answer],
-        batches: Iterator[Batch],
+        references: list[ChaosAnswer],
+        batches: Iterator[AskBatch],
         next_probe: Callable[[], int],
     ) -> None:
         super().__init__(name=f"chaos-engine-{number}", daemon=True)
         self.number = number
         self.seen = Seen()
         self.process = process
-        self.watch: Watch | None = None
+        self.watch: ChaosWatch | None = None
         # What made this thread end early, if anything.
         self.error: Exception | None = None
         self._start = start
@@ -128,14 +128,14 @@ class Worked(threading.Thread):
         self._preemptions = 0
         self.process = self._start()
 
-    def _serve(self, requests: list[dict[str, Any]]) -> list[Answer]:
+    def _serve(self, requests: list[dict[str, Any]]) -> list[ChaosAnswer]:
         output = self.process.call("serve", requests=requests)
         preemptions = int(output["preemptions"])
         self.seen.preemptions += preemptions - self._preemptions
         self._preemptions = preemptions
         return answers_of(output)
 
-    def _ask(self, batch: Batch) -> None:
+    def _ask(self, batch: AskBatch) -> None:
         requests = [
             {
                 "prompt": self._prompts[ask.prompt],
@@ -162,7 +162,7 @@ class Worked(threading.Thread):
         if batch.resets:
             self.process.reset()
 
-    def _check(self, what: str, answer: Answer, reference: Answer) -> None:
+    def _check(self, what: str, answer: ChaosAnswer, reference: ChaosAnswer) -> None:
         if answer.reason != "length":
             self._fail(what, f"ended with {answer.reason!r}")
         elif not answer.agrees(reference):
@@ -176,7 +176,7 @@ class Worked(threading.Thread):
 
     # Probes
 
-    def _probe(self, watch: Watch) -> None:
+    def _probe(self, watch: ChaosWatch) -> None:
         number = self._next_probe()
         computed = self._ask_probe(number)
         for _ in range(PROBE_TRIES):
@@ -194,7 +194,7 @@ class Worked(threading.Thread):
             if fetched.cached >= len(probe(others.number)) // BLOCK * BLOCK:
                 watch.fetched(self.number)
 
-    def _ask_probe(self, number: int) -> Answer:
+    def _ask_probe(self, number: int) -> ChaosAnswer:
         self.seen.probes += 1
         (answer,) = self._serve([{"prompt": probe(number), "max_tokens": MAX_TOKENS}])
         return answer

@@ -28,7 +28,7 @@ NODE_ACTOR, SCHEDULER_ACTOR = "NodeActor", "SchedulerActor"
 
 
 @dataclass
-class Node:
+class ChaosNode:
     """A Ray node; the head has no `local`, which is what we have started."""
 
     node_id: str
@@ -47,13 +47,13 @@ class Parts:
         self.address = address
         # Whether the GCS is gone: nothing may be asked through Ray then.
         self.is_headless = False
-        self.nodes = [Node(cluster.resolve_node_id(""))]
+        self.nodes = [ChaosNode(cluster.resolve_node_id(""))]
         while len(self.nodes) < num_nodes:
             self.nodes.append(self._new_node())
 
-    def _new_node(self) -> Node:
+    def _new_node(self) -> ChaosNode:
         local = add_local_node(self.address)
-        return Node(local.node_id, local)
+        return ChaosNode(local.node_id, local)
 
     def replace(self, number: int) -> None:
         """A new Ray node in the place of one whose raylet is dead."""

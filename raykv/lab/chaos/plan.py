@@ -100,7 +100,7 @@ def faults(seed: int, num_nodes: int, kinds: Sequence[FaultKind]) -> Iterator[Fa
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlannedAsk:
     """One request: a prompt by its number, and after which share of its tokens it is aborted."""
 
     prompt: int
@@ -109,10 +109,10 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Batch:
+class AskBatch:
     """Requests that one engine gets at once; `resets` vLLM's own prefix cache afterwards."""
 
-    asks: tuple[Ask, ...]
+    asks: tuple[PlannedAsk, ...]
     resets: bool
 
 
@@ -133,7 +133,7 @@ def probe(number: int) -> list[int]:
     return prompt(PROBE_SEEDS + number, 4 * BLOCK + 7)
 
 
-def batches(seed: int, engine: int, num_prompts: int) -> Iterator[Batch]:
+def batches(seed: int, engine: int, num_prompts: int) -> Iterator[AskBatch]:
     """What an engine is asked, without end. A few documents are asked for often."""
     source = random.Random(f"load {seed} {engine}")
     while True:
@@ -142,5 +142,5 @@ def batches(seed: int, engine: int, num_prompts: int) -> Iterator[Batch]:
             number = min(source.randrange(num_prompts), source.randrange(num_prompts))
             is_aborted = source.random() < ABORTED
             steps = source.randint(1, 8) if is_aborted else None
-            asks.append(Ask(number, source.randint(4, MAX_TOKENS), steps))
-        yield Batch(tuple(asks), source.random() < RESETS)
+            asks.append(PlannedAsk(number, source.randint(4, MAX_TOKENS), steps))
+        yield AskBatch(tuple(asks), source.random() < RESETS)

@@ -24,7 +24,7 @@ far has needed: 80 MiB were seen."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChaosAnswer:
     """What came back for one request; `reason` is why it ended, "length" if regularly.
 
     `gaps`: by how much the logprob of each token is above that of the next best one.
@@ -37,7 +37,7 @@ class Answer:
     cached: int
     seconds: float
 
-    def agrees(self, reference: Answer) -> bool:
+    def agrees(self, reference: ChaosAnswer) -> bool:
         """Whether it is the beginning of what the reference says, with the same certainty.
 
         Where rounding may decide between two tokens, the rest may be another text.
@@ -111,7 +111,7 @@ class Seen:
 
 
 @dataclass
-class Report(Seen):
+class ChaosReport(Seen):
     """All numbers of a run."""
 
     seed: int
@@ -166,7 +166,7 @@ class Report(Seen):
         return {**asdict(self), "grown": self.grown, "problems": self.problems}
 
 
-def show(report: Report) -> RenderableType:
+def show(report: ChaosReport) -> RenderableType:
     """For a person."""
     parts: list[RenderableType] = [_numbers(report), _faults(report.faults), _kinds(report.faults)]
     parts.append(_processes(report))
@@ -183,7 +183,7 @@ def show(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def _numbers(report: Report) -> Table:
+def _numbers(report: ChaosReport) -> Table:
     table = Table("", "", box=SIMPLE_HEAD, show_header=False)
     cached = 100 * report.cached_tokens / max(1, report.prompt_tokens)
     rows = {
@@ -243,7 +243,7 @@ def _seconds(value: float | None, *, waited: bool) -> str:
     return "never" if waited else ""
 
 
-def _processes(report: Report) -> Table:
+def _processes(report: ChaosReport) -> Table:
     headings = ("process", "MiB before", "MiB after", "fds before", "fds after")
     table = Table(*headings, box=SIMPLE_HEAD)
     for name in dict.fromkeys(process.name for process in (*report.before, *report.after)):

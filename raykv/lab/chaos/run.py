@@ -1,7 +1,7 @@
 """`raykv chaos`: the bed, the faults and the verdict.
 
     plan (seed) ──► faults ──► Parts ───────┐
-              └──► batches ──► Worked (one thread per engine) ──► Report
+              └──► batches ──► Worked (one thread per engine) ──► ChaosReport
 
 Everything runs on this host, in a Ray cluster of its own that ends with the run. What an engine
 answers is compared with an engine that used no cache: token by token, and how certain it was.
@@ -32,8 +32,8 @@ from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.chaos.engine import Worked, answers_of
 from raykv.lab.chaos.parts import Parts, frozen, kill, measured, shared_memory
 from raykv.lab.chaos.plan import BLOCK, MAX_TOKENS, Fault, FaultKind, batches, faults, prompts
-from raykv.lab.chaos.report import Answer, FaultSeen, Process, Report, show
-from raykv.lab.chaos.watch import Watch
+from raykv.lab.chaos.report import ChaosAnswer, ChaosReport, FaultSeen, Process, show
+from raykv.lab.chaos.watch import ChaosWatch
 from raykv.serve.models import tiny_llama
 
 CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
@@ -88,7 +88,7 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
     if json_path is not None and not json_path.parent.is_dir():
         raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
     in_shm = shared_memory()
-    report = Report(options.seed, options.num_nodes, options.num_nodes)
+    report = ChaosReport(options.seed, options.num_nodes, options.num_nodes)
     with ExitStack() as stack:
         _Chaos(stack, options, console, report).run()
     report.left_over += [f"/dev/shm/{name}" for name in sorted(shared_memory() - in_shm)]
@@ -111,7 +111,7 @@ class _Chaos:
     """One run."""
 
     def __init__(
-        self, stack: ExitStack, options: ChaosOptions, console: Console, report: Report
+        self, stack: ExitStack, options: ChaosOptions, console: Console, report: ChaosReport
     ) -> None:
         self._options = options
         self._console = console
@@ -139,7 +139,7 @@ class _Chaos:
             engine.start()
         # As a fault that was none: all engines have to store, load and fetch.
         start = FaultSeen(-1, "start", 0, 0.0, 0.0)
-        self._wait_until_mended(start, Watch(len(self._engines), self._nodes()))
+        self._wait_until_mended(start, ChaosWatch(len(self._engines), self._nodes()))
         if not start.is_mended:
             raise ClusterError("offloading does not work, before anything was done to it")
         self._report.before = self._processes()
@@ -162,7 +162,7 @@ class _Chaos:
             if time.monotonic() >= give_up_at:
                 if fault.overlaps:
                     seen = self._report.faults[-1]
-                    self._wait_until_mended(seen, Watch(len(self._engines), self._nodes()))
+                    self._wait_until_mended(seen, ChaosWatch(len(self._engines), self._nodes()))
                 return
 
     def _nodes(self) -> list[int]:
@@ -208,7 +208,7 @@ class _Chaos:
             block_size=BLOCK,
         )
 
-    def _references(self, engine: EngineProcess, texts: list[list[int]]) -> list[Answer]:
+    def _references(self, engine: EngineProcess, texts: list[list[int]]) -> list[ChaosAnswer]:
         """What an engine says that neither loads nor stores, one prompt at a time."""
         found = []
         for text in texts:
@@ -232,7 +232,7 @@ class _Chaos:
             except ClusterError as error:
                 seen.note = str(error)
             if not fault.overlaps:
-                self._wait_until_mended(seen, Watch(len(self._engines), self._nodes()))
+                self._wait_until_mended(seen, ChaosWatch(len(self._engines), self._nodes()))
         self._console.print(
             f"{seen.at_s:6.0f} s  {seen.number:3d}  {seen.kind}, node {seen.node}"
             + (f", {seen.frozen_s:.1f} s" if seen.frozen_s else "")
@@ -275,7 +275,7 @@ class _Chaos:
                 assert fault.kind is FaultKind.GCS_FROZEN, fault
                 return self._parts.gcs()
 
-    def _wait_until_mended(self, seen: FaultSeen, watch: Watch) -> None:
+    def _wait_until_mended(self, seen: FaultSeen, watch: ChaosWatch) -> None:
         seen.waited = True
         for engine in self._engines:
             engine.watch = watch

@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from raykv.lab.chaos.report import Answer
+from raykv.lab.chaos.report import ChaosAnswer
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Stored:
 
     number: int
     engine: int
-    answer: Answer
+    answer: ChaosAnswer
 
 
-class Watch:
+class ChaosWatch:
     """Since a moment; threads of all engines report to it.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raykv.base.errors import RayKVError
-from raykv.lab.demo.report import Ask, Phase, TokenSources
+from raykv.lab.demo.report import DemoAsk, DemoTokens, Phase
 from raykv.serve.models import cache_root
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Setup:
     make_prompts: Callable[[Any], list[Prompt]]
 
 
-class Engine:
+class DemoEngine:
     """A running engine; its EngineCore is a process of its own.
 
     A process has one set of vLLM's counters, that of the engine which it started last: an engine
@@ -76,7 +76,7 @@ class Engine:
         """What this model is asked."""
         return self._setup.make_prompts(self._llm)
 
-    def ask(self, step: Step) -> Ask:
+    def ask(self, step: Step) -> DemoAsk:
         """Ask once; says where the tokens of the prompt came from."""
         prompt = step.prompt
         before = self._sources()
@@ -86,7 +86,7 @@ class Engine:
         sources = self._sources().since(before)
         completion = output.outputs[0]
         token_ids = tuple(completion.token_ids)
-        return Ask(
+        return DemoAsk(
             document=prompt.document,
             question=prompt.question,
             phase=step.phase,
@@ -120,13 +120,13 @@ class Engine:
                 )
             time.sleep(_POLL_S)
 
-    def _sources(self) -> TokenSources:
+    def _sources(self) -> DemoTokens:
         """From vLLM's counters since the engine started."""
         counts: Counter[str] = Counter()
         for metric in self._llm.get_metrics():
             if metric.name == "vllm:prompt_tokens_by_source":
                 counts[metric.labels["source"]] += metric.value
-        return TokenSources(
+        return DemoTokens(
             computed=counts["local_compute"],
             prefix_cache=counts["local_cache_hit"],
             raykv=counts["external_kv_transfer"],

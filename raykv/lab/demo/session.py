@@ -16,14 +16,14 @@ from rich.progress import (
 )
 
 from raykv.lab.demo.prompts import other_node_steps, schedule
-from raykv.lab.demo.report import PHASE_TITLES, Ask, Phase, Report, show_ask
+from raykv.lab.demo.report import PHASE_TITLES, DemoAsk, DemoReport, Phase, show_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
-    from raykv.lab.demo.engine import Engine, Setup
+    from raykv.lab.demo.engine import DemoEngine, Setup
     from raykv.lab.demo.prompts import Prompt, Step
     from raykv.protocol.status import ClusterStatus
 
@@ -36,13 +36,13 @@ _SHORT_TOKENS = 8  # too few to be cached
 _FETCH_TOKENS = 512
 
 
-class Cluster(Protocol):
+class DemoCluster(Protocol):
     """What is wanted of `raykv.client.cluster.Cluster`."""
 
     def status(self) -> ClusterStatus: ...
 
 
-class Session:
+class DemoSession:
     """A running engine and its cluster, and the asks made so far.
 
     Args:
@@ -56,18 +56,18 @@ class Session:
     def __init__(
         self,
         setup: Setup,
-        engine: Engine,
-        start_other: Callable[[], Engine] | None,
-        cluster: Cluster,
+        engine: DemoEngine,
+        start_other: Callable[[], DemoEngine] | None,
+        cluster: DemoCluster,
     ) -> None:
         self._setup = setup
         self._engine = engine
         self._start_other = start_other
         self._cluster = cluster
-        self._asks: list[Ask] = []
+        self._asks: list[DemoAsk] = []
 
-    def run(self, rounds: int, console: Console) -> Report:
-        """Ask everything in all rounds, then on the other node, if there is one."""
+    def run(self, rounds: int, console: Console) -> DemoReport:
+        """DemoAsk everything in all rounds, then on the other node, if there is one."""
         prompts = self._engine.prompts()
         before = self._counts()
         self._engine.generate(_short(prompts[0]))
@@ -80,7 +80,7 @@ class Session:
                 other = self._start_warm(self._start_other, prompts[0])
                 self._ask_all(other, last_steps, display)
         after = self._settled_counts(_HEARTBEAT_S)
-        return Report(
+        return DemoReport(
             model=self._setup.name,
             caveat=self._setup.caveat,
             rounds=rounds,
@@ -90,7 +90,7 @@ class Session:
             pool_bytes=after["pool_bytes"],
         )
 
-    def _ask_all(self, engine: Engine, steps: Sequence[Step], display: _Display) -> None:
+    def _ask_all(self, engine: DemoEngine, steps: Sequence[Step], display: _Display) -> None:
         for step in steps:
             display.say(f"round {step.round}, {PHASE_TITLES[step.phase]}: {step.prompt.document}")
             if step.phase in (Phase.NEW_QUESTION, Phase.RAYKV):
@@ -102,7 +102,7 @@ class Session:
             self._asks.append(ask)
             display.show(ask)
 
-    def _start_warm(self, start_other: Callable[[], Engine], prompt: Prompt) -> Engine:
+    def _start_warm(self, start_other: Callable[[], DemoEngine], prompt: Prompt) -> DemoEngine:
         """Start the engine on the other node, and pay for what happens there once.
 
         That is the engine's first step, the first touch of the pool's pages, and the first fetch
@@ -180,7 +180,7 @@ class _Display:
         """What is being done now."""
         self._progress.update(self._task, description=sentence)
 
-    def show(self, ask: Ask) -> None:
+    def show(self, ask: DemoAsk) -> None:
         """An ask is over."""
         self._progress.console.print(show_ask(ask))
         self._progress.advance(self._task)

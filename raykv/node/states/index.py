@@ -83,7 +83,7 @@ class CaptureEntry:
 
 
 @dataclass(frozen=True)
-class Admission:
+class CaptureAdmission:
     """Whether a request's states may be copied now; `forgotten` requests make room for them."""
 
     is_admitted: bool
@@ -117,7 +117,7 @@ class CaptureIndex:
 
     def admit(
         self, request_id: str, num_bytes: int, most_bytes: int, ttl_s: float, now: float
-    ) -> Admission:
+    ) -> CaptureAdmission:
         """Begin with a request, if there is room or can be made; else nothing has changed.
 
         One that is larger than `most_bytes` is admitted when nothing else is in memory.
@@ -133,7 +133,7 @@ class CaptureIndex:
                     if left + num_bytes <= most_bytes:
                         break
         if left and left + num_bytes > most_bytes:
-            return Admission(is_admitted=False)
+            return CaptureAdmission(is_admitted=False)
         surplus = len(self._entries) - len(forgotten) + 1 - MAX_ENTRIES
         if surplus > 0:
             free = [
@@ -142,13 +142,13 @@ class CaptureIndex:
                 if entry.state not in _FIXED and other not in forgotten
             ]
             if len(free) < surplus:
-                return Admission(is_admitted=False)
+                return CaptureAdmission(is_admitted=False)
             forgotten += free[:surplus]
         for other in forgotten:
             self._forget(other)
         self._entries[request_id] = CaptureEntry(num_bytes, ttl_s, since=now)
         self._num_bytes += num_bytes
-        return Admission(is_admitted=True, forgotten=tuple(forgotten))
+        return CaptureAdmission(is_admitted=True, forgotten=tuple(forgotten))
 
     def copied(self, request_id: str) -> None:
         """All bytes have arrived."""

@@ -17,7 +17,7 @@ class BrokenAnswerError(Exception):
     """An answer has begun and cannot be finished: cut the connection, so that it shows."""
 
 
-class Answer:
+class HttpAnswer:
     """The answer to one request. Do not use it after it is complete."""
 
     def __init__(self, send: Any) -> None:

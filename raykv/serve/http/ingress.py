@@ -24,7 +24,7 @@ from raykv.base.deadlines import (
     REPLICA_WAIT_S,
 )
 from raykv.serve.arguments import IngressArguments, parse
-from raykv.serve.http.answer import Answer
+from raykv.serve.http.answer import HttpAnswer
 from raykv.serve.http.exchange import (
     NESTED,
     AsgiApp,
@@ -156,7 +156,7 @@ class Ingress:
         try:
             refusal = await self._read(body, receive)
             if refusal is not None:
-                await Answer(send).refuse(refusal.status, refusal.reason)
+                await HttpAnswer(send).refuse(refusal.status, refusal.reason)
                 return
             request = HttpRequest(
                 scope["method"],
@@ -165,7 +165,7 @@ class Ingress:
                 list(scope["headers"]),
                 bytes(body),
             )
-            await self._until_left(self._answer(request, Answer(send)), receive)
+            await self._until_left(self._answer(request, HttpAnswer(send)), receive)
         except _ClientLeftError:
             return
         finally:
@@ -206,7 +206,7 @@ class Ingress:
         if is_done:
             await task
 
-    async def _answer(self, request: HttpRequest, answer: Answer) -> None:
+    async def _answer(self, request: HttpRequest, answer: HttpAnswer) -> None:
         if is_nested_too_deeply(request.body):
             await answer.refuse(400, NESTED)
             return
@@ -240,7 +240,7 @@ class Ingress:
             return self._models[0]
         return self._by_name.get(name) if isinstance(name, str) else None
 
-    async def _pass_on(self, backend: Backend, request: HttpRequest, answer: Answer) -> None:
+    async def _pass_on(self, backend: Backend, request: HttpRequest, answer: HttpAnswer) -> None:
         for attempt in range(1, self._attempts + 1):
             try:
                 async with aclosing(backend.answer(request)) as pieces:
@@ -266,7 +266,7 @@ class Ingress:
                 return
         await answer.refuse(503, f"{self._attempts} replicas died one after another: try later")
 
-    async def _list_models(self, request: HttpRequest, answer: Answer) -> None:
+    async def _list_models(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """All models in one list, without those that have no replica."""
         found = await asyncio.gather(
             *(whole(model.backend.answer(request)) for model in self._models),
@@ -298,7 +298,7 @@ class _ClientLeftError(Exception):
     """The client no longer waits for an answer."""
 
 
-async def _tell_metrics(backends: Sequence[MeteredBackend], answer: Answer) -> None:
+async def _tell_metrics(backends: Sequence[MeteredBackend], answer: HttpAnswer) -> None:
     """Those of all replicas of all models that answer."""
     found = await asyncio.gather(*(each.metrics() for each in backends), return_exceptions=True)
     pages = [page for pages in found if not isinstance(pages, BaseException) for page in pages]

@@ -24,7 +24,7 @@ from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import Directory
 from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.power_of_two import two_choices
-from raykv.serve.router.rank import Replica
+from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import Fallback, PromptRenderer, Render
 from raykv.serve.router.settings import parse_route_settings
 
@@ -82,7 +82,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         loads = self.replica_queue_len_cache
         replicas = [
-            Replica(name, each.node_id, loads.get(each.replica_id) or 0)
+            Candidate(name, each.node_id, loads.get(each.replica_id) or 0)
             for name, each in by_name.items()
         ]
         return [[by_name[choice.name]] for choice in self._planner.choose(placed, replicas)]

@@ -12,7 +12,7 @@ from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import MOST_KEYS, FoundPrompt
-from raykv.serve.router.rank import Choice, PromptPlace, RecentPrompts, Replica, rank
+from raykv.serve.router.rank import Candidate, Choice, PromptPlace, RecentPrompts, rank
 from raykv.serve.router.rendering import Fallback
 from raykv.serve.router.settings import RouteSettings
 
@@ -102,7 +102,7 @@ class RoutePlanner:
         firsts = (each.keys.keys[_followed(each.keys)][:1] for each in request.prompts)
         return any(self._recent.num_held(first, now) for first in firsts)
 
-    def choose(self, request: PlacedRequest, replicas: Sequence[Replica]) -> list[Choice]:
+    def choose(self, request: PlacedRequest, replicas: Sequence[Candidate]) -> list[Choice]:
         """All replicas, the best one first: it is remembered that the prompts go there."""
         now = self._clock()
         prompts = [self._place_of(each, now) for each in request.prompts]

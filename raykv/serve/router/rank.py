@@ -64,7 +64,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class Candidate:
     """A replica that could take a request.
 
     `load`: requests that wait or run there; `sent`: requests ever sent there by this router.
@@ -99,7 +99,7 @@ class Choice:
 
 
 def rank(
-    replicas: Sequence[Replica], prompts: Sequence[PromptPlace], weights: Weights
+    replicas: Sequence[Candidate], prompts: Sequence[PromptPlace], weights: Weights
 ) -> list[Choice]:
     """All replicas, the best one first; a request may have several prompts."""
     costs = {each.name: _cost(each, prompts, weights) for each in replicas}
@@ -107,7 +107,7 @@ def rank(
     return [Choice(each.name, costs[each.name]) for each in ordered]
 
 
-def _cost(replica: Replica, prompts: Sequence[PromptPlace], weights: Weights) -> float:
+def _cost(replica: Candidate, prompts: Sequence[PromptPlace], weights: Weights) -> float:
     moved = 0.0
     for prompt in prompts:
         held = min(prompt.held.get(replica.name, 0), prompt.num_tokens)

@@ -25,7 +25,7 @@ from raykv.base.errors import SettingError
 from raykv.base.ids import Namespace
 from raykv.prompts.block_hashes import RANDOM
 from raykv.vllm.identity import readers
-from raykv.vllm.identity.readers import Engine, joined, plain, short, trait_of_seed
+from raykv.vllm.identity.readers import ReadableEngine, joined, plain, short, trait_of_seed
 
 LONGEST_TRAIT = 64
 
@@ -50,9 +50,9 @@ class Fact:
     kind: Kind
     why: str
     fields: tuple[str, ...] = ()
-    read: Callable[[Engine], Any] | None = None
+    read: Callable[[ReadableEngine], Any] | None = None
 
-    def value(self, engine: Engine) -> Any:
+    def value(self, engine: ReadableEngine) -> Any:
         """As JSON has it; None if there is nothing to say.
 
         Raises:
@@ -322,7 +322,7 @@ PLACES: Mapping[str, str] = {
 """Where a `VllmConfig` has the classes whose fields are facts without a reader."""
 
 
-def field_of(engine: Engine, field: str) -> Any:
+def field_of(engine: ReadableEngine, field: str) -> Any:
     """A field's value as JSON has it; None if this engine, or this vLLM, has none."""
     name, _, attribute = field.partition(".")
     found = engine.vllm
@@ -506,7 +506,7 @@ def engine_facts(
     Raises:
         SettingError: one can't be told: a setting is missing, or a file or vLLM is not as expected.
     """
-    engine = Engine(vllm_config, kv_cache_config, offloading_config, weights_version)
+    engine = ReadableEngine(vllm_config, kv_cache_config, offloading_config, weights_version)
     found = {}
     for fact in FACTS:
         try:

@@ -1,6 +1,7 @@
 """What RayKV asks vLLM about an engine where a fact is no plain field of its configuration.
 
-Each reader gets an `Engine` and returns what `plain` can write as JSON; None where it says nothing.
+Each reader gets a `ReadableEngine` and returns what `plain` can write as JSON; None where it says
+nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class ReadableEngine:
     """Where facts are read: what vLLM gives a connector on the scheduler's side, and a setting."""
 
     vllm: Any
@@ -117,7 +118,7 @@ def plain(value: Any) -> Any:
 # The model
 
 
-def config(engine: Engine) -> Any:
+def config(engine: ReadableEngine) -> Any:
     """The model's configuration after all overrides, without what only says where it is from."""
     return _config(engine.model)
 
@@ -136,7 +137,7 @@ def _cleaned(found: Any) -> Any:
     return [_cleaned(each) for each in found] if isinstance(found, list | tuple) else found
 
 
-def length(engine: Engine) -> Any:
+def length(engine: ReadableEngine) -> Any:
     """What the model makes of `max_model_len`; nothing where it makes nothing of it.
 
     Engines that differ in it alone share chunks wherever that is safe, so the length itself is
@@ -186,7 +187,7 @@ def _ropes(rope: Any, part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from _ropes(each, part)
 
 
-def implementation(engine: Engine) -> Any:
+def implementation(engine: ReadableEngine) -> Any:
     """The class that computes: a model of vLLM's own, or its wrapper of Transformers' model.
 
     Transformers computes in the latter, and prepares images and sound: its version counts there.
@@ -204,7 +205,7 @@ def _transformers_version() -> str:
     return metadata.version("transformers")
 
 
-def code(engine: Engine) -> Any:
+def code(engine: ReadableEngine) -> Any:
     """The model's own code, where it is run."""
     model = engine.model
     if not model.trust_remote_code:
@@ -217,7 +218,7 @@ def code(engine: Engine) -> Any:
     return [model.code_revision, texts_digest(files)]
 
 
-def processor(engine: Engine) -> Any:
+def processor(engine: ReadableEngine) -> Any:
     """Settings of the model's processor of images and sound, out of its folder."""
     folder = folder_of(engine.model, engine.vllm.load_config)
     if not engine.model.is_multimodal_model or folder is None:
@@ -225,14 +226,14 @@ def processor(engine: Engine) -> Any:
     return texts_digest([*folder.glob("*processor*.json"), *folder.glob("params.json")])
 
 
-def scales_of_encoder(engine: Engine) -> Any:
+def scales_of_encoder(engine: ReadableEngine) -> Any:
     """The content of the file with the scales of the encoder of images, if one is named."""
     multimodal = engine.model.multimodal_config
     path = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
 
 
-def adapters(engine: Engine) -> Any:
+def adapters(engine: ReadableEngine) -> Any:
     """How adapters are applied, where it is not the usual way.
 
     Engines with adapters and without share what the model computes alone.
@@ -251,7 +252,7 @@ def adapters(engine: Engine) -> Any:
 # The weights
 
 
-def weights(engine: Engine) -> Any:
+def weights(engine: ReadableEngine) -> Any:
     """The content of the weights.
 
     Raises:
@@ -260,7 +261,7 @@ def weights(engine: Engine) -> Any:
     return _weights(engine, engine.model, engine.vllm.load_config)
 
 
-def _weights(engine: Engine, model: Any, load: Any) -> str:
+def _weights(engine: ReadableEngine, model: Any, load: Any) -> str:
     try:
         return content_of(model, load, engine.vllm.parallel_config)
     except SettingError:
@@ -377,7 +378,7 @@ def snapshot_of(cache: Path, model: Any) -> Path | None:
         return None
 
 
-def draft(engine: Engine) -> Any:
+def draft(engine: ReadableEngine) -> Any:
     """The model that guesses tokens, where the chunks have its KV, too."""
     speculative = engine.vllm.speculative_config
     if speculative is None or speculative.method in WITHOUT_DRAFT_KV:
@@ -415,7 +416,7 @@ class _Draft:
 # The layout
 
 
-def kv_groups(engine: Engine) -> Any:
+def kv_groups(engine: ReadableEngine) -> Any:
     """What each KV group has: the page of each layer, and which layers."""
     return [
         [spec_text(engine.vllm, group, whole=engine.is_canonical), list(group.layer_names)]
@@ -423,17 +424,17 @@ def kv_groups(engine: Engine) -> Any:
     ]
 
 
-def kv_layout(engine: Engine) -> Any:
+def kv_layout(engine: ReadableEngine) -> Any:
     """vLLM's name of the order of dimensions, resolved for all layers and ranks."""
     return str(engine.offloading.kv_cache_layout)
 
 
-def kv_dtype(engine: Engine) -> Any:
+def kv_dtype(engine: ReadableEngine) -> Any:
     """The type of the cache's elements, resolved."""
     return engine.offloading.model.dtype
 
 
-def parallel(engine: Engine) -> Any:
+def parallel(engine: ReadableEngine) -> Any:
     """Sizes, and with context parallelism how tokens are spread; canonical chunks have no parts."""
     if engine.is_canonical:
         return f"canonical {canonical_format(engine.offloading.kv_cache_layout)}"
@@ -445,19 +446,19 @@ def parallel(engine: Engine) -> Any:
     return found
 
 
-def replicated(engine: Engine) -> Any:
+def replicated(engine: ReadableEngine) -> Any:
     """Whether a chunk has one part for all ranks, which have the same bytes."""
     return bool(engine.offloading.replicated_layout) and not engine.is_canonical
 
 
-def device(engine: Engine) -> Any:
+def device(engine: ReadableEngine) -> Any:
     """The platform that computes."""
     from vllm.platforms import current_platform
 
     return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
 
 
-def machine(engine: Engine) -> Any:
+def machine(engine: ReadableEngine) -> Any:
     """Of engines that compute on a CPU: its kind and instruction sets.
 
     The order of elements in a page depends on them; GPUs don't care on which host they are.
@@ -480,7 +481,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     return sorted(found | set(flags.split()))
 
 
-def attention(engine: Engine) -> Any:
+def attention(engine: ReadableEngine) -> Any:
     """The back end that vLLM chooses for each kind of layer, by vLLM's own selector.
 
     The layers are in the workers, and whether they have attention sinks no spec says: it is asked
@@ -495,7 +496,7 @@ def attention(engine: Engine) -> Any:
     return values[0] if values and all(each == values[0] for each in values) else found
 
 
-def _backends(engine: Engine, spec: Any) -> Any:
+def _backends(engine: ReadableEngine, spec: Any) -> Any:
     """Without sinks and with them; one where it is the same."""
     from vllm.platforms import current_platform
 
@@ -507,12 +508,12 @@ def _backends(engine: Engine, spec: Any) -> Any:
     return answers[0] if answers[0] == answers[1] else answers
 
 
-def chunk_format(engine: Engine) -> Any:
+def chunk_format(engine: ReadableEngine) -> Any:
     """RayKV's own part of the layout."""
     return CHUNK_FORMAT
 
 
-def runner(engine: Engine) -> Any:
+def runner(engine: ReadableEngine) -> Any:
     """Which of vLLM's two model runners allocates the cache: they lay it out differently."""
     return "V2" if getattr(engine.vllm, "use_v2_model_runner", False) else None
 
@@ -520,22 +521,22 @@ def runner(engine: Engine) -> Any:
 # The keys
 
 
-def tokens_per_hash(engine: Engine) -> Any:
+def tokens_per_hash(engine: ReadableEngine) -> Any:
     """How many tokens a block hash stands for."""
     return engine.offloading.cache.tokens_per_hash
 
 
-def blocks_per_chunk(engine: Engine) -> Any:
+def blocks_per_chunk(engine: ReadableEngine) -> Any:
     """How many blocks of each KV group a chunk has."""
     return engine.offloading.cache.blocks_per_chunk
 
 
-def hash_algorithm(engine: Engine) -> Any:
+def hash_algorithm(engine: ReadableEngine) -> Any:
     """vLLM's name of it."""
     return str(engine.vllm.cache_config.prefix_caching_hash_algo)
 
 
-def hash_seed(engine: Engine) -> Any:
+def hash_seed(engine: ReadableEngine) -> Any:
     """Root seed of vLLM's block hashes.
 
     A hash that is not cryptographic gets a random seed per process unless PYTHONHASHSEED is set;
@@ -552,17 +553,17 @@ def hash_seed(engine: Engine) -> Any:
 # The rest
 
 
-def weights_version(engine: Engine) -> Any:
+def weights_version(engine: ReadableEngine) -> Any:
     """RayKV's setting."""
     return engine.weights_version
 
 
-def vllm(engine: Engine) -> Any:
+def vllm(engine: ReadableEngine) -> Any:
     """The full version: kernels and models change between builds."""
     return vllm_version()
 
 
-def environment(engine: Engine) -> Any:
+def environment(engine: ReadableEngine) -> Any:
     """vLLM's variables that change layout or values, where they are set."""
     return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} or None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from raykv.cli.rates import TokenSources, Transfers, progress, token_sources
+from raykv.cli.rates import MovedBytes, TokenSources, progress, token_sources
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 from tests.fixtures.statuses import engine, node
 
@@ -31,7 +31,7 @@ def test_progress_is_what_has_grown_between_two_looks() -> None:
     after = status([node(160)], [engine(prompt_tokens=50, loaded_tokens=25, chunks_stored=5)])
     passed = progress(before, after, 2.0)
     assert passed.tokens == TokenSources(40, 0, 20)
-    assert passed.transfers == {"n": Transfers(60, 120)}
+    assert passed.transfers == {"n": MovedBytes(60, 120)}
     assert passed.per_s(passed.tokens.prompt) == pytest.approx(20)
     assert (passed.chunks_stored, passed.chunks_loaded) == (4, 0)
 
@@ -41,7 +41,7 @@ def test_what_began_anew_counts_nothing_that_was_before() -> None:
     # A new life of the NodeActor, an engine that is new, and one whose counters began anew.
     after = status([node(30, epoch=2)], [engine("new", prompt_tokens=7), engine(prompt_tokens=4)])
     passed = progress(before, after, 1.0)
-    assert passed.transfers == {"n": Transfers()}
+    assert passed.transfers == {"n": MovedBytes()}
     assert passed.tokens.prompt == 4
     assert progress(before, before, 0.0).per_s(5) == 0.0
 

@@ -21,7 +21,7 @@ from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
-from raykv.node.wishes import NodeFacts
+from raykv.node.wishes import RayNode
 from raykv.protocol.events import PublisherSettings
 from raykv.stream import publishing, readers
 
@@ -96,7 +96,7 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ask, "find_node_actor", lambda _: actor)
     monkeypatch.setattr(deployment, "scheduler_actor", lambda *_: actor)
     monkeypatch.setattr(ask, "named_actors", lambda: ["scheduler", "node:node"])
-    monkeypatch.setattr(deployment, "live_nodes", lambda: [NodeFacts("node", "host", {}, {})])
+    monkeypatch.setattr(deployment, "live_nodes", lambda: [RayNode("node", "host", {}, {})])
     monkeypatch.setattr(deployment, "bring_up", lambda *_: [])
     monkeypatch.setattr(publishing, "find_publisher", lambda: actor)
     monkeypatch.setattr(readers, "READER_PATIENCE_S", 0.0)

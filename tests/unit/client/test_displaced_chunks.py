@@ -12,7 +12,7 @@ from raykv.base.ids import Refusal
 from raykv.client import transfers
 from raykv.client.listing import Reader
 from raykv.client.scheduler import Scheduler
-from raykv.client.transfers import Transfers
+from raykv.client.transfers import Moving
 from raykv.cluster import ask
 from raykv.protocol.columns import Handles, Replicas
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
@@ -61,7 +61,7 @@ class Played:
 
     def bring(self, deadline_s: float) -> TransferResult:
         order = TransferOrder(PROTOCOL_VERSION, "t", "model", "node", [b"k"])
-        made = Transfers(cast("Scheduler", self), cast("Reader", None))
+        made = Moving(cast("Scheduler", self), cast("Reader", None))
         return made.fetch_lent(order, Replicas(), deadline_s, TransferResult(asked=1))
 
 

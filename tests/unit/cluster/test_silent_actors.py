@@ -17,7 +17,7 @@ from raykv.cli import app
 from raykv.client import pools as deployment
 from raykv.cluster import ask, names
 from raykv.node.actor import CONCURRENCY, NodeActor
-from raykv.node.wishes import NodeFacts
+from raykv.node.wishes import RayNode
 
 
 class Refs:
@@ -78,7 +78,7 @@ def test_live_node_that_has_not_noted_a_clearing_is_late(
     answers = {names.node_actor("alive"): answer, names.node_actor("gone"): ask.Answer()}
     monkeypatch.setattr(deployment, "node_actors", lambda: dict.fromkeys(answers))
     monkeypatch.setattr(deployment, "ask_all", lambda *_: answers)
-    monkeypatch.setattr(deployment, "live_nodes", lambda: [NodeFacts("alive", "host", {}, {})])
+    monkeypatch.setattr(deployment, "live_nodes", lambda: [RayNode("alive", "host", {}, {})])
     if is_late:
         with pytest.raises(ClusterError, match="disks of alive have not noted it yet"):
             deployment.note_clearing({}, 1.0)

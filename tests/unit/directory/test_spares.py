@@ -13,7 +13,7 @@ from raykv.directory.book import PoolBook
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.policies import POLICIES
-from raykv.directory.table.protocol import Changes, Chunk, Name
+from raykv.directory.table.protocol import Changes, Name, TableChunk
 from raykv.lab.bench.s3fifo import S3FIFO
 from raykv.protocol.columns import Handles, LostReplicas
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
@@ -87,7 +87,7 @@ class Book(PoolBook):
 def put(book: PoolBook, name: Name, generation: int, slot_bytes: int) -> None:
     book.make_room(slot_bytes, 1, NOW)
     (slot,) = book.table.lend(slot_bytes, 1, EngineId("engine"), 0, Generation(generation))
-    book.hold(name, Chunk(slot, Generation(generation), slot_bytes))
+    book.hold(name, TableChunk(slot, Generation(generation), slot_bytes))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_spares_of_a_slab_that_is_overwritten_or_dropped_are_forgotten() -> None
     book = Book("abcd", "bd")
     chunk = book.find(*name("b"))
     assert chunk is not None
-    book.drop_overwritten([Chunk(chunk.slot, Generation(9), PAGE)])
+    book.drop_overwritten([TableChunk(chunk.slot, Generation(9), PAGE)])
     book.drop(*name("d"))
     book.check()
     assert book.evict(4) == "ac"

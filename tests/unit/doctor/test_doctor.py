@@ -14,7 +14,14 @@ from raykv.cli.trouble import exit_code, print_findings
 from raykv.doctor.checks import CHECKS, MANY_STORED, diagnose
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.memory.room import RESERVE_BYTES
-from raykv.protocol.findings import Finding, HostFacts, LimitFacts, Place, Severity, UnownedFolder
+from raykv.protocol.findings import (
+    Endpoint,
+    Finding,
+    HostFacts,
+    LimitFacts,
+    Severity,
+    UnownedFolder,
+)
 from raykv.protocol.node import DiskStats, NodeDescription
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
@@ -346,7 +353,7 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
     (
         "closed port",
         with_second(
-            host=host(unreached=[(Place("10.0.0.1", 77, "the raylet of node one"), "timed out")])
+            host=host(unreached=[(Endpoint("10.0.0.1", 77, "the raylet of node one"), "timed out")])
         ),
         "ports",
         Severity.FAIL,

@@ -24,8 +24,8 @@ from raykv.lab.bench.copy_cuda import (
     QUICK_COUNTS,
     QUICK_PAGES,
     WORKER,
-    Case,
-    Sides,
+    DeviceCase,
+    DeviceSides,
     cases,
     measure,
 )
@@ -39,8 +39,8 @@ QUICK = Options(quick=True, repeats=1)
 
 
 @pytest.fixture
-def sides() -> Iterator[Sides]:
-    made = Sides(FakeDriver(), 16 * MIB)
+def sides() -> Iterator[DeviceSides]:
+    made = DeviceSides(FakeDriver(), 16 * MIB)
     yield made
     made.close()
     driver = made.driver
@@ -66,7 +66,7 @@ def test_cases_are_all_pages_and_counts_that_fit() -> None:
 
 @pytest.mark.parametrize("mover", ["fake", None])
 def test_quick_run_measures_every_case_and_everything_beside(mover: str | None) -> None:
-    sides = Sides(FakeDriver(mover=mover), 16 * MIB)
+    sides = DeviceSides(FakeDriver(mover=mover), 16 * MIB)
     took = iter(range(1, 1000))
     result = measure(sides, QUICK, lambda: float(next(took)))
     sides.close()
@@ -87,17 +87,17 @@ def test_quick_run_measures_every_case_and_everything_beside(mover: str | None) 
     assert "Fake GPU" in result.summary
 
 
-def test_run_without_torch_says_that_no_slowdown_was_measured(sides: Sides) -> None:
+def test_run_without_torch_says_that_no_slowdown_was_measured(sides: DeviceSides) -> None:
     result = measure(sides, QUICK, None)
     assert not [row for row in result.rows if row.case == MATRICES]
     assert any("no torch for CUDA" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_all_ways_copy_every_page_once(sides: Sides, direction: Direction) -> None:
+def test_all_ways_copy_every_page_once(sides: DeviceSides, direction: Direction) -> None:
     driver = sides.driver
     assert isinstance(driver, FakeDriver)
-    case = Case(64 * KIB, 100, direction)
+    case = DeviceCase(64 * KIB, 100, direction)
     runs = sides.runs(case)
     ways: dict[str, Callable[[], float]] = {
         OURS: lambda: sides.ours(case, runs, sides.table),
@@ -121,7 +121,7 @@ def result_of(rows: list[Row]) -> Result:
     return made
 
 
-def judged(ratio: float, case: Case, worker: float = 1.0, beside: float = 1.0) -> Result:
+def judged(ratio: float, case: DeviceCase, worker: float = 1.0, beside: float = 1.0) -> Result:
     result = result_of(
         [
             Row(case.name, OURS, "GB/s", (ratio * 10,)),
@@ -135,15 +135,17 @@ def judged(ratio: float, case: Case, worker: float = 1.0, beside: float = 1.0) -
     return result
 
 
-LARGE = Case(64 * KIB, 1000, Direction.LOAD)
-SMALL = Case(16 * KIB, 1024, Direction.STORE)
+LARGE = DeviceCase(64 * KIB, 1000, Direction.LOAD)
+SMALL = DeviceCase(16 * KIB, 1024, Direction.STORE)
 
 
 @pytest.mark.parametrize(
     ("case", "ratio", "is_met"),
     [(LARGE, 0.90, True), (LARGE, 0.89, False), (SMALL, 0.6, True), (SMALL, 0.59, False)],
 )
-def test_speed_is_judged_against_one_large_copy(case: Case, ratio: float, is_met: bool) -> None:
+def test_speed_is_judged_against_one_large_copy(
+    case: DeviceCase, ratio: float, is_met: bool
+) -> None:
     result = judged(ratio, case)
     assert result.verdicts[0].is_met is is_met
     assert len(result.verdicts) == 3
@@ -151,7 +153,7 @@ def test_speed_is_judged_against_one_large_copy(case: Case, ratio: float, is_met
 
 
 def test_case_of_few_bytes_is_not_judged() -> None:
-    result = judged(0.1, Case(64 * KIB, 255, Direction.LOAD))
+    result = judged(0.1, DeviceCase(64 * KIB, 255, Direction.LOAD))
     assert len(result.verdicts) == 2
     assert all(verdict.is_met for verdict in result.verdicts)
 
@@ -169,7 +171,7 @@ def test_less_memory_is_taken_where_the_device_has_not_as_much() -> None:
     driver = FakeDriver()
     for number in range(2):
         driver.fail_at["allocate", number] = "cudaErrorMemoryAllocation"
-    sides = Sides(driver, 64 * MIB)
+    sides = DeviceSides(driver, 64 * MIB)
     assert sides.num_bytes == 16 * MIB
     sides.close()
 
@@ -180,7 +182,7 @@ def test_device_without_room_is_refused_and_nothing_is_kept(failing: str) -> Non
     for number in range(9):
         driver.fail_at[failing, number] = "cudaErrorMemoryAllocation"
     with pytest.raises(CUDAError):
-        Sides(driver, 64 * MIB)
+        DeviceSides(driver, 64 * MIB)
     assert driver.num_allocations == 0
 
 

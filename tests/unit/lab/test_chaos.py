@@ -8,9 +8,16 @@ import pytest
 
 from raykv.base.errors import SettingError
 from raykv.lab.chaos.plan import BLOCK, FaultKind, batches, faults, probe, prompts
-from raykv.lab.chaos.report import MORE_BYTES, MORE_FDS, Answer, FaultSeen, Process, Report
+from raykv.lab.chaos.report import (
+    MORE_BYTES,
+    MORE_FDS,
+    ChaosAnswer,
+    ChaosReport,
+    FaultSeen,
+    Process,
+)
 from raykv.lab.chaos.run import kinds_named
-from raykv.lab.chaos.watch import Stored, Watch
+from raykv.lab.chaos.watch import ChaosWatch, Stored
 
 KINDS = tuple(FaultKind)
 
@@ -41,8 +48,10 @@ def test_prompts_share_beginnings_and_probes_share_none() -> None:
     assert len({tuple(probe(number)[:BLOCK]) for number in range(50)}) == 50
 
 
-def answer(tokens: list[int], logprobs: list[float], gaps: list[float] | None = None) -> Answer:
-    return Answer(tuple(tokens), tuple(logprobs), tuple(gaps or [1.0] * 3), "length", 0, 0.1)
+def answer(
+    tokens: list[int], logprobs: list[float], gaps: list[float] | None = None
+) -> ChaosAnswer:
+    return ChaosAnswer(tuple(tokens), tuple(logprobs), tuple(gaps or [1.0] * 3), "length", 0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ def answer(tokens: list[int], logprobs: list[float], gaps: list[float] | None = 
     ],
 )
 def test_answer_agrees_if_tokens_and_certainty_are_those_of_the_reference(
-    given: Answer, agrees: bool
+    given: ChaosAnswer, agrees: bool
 ) -> None:
     assert given.agrees(answer([1, 2, 3], [-0.1, -0.2, -0.3])) == agrees
 
@@ -67,8 +76,8 @@ def test_answer_may_differ_after_a_token_that_rounding_decides() -> None:
     assert not answer([9, 2, 3], [-0.1, -0.7, -0.3]).agrees(reference)
 
 
-def report(**changes: object) -> Report:
-    made = Report(0, 2, 2, requests=10)
+def report(**changes: object) -> ChaosReport:
+    made = ChaosReport(0, 2, 2, requests=10)
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -112,13 +121,15 @@ def mended(**changes: object) -> FaultSeen:
         ),
     ],
 )
-def test_report_fails_with_a_sentence_for_each_problem(made: Report, problem: str | None) -> None:
+def test_report_fails_with_a_sentence_for_each_problem(
+    made: ChaosReport, problem: str | None
+) -> None:
     assert made.problems == ([] if problem is None else [problem])
     assert made.exit_code == (problem is not None)
 
 
 def test_watch_is_over_when_all_engines_have_loaded_and_fetched() -> None:
-    watch = Watch(2, [0, 1])
+    watch = ChaosWatch(2, [0, 1])
     nothing = answer([1, 2, 3], [0.0] * 3)
     watch.loaded(Stored(5, 0, nothing))
     assert watch.loads_again_s is None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from raykv.lab.bench import serve_routing
-from raykv.lab.bench.conversations import Answered, Load, Sums, conversations, sums
+from raykv.lab.bench.conversations import Answered, ConversationLoad, Sums, conversations, sums
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options
 
 
 def test_each_turn_has_all_earlier_ones_as_its_beginning() -> None:
-    first, second = conversations(Load(2, 3, 20, 10, 4), seed=1)
+    first, second = conversations(ConversationLoad(2, 3, 20, 10, 4), seed=1)
     asked = []
     while not first.is_over:
         asked.append(first.ask())
@@ -20,7 +20,7 @@ def test_each_turn_has_all_earlier_ones_as_its_beginning() -> None:
     assert asked[2][: len(asked[1])] == asked[1]
     assert asked[0][0] == second.messages[0]
     assert second.ask()[1] != asked[0][1]
-    assert conversations(Load(2, 3, 20, 10, 4), seed=1)[0].ask() == asked[0]
+    assert conversations(ConversationLoad(2, 3, 20, 10, 4), seed=1)[0].ask() == asked[0]
 
 
 def test_sums_are_of_what_was_computed_and_of_the_slowest() -> None:
@@ -51,7 +51,7 @@ def test_each_router_is_measured_with_and_without_the_cache() -> None:
         ("prefix", False),
         ("power_of_two", False),
     ]
-    load = Load(2, 3, 20, 10, 4)
+    load = ConversationLoad(2, 3, 20, 10, 4)
     made = serve_routing.rows(load, {"kv, with RayKV": [Sums(100, 200, 0.5, 1.0)]})
     assert [(row.subject, row.unit, row.values) for row in made] == [
         ("kv, with RayKV: computed", "tokens", (100.0,)),

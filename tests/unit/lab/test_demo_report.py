@@ -21,23 +21,23 @@ from raykv.lab.demo.prompts import (
     random_prompts,
     schedule,
 )
-from raykv.lab.demo.report import Ask, Phase, Report, TokenSources, same_tokens, show, ttft_s
+from raykv.lab.demo.report import DemoAsk, DemoReport, DemoTokens, Phase, same_tokens, show, ttft_s
 from raykv.serve.models import tiny_llama
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _SERVED = {
-    Phase.RECOMPUTE: TokenSources(computed=2048, prefix_cache=0, raykv=0),
-    Phase.PREFIX_HIT: TokenSources(computed=128, prefix_cache=1920, raykv=0),
-    Phase.RAYKV: TokenSources(computed=1, prefix_cache=0, raykv=2047),
-    Phase.NEW_QUESTION: TokenSources(computed=128, prefix_cache=0, raykv=1920),
-    Phase.REMOTE: TokenSources(computed=1, prefix_cache=0, raykv=2047),
+    Phase.RECOMPUTE: DemoTokens(computed=2048, prefix_cache=0, raykv=0),
+    Phase.PREFIX_HIT: DemoTokens(computed=128, prefix_cache=1920, raykv=0),
+    Phase.RAYKV: DemoTokens(computed=1, prefix_cache=0, raykv=2047),
+    Phase.NEW_QUESTION: DemoTokens(computed=128, prefix_cache=0, raykv=1920),
+    Phase.REMOTE: DemoTokens(computed=1, prefix_cache=0, raykv=2047),
 }
 
 
-def make_ask(phase: Phase, seconds: float, **changes: object) -> Ask:
-    ask = Ask(
+def make_ask(phase: Phase, seconds: float, **changes: object) -> DemoAsk:
+    ask = DemoAsk(
         document="manual",
         question="why?",
         phase=phase,
@@ -52,8 +52,8 @@ def make_ask(phase: Phase, seconds: float, **changes: object) -> Ask:
     return replace(ask, **changes)  # type: ignore[arg-type]
 
 
-def make_report(*asks: Ask) -> Report:
-    return Report(
+def make_report(*asks: DemoAsk) -> DemoReport:
+    return DemoReport(
         model="m",
         caveat="A small model errs.",
         rounds=3,
@@ -64,7 +64,7 @@ def make_report(*asks: Ask) -> Report:
     )
 
 
-def good_asks() -> list[Ask]:
+def good_asks() -> list[DemoAsk]:
     return [
         make_ask(Phase.RECOMPUTE, 4.0),
         make_ask(Phase.PREFIX_HIT, 0.3),
@@ -73,7 +73,7 @@ def good_asks() -> list[Ask]:
     ]
 
 
-def asks_on_two_nodes() -> list[Ask]:
+def asks_on_two_nodes() -> list[DemoAsk]:
     return [
         *good_asks(),
         make_ask(Phase.REMOTE, 0.5, round=4),
@@ -81,7 +81,7 @@ def asks_on_two_nodes() -> list[Ask]:
     ]
 
 
-def rendered(report: Report, width: int = 100) -> str:
+def rendered(report: DemoReport, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as capture:
         console.print(show(report))
@@ -237,8 +237,8 @@ def test_show_claims_no_speed_up_when_raykv_served_nothing() -> None:
 
 
 def test_sources_since_subtracts_each_counter() -> None:
-    later, earlier = TokenSources(10, 20, 30), TokenSources(1, 2, 3)
-    assert later.since(earlier) == TokenSources(9, 18, 27)
+    later, earlier = DemoTokens(10, 20, 30), DemoTokens(1, 2, 3)
+    assert later.since(earlier) == DemoTokens(9, 18, 27)
 
 
 def test_schedule_computes_in_round_one_and_loads_in_later_rounds() -> None:

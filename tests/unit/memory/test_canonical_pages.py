@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raykv.base.errors import HandleError
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import Planner
-from raykv.memory.canonical import MAX_ROWS, Span, objection, shares
+from raykv.memory.canonical import MAX_ROWS, PageSpan, objection, shares
 from raykv.memory.handles import check_layout
 from raykv.protocol.columns import Handles
 from raykv.protocol.framing import decode, encode
@@ -96,7 +96,7 @@ def test_chunk_is_as_large_for_any_number_of_ranks() -> None:
 @pytest.mark.parametrize("num_writers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("sizes", [[64], [4096] * 3, [100, 7, 5000], [1] * 7])
 def test_shares_of_all_writers_are_each_byte_once(sizes: list[int], num_writers: int) -> None:
-    found: list[list[Span]] = []
+    found: list[list[PageSpan]] = []
     for writer in range(num_writers):
         pages = [
             PageMap(size, [0], [0], [size], [1], [size], [size], num_writers, writer)
@@ -112,7 +112,7 @@ def test_shares_of_all_writers_are_each_byte_once(sizes: list[int], num_writers:
 
 def test_large_shares_are_whole_pages_but_for_their_ends() -> None:
     pages = [PageMap(4096, [0], [0], [4096], [1], [1], [1], 2, 1) for _ in range(3)]
-    assert list(shares(pages)) == [Span(4096, 4096), Span(2048, 4096), Span(0, 4096)]
+    assert list(shares(pages)) == [PageSpan(4096, 4096), PageSpan(2048, 4096), PageSpan(0, 4096)]
 
 
 def test_share_that_begins_inside_of_a_fragment_goes_to_its_own_place() -> None:

@@ -10,7 +10,7 @@ import raykv.node.actor
 from raykv.base.errors import SettingError
 from raykv.node.actor import NodeActor
 from raykv.protocol.columns import Handles, Replicas
-from raykv.protocol.findings import HostFacts, HostQuestion, Place
+from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.peer import FetchRequest
@@ -64,6 +64,6 @@ def test_journal_that_is_a_link_is_a_refusal(
 
 
 def test_facts_name_ports_that_cannot_be_reached(refused: NodeActor) -> None:
-    closed = Place("127.0.0.1", 1, "the port of nobody")
+    closed = Endpoint("127.0.0.1", 1, "the port of nobody")
     facts = decode(refused.host(encode(HostQuestion([closed]))), HostFacts)
     assert facts.unreached == [(closed, "Connection refused")]

@@ -7,7 +7,7 @@ import pytest
 from raykv.base.errors import MessageError, SettingError
 from raykv.cli.operate import parse_duration
 from raykv.client.pins import ordered
-from raykv.node.wishes import NodeFacts, geometry_of, usual_nodes, wants
+from raykv.node.wishes import RayNode, geometry_of, usual_nodes, wants
 from raykv.protocol.operator import (
     MAX_ORDERED,
     NodeUp,
@@ -23,8 +23,8 @@ from raykv.protocol.operator import (
     check_wish,
 )
 
-GPU = NodeFacts("a" * 56, "gpu", {"CPU": 8.0, "GPU": 2.0}, {"pool": "kv", "zone": "east"})
-HEAD = NodeFacts("b" * 56, "head", {"CPU": 4.0, "GPU": 0.0})
+GPU = RayNode("a" * 56, "gpu", {"CPU": 8.0, "GPU": 2.0}, {"pool": "kv", "zone": "east"})
+HEAD = RayNode("b" * 56, "head", {"CPU": 4.0, "GPU": 0.0})
 
 
 @pytest.mark.parametrize(

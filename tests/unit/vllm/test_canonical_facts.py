@@ -55,7 +55,7 @@ def offloading(num_ranks: int, *, canonical: bool, layout: str = "LBHNC") -> Any
 
 
 def facts(num_ranks: int, *, canonical: bool, layout: str = "LBHNC", spec: Any = None) -> Any:
-    found = readers.Engine(
+    found = readers.ReadableEngine(
         engine(num_ranks),
         caches(layer(num_ranks) if spec is None else spec),
         offloading(num_ranks, canonical=canonical, layout=layout),

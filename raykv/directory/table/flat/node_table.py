@@ -35,7 +35,7 @@ from raykv.directory.table.flat.layout import (
     USED,
 )
 from raykv.directory.table.flat.rows import Rows, tick_of, until_tick
-from raykv.directory.table.protocol import Changes, Chunk, Held, Lease, Name, Stretch, Uses
+from raykv.directory.table.protocol import Changes, Held, Lease, Name, Stretch, TableChunk, Uses
 from raykv.directory.table.worth import NUM_QUEUES
 
 WALK = 4096
@@ -247,7 +247,7 @@ class FlatNodeTable:
 
     # Chunks
 
-    def find(self, namespace: Namespace, key: Key) -> Chunk | None:
+    def find(self, namespace: Namespace, key: Key) -> TableChunk | None:
         """See `NodeTable.find`."""
         row = self._find(namespace, key)
         return None if row < 0 else self._chunk(row)
@@ -258,10 +258,10 @@ class FlatNodeTable:
         name = int(batch.names[0])
         return int(kernels.find(rows.arrays, batch.keys, 0, name, self.number))
 
-    def _chunk(self, row: int) -> Chunk:
+    def _chunk(self, row: int) -> TableChunk:
         rows = self._rows
         slot, generation = int(rows.rows[row, SLOT]), int(rows.words[row, GENERATION])
-        return Chunk(Slot(slot), Generation(generation), self._size_of(row))
+        return TableChunk(Slot(slot), Generation(generation), self._size_of(row))
 
     def store(
         self, came: Changes, slot_bytes: Sequence[int], cleared: Generation, *, from_free: bool
@@ -284,7 +284,7 @@ class FlatNodeTable:
         others: list[int] = table[4, :count].tolist()
         return others
 
-    def hold(self, name: Name, chunk: Chunk) -> None:
+    def hold(self, name: Name, chunk: TableChunk) -> None:
         """See `NodeTable.hold`."""
         namespace, key = name
         rows = self._rows
@@ -301,7 +301,7 @@ class FlatNodeTable:
             chunk.generation,
         )
 
-    def drop(self, namespace: Namespace, key: Key) -> Chunk | None:
+    def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:
         """See `NodeTable.drop`."""
         row = self._find(namespace, key)
         if row < 0:
@@ -340,9 +340,9 @@ class FlatNodeTable:
         self._drop(self._held(namespace))
         self._rows.counts[self.number, number] = -1
 
-    def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, Chunk]]:
+    def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, TableChunk]]:
         """See `NodeTable.chunks_in`."""
-        found: list[tuple[Name, Chunk]] = []
+        found: list[tuple[Name, TableChunk]] = []
         for slab in slabs:
             if 0 <= slab < len(self._slabs) and self._slabs[slab, BASE] >= 0:
                 block = self._block(slab)

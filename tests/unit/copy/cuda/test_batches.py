@@ -10,23 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.batches import Rows, batches, cut, direct, merged, rows_of, staged
+from raykv.copy.cuda.batches import BatchRows, batches, cut, direct, merged, rows_of, staged
 from raykv.copy.plan import CopyRuns
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 
 
-def rows(*each: tuple[int, int, int]) -> Rows:
+def rows(*each: tuple[int, int, int]) -> BatchRows:
     """Of one chunk."""
     kv, pool, size = np.array(each, np.int64).reshape(-1, 3).T
-    return Rows(kv, pool, size, np.zeros_like(size))
+    return BatchRows(kv, pool, size, np.zeros_like(size))
 
 
-def tuples(some: Rows) -> list[tuple[int, int, int]]:
+def tuples(some: BatchRows) -> list[tuple[int, int, int]]:
     return list(zip(some.kv.tolist(), some.pool.tolist(), some.size.tolist(), strict=True))
 
 
-def bytes_of(some: Rows) -> list[tuple[int, int]]:
+def bytes_of(some: BatchRows) -> list[tuple[int, int]]:
     """Every byte that is copied: its place in the KV cache and in the pool."""
     return [(kv + i, pool + i) for kv, pool, size in tuples(some) for i in range(size)]
 
@@ -37,7 +37,7 @@ some_rows = st.lists(
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> Rows:
+def blocks(draw: st.DrawFn) -> BatchRows:
     """Pages of some blocks, as a planner makes them: many neighbours."""
     page = draw(st.sampled_from([1, 8, 24]))
     numbers = draw(st.lists(st.integers(0, 30), max_size=12, unique=True))
@@ -45,7 +45,7 @@ def blocks(draw: st.DrawFn) -> Rows:
 
 
 @given(st.one_of(some_rows, blocks()))
-def test_merged_rows_copy_the_same_bytes_and_have_no_neighbours(some: Rows) -> None:
+def test_merged_rows_copy_the_same_bytes_and_have_no_neighbours(some: BatchRows) -> None:
     few = merged(some)
     assert bytes_of(few) == bytes_of(some)
     for (kv, pool, size), (next_kv, next_pool, _) in pairwise(tuples(few)):
@@ -69,7 +69,7 @@ def test_rows_know_their_chunk_and_neighbours_of_two_chunks_stay_apart(
 
 
 @given(st.one_of(some_rows, blocks()), st.integers(1, 30))
-def test_cut_rows_copy_the_same_bytes_and_cross_no_edge(some: Rows, cut_bytes: int) -> None:
+def test_cut_rows_copy_the_same_bytes_and_cross_no_edge(some: BatchRows, cut_bytes: int) -> None:
     pieces = cut(some, cut_bytes)
     assert bytes_of(pieces) == bytes_of(some)
     for _, pool, size in tuples(pieces):
@@ -79,7 +79,7 @@ def test_cut_rows_copy_the_same_bytes_and_cross_no_edge(some: Rows, cut_bytes: i
 
 @given(st.one_of(some_rows, blocks()), st.integers(1, 60), st.integers(1, 5))
 def test_batches_are_all_rows_in_order_and_within_the_bounds(
-    some: Rows, most_bytes: int, most_runs: int
+    some: BatchRows, most_bytes: int, most_runs: int
 ) -> None:
     made = list(batches(some, most_bytes, most_runs))
     assert [row for batch in made for row in tuples(batch)] == tuples(some)
@@ -90,7 +90,7 @@ def test_batches_are_all_rows_in_order_and_within_the_bounds(
 
 @given(blocks(), st.integers(1, 60), st.integers(1, 5))
 def test_batches_are_as_few_as_the_bounds_allow(
-    some: Rows, most_bytes: int, most_runs: int
+    some: BatchRows, most_bytes: int, most_runs: int
 ) -> None:
     made = list(batches(some, most_bytes, most_runs))
     for batch, after in pairwise(made):

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.backend import CUDABackend, Devices
+from raykv.copy.cuda.backend import CUDABackend, OpenDevices
 from raykv.copy.cuda.batches import batches, rows_of
 from raykv.copy.cuda.calibration import Route, Table, always
 from raykv.copy.cuda.driver import Copies, CopyDriver, SourceOrder, Urgency
@@ -647,7 +647,7 @@ def test_device_is_opened_once_however_its_uuid_is_written() -> None:
             raise CUDAError("not yet")
         return Device(FakeDriver())
 
-    devices = Devices(open_device)
+    devices = OpenDevices(open_device)
     with pytest.raises(CUDAError, match="not yet"):
         devices.get(UUID)
     first = devices.get(UUID)
@@ -659,7 +659,7 @@ def test_device_is_opened_once_however_its_uuid_is_written() -> None:
 
 @pytest.mark.parametrize("uuid", ["", "GPU-", "0", UUID + "0", UUID.replace("3", "x")])
 def test_text_that_is_no_uuid_is_refused(uuid: str) -> None:
-    devices = Devices(lambda _: Device(FakeDriver()))
+    devices = OpenDevices(lambda _: Device(FakeDriver()))
     with pytest.raises(CUDAError, match="no UUID of a GPU"):
         devices.get(uuid)
 

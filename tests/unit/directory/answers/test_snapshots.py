@@ -12,7 +12,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Nam
 from raykv.directory.answers.snapshots import MAX_OPEN, Snapshots
 from raykv.directory.book import PoolBook
 from raykv.directory.members import Node
-from raykv.directory.table.protocol import Chunk
+from raykv.directory.table.protocol import TableChunk
 from raykv.protocol.events import SnapshotPage
 from raykv.protocol.framing import decode, encode
 from tests.fixtures.tables import TABLES, default_table, use_table
@@ -52,7 +52,7 @@ def lend(node: Node, generation: int) -> Slot:
 def hold(node: Node, letter: str, generation: int, namespace: str = "model") -> None:
     slot = lend(node, generation)
     name = (Namespace(namespace), Key(letter.encode()))
-    node.book.hold(name, Chunk(slot, Generation(generation), PAGE))
+    node.book.hold(name, TableChunk(slot, Generation(generation), PAGE))
 
 
 class Reader:

@@ -26,7 +26,7 @@ from raykv.serve.router import directory as directories
 from raykv.serve.router import rendering
 from raykv.serve.router.directory import Directory, FoundPrompt
 from raykv.serve.router.planner import PlacedRequest, RoutePlanner
-from raykv.serve.router.rank import Replica
+from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import MOST_BODY_BYTES, Fallback, PromptRenderer
 from raykv.serve.router.settings import RouteSettings, kv_router_kwargs, parse_route_settings
 
@@ -39,7 +39,7 @@ TRAITS = {
     "chunks": "0:16",
 }
 SPACE = NamespaceStatus("space", "/models/m", traits=TRAITS)
-REPLICAS = [Replica("r1", "n1"), Replica("r2", "n2")]
+REPLICAS = [Candidate("r1", "n1"), Candidate("r2", "n2")]
 PATIENCE_S = 20.0
 
 
@@ -91,7 +91,7 @@ def test_prompt_that_was_sent_somewhere_follows_it_even_if_another_replica_took_
     made.went(first, "r2")
     again = asyncio.run(made.place(request()))
     assert isinstance(again, PlacedRequest)
-    busy = [Replica("r1", "n1"), Replica("r2", "n2")]
+    busy = [Candidate("r1", "n1"), Candidate("r2", "n2")]
     costs = {choice.name: choice.cost for choice in made.choose(again, busy)}
     assert costs == {"r1": 8.0, "r2": 8.0}
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import SettingError
 from raykv.base.ids import Key
-from raykv.serve.router.rank import PromptPlace, RecentPrompts, Replica, Weights, rank
+from raykv.serve.router.rank import Candidate, PromptPlace, RecentPrompts, Weights, rank
 
 WEIGHTS = Weights(load=0.05, fetch=0.25, request=256)
-A, B, C = Replica("a", "node1"), Replica("b", "node2"), Replica("c", "node2")
+A, B, C = Candidate("a", "node1"), Candidate("b", "node2"), Candidate("c", "node2")
 
 
 def place(
@@ -26,7 +26,7 @@ def place(
     return PromptPlace(tokens, on_nodes, most, held or {})
 
 
-def order(*replicas: Replica, at: list[PromptPlace], weights: Weights = WEIGHTS) -> str:
+def order(*replicas: Candidate, at: list[PromptPlace], weights: Weights = WEIGHTS) -> str:
     return "".join(choice.name for choice in rank(replicas, at, weights))
 
 
@@ -80,7 +80,7 @@ def test_weights_that_cannot_be_meant_are_refused(wrong: tuple[float, float, flo
 NODES = ["n0", "n1", "n2"]
 REPLICAS = st.lists(
     st.builds(
-        Replica,
+        Candidate,
         st.sampled_from([f"r{n}" for n in range(6)]),
         st.sampled_from(NODES),
         st.integers(0, 40),
@@ -111,7 +111,7 @@ SOME = st.builds(
 
 @given(REPLICAS, PLACES, SOME, st.randoms(use_true_random=False))
 def test_order_has_each_replica_once_and_not_the_order_in_which_they_came(
-    replicas: list[Replica], places: list[PromptPlace], weights: Weights, random: object
+    replicas: list[Candidate], places: list[PromptPlace], weights: Weights, random: object
 ) -> None:
     choices = rank(replicas, places, weights)
     assert sorted(choice.name for choice in choices) == sorted(each.name for each in replicas)
@@ -122,9 +122,9 @@ def test_order_has_each_replica_once_and_not_the_order_in_which_they_came(
 
 @given(REPLICAS, PLACES, SOME)
 def test_more_work_or_less_of_the_prompt_never_makes_a_replica_cheaper(
-    replicas: list[Replica], places: list[PromptPlace], weights: Weights
+    replicas: list[Candidate], places: list[PromptPlace], weights: Weights
 ) -> None:
-    def cost_of(first: Replica, some: list[PromptPlace]) -> float:
+    def cost_of(first: Candidate, some: list[PromptPlace]) -> float:
         ranked = rank([first, *replicas[1:]], some, weights)
         return next(choice.cost for choice in ranked if choice.name == first.name)
 

@@ -292,7 +292,9 @@ MODEL: dict[str, Any] = {
 
 
 def length_of(**config: Any) -> Any:
-    return readers.length(readers.Engine(SimpleNamespace(model_config=model(**config)), None, None))
+    return readers.length(
+        readers.ReadableEngine(SimpleNamespace(model_config=model(**config)), None, None)
+    )
 
 
 def long_rope(most: int, **more: Any) -> Any:
@@ -607,7 +609,7 @@ def test_attention_is_what_vllm_chooses_whatever_was_asked_for(known: Any) -> No
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     asked = changed(known, "AttentionConfig.backend", AttentionBackendEnum.FLASH_ATTN)
-    assert readers.attention(readers.Engine(asked, caches(), offloading())) == "CPU_ATTN"
+    assert readers.attention(readers.ReadableEngine(asked, caches(), offloading())) == "CPU_ATTN"
     assert namespace(asked) == namespace(known)
 
 
@@ -663,7 +665,7 @@ def test_models_own_code_counts_where_it_is_run(tmp_path: Path) -> None:
     def coded(text: str, **told: Any) -> Any:
         (tmp_path / "modeling.py").write_text(text)
         config = SimpleNamespace(model_config=model(model=str(tmp_path), **told), load_config=LOAD)
-        return readers.code(readers.Engine(config, None, None))
+        return readers.code(readers.ReadableEngine(config, None, None))
 
     assert coded("a", trust_remote_code=True) != coded("b", trust_remote_code=True)
     assert coded("a") == coded("b") is None
@@ -673,7 +675,7 @@ def test_processor_of_images_counts_by_its_files(tmp_path: Path) -> None:
     def processed(text: str, **told: Any) -> Any:
         (tmp_path / "preprocessor_config.json").write_text(text)
         config = SimpleNamespace(model_config=model(model=str(tmp_path), **told), load_config=LOAD)
-        return readers.processor(readers.Engine(config, None, None))
+        return readers.processor(readers.ReadableEngine(config, None, None))
 
     images = {"is_multimodal_model": True}
     assert processed("a", **images) != processed("b", **images)
@@ -686,7 +688,7 @@ def test_scales_of_an_encoder_count_by_content(tmp_path: Path) -> None:
         (tmp_path / "scales").write_text(text)
         told = SimpleNamespace(mm_encoder_fp8_scale_path=str(tmp_path / "scales"))
         config = SimpleNamespace(model_config=model(multimodal_config=told))
-        found.add(readers.scales_of_encoder(readers.Engine(config, None, None)))
+        found.add(readers.scales_of_encoder(readers.ReadableEngine(config, None, None)))
     assert len(found) == 2
 
 
