@@ -379,7 +379,7 @@ def test_import_of_more_than_a_pool_holds_brings_the_first_chunks_and_says_so(
     write_chunks(path, NAMESPACE, chunks)
     text = run("import", str(path), "--to", nodes.second, code=1)
     assert "32 of 40 chunks came" in text
-    assert "for 8 there was no room" in text
+    assert "there was no room for 8" in text
     first = set(numbers[:32])
     wait_until(lambda: held_on(nodes.cluster, nodes.second) == first, 10, "the first are there")
 
