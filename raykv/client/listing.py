@@ -67,7 +67,6 @@ class Reader:
         limit: int | None = None,
         tier: str = "",
     ) -> Iterator[Chunk]:
-        """See `Cluster.chunks`."""
         if tier not in ("", *TIERS):
             raise ClusterError(f"tier={tier!r}: chunks are in {' or '.join(TIERS)}")
         if order not in ("", *ORDERS):
@@ -95,7 +94,6 @@ class Reader:
         return _first(found, order, limit)
 
     def chunk(self, key: bytes | str) -> list[Chunk]:
-        """See `Cluster.chunk`."""
         wanted = key.hex() if isinstance(key, bytes) else key.lower()
         found: list[Chunk] = []
         whole = _whole_bytes(wanted)
@@ -123,7 +121,6 @@ class Reader:
         namespace: str | None,
         traits: PromptTraits = PLAIN,
     ) -> PromptLookup:
-        """See `Cluster.lookup`."""
         if sum(given is not None for given in (tokens, text, messages)) != 1:
             raise ClusterError("a lookup is for tokens, for a text, or for messages: give one")
         space = choose_namespace(self.status().spaces, model, namespace)

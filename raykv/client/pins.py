@@ -43,7 +43,6 @@ class Pinning:
         priority: int | None,
         pin_id: str | None,
     ) -> PinStatus:
-        """See `Cluster.pin`."""
         if not 0 < ttl_s <= MAX_PIN_S:
             raise SettingError(f"ttl_s={ttl_s} must be above 0, at most {MAX_PIN_S:.0f}")
         if priority is not None and not 1 <= priority <= MAX_PRIORITY:
@@ -62,13 +61,11 @@ class Pinning:
         return answer.pin
 
     def unpin(self, pin_id: str) -> None:
-        """See `Cluster.unpin`."""
         if not self.scheduler.ask("unpin", pin_id):
             known = ", ".join(sorted(pin.pin_id for pin in self.pins().pins))
             raise ClusterError(f"there is no pin {pin_id!r}; there are {known or 'none'}")
 
     def pins(self) -> Pinned:
-        """See `Cluster.pins`."""
         return self.scheduler.ask_for(Pinned, "pins")
 
     def order(self, pin_id: str) -> PinOrder:

@@ -67,7 +67,6 @@ def wish_of(
 def up(
     address: str, settings: Settings, wish: PoolWish, deadline_s: float, watch: Watch
 ) -> list[NodeUp]:
-    """See `Cluster.up`."""
     give_up_at = time.monotonic() + deadline_s
     scheduler = scheduler_actor(
         address, settings.eviction_policy, settings.pin_share, settings.metrics_place

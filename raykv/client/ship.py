@@ -75,7 +75,6 @@ class Shipping:
         namespace: str,
         most_bytes: int | None,
     ) -> Exported:
-        """See `Cluster.export_chunks`."""
         target = Path(path)
         if pin_id:
             order = self.pins.order(pin_id)
@@ -166,7 +165,6 @@ class Shipping:
     def import_chunks(
         self, path: str | Path, node_id: str, deadline_s: float, watch: Watch
     ) -> TransferResult:
-        """See `Cluster.import_chunks`."""
         began = time.monotonic()
         files = [read_header(each) for each in _paths(Path(path))]
         refuse_foreign(files, self.scheduler.status().spaces)

@@ -63,7 +63,6 @@ class Moving:
         deadline_s: float,
         watch: Watch,
     ) -> TransferResult:
-        """See `Cluster.prefetch`."""
         target = self.scheduler.node(node_id)
         asked, space = ordered(keys), self.reader.full_namespace(namespace)
         return self._prefetch(asked, target, space, time.monotonic() + deadline_s, watch)
@@ -76,7 +75,6 @@ class Moving:
         deadline_s: float,
         watch: Watch,
     ) -> TransferResult:
-        """See `Cluster.move`."""
         target = self.scheduler.node(node_id)
         asked, space = ordered(keys), self.reader.full_namespace(namespace)
         give_up_at = time.monotonic() + deadline_s

@@ -19,7 +19,6 @@ class CPUBackend(CopyBackend):
     def copy(
         self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: StopSign
     ) -> bool:
-        """See `CopyBackend.copy`."""
         kv, pool = Side(self._kv, runs.kv), Side(self._pool, runs.pool)
         to, source = (pool, kv) if direction is Direction.STORE else (kv, pool)
         return self._rows.copy(to, source, runs.size, range(first, last), stop)

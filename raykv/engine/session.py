@@ -101,18 +101,15 @@ class RayCalls:
         self._actor: Any = None
 
     def attach(self, raw: bytes) -> bytes:
-        """See `SchedulerCalls.attach`."""
         self._actor = self._find()
         return self._get(self._actor.attach.remote(raw))
 
     def sync(self, raw: bytes) -> bytes:
-        """See `SchedulerCalls.sync`."""
         if self._actor is None:
             self._actor = self._find()
         return self._get(self._actor.sync.remote(raw))
 
     def detach(self, engine_id: str) -> None:
-        """See `SchedulerCalls.detach`."""
         if self._actor is not None:
             self._actor.detach.remote(engine_id)
 

@@ -56,11 +56,9 @@ class MemfdKV:
 
     @property
     def address(self) -> int:
-        """See `OpenedKV.address`."""
         return self._region.address
 
     def close(self) -> None:
-        """See `OpenedKV.close`."""
         self._region.close()
 
 

@@ -114,7 +114,6 @@ class _Server(ThreadingWSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """See `ThreadingMixIn.process_request`."""
         if not self._free.acquire(timeout=0):
             self.shutdown_request(request)
             return
@@ -126,7 +125,6 @@ class _Server(ThreadingWSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See `ThreadingMixIn.process_request_thread`."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -264,7 +264,6 @@ class NodeActor:
 
     @ray.method(concurrency_group="states")
     def hidden_states(self, request_id: str, deadline_s: float) -> HiddenStates:
-        """See `Capturing.states`."""
         self._refuse_without_pool()
         return self._service.capturing.states(request_id, min(deadline_s, STATES_READ_S))
 

@@ -57,7 +57,6 @@ class ObjectRefTransport:
         self._handles: dict[str, Any] = {}
 
     def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
-        """See `PeerTransport.start_read`."""
         try:
             ref = self._handle(node_id).read.remote(encode(request))
         except Exception as error:
@@ -89,7 +88,6 @@ class _PendingRef:
         self._ref = ref
 
     def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
-        """See `PendingRead.wait`."""
         try:
             raw, data = ray.get(self._ref, timeout=max(0.0, timeout_s))
             return receive(raw, ReadReply, "the source", "the NodeActor"), data

@@ -45,7 +45,6 @@ INGRESS_OPTIONS: Mapping[str, Any] = {
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """See `raykv.serve.build_app`."""
     arguments = parse(AppArguments, args)
     return ingress_deployment(IngressReplica, arguments.ingress).bind(
         [engine_deployment(model) for model in arguments.models],

@@ -107,7 +107,6 @@ class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
 
 
 def build_openai_app(args: Mapping[str, Any]) -> Application:
-    """See `raykv.serve.build_openai_app`."""
     given, settings = _apart(args)
     if settings is None:
         return ray_llm.build_openai_app(given)
@@ -121,7 +120,6 @@ def build_openai_app(args: Mapping[str, Any]) -> Application:
 
 
 def build_pd_openai_app(args: Mapping[str, Any]) -> Application:
-    """See `raykv.serve.build_pd_openai_app`."""
     given, settings = _apart(args)
     if settings is None:
         return ray_llm.build_pd_openai_app(given)

@@ -96,7 +96,6 @@ def _events(page: EventPage, epoch: int, after: int) -> list[Event]:
 
 
 def take_snapshot(find: Callable[[], Any]) -> Replay:
-    """See `raykv.client.cluster.Cluster.snapshot`."""
     for _ in range(MAX_SNAPSHOTS_BEGUN):
         replay = Replay()
         cursor = 0

@@ -280,7 +280,6 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_refuse_submissions)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See `KVConnectorBase_V1.start_load_kv`."""
         super().start_load_kv(forward_context, **kwargs)
 
     @guarded(_distrust_loads)
@@ -296,7 +295,6 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_refuse_stores)
     def wait_for_save(self) -> None:
-        """See `KVConnectorBase_V1.wait_for_save`."""
         super().wait_for_save()
 
     def _nothing_finished(self, _finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -304,21 +302,17 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_nothing_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """See `KVConnectorBase_V1.get_finished`."""
         return super().get_finished(finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See `KVConnectorBase_V1.get_transfer_results`."""
         sent, received = self.get_finished(finished_req_ids)
         return KVConnectorTransferResults(sent, received, self._worker.take_failed_recving())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorBase_V1.get_block_ids_with_load_errors`."""
         return self._worker.take_invalid_block_ids()
 
     @guarded(lambda self: self._worker.take_meta())
     def build_connector_worker_meta(self) -> Any:
-        """See `KVConnectorBase_V1.build_connector_worker_meta`."""
         return super().build_connector_worker_meta()
 
     # Scheduler side
@@ -380,7 +374,6 @@ class RayKVConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `KVConnectorBase_V1.get_num_new_matched_tokens`."""
         layered = self._layered
         if layered is not None and layered.must_wait(request, num_computed_tokens):
             return None, False
@@ -400,7 +393,6 @@ class RayKVConnector(OffloadingConnector):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """See `KVConnectorBase_V1.get_external_cache_hit_sources`."""
         sources = super().get_external_cache_hit_sources(request, num_external_tokens)
         if self._manager is not None:
             self._manager.misses.came_from(request, sources)
@@ -419,7 +411,6 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_admit_without_load)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `KVConnectorBase_V1.update_state_after_alloc`."""
         if self._manager is not None:
             self._manager.misses.admitted(request, num_external_tokens)
         layered = self._layered if num_external_tokens else None
@@ -442,7 +433,6 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """See `KVConnectorBase_V1.build_connector_meta`."""
         base = super().build_connector_meta(scheduler_output)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
@@ -517,7 +507,6 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_end_jobs)
     def update_connector_output(self, connector_output: Any) -> None:
-        """See `KVConnectorBase_V1.update_connector_output`."""
         self._end_layered_step(connector_output.invalid_block_ids)
         self._step_ended()
         meta = connector_output.kv_connector_worker_meta
@@ -554,7 +543,6 @@ class RayKVConnector(OffloadingConnector):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `KVConnectorBase_V1.request_finished`."""
         self._ended(request)
         return super().request_finished(request, block_ids)
 
@@ -562,7 +550,6 @@ class RayKVConnector(OffloadingConnector):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `SupportsHMA.request_finished_all_groups`."""
         self._ended(request)
         return super().request_finished_all_groups(request, block_ids)
 
@@ -589,12 +576,10 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:
-        """See `KVConnectorBase_V1.has_pending_push_work`."""
         return super().has_pending_push_work()
 
     @guarded(lambda *_: ())
     def take_events(self) -> Iterable[Any]:
-        """See `KVConnectorBase_V1.take_events`."""
         return list(super().take_events())
 
     def _not_reset(self) -> bool:
@@ -614,7 +599,6 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> Any:
-        """See `KVConnectorBase_V1.get_kv_connector_stats`."""
         return super().get_kv_connector_stats()
 
     @guarded(nothing)

@@ -373,7 +373,6 @@ class RayKVHiddenStatesConnector(RayKVConnector):
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """See `RayKVConnector.register_kv_caches`."""
         super().register_kv_caches(kv_caches)
         with logged_refusals():
             worker = self._worker.worker
@@ -456,7 +455,6 @@ class RayKVHiddenStatesConnector(RayKVConnector):
     # Scheduler side
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """See `RayKVConnector.build_connector_meta`."""
         base = super().build_connector_meta(scheduler_output)
         assert isinstance(base, RayKVConnectorMetadata), base
         return HiddenStatesMetadata(
@@ -472,13 +470,11 @@ class RayKVHiddenStatesConnector(RayKVConnector):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `RayKVConnector.request_finished`."""
         return self._with_states(super().request_finished(request, block_ids), request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `RayKVConnector.request_finished_all_groups`."""
         answer = super().request_finished_all_groups(request, block_ids)
         group_id = self._layer.group_id
         own = block_ids[group_id] if len(block_ids) > group_id else []
@@ -519,7 +515,6 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         return told
 
     def shutdown(self) -> None:
-        """See `RayKVConnector.shutdown`."""
         super().shutdown()
         states = getattr(self, "_states", None)
         if states is not None:

@@ -127,7 +127,6 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(_refused_load)
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PoolSpec:
-        """See `OffloadingManager.prepare_load`."""
         names = cast("list[Key]", list(keys))
         return self._pool_spec(names, self.view.prepare_load(names))
 
@@ -233,7 +232,6 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """See `OffloadingManager.on_request_finished`."""
         self.view.finish_request(req_context.req_id)
         self.layered.forget(req_context.req_id)
         self.hints.end(req_context.req_id)
@@ -375,7 +373,6 @@ class ChunkTracker(OffloadingEventsTracker):
 
     @guarded(nothing)
     def record_store(self, req: Any, group_config: Any, chunk_idx: int, offload_key: Any) -> None:
-        """See `OffloadingEventsTracker.record_store`."""
         super().record_store(req, group_config, chunk_idx, offload_key)
         if self._announcements is not None:
             self._announcements.expect(Key(offload_key), time.monotonic())

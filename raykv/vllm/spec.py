@@ -63,7 +63,6 @@ class Told:
 
     @property
     def block_bytes(self) -> dict[int, int]:
-        """See `kv_form.block_bytes`."""
         return block_bytes(self.vllm, self.kv_cache)
 
     @property
@@ -144,7 +143,6 @@ class RayKVOffloadingSpec(OffloadingSpec):
         return dict.fromkeys(self.group_ids, self.slot_bytes)
 
     def get_manager(self) -> RayOffloadingManager:
-        """See `OffloadingSpec.get_manager`."""
         if self._manager is None:
             settings = self.settings
             rates = Rates(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
@@ -190,7 +188,6 @@ class RayKVOffloadingSpec(OffloadingSpec):
         return pages_of(kv_caches, self.config.kv_cache_layout)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
-        """See `OffloadingSpec.get_worker`."""
         if self._shared is None:
             link, layout = make_link(self, kv_caches)
         else:

@@ -207,7 +207,6 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     barred: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RayKVWorkerMetadata:
-        """See `OffloadingWorkerMetadata.aggregate`."""
         assert isinstance(other, OffloadingWorkerMetadata), other
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata), base
@@ -429,5 +428,4 @@ class RayOffloadingWorker(OffloadingWorker):
         return self.is_flying(job_id) or any(each.job_id == job_id for each in self._ended)
 
     def shutdown(self) -> None:
-        """See `OffloadingWorker.shutdown`."""
         self._link.close(LINK_CLOSE_S)

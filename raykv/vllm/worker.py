@@ -129,7 +129,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     @guarded(_flush_bare)
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        """See `OffloadingConnectorWorker.handle_preemptions`."""
         if kv_connector_metadata.jobs_to_flush:
             self._refuse_unfit_stores(kv_connector_metadata)
         super().handle_preemptions(kv_connector_metadata)
@@ -159,7 +158,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
                 self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """See `OffloadingConnectorWorker.start_kv_transfers`."""
         for job_id, job in list(metadata.load_jobs.items()):
             use = _use_of(metadata, job.req_id)
             may_load = use is None or self._adapters.may_load(use)
@@ -364,7 +362,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     @guarded(take_meta)
     def build_connector_worker_meta(self) -> RayKVWorkerMetadata | None:
-        """See `OffloadingConnectorWorker.build_connector_worker_meta`."""
         epoch = 0 if self._raykv is None else self._raykv.node_epoch
         if epoch != self._reported_epoch:
             self._meta.node_epochs[self.spec.config.parallel.rank] = epoch

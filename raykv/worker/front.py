@@ -57,37 +57,28 @@ class FrontLink(Generic[L]):
 
     @property
     def node_epoch(self) -> int:
-        """See `WorkerLink.node_epoch`."""
         return self._link.node_epoch
 
     def breaker_report(self) -> BreakerReport:
-        """See `WorkerLink.breaker_report`."""
         return self._link.breaker_report()
 
     def set_target(self, target: LinkTarget) -> None:
-        """See `WorkerLink.set_target`."""
         self._link.set_target(target)
 
     def submit(self, request: JobRequest) -> None:
-        """See `WorkerLink.submit`."""
         self._link.submit(request)
 
     def drain(self) -> list[JobResult]:
-        """See `WorkerLink.drain`."""
         return self._link.drain()
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """See `WorkerLink.wait`."""
         self._link.wait(job_ids)
 
     def finish(self, job_ids: Collection[int]) -> None:
-        """See `WorkerLink.finish`."""
         self._link.finish(job_ids)
 
     def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
-        """See `WorkerLink.wait_layers`."""
         return self._link.wait_layers(job_ids, count)
 
     def close(self, timeout_s: float) -> None:
-        """See `WorkerLink.close`."""
         self._link.close(timeout_s)

@@ -104,7 +104,6 @@ class DeviceLink(FrontLink[WorkerLink]):
 
     @property
     def unsuited(self) -> str:
-        """See `WorkerLink.unsuited`."""
         return self._link.unsuited
 
     def submit(self, request: JobRequest) -> None:
@@ -119,7 +118,6 @@ class DeviceLink(FrontLink[WorkerLink]):
         self._link.submit(request)
 
     def drain(self) -> list[JobResult]:
-        """See `WorkerLink.drain`."""
         failed, self._failed = self._failed, []
         return failed + self._link.drain()
 
@@ -145,18 +143,15 @@ class AutoLink(FrontLink[DeviceLink | StagedLink]):
         self._submitted: set[int] = set()
 
     def set_target(self, target: LinkTarget) -> None:
-        """See `WorkerLink.set_target`."""
         self._target = target
         self._change_if_unsuited()
         self._link.set_target(target)
 
     def submit(self, request: JobRequest) -> None:
-        """See `WorkerLink.submit`."""
         self._submitted.add(request.job_id)
         self._link.submit(request)
 
     def drain(self) -> list[JobResult]:
-        """See `WorkerLink.drain`."""
         results = self._link.drain()
         self._submitted.difference_update(result.job_id for result in results)
         return results

@@ -214,7 +214,6 @@ class StagedLink(FrontLink[WorkerLink]):
         self._pump()
 
     def finish(self, job_ids: Collection[int]) -> None:
-        """See `WorkerLink.finish`."""
         self._link.finish([n for n, part in self._parts.items() if part.job_id in job_ids])
         self._pump()
 

@@ -159,31 +159,25 @@ class CUDADriver:
 
     @property
     def mover(self) -> str | None:
-        """See `CopyDriver.mover`."""
         return self._mover.name if self._mover else None
 
     def make_stream(self, urgency: Urgency) -> int:
-        """See `CopyDriver.make_stream`."""
         least, greatest = self._priorities
         priority = greatest if urgency is Urgency.LOAD else least
         flags = self._runtime.cudaStreamNonBlocking
         return int(self._call("cudaStreamCreateWithPriority", flags, priority))
 
     def make_event(self) -> int:
-        """See `CopyDriver.make_event`."""
         flags = self._runtime.cudaEventDisableTiming
         return int(self._call("cudaEventCreateWithFlags", flags))
 
     def record(self, event: int, stream: int) -> None:
-        """See `CopyDriver.record`."""
         self._call("cudaEventRecord", event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """See `CopyDriver.wait_event`."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
     def is_done(self, event: int) -> bool:
-        """See `CopyDriver.is_done`."""
         self._use()
         (error,) = self._runtime.cudaEventQuery(event)
         if error == self._runtime.cudaError_t.cudaErrorNotReady:
@@ -219,13 +213,11 @@ class CUDADriver:
             )
 
     def copy_one(self, stream: int, to: int, source: int, size: int) -> None:
-        """See `CopyDriver.copy_one`."""
         _check_copy(to, source, size)
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDefault
         self._call("cudaMemcpyAsync", to, source, size, kind, stream)
 
     def move_pages(self, stream: int, copies: Copies) -> None:
-        """See `CopyDriver.move_pages`."""
         mover = self._mover
         if mover is None:
             # The other direction's thread has just found out.
@@ -238,29 +230,23 @@ class CUDADriver:
             raise MoverError(f"a launch of {mover.name} failed: {error}") from error
 
     def allocate(self, num_bytes: int) -> int:
-        """See `CopyDriver.allocate`."""
         assert num_bytes > 0, num_bytes
         return int(self._call("cudaMalloc", num_bytes))
 
     def free(self, address: int) -> None:
-        """See `CopyDriver.free`."""
         self._call("cudaFree", address)
 
     def allocate_host(self, num_bytes: int) -> int:
-        """See `CopyDriver.allocate_host`."""
         assert num_bytes > 0, num_bytes
         return int(self._call("cudaMallocHost", num_bytes))
 
     def free_host(self, address: int) -> None:
-        """See `CopyDriver.free_host`."""
         self._call("cudaFreeHost", address)
 
     def drop_stream(self, stream: int) -> None:
-        """See `CopyDriver.drop_stream`."""
         self._call("cudaStreamDestroy", stream)
 
     def drop_event(self, event: int) -> None:
-        """See `CopyDriver.drop_event`."""
         self._call("cudaEventDestroy", event)
 
     def _find(self, device_uuid: str) -> tuple[int, str]:

@@ -54,7 +54,6 @@ class TritonMover:
         self._device, self._on_stream = device, on_stream
 
     def move(self, stream: int, to: Addresses, source: Addresses, size: Addresses) -> None:
-        """See `PageMover.move`."""
         with self._on_stream(stream):
             columns = self._torch.from_numpy(np.stack((to, source, size)).view(np.int64))
             if self._device != CPU:
@@ -81,7 +80,6 @@ class IndexMover:
         self._device, self._on_stream, self._view = device, on_stream, view
 
     def move(self, stream: int, to: Addresses, source: Addresses, size: Addresses) -> None:
-        """See `PageMover.move`."""
         with self._on_stream(stream):
             grain = int(np.gcd.reduce(np.concatenate((to - to.min(), source - source.min(), size))))
             targets, rows_to = self._rows(to, size, grain)

@@ -71,11 +71,9 @@ class DictTable:
         self._clock = Clock()
 
     def set_clock(self, now: float) -> None:
-        """See `ChunkTable.set_clock`."""
         self._clock.now = now
 
     def add_node(self, node_id: NodeId, geometry: PoolGeometry) -> DictNodeTable:
-        """See `ChunkTable.add_node`."""
         assert node_id not in self._nodes, node_id
 
         def moved(name: Name, came: bool) -> None:
@@ -113,7 +111,6 @@ class DictTable:
         most: int,
         until: float | None,
     ) -> Found:
-        """See `ChunkTable.ask`."""
         if ranked is not self._ranked:
             self._ranked = ranked
             self._ranks = {node_id: rank for rank, node_id in enumerate(ranked)}
@@ -139,7 +136,6 @@ class DictTable:
         return found
 
     def check(self) -> None:
-        """See `ChunkTable.check`."""
         for node in self._nodes.values():
             node.check()
         indexed = {
@@ -188,34 +184,28 @@ class DictNodeTable:
     # Slabs
 
     def give_slab(self, slab: int, slot_bytes: int, lowest: Generation) -> None:
-        """See `NodeTable.give_slab`."""
         slot_class = self._class_of(slot_bytes)
         for slot in self.geometry.slots_of(slab, slot_bytes):
             slot_class.release(slot, lowest)
 
     def take_slab(self, slab: int, slot_bytes: int) -> Generation:
-        """See `NodeTable.take_slab`."""
         free = self._class_of(slot_bytes).free
         return max(free.pop(slot) for slot in self.geometry.slots_of(slab, slot_bytes))
 
     # Free slots
 
     def num_free(self, slot_bytes: int) -> int:
-        """See `NodeTable.num_free`."""
         return len(self._class_of(slot_bytes).free)
 
     def lowest(self, slot: Slot, slot_bytes: int) -> Generation | None:
-        """See `NodeTable.lowest`."""
         return self._class_of(slot_bytes).free.get(slot)
 
     def claim(self, slot: Slot, slot_bytes: int) -> None:
-        """See `NodeTable.claim`."""
         slot_class = self._class_of(slot_bytes)
         del slot_class.free[slot]
         slot_class.claimed.add(slot)
 
     def release(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
-        """See `NodeTable.release`."""
         slot_class = self._class_of(slot_bytes)
         slot_class.claimed.remove(slot)
         slot_class.release(slot, lowest)
@@ -224,13 +214,11 @@ class DictNodeTable:
 
     @property
     def num_leases(self) -> int:
-        """See `NodeTable.num_leases`."""
         return len(self._leases)
 
     def lend(
         self, slot_bytes: int, count: int, engine_id: EngineId, group: int, first: Generation
     ) -> list[Slot]:
-        """See `NodeTable.lend`."""
         free = self._class_of(slot_bytes).free
         slots = [free.popitem(last=False)[0] for _ in range(min(count, len(free)))]
         for number, slot in enumerate(slots):
@@ -239,38 +227,31 @@ class DictNodeTable:
         return slots
 
     def lend_at(self, slot: Slot, lease: Lease) -> None:
-        """See `NodeTable.lend_at`."""
         self._class_of(lease.slot_bytes).claimed.remove(slot)
         self._leases[slot] = lease
 
     def lease_of(self, slot: Slot) -> Lease | None:
-        """See `NodeTable.lease_of`."""
         return self._leases.get(slot)
 
     def is_leased_at(self, slot: Slot, generation: int) -> bool:
-        """See `NodeTable.is_leased_at`."""
         lease = self._leases.get(slot)
         return lease is not None and lease.generation == generation
 
     def leases(self) -> dict[Slot, Lease]:
-        """See `NodeTable.leases`."""
         return dict(self._leases)
 
     def end_lease(self, slot: Slot, lowest: Generation) -> None:
-        """See `NodeTable.end_lease`."""
         lease = self._leases.pop(slot)
         self._class_of(lease.slot_bytes).release(slot, lowest)
 
     # Chunks
 
     def find(self, namespace: Namespace, key: Key) -> TableChunk | None:
-        """See `NodeTable.find`."""
         return self._chunks.get(namespace, {}).get(key)
 
     def store(
         self, came: Changes, slot_bytes: Sequence[int], cleared: Generation, *, from_free: bool
     ) -> list[int]:
-        """See `NodeTable.store`."""
         held = self._chunks.get(came.namespace, {})
         others = []
         rows = zip(came.keys, came.slots, came.generations, slot_bytes, strict=True)
@@ -292,7 +273,6 @@ class DictNodeTable:
         return others
 
     def hold(self, name: Name, chunk: TableChunk) -> None:
-        """See `NodeTable.hold`."""
         namespace, key = name
         slot_class = self._class_of(chunk.slot_bytes)
         if self._leases.pop(chunk.slot, None) is None:
@@ -305,7 +285,6 @@ class DictNodeTable:
         self._moved(name, True)
 
     def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:
-        """See `NodeTable.drop`."""
         chunk = self._chunks.get(namespace, {}).pop(key, None)
         if chunk is None:
             return None
@@ -331,7 +310,6 @@ class DictNodeTable:
         (slot_class.spares if is_spare else slot_class.policy).add(name)
 
     def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
-        """See `NodeTable.evict`."""
         victims: list[Name] = []
         for namespace, key in self._class_of(slot_bytes).candidates():
             if len(victims) == count:
@@ -352,24 +330,20 @@ class DictNodeTable:
         return gone
 
     def candidates(self, slot_bytes: int) -> Iterator[Slot]:
-        """See `NodeTable.candidates`."""
         for namespace, key in self._class_of(slot_bytes).candidates():
             yield self._chunks[Namespace(namespace)][Key(key)].slot
 
     def clear(self, namespace: Namespace) -> None:
-        """See `NodeTable.clear`."""
         for key in list(self._chunks.get(namespace, {})):
             self.drop(namespace, key)
         self._chunks.pop(namespace, None)
 
     def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, TableChunk]]:
-        """See `NodeTable.chunks_in`."""
         return [(name, self.held(*name)) for name in self._records.in_slabs(slabs)]
 
     # Use
 
     def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        """See `NodeTable.touch`."""
         for key in keys:
             chunk = self.find(namespace, Key(key))
             if chunk is not None:
@@ -379,7 +353,6 @@ class DictNodeTable:
                 self._records.used((namespace, Key(key)))
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
-        """See `NodeTable.pin`."""
         for key in keys:
             if self.find(namespace, Key(key)) is not None:
                 self.pinned(namespace, Key(key), until)
@@ -392,37 +365,30 @@ class DictNodeTable:
         return chunk
 
     def protect(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
-        """See `NodeTable.protect`."""
         for key in keys:
             if self.find(namespace, Key(key)) is not None:
                 self._pinned[namespace, Key(key)] = until
 
     def pinned_slabs(self, now: float) -> set[int]:
-        """See `NodeTable.pinned_slabs`."""
         names = [name for name, until in self._pinned.items() if until > now]
         return {self.geometry.slab_of(self._chunks[space][key].slot) for space, key in names}
 
     def forget_pins(self, now: float) -> None:
-        """See `NodeTable.forget_pins`."""
         self._pinned = {name: until for name, until in self._pinned.items() if until > now}
 
     def use(self, slot_bytes: int, now: float) -> None:
-        """See `NodeTable.use`."""
         slot_class = self._class_of(slot_bytes)
         slot_class.used_at = max(slot_class.used_at, now)
 
     def used_at(self, slot_bytes: int) -> float:
-        """See `NodeTable.used_at`."""
         return self._class_of(slot_bytes).used_at
 
     # Listing
 
     def sizes(self) -> dict[Namespace, int]:
-        """See `NodeTable.sizes`."""
         return {name: len(chunks) for name, chunks in self._chunks.items()}
 
     def holds_any(self, namespace: Namespace) -> bool:
-        """See `NodeTable.holds_any`."""
         return bool(self._chunks.get(namespace))
 
     def names(self) -> list[Name]:
@@ -436,7 +402,6 @@ class DictNodeTable:
         return [(namespace, key) for key in self._chunks.get(namespace, {})]
 
     def held_at(self, places: Sequence[Name], namespace: Namespace | None = None) -> Held:
-        """See `NodeTable.held_at`."""
         assert namespace is None or all(name[0] == namespace for name in places), namespace
         found = [(name, self.find(*name)) for name in places]
         chunks = [(name, chunk) for name, chunk in found if chunk is not None]
@@ -449,11 +414,9 @@ class DictNodeTable:
         )
 
     def places_from(self, first: Slot, most: int, namespace: Namespace | None = None) -> Stretch:
-        """See `NodeTable.places_from`."""
         return self._records.stretch(first, most, namespace)
 
     def uses_at(self, places: Sequence[Name]) -> Uses:
-        """See `NodeTable.uses_at`."""
         chunks = [self.held(*name) for name in places]
         records = [self._records.of(name) for name in places]
         return Uses(
@@ -476,7 +439,6 @@ class DictNodeTable:
         ]
 
     def check(self) -> None:
-        """See `NodeTable.check`."""
         for size, slot_class in self._classes.items():
             leased = [slot for slot, lease in self._leases.items() if lease.slot_bytes == size]
             held = [

@@ -49,25 +49,20 @@ class LRU(Generic[N]):
         self._names: OrderedDict[N, None] = OrderedDict()
 
     def add(self, name: N) -> None:
-        """See `EvictionPolicy.add`."""
         self._names[name] = None
         self._names.move_to_end(name)
 
     def touch(self, name: N) -> None:
-        """See `EvictionPolicy.touch`."""
         if name in self._names:
             self._names.move_to_end(name)
 
     def remove(self, name: N) -> None:
-        """See `EvictionPolicy.remove`."""
         self._names.pop(name, None)
 
     def evicted(self, name: N) -> None:
-        """See `EvictionPolicy.evicted`."""
         self.remove(name)
 
     def candidates(self) -> Iterator[N]:
-        """See `EvictionPolicy.candidates`."""
         return iter(self._names)
 
     def __contains__(self, name: N) -> bool:

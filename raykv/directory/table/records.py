@@ -68,7 +68,6 @@ class Records:
         return [name for slab in set(slabs) for name in self._slabs.get(slab, ())]
 
     def stretch(self, first: Slot, most: int, namespace: Namespace | None) -> Stretch:
-        """See `NodeTable.places_from`."""
         slabs = range(self._geometry.slab_of(first), self._geometry.num_slabs)
         slab = next((slab for slab in slabs if self._slabs.get(slab)), None)
         if slab is None:

@@ -80,7 +80,6 @@ class Worth(Generic[N]):
         self._lessons = _Lessons()
 
     def add(self, name: N) -> None:
-        """See `EvictionPolicy.add`."""
         ghost = self._ghosts.pop(hash(name), None)
         if name in self._places:
             self.touch(name)
@@ -91,7 +90,6 @@ class Worth(Generic[N]):
             self._use_again(name, place, last)
 
     def touch(self, name: N) -> None:
-        """See `EvictionPolicy.touch`."""
         place = self._places.get(name)
         if place is not None:
             self._use_again(name, place, self._queues[place].pop(name))
@@ -107,13 +105,11 @@ class Worth(Generic[N]):
         self._lessons.used(place, self._now, len(self))
 
     def remove(self, name: N) -> None:
-        """See `EvictionPolicy.remove`."""
         place = self._places.pop(name, None)
         if place is not None:
             del self._queues[place][name]
 
     def evicted(self, name: N) -> None:
-        """See `EvictionPolicy.evicted`."""
         place = self._places.pop(name, None)
         if place is None:
             return
@@ -127,7 +123,6 @@ class Worth(Generic[N]):
         return len(self._ghosts)
 
     def candidates(self) -> Iterator[N]:
-        """See `EvictionPolicy.candidates`."""
         queues = [iter(queue.items()) for queue in self._queues]
         # Worth, last use, queue, name: the least worth first, then the oldest. No two names have
         # the same last use, so that names are never compared.

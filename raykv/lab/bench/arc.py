@@ -39,7 +39,6 @@ class ARC(Generic[N]):
         self._target = 0.0
 
     def add(self, name: N) -> None:
-        """See `EvictionPolicy.add`."""
         if name in self._recent or name in self._frequent:
             self.touch(name)
         elif name in self._recent_ghosts:
@@ -56,7 +55,6 @@ class ARC(Generic[N]):
             self._recent[name] = None
 
     def touch(self, name: N) -> None:
-        """See `EvictionPolicy.touch`."""
         if name in self._recent:
             del self._recent[name]
             self._frequent[name] = None
@@ -64,12 +62,10 @@ class ARC(Generic[N]):
             self._frequent.move_to_end(name)
 
     def remove(self, name: N) -> None:
-        """See `EvictionPolicy.remove`."""
         self._recent.pop(name, None)
         self._frequent.pop(name, None)
 
     def evicted(self, name: N) -> None:
-        """See `EvictionPolicy.evicted`."""
         if name in self._recent:
             del self._recent[name]
             self._recent_ghosts[name] = None
@@ -92,7 +88,6 @@ class ARC(Generic[N]):
         return len(self._recent_ghosts) + len(self._frequent_ghosts)
 
     def candidates(self) -> Iterator[N]:
-        """See `EvictionPolicy.candidates`."""
         surplus = max(0, min(len(self._recent), len(self._recent) - int(self._target)))
         yield from islice(self._recent, surplus)
         yield from self._frequent

@@ -249,5 +249,4 @@ class _Nobody:
     """The way to other nodes."""
 
     def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
-        """See `PeerTransport.start_read`."""
         raise PeerError(f"there is no node {node_id} ({len(request.handles)} chunks)")

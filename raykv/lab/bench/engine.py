@@ -139,7 +139,6 @@ class EngineProcess:
         return [output["cached"] for output in outputs]
 
     def reset(self, *, connector: bool = False) -> None:
-        """See `Engine.reset`."""
         assert self.call("reset", connector=connector)
 
     def stop(self) -> None:

@@ -42,7 +42,6 @@ class InProcessSpec(CPUOffloadingSpec):
     """vLLM's specification with another worker."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """See `OffloadingSpec.get_worker`."""
         assert self.blocks_per_chunk == 1, self.blocks_per_chunk
         return InProcessWorker(kv_caches, self.num_chunks)
 
@@ -70,13 +69,11 @@ class InProcessWorker(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_later: Any
     ) -> bool:
-        """See `OffloadingWorker.submit_store`."""
         return self._submit(job_id, src_spec, dst_spec, is_store=True)
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_later: Any
     ) -> bool:
-        """See `OffloadingWorker.submit_load`."""
         return self._submit(job_id, dst_spec, src_spec, is_store=False)
 
     def _submit(
@@ -92,7 +89,6 @@ class InProcessWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """See `OffloadingWorker.get_finished`."""
         results, self._results = self._results, []
         return results
 

@@ -73,7 +73,6 @@ class _DictManager:
         self._hit, self._miss = LookupResult.HIT, LookupResult.MISS
 
     def lookup(self, key: Key, _context: Any) -> Any:
-        """See `OffloadingManager.lookup`."""
         return self._hit if key in self._table else self._miss
 
 

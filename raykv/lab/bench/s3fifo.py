@@ -44,7 +44,6 @@ class S3FIFO(Generic[N]):
         self._ghosts: OrderedDict[N, None] = OrderedDict()
 
     def add(self, name: N) -> None:
-        """See `EvictionPolicy.add`."""
         if name in self._small or name in self._main:
             self.touch(name)
         elif name in self._ghosts:
@@ -54,18 +53,15 @@ class S3FIFO(Generic[N]):
             self._small[name] = 0
 
     def touch(self, name: N) -> None:
-        """See `EvictionPolicy.touch`."""
         queue = self._small if name in self._small else self._main
         if name in queue:
             queue[name] = min(queue[name] + 1, MOST_USES)
 
     def remove(self, name: N) -> None:
-        """See `EvictionPolicy.remove`."""
         self._small.pop(name, None)
         self._main.pop(name, None)
 
     def evicted(self, name: N) -> None:
-        """See `EvictionPolicy.evicted`."""
         self._settle()
         if self._small.pop(name, None) is not None:
             self._ghosts[name] = None
@@ -97,7 +93,6 @@ class S3FIFO(Generic[N]):
         return num_small > 0 and (num_small == num_held or num_small >= SMALL_SHARE * num_held)
 
     def candidates(self) -> Iterator[N]:
-        """See `EvictionPolicy.candidates`."""
         small, main = iter(self._small.items()), iter(self._main.items())
         moved: deque[tuple[N, int]] = deque()
         num_small, num_held = len(self._small), len(self)

@@ -97,7 +97,6 @@ class Worked(threading.Thread):
     # The load's side
 
     def run(self) -> None:
-        """See `threading.Thread.run`."""
         try:
             while not self._stopping.is_set():
                 self._one_round()

@@ -100,21 +100,17 @@ class CudaMemoryDriver:
         return word.value
 
     def devices(self) -> list[str]:
-        """See `MemoryDriver.devices`."""
         return list(self._uuids)
 
     # The worker's side
 
     def device_of(self, address: int) -> str:
-        """See `MemoryDriver.device_of`."""
         return self._uuids[int(self._attribute("DEVICE_ORDINAL", address))]
 
     def is_ipc_capable(self, address: int) -> bool:
-        """See `MemoryDriver.is_ipc_capable`."""
         return bool(self._attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address))
 
     def extent(self, address: int) -> Extent:
-        """See `MemoryDriver.extent`."""
         self._enter(self.device_of(address))
         if self.is_ipc_capable(address):
             return self._allocation(address)
@@ -126,12 +122,10 @@ class CudaMemoryDriver:
         return Extent(int(base), int(size))
 
     def export_memory(self, base: int) -> bytes:
-        """See `MemoryDriver.export_memory`."""
         self._enter(self.device_of(base))
         return _raw(self._call("cuIpcGetMemHandle", self._cuda.CUdeviceptr(base)))
 
     def export_fd(self, base: int) -> int:
-        """See `MemoryDriver.export_fd`."""
         self._enter(self.device_of(base))
         kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         handle = self._call("cuMemRetainAllocationHandle", base)
@@ -144,24 +138,20 @@ class CudaMemoryDriver:
             self._call("cuMemRelease", handle)
 
     def create_event(self, device: str) -> int:
-        """See `MemoryDriver.create_event`."""
         self._enter(device)
         kinds = self._cuda.CUevent_flags
         flags = int(kinds.CU_EVENT_INTERPROCESS) | int(kinds.CU_EVENT_DISABLE_TIMING)
         return int(self._call("cuEventCreate", flags))
 
     def export_event(self, event: int) -> bytes:
-        """See `MemoryDriver.export_event`."""
         return _raw(self._call("cuIpcGetEventHandle", self._cuda.CUevent(event)))
 
     def record_event(self, event: int, stream: int) -> None:
-        """See `MemoryDriver.record_event`."""
         self._call("cuEventRecord", self._cuda.CUevent(event), self._cuda.CUstream(stream))
 
     # The NodeActor's side
 
     def open_memory(self, device: str, handle: bytes) -> Extent:
-        """See `MemoryDriver.open_memory`."""
         self._enter(device)
         flags = int(self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         filled = _filled(self._cuda.CUipcMemHandle, handle)
@@ -174,12 +164,10 @@ class CudaMemoryDriver:
             raise
 
     def close_memory(self, device: str, address: int) -> None:
-        """See `MemoryDriver.close_memory`."""
         self._enter(device)
         self._call("cuIpcCloseMemHandle", self._cuda.CUdeviceptr(address))
 
     def map_fds(self, device: str, fds: list[int], sizes: list[int]) -> int:
-        """See `MemoryDriver.map_fds`."""
         self._enter(device)
         kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         total, mapped = sum(sizes), 0
@@ -217,28 +205,23 @@ class CudaMemoryDriver:
         self._call("cuMemAddressFree", base, reserved)
 
     def unmap_fds(self, device: str, address: int, sizes: list[int]) -> None:
-        """See `MemoryDriver.unmap_fds`."""
         self._enter(device)
         self._unmap(address, sizes, sum(sizes))
 
     def open_event(self, device: str, handle: bytes) -> int:
-        """See `MemoryDriver.open_event`."""
         self._enter(device)
         return int(self._call("cuIpcOpenEventHandle", _filled(self._cuda.CUipcEventHandle, handle)))
 
     def destroy_event(self, device: str, event: int) -> None:
-        """See `MemoryDriver.destroy_event`."""
         self._enter(device)
         self._call("cuEventDestroy", self._cuda.CUevent(event))
 
     def register_host(self, device: str, address: int, num_bytes: int) -> None:
-        """See `MemoryDriver.register_host`."""
         self._enter(device)
         portable = int(self._cuda.CU_MEMHOSTREGISTER_PORTABLE)
         self._call("cuMemHostRegister", address, num_bytes, portable)
 
     def unregister_host(self, device: str, address: int) -> None:
-        """See `MemoryDriver.unregister_host`."""
         self._enter(device)
         self._call("cuMemHostUnregister", address)
 

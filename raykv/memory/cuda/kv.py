@@ -208,7 +208,6 @@ class DeviceKV:
 
     @property
     def address(self) -> int:
-        """See `OpenedKV.address`."""
         return self._address
 
     def close(self) -> None:

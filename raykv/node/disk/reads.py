@@ -180,7 +180,6 @@ class _PendingDiskRead:
         self._read = read
 
     def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
-        """See `PendingRead.wait`."""
         if not self._read.done.wait(max(0.0, timeout_s)):
             raise PeerError("the disk does not answer in time")
         if self._read.answer is None:
@@ -203,7 +202,6 @@ class TieredTransport:
         self._others = others
 
     def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
-        """See `PeerTransport.start_read`."""
         if not is_disk(node_id):
             return self._others.start_read(node_id, request)
         request = msgspec.structs.replace(request, from_disk=True)

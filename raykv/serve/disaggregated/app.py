@@ -25,7 +25,6 @@ REQUESTS_METRIC = "raykv_disaggregated_requests"
 
 
 def build_disaggregated_app(args: Mapping[str, Any]) -> Application:
-    """See `raykv.serve.build_disaggregated_app`."""
     arguments = parse(DisaggregatedArguments, args)
     return ingress_deployment(DisaggregatedIngressReplica, arguments.ingress).bind(
         [engine_deployment(model.prefill_engines) for model in arguments.models],

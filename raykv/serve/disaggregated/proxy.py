@@ -62,13 +62,11 @@ class DisaggregatedBackend:
         self._has_logged_refusal = False
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
-        """See `MeteredBackend.metrics`."""
         both = (self._prefill.metrics(), self._decode.metrics())
         found = await asyncio.gather(*both, return_exceptions=True)
         return [page for pages in found if not isinstance(pages, BaseException) for page in pages]
 
     async def answer(self, request: HttpRequest) -> Pieces:
-        """See `Backend.answer`."""
         forms = split(request, self._handover)
         course = await self._course(forms)
         self._count(course)

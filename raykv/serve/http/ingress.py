@@ -86,7 +86,6 @@ class ReplicaBackend:
     wait_s: float = REPLICA_WAIT_S
 
     async def answer(self, request: HttpRequest) -> Pieces:
-        """See `Backend.answer`."""
         pieces = self.handle.handle_http.remote(request)
         try:
             await self._taken(pieces)
@@ -98,7 +97,6 @@ class ReplicaBackend:
             raise
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
-        """See `MeteredBackend.metrics`."""
         asked = self.handle.options(stream=False).broadcast("metrics")
         results = await asked.results_async(timeout_s=REPLICA_METRICS_S, return_exceptions=True)
         return [result for result in results if isinstance(result, ReplicaMetrics)]

@@ -61,7 +61,6 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         )
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """See `RequestRouter.update_replicas`."""
         super().update_replicas(replicas)
         self._planner.keep([each.replica_id.unique_id for each in replicas])
         if replicas:
@@ -72,7 +71,6 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """See `RequestRouter.choose_replicas`."""
         self._directory.learn(each.node_id for each in candidate_replicas)
         placed = await self._place(pending_request)
         if pending_request is None or placed is None or self._outcome(placed) == NO_ANSWER:
@@ -90,7 +88,6 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """See `RequestRouter.on_request_routed`."""
         super().on_request_routed(pending_request, replica_id, result)
         placed = self._placed.pop(pending_request.metadata.internal_request_id, None)
         if placed is not None:

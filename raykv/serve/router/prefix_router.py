@@ -26,7 +26,6 @@ class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """See `RequestRouter.choose_replicas`."""
         if pending_request is None or not self._text(pending_request):
             return await two_choices(self, candidate_replicas, pending_request)
         chosen: list[list[RunningReplica]] = await super().choose_replicas(
@@ -37,7 +36,6 @@ class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """See `RequestRouter.on_request_routed`."""
         if self._text(pending_request):
             super().on_request_routed(pending_request, replica_id, result)
 

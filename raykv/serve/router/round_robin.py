@@ -11,7 +11,6 @@ class RoundRobinRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     """Replicas take turns."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """See `RequestRouter.initialize_state`."""
         del kwargs
         self._turn = 0
 
@@ -20,7 +19,6 @@ class RoundRobinRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """See `RequestRouter.choose_replicas`."""
         if pending_request is not None:
             # Where all are full Serve waits before it asks again.
             pending_request.routing_context.should_backoff = True

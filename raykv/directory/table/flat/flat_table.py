@@ -42,7 +42,6 @@ class FlatTable:
         self._ranks: Array = np.empty(0, np.int64)
 
     def add_node(self, node_id: NodeId, geometry: PoolGeometry) -> FlatNodeTable:
-        """See `ChunkTable.add_node`."""
         assert node_id not in self._nodes, node_id
         if None not in self._node_ids:
             self._node_ids.append(None)
@@ -69,7 +68,6 @@ class FlatTable:
         most: int,
         until: float | None,
     ) -> Found:
-        """See `ChunkTable.ask`."""
         if not keys:
             return Found([], [], [], [], [], [])
         rows = self._rows
@@ -114,11 +112,9 @@ class FlatTable:
         return self._numbers[:count]
 
     def set_clock(self, now: float) -> None:
-        """See `ChunkTable.set_clock`."""
         self._rows.set_clock(now)
 
     def check(self) -> None:
-        """See `ChunkTable.check`."""
         rows = self._rows
         heads = {(int(entry) & NONE) - 1 for entry in rows.index if entry}
         seen: set[int] = set()

@@ -111,7 +111,6 @@ class FlatNodeTable:
     # Slabs
 
     def give_slab(self, slab: int, slot_bytes: int, lowest: Generation) -> None:
-        """See `NodeTable.give_slab`."""
         assert slot_bytes % SLOT_ALIGNMENT == 0, slot_bytes
         rows = self._rows
         of_class = self._class_of(slot_bytes)
@@ -130,7 +129,6 @@ class FlatNodeTable:
         )
 
     def take_slab(self, slab: int, slot_bytes: int) -> Generation:
-        """See `NodeTable.take_slab`."""
         rows = self._rows
         assert self._slabs[slab, SLAB_CLASS] == self._classes[slot_bytes], (slab, slot_bytes)
         block = self._block(slab)
@@ -150,24 +148,20 @@ class FlatNodeTable:
     # Free slots
 
     def num_free(self, slot_bytes: int) -> int:
-        """See `NodeTable.num_free`."""
         return self._rows.count(self._class_of(slot_bytes), FREE)
 
     def lowest(self, slot: Slot, slot_bytes: int) -> Generation | None:
-        """See `NodeTable.lowest`."""
         row = self._row(slot, slot_bytes)
         if row < 0 or self._rows.rows[row, STATE] != FREE:
             return None
         return Generation(int(self._rows.words[row, GENERATION]))
 
     def claim(self, slot: Slot, slot_bytes: int) -> None:
-        """See `NodeTable.claim`."""
         row = self._row(slot, slot_bytes)
         assert self._rows.rows[row, STATE] == FREE, slot
         self._move(row, CLAIMED)
 
     def release(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
-        """See `NodeTable.release`."""
         self._free(slot, CLAIMED, lowest)
 
     def _free(self, slot: Slot, state: int, lowest: Generation) -> None:
@@ -180,13 +174,11 @@ class FlatNodeTable:
 
     @property
     def num_leases(self) -> int:
-        """See `NodeTable.num_leases`."""
         return sum(self._rows.count(of_class, LEASED) for of_class in self._classes.values())
 
     def lend(
         self, slot_bytes: int, count: int, engine_id: EngineId, group: int, first: Generation
     ) -> list[Slot]:
-        """See `NodeTable.lend`."""
         rows = self._rows
         of_class, engine = self._class_of(slot_bytes), self._engine_number(engine_id)
         out = np.empty(max(count, 0), np.int64)
@@ -202,7 +194,6 @@ class FlatNodeTable:
         return self._engines.index(engine_id)
 
     def lend_at(self, slot: Slot, lease: Lease) -> None:
-        """See `NodeTable.lend_at`."""
         rows, row = self._rows, self._row(slot, lease.slot_bytes)
         assert rows.rows[row, STATE] == CLAIMED, slot
         self._move(row, LEASED)
@@ -211,7 +202,6 @@ class FlatNodeTable:
         rows.words[row, GENERATION] = lease.generation
 
     def lease_of(self, slot: Slot) -> Lease | None:
-        """See `NodeTable.lease_of`."""
         row = self._row(slot)
         if row < 0 or self._rows.rows[row, STATE] != LEASED:
             return None
@@ -227,13 +217,11 @@ class FlatNodeTable:
         )
 
     def is_leased_at(self, slot: Slot, generation: int) -> bool:
-        """See `NodeTable.is_leased_at`."""
         rows, row = self._rows, self._row(slot)
         is_leased = row >= 0 and rows.rows[row, STATE] == LEASED
         return bool(is_leased and rows.words[row, GENERATION] == generation)
 
     def leases(self) -> dict[Slot, Lease]:
-        """See `NodeTable.leases`."""
         return {
             Slot(int(self._rows.rows[row, SLOT])): self._lease(row)
             for of_class in self._classes.values()
@@ -242,13 +230,11 @@ class FlatNodeTable:
         }
 
     def end_lease(self, slot: Slot, lowest: Generation) -> None:
-        """See `NodeTable.end_lease`."""
         self._free(slot, LEASED, lowest)
 
     # Chunks
 
     def find(self, namespace: Namespace, key: Key) -> TableChunk | None:
-        """See `NodeTable.find`."""
         row = self._find(namespace, key)
         return None if row < 0 else self._chunk(row)
 
@@ -266,7 +252,6 @@ class FlatNodeTable:
     def store(
         self, came: Changes, slot_bytes: Sequence[int], cleared: Generation, *, from_free: bool
     ) -> list[int]:
-        """See `NodeTable.store`."""
         rows = self._rows
         batch = rows.batch(came.namespace, came.keys)
         rows.reserve_chunks(len(came))
@@ -285,7 +270,6 @@ class FlatNodeTable:
         return others
 
     def hold(self, name: Name, chunk: TableChunk) -> None:
-        """See `NodeTable.hold`."""
         namespace, key = name
         rows = self._rows
         batch = rows.batch(namespace, [key])
@@ -302,7 +286,6 @@ class FlatNodeTable:
         )
 
     def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:
-        """See `NodeTable.drop`."""
         row = self._find(namespace, key)
         if row < 0:
             return None
@@ -314,7 +297,6 @@ class FlatNodeTable:
         batches.drop(self._rows.arrays, gone)
 
     def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
-        """See `NodeTable.evict`."""
         rows = self._rows
         # First, since a class that is new makes the arrays grow.
         of_class = self._class_of(slot_bytes)
@@ -324,7 +306,6 @@ class FlatNodeTable:
         return rows.changes(out[:count])
 
     def candidates(self, slot_bytes: int) -> Iterator[Slot]:
-        """See `NodeTable.candidates`."""
         of_class = self._class_of(slot_bytes)
         cursors, out = np.empty(order.NUM_CURSORS, np.int64), np.empty(WALK, np.int64)
         order.begin(self._rows.arrays, of_class, cursors)
@@ -335,13 +316,11 @@ class FlatNodeTable:
             yield from self._rows.rows[out[:count], SLOT].tolist()
 
     def clear(self, namespace: Namespace) -> None:
-        """See `NodeTable.clear`."""
         number = self._rows.number_of(namespace)
         self._drop(self._held(namespace))
         self._rows.counts[self.number, number] = -1
 
     def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, TableChunk]]:
-        """See `NodeTable.chunks_in`."""
         found: list[tuple[Name, TableChunk]] = []
         for slab in slabs:
             if 0 <= slab < len(self._slabs) and self._slabs[slab, BASE] >= 0:
@@ -359,25 +338,21 @@ class FlatNodeTable:
     # Use
 
     def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        """See `NodeTable.touch`."""
         rows = self._rows
         batch = rows.batch(namespace, keys)
         batches.touch(rows.arrays, batch.keys, batch.names, self.number)
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
-        """See `NodeTable.pin`."""
         rows = self._rows
         batch = rows.batch(namespace, keys)
         batches.pin(rows.arrays, batch.keys, batch.names, self.number, until_tick(until))
 
     def protect(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
-        """See `NodeTable.protect`."""
         rows = self._rows
         batch = rows.batch(namespace, keys)
         batches.protect(rows.arrays, batch.keys, batch.names, self.number, until_tick(until))
 
     def pinned_slabs(self, now: float) -> set[int]:
-        """See `NodeTable.pinned_slabs`."""
         places = self._held()
         pinned = places[self._rows.rows[places, PIN] > tick_of(now)]
         return set((self._rows.rows[pinned, SLOT] // self._pages).tolist())
@@ -386,22 +361,18 @@ class FlatNodeTable:
         """See `NodeTable.forget_pins`: they are no burden here."""
 
     def use(self, slot_bytes: int, now: float) -> None:
-        """See `NodeTable.use`."""
         of_class, tick = self._class_of(slot_bytes), until_tick(now)
         self._rows.classes[of_class, USED] = max(int(self._rows.classes[of_class, USED]), tick)
 
     def used_at(self, slot_bytes: int) -> float:
-        """See `NodeTable.used_at`."""
         return int(self._rows.classes[self._class_of(slot_bytes), USED]) / TICKS_PER_S
 
     # Listing
 
     def sizes(self) -> dict[Namespace, int]:
-        """See `NodeTable.sizes`."""
         return self._rows.sizes(self.number)
 
     def holds_any(self, namespace: Namespace) -> bool:
-        """See `NodeTable.holds_any`."""
         number = self._rows.number_of(namespace)
         return bool(self._rows.counts[self.number, number] > 0)
 
@@ -417,7 +388,6 @@ class FlatNodeTable:
         return out[:count]
 
     def held_at(self, places: Any, namespace: Namespace | None = None) -> Held:
-        """See `NodeTable.held_at`."""
         rows = self._rows
         places = np.asarray(places, np.int64)
         is_held = rows.rows[places, STATE] >= SPARE
@@ -428,7 +398,6 @@ class FlatNodeTable:
         return rows.held(places[is_held])
 
     def places_from(self, first: Slot, most: int, namespace: Namespace | None = None) -> Stretch:
-        """See `NodeTable.places_from`."""
         number_of_slab, rest = divmod(first, self._pages)
         with_size = np.flatnonzero(self._slabs[number_of_slab:, BASE] >= 0)
         if not len(with_size):
@@ -447,16 +416,13 @@ class FlatNodeTable:
         return Stretch(rows, end - start, None if is_last else Slot(following))
 
     def uses_at(self, places: Any) -> Uses:
-        """See `NodeTable.uses_at`."""
         return self._rows.uses(np.asarray(places, np.int64))
 
     def spares(self) -> list[Name]:
-        """See `NodeTable.spares`."""
         walks = [self._walks(of_class, SPARE) for of_class in self._classes.values()]
         return [name for parts in walks for part in parts for name in self._names(part)]
 
     def check(self) -> None:
-        """See `NodeTable.check`."""
         rows = self._rows
         for size, of_class in self._classes.items():
             slabs = np.flatnonzero(self._slabs[:, SLAB_CLASS] == of_class)
