@@ -118,7 +118,7 @@ class Cluster:
 
         Engines see misses with their next exchange, and store anew; nothing that was stored or
         begun before is ever loaded after that, nor what a node or a disk has that is away now and
-        comes later. `watch` is told the ids of nodes that have not noted it after a second, if
+        comes later. `watch` is given the ids of nodes that have not noted it after a second, if
         there are any: they are waited for, 15 s at most.
 
         Args:
@@ -411,7 +411,7 @@ class Cluster:
         deadline_s: float = TRANSFER_S,
         watch: Watch = lambda _: None,
     ) -> TransferResult:
-        """Bring chunks to a node's pool, from whoever has them, before a request needs them there:
+        """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
         from other pools, or from disks what is in none.
 
         The first chunks come first. What does not come is no error: the result counts it.

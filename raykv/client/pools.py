@@ -138,21 +138,21 @@ def _look(actors: Mapping[str, Any], states: dict[str, NodeUp], wish: PoolWish) 
         if answer.error:
             continue
         try:
-            told = receive(answer.value, NodeDescription, "the NodeActor", "this process")
+            described = receive(answer.value, NodeDescription, "the NodeActor", "this process")
         except RayKVError as error:
             states[node_id] = msgspec.structs.replace(states[node_id], error=str(error))
             continue
         note = ""
-        if wish.pool_bytes is not None and told.pool_bytes != wish.pool_bytes:
+        if wish.pool_bytes is not None and described.pool_bytes != wish.pool_bytes:
             note = (
-                f"it has a pool of {human_bytes(told.pool_bytes)} already, which stays as it is: "
-                "`raykv down` frees it"
+                f"it has a pool of {human_bytes(described.pool_bytes)} already, which stays as it "
+                "is: `raykv down` frees it"
             )
         states[node_id] = msgspec.structs.replace(
             states[node_id],
-            pool_bytes=told.pool_bytes,
-            prefaulted_bytes=told.prefaulted_bytes,
-            error=told.refusal,
+            pool_bytes=described.pool_bytes,
+            prefaulted_bytes=described.prefaulted_bytes,
+            error=described.refusal,
             note=note,
         )
 
@@ -192,16 +192,16 @@ def note_clearing(
 ) -> None:
     """Have all nodes discard namespaces up to generations, and note it on their disks.
 
-    `watch` is told the nodes that have not answered after a second, if there are any. Those of
+    `watch` is given the nodes that have not answered after a second, if there are any. Those of
     `diskless` have no disk, and hear of it from the scheduler actor too.
 
     Raises:
         ClusterError: a node that is alive has not said in time that its disk has noted it.
     """
     actors = node_actors()
-    told = dict(cleared)
+    floors = dict(cleared)
     questions = {
-        name: lambda actor: actor.note_clearing.remote(told, deadline_s) for name in actors
+        name: lambda actor: actor.note_clearing.remote(floors, deadline_s) for name in actors
     }
     answers = ask_all(
         actors,
@@ -209,7 +209,7 @@ def note_clearing(
         deadline_s + KEEP_GRACE_S,
         lambda waiting: watch([name.removeprefix(names.NODE_PREFIX) for name in waiting]),
     )
-    # One that is dead hears of it when it is back, if anybody is left to tell it.
+    # One that is dead learns of it when it is back, if anybody is left who knows.
     late = {
         name.removeprefix(names.NODE_PREFIX)
         for name, answer in answers.items()

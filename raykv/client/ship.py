@@ -332,10 +332,10 @@ def refuse_foreign(files: Sequence[ChunkFile], spaces: Sequence[NamespaceStatus]
         traits = {}
     differences = {space.namespace: _differences(traits, space.traits) for space in known}
     nearest = min(known, key=lambda space: len(differences[space.namespace]))
-    told = "; ".join(differences[nearest.namespace]) or "what their traits do not say"
+    listed = "; ".join(differences[nearest.namespace]) or "what their traits do not say"
     raise SettingError(
         f"{files[0].path} has KV of {facts.get('model') or 'an unknown model'} that no engine here "
-        f"can use: from that of {nearest.model} it differs in {told}"
+        f"can use: from that of {nearest.model} it differs in {listed}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which node has the hidden states of a request, for whoever reads them."""
+"""Which node has the hidden states of a request, for its readers."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def reference(request_id: str, node_id: str | None, deadline_s: float) -> Any:
             if answer.value is True:
                 return actors[name].hidden_states.remote(request_id, max(left, 0.0))
         if left <= 0:
-            told = ", ".join(name.removeprefix(names.NODE_PREFIX) for name in actors) or "none"
+            asked = ", ".join(name.removeprefix(names.NODE_PREFIX) for name in actors) or "none"
             raise HiddenStatesError(
-                f"no node knows hidden states of request {request_id} (NodeActors: {told}): it has "
-                "not ended, its engine has no RayKVHiddenStatesConnector, or they have expired or "
-                "made room for others (hidden_states_ttl_s, hidden_states_bytes)"
+                f"no node knows hidden states of request {request_id} (NodeActors: {asked}): it "
+                "has not ended, its engine has no RayKVHiddenStatesConnector, or they have expired "
+                "or made room for others (hidden_states_ttl_s, hidden_states_bytes)"
             )
         time.sleep(STATES_FIND_PAUSE_S)

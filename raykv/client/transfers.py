@@ -43,7 +43,7 @@ from raykv.protocol.peer import FetchRequest, FetchResult
 logger = logging.getLogger("raykv")
 
 PAGE_CHUNKS = 256
-"""Of a transfer, in one go: progress is told after each."""
+"""Of a transfer, in one go: progress is reported after each."""
 
 Watch = Callable[[TransferResult], None]
 

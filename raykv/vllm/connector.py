@@ -192,7 +192,7 @@ class RayKVConnector(OffloadingConnector):
         return replace(settings, node_id=settings.node_id or node_id)
 
     def _chunk_groups(self) -> list[ChunkGroup]:
-        """The KV groups, for whoever wants to know what of a prompt can be loaded."""
+        """The KV groups, from which a client finds what of a prompt can be loaded."""
         return [
             ChunkGroup(each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
             for each in self.scheduler.config.kv_group_configs
@@ -274,7 +274,7 @@ class RayKVConnector(OffloadingConnector):
         self._worker.distrust_loads()
 
     def _refuse_submissions(self, *_arguments: Any, **_more: Any) -> None:
-        """Loads that were not submitted have failed, and vLLM is told so."""
+        """Loads that were not submitted have failed, and are reported to vLLM as failed."""
         self._worker.distrust_loads()
         self._worker.refuse_submissions(self._get_connector_metadata())
 
@@ -420,8 +420,8 @@ class RayKVConnector(OffloadingConnector):
             layered.hold_stores(request)
 
     def _bare_meta(self, scheduler_output: Any) -> RayKVConnectorMetadata:
-        """Loads go out, of whichever request; not where their adapters can't be told. Layer by
-        layer what they bring does not count.
+        """Loads of all requests go out, except where the content of their adapter is unknown.
+        Layer by layer, what they bring does not count.
         """
         if self._layered is not None:
             self._stranded_blocks += self._layered.loads.blocks_under_way()

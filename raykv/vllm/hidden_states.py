@@ -247,7 +247,7 @@ class StatesWorker:
         self._form = form
 
     def promise(self, paths: dict[str, str]) -> None:
-        """Make the locks of files, before anybody hears of their paths."""
+        """Make the locks of files before anybody knows their paths."""
         if not self._is_writer:
             return
         for request_id, path in paths.items():
@@ -485,12 +485,12 @@ class RayKVHiddenStatesConnector(RayKVConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """An answer to vLLM that keeps the blocks, and names the file."""
         is_busy, params = answer
-        told = self._told(request, block_ids)
-        return (is_busy, params) if told is None else (True, {**(params or {}), **told})
+        more = self._answer_of(request, block_ids)
+        return (is_busy, params) if more is None else (True, {**(params or {}), **more})
 
     def _is_loading(self, request_id: str) -> bool:
         """Whether a load of the request is under way: then its blocks hold nothing yet, and vLLM
-        frees them when it hears of the load's end.
+        frees them when the load's end is reported.
         """
         status = self._tables.requests.get(request_id)
         jobs = () if status is None else status.transfer_jobs
@@ -501,18 +501,18 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         self._planner.withdraw(request.request_id)
 
     @guarded(_untold)
-    def _told(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
+    def _answer_of(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
         blocks = [] if self._is_loading(request.request_id) else block_ids
         path = self._planner.ended(request, blocks, self._layer.spec.block_size)
         if path is None:
             return None
         node = None if self._runtime is None else self._runtime.node
-        told: dict[str, Any] = {"hidden_states_request": request.request_id}
+        answer: dict[str, Any] = {"hidden_states_request": request.request_id}
         if path:
-            told["hidden_states_path"] = path
+            answer["hidden_states_path"] = path
         if node is not None:
-            told["hidden_states_node"] = node.node_id
-        return told
+            answer["hidden_states_node"] = node.node_id
+        return answer
 
     def shutdown(self) -> None:
         super().shutdown()

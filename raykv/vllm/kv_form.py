@@ -36,7 +36,7 @@ WriteBlock = Callable[[Any, Any], Any]
 
 
 def kv_form_of(vllm_config: Any, kv_cache_config: Any, spec: Any) -> KVForm:
-    """The form of this engine's chunks; what can't be told says why. Never raises."""
+    """The form of this engine's chunks, or why it is unknown. Never raises."""
     try:
         form = _form(vllm_config, kv_cache_config, spec)
         wrong = objection(form)
@@ -113,7 +113,7 @@ def measured(
     """Where K and V of a block are in its page.
 
     Raises:
-        ValueError: the order can't be told: an element is missing, or its place is not the sum of
+        ValueError: the order is unknown: an element is missing, or its place is not the sum of
             one number for its head, one for its token and one for its dimension.
     """
     shape = (tokens, heads, dims)

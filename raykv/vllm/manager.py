@@ -347,7 +347,7 @@ def offloading_events(
 
 
 class ChunkTracker(OffloadingEventsTracker):
-    """What vLLM's scheduler knows of chunks as it stores and finds them: told to those who ask.
+    """What vLLM's scheduler knows of chunks as it stores and finds them, for those who ask.
 
     vLLM's own tracker is called at the one place where a chunk's request is at hand. This one does
     what that does, for vLLM's own KV events, and describes chunks for the readers of RayKV's.
@@ -425,7 +425,7 @@ def track_chunks(
     outbox: DescriptionOutbox | None,
     announcements: Announcements | None,
 ) -> None:
-    """Have vLLM's scheduler side tell of its chunks, if anything is to be told."""
+    """Have vLLM's scheduler side report its chunks, if anybody wants that."""
     if outbox is None and announcements is None:
         return
     tracker = ChunkTracker(config, identity, outbox, announcements)

@@ -56,7 +56,7 @@ class Mender:
         self._tables.adopt(request)
 
     def give_up_load(self, request_id: str) -> None:
-        """The load of a request that was given its blocks is not to be; it is computed.
+        """The load of a request that has its blocks already is given up; its tokens are computed.
 
         Stores may still read some of those blocks, which nobody may have noted.
         """

@@ -136,7 +136,7 @@ class MissReporter:
     def _correct(self) -> None:
         """Take in what the scheduler actor knew better.
 
-        Prometheus has been told already that those tokens were never stored, and its counters do
+        Prometheus has already counted those tokens as never stored, and its counters do
         not go back: later ones that were never stored are left out until that is made up for.
         """
         refined = self._view.accounts.take_refined()

@@ -356,7 +356,7 @@ class RayOffloadingWorker(OffloadingWorker):
         return [*self._take_ended()]
 
     def give_up(self) -> list[RayKVTransferResult]:
-        """What `get_finished` has not told, of jobs that have ended: nobody knows how."""
+        """Jobs that have ended, nobody knows how, and that `get_finished` has not reported."""
         try:
             self._drained += self._link.drain()
         except Exception:
@@ -424,7 +424,7 @@ class RayOffloadingWorker(OffloadingWorker):
         return job_id in self._flying
 
     def has(self, job_id: int) -> bool:
-        """Whether the job was handed over, and `get_finished` has not told its end."""
+        """Whether the job was handed over, and `get_finished` has not reported its end."""
         return self.is_flying(job_id) or any(each.job_id == job_id for each in self._ended)
 
     def shutdown(self) -> None:

@@ -66,7 +66,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._invalid_block_ids: set[int] = set()
         self._failed_recving: set[str] = set()
         self._stranded: set[str] = set()
-        # Requests whose load has ended, and jobs that have, until vLLM is told.
+        # Requests whose load has ended, and jobs that have ended, until vLLM has fetched them.
         self._received: set[str] = set()
         self._results: deque[TransferResult] = deque()
         self._adapters = LoadedAdapters()
@@ -353,7 +353,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         return invalid
 
     def take_meta(self) -> RayKVWorkerMetadata | None:
-        """What has ended, and what else there was to tell; it counts as told."""
+        """What has ended, and what else there was to report; it counts as reported."""
         meta, self._meta = self._meta, RayKVWorkerMetadata()
         # Of jobs with which this rank has nothing to do.
         meta.completed_jobs |= self._vllm.confirmed.completed_jobs

@@ -56,7 +56,7 @@ class Fact:
         """As JSON has it; None if there is nothing to say.
 
         Raises:
-            SettingError: it can't be told, and a setting is missing.
+            SettingError: it can't be read, and a setting is missing.
         """
         if self.read is not None:
             return plain(self.read(engine))
@@ -340,7 +340,7 @@ CANNOT_MATTER: Mapping[str, tuple[str, ...]] = {
         *("ModelConfig.multimodal_config", "VllmConfig.compilation_config"),
         *("VllmConfig.kv_transfer_config", "VllmConfig.offload_config", "VllmConfig.engram_config"),
     ),
-    "what is logged, measured, told or watched over": (
+    "what is logged, measured, reported or watched": (
         *("VllmConfig.observability_config", "ObservabilityConfig.*", "VllmConfig.logging_config"),
         *("LoggingConfig.*", "VllmConfig.profiler_config", "ProfilerConfig.*"),
         *("VllmConfig.kv_events_config", "KVEventsConfig.*", "VllmConfig.instance_id"),
@@ -349,7 +349,7 @@ CANNOT_MATTER: Mapping[str, tuple[str, ...]] = {
         *("VllmConfig.shutdown_timeout", "LoadConfig.use_tqdm_on_load"),
         *("ModelConfig.served_model_name", "AuxOutputConfig.*", "VllmConfig.aux_output_config"),
     ),
-    "which tokens are chosen once the logits are there, and what is told of them": (
+    "which tokens are chosen once the logits are there, and what is reported of them": (
         *("VllmConfig.structured_outputs_config", "StructuredOutputsConfig.*"),
         *("VllmConfig.reasoning_config", "ReasoningConfig.*", "VllmConfig.watermark_config"),
         *("WatermarkConfig.*", "ModelConfig.seed", "ModelConfig.return_sampling_mask"),
@@ -504,7 +504,7 @@ def engine_facts(
     """All facts of an engine by name, as JSON has them, without those that say nothing.
 
     Raises:
-        SettingError: one can't be told: a setting is missing, or a file or vLLM is not as expected.
+        SettingError: one can't be read: a setting is missing, or a file or vLLM is not as expected.
     """
     engine = ReadableEngine(vllm_config, kv_cache_config, offloading_config, weights_version)
     found = {}

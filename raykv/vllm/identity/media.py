@@ -1,4 +1,4 @@
-"""Images and sound in a request: named by their content, or by whoever sent them.
+"""Images and sound in a request: named by their content, or by the client.
 
 vLLM hashes media into the blocks of a prompt by a digest of their content, or by a uuid that the
 client gives instead: two users who give the same one would get each other's KV, and vLLM's own

@@ -42,7 +42,7 @@ def refuse_several_hosts(parallel_config: Any) -> None:
     """A chunk would exist only where every node of the engine has its part.
 
     Raises:
-        SettingError: vLLM is told to start the ranks of the engine on several nodes.
+        SettingError: the configuration spreads the ranks of the engine over several nodes.
     """
     if parallel_config.nnodes_within_dp > 1:
         raise SettingError(_several(f"{parallel_config.nnodes_within_dp} nodes"))
@@ -103,8 +103,8 @@ def refuse_several_nodes(nodes: Collection[str]) -> None:
         SettingError: there are several.
     """
     if len(nodes) > 1:
-        told = ", ".join(sorted(node[:12] for node in nodes))
-        raise SettingError(_several(f"{len(nodes)} Ray nodes ({told})"))
+        listed = ", ".join(sorted(node[:12] for node in nodes))
+        raise SettingError(_several(f"{len(nodes)} Ray nodes ({listed})"))
 
 
 def _several(nodes: str) -> str:

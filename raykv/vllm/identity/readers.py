@@ -148,13 +148,13 @@ def length(engine: ReadableEngine) -> Any:
     # With "auto", vLLM builds the model before it shortens the length to what fits.
     is_auto = getattr(model, "original_max_model_len", None) == -1
     most = int(model.max_model_len)
-    told = "auto" if is_auto else most
+    length = "auto" if is_auto else most
     found: dict[str, Any] = {}
     if model.is_multimodal_model:
-        found["multimodal"] = told
+        found["multimodal"] = length
     for part in _parts(model.hf_config.to_dict()):
         if str(part.get("model_type", "")).startswith("llama4"):
-            found["temperature"] = told if is_auto else most > LLAMA4_LONG
+            found["temperature"] = length if is_auto else most > LLAMA4_LONG
         rope = part.get("rope_parameters") or part.get("rope_scaling")
         for kind, original in _ropes(rope, part):
             if kind in SAME_AT_ALL_LENGTHS:
@@ -162,7 +162,7 @@ def length(engine: ReadableEngine) -> Any:
             if kind in ("longrope", "su") and isinstance(original, int) and not is_auto:
                 found["rope"] = "long" if most > original else "short"
             else:
-                found["rope"] = [kind, told]
+                found["rope"] = [kind, length]
     return found or None
 
 
@@ -277,7 +277,7 @@ def content_of(model: Any, load: Any, parallel: Any) -> str:
     tensors; a hub model whose weights are not there by the commit that its config came from.
 
     Raises:
-        SettingError: it can't be told.
+        SettingError: it can't be read.
     """
     form = str(load.load_format)
     if form == "dummy":
@@ -328,9 +328,9 @@ def _tensorizer_files(extra: Any) -> list[Path]:
     Raises:
         SettingError: they are not on this machine.
     """
-    told = extra.get("tensorizer_config", extra) if isinstance(extra, Mapping) else vars(extra)
-    uri = str(told.get("tensorizer_uri") or "")
-    folder = told.get("tensorizer_dir")
+    given = extra.get("tensorizer_config", extra) if isinstance(extra, Mapping) else vars(extra)
+    uri = str(given.get("tensorizer_uri") or "")
+    folder = given.get("tensorizer_dir")
     pattern = Path(_RANK.sub("*", uri)) if uri else Path(str(folder)) / "*.tensors"
     files = sorted(pattern.parent.glob(pattern.name)) if "://" not in f"{uri}{folder}" else []
     if not files:
@@ -441,8 +441,8 @@ def parallel(engine: ReadableEngine) -> Any:
     sizes = engine.offloading.parallel
     found = [sizes.tp_size, sizes.pp_size, sizes.pcp_size, sizes.dcp_size]
     if sizes.pcp_size * sizes.dcp_size > 1:
-        told = engine.vllm.parallel_config
-        found += [told.cp_kv_cache_interleave_size, told.dcp_kv_cache_interleave_size]
+        parallel = engine.vllm.parallel_config
+        found += [parallel.cp_kv_cache_interleave_size, parallel.dcp_kv_cache_interleave_size]
     return found
 
 
@@ -588,7 +588,7 @@ def digest_of(value: Any) -> str:
 
 
 def trait_of_seed(seed: str, random: str) -> str:
-    """A seed may be a secret: others are told a digest, or that nobody else has it."""
+    """A seed may be a secret: others see a digest of it, or that nobody else has it."""
     return random if seed.startswith(RANDOM_SEED) else seed_digest(seed)
 
 

@@ -39,7 +39,7 @@ CHANGES = frozenset(
         "update_weights",
     }
 )
-"""Methods of vLLM's workers: whoever calls one of them wants other weights."""
+"""Methods of vLLM's workers: a call of one of them changes the weights."""
 
 HARMLESS = frozenset(
     {

@@ -197,18 +197,18 @@ def _of_safetensors(path: Path, file: BinaryIO, beginning: bytes) -> Iterator[Te
     (length,) = struct.unpack("<Q", beginning)
     if length > _LONGEST_HEADER:
         raise ValueError(f"a header of {length} bytes")
-    for name, told in json.loads(file.read(length)).items():
+    for name, entry in json.loads(file.read(length)).items():
         if name == "__metadata__":
             continue
-        first, end = told["data_offsets"]
-        text = f"{told['dtype']} {told['shape']}"
+        first, end = entry["data_offsets"]
+        text = f"{entry['dtype']} {entry['shape']}"
         yield Tensor(path, name, text, 8 + length + first, end - first)
 
 
 def _of_torch_zip(path: Path) -> Iterator[Tensor]:
     """What `torch.save` writes: a pickle that names types and shapes, and a record per storage.
 
-    Zip's own sums are of no use: torch can be told to leave them out.
+    Zip's own sums are of no use: torch can leave them out.
     """
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for record in archive.infolist():
@@ -218,7 +218,7 @@ def _of_torch_zip(path: Path) -> Iterator[Tensor]:
             name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
             first = record.header_offset + 30 + name_bytes + extra_bytes
             if name.endswith(".pkl"):
-                # All of it: which storage is which tensor must be told by it alone.
+                # All of it: it alone says which storage is which tensor.
                 text = hashlib.sha256(archive.read(record)).hexdigest()
                 yield Tensor(path, name, text, first, 0)
             elif name.startswith("data/"):

@@ -259,10 +259,10 @@ def test_request_whose_load_is_under_way_is_not_captured() -> None:
     jobs = {1: SimpleNamespace(is_store=True), 2: SimpleNamespace(is_store=False)}
     connector.connector_scheduler = SimpleNamespace(_req_status={"r": status}, _jobs=jobs)
     connector._planner.began([scheduled()])
-    assert connector._told(request(), [7, 8, 9]) is None
+    assert connector._answer_of(request(), [7, 8, 9]) is None
     connector._planner.began([scheduled()])
     del jobs[2]
-    assert connector._told(request(), [7, 8, 9]) == {
+    assert connector._answer_of(request(), [7, 8, 9]) == {
         "hidden_states_request": "r",
         "hidden_states_path": "/states/r.safetensors",
     }
