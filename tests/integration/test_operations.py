@@ -19,7 +19,7 @@ import xxhash
 from typer.testing import CliRunner
 
 from raykv.base.errors import ChunkFileError, ClusterError, SettingError
-from raykv.base.ids import Direction, EngineId, Generation, Key, Namespace
+from raykv.base.ids import Direction, EngineId, Generation, Namespace
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
@@ -37,6 +37,7 @@ from raykv.protocol.peer import ReadReply, ReadRequest
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -46,10 +47,6 @@ CHUNK_BYTES = 1 << 20
 NUM_BLOCKS = 64
 NAMESPACE = Namespace("model")
 PATIENCE_S = 30.0
-
-
-def key(number: int) -> Key:
-    return Key(number.to_bytes(32, "big") + bytes(4))
 
 
 def hexes(*numbers: int) -> list[str]:

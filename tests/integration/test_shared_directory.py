@@ -48,6 +48,7 @@ from raykv.protocol.events import (
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeReport, NodeReportReply
+from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.one_node import actors_of_one_node, granted
 from tests.fixtures.waiting import wait_until
 
@@ -111,11 +112,6 @@ class ReportingNode:
         )
         raw = ray.get(ask.find_scheduler_actor().report.remote(encode(message)), timeout=10.0)  # type: ignore[union-attr]
         return decode(raw, NodeReportReply)
-
-
-def key(number: int) -> Key:
-    """36 bytes, as vLLM's are with the KV group behind."""
-    return Key(number.to_bytes(32, "big") + bytes(4))
 
 
 def chunk(number: int, slot: int, generation: int, namespace: str = NAMESPACE) -> ChunkName:

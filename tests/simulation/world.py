@@ -20,8 +20,9 @@ import raykv.directory.leases
 import raykv.directory.log
 import raykv.directory.mirror
 from raykv.base.clearings import Clearings
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Namespace, NodeId
 from raykv.directory.manager import ManagerSettings
+from tests.fixtures.keys import named_key as key
 from tests.simulation.bugs import BUGS
 from tests.simulation.checks import settle
 from tests.simulation.cluster import GENERATIONS_PER_EPOCH, Cluster
@@ -342,10 +343,6 @@ class World:
 
     def _any_node(self) -> NodeId:
         return self.rng.choice(list(self.cluster.nodes))
-
-
-def key(name: str) -> Key:
-    return Key(name.encode() + bytes(4))
 
 
 @contextmanager

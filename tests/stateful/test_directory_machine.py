@@ -54,6 +54,7 @@ from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncR
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import FailedStores, Inventory, NodeReport
 from tests.fixtures.effort import examples
+from tests.fixtures.keys import named_key as key
 from tests.fixtures.tables import use_table
 
 PAGE = 4096
@@ -80,10 +81,6 @@ class Fate(Enum):
 
 
 fates = st.sampled_from([Fate.ARRIVES] * 6 + [Fate.REQUEST_LOST, Fate.ANSWER_LOST])
-
-
-def key(name: str) -> Key:
-    return Key(name.encode() + bytes(4))
 
 
 @dataclass(eq=False)

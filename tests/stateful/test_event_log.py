@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import raykv.directory.answers.snapshots
-from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.protocol.columns import Handles, Leases, LostReplicas
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
@@ -28,6 +28,7 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
 from raykv.stream.replay import Replay
 from tests.fixtures.effort import examples
+from tests.fixtures.keys import named_key as key
 from tests.fixtures.tables import use_table
 
 PAGE = 4096
@@ -46,10 +47,6 @@ NUM_READERS = 3
 SETTINGS = ManagerSettings(
     engine_expiry_s=1000, node_expiry_s=EXPIRY_S, settle_s=0, pin_s=3, max_events=MAX_EVENTS
 )
-
-
-def key(letter: str) -> Key:
-    return Key(letter.encode() + bytes(4))
 
 
 class Row(NamedTuple):

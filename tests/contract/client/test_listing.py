@@ -12,13 +12,13 @@ from raykv.base.ids import (
     SLOT_ALIGNMENT,
     EngineId,
     Generation,
-    Key,
     Namespace,
     NodeId,
     Slot,
 )
 from raykv.directory.table.protocol import Changes, ChunkTable, NodeTable, Uses
 from tests.fixtures import tables
+from tests.fixtures.keys import numbered_key as key
 
 PAGE = SLOT_ALIGNMENT
 SLAB_SLOTS = 16
@@ -32,10 +32,6 @@ SPACE, OTHER = Namespace("model"), Namespace("other")
 @pytest.fixture(params=tables.TABLES)
 def table(request: pytest.FixtureRequest) -> ChunkTable:
     return tables.open_table(request.param, "worth")
-
-
-def key(number: int) -> Key:
-    return Key(number.to_bytes(32, "big") + bytes(4))
 
 
 def fill(

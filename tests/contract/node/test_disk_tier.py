@@ -32,13 +32,13 @@ from raykv.node.peers import PendingRead
 from raykv.protocol.columns import Handle
 from raykv.protocol.node import Demotions, DiskOrder, disk_of
 from raykv.protocol.peer import ReadRequest
+from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.peers import (
     NAMESPACE,
     PAGE,
     Network,
     Node,
     assert_right,
-    key,
     overwritten,
     refusals,
 )

@@ -24,6 +24,7 @@ from raykv.node.fetch import PIECE_BYTES, WINDOW
 from raykv.node.slots import SlotState
 from raykv.protocol.columns import Handle, Handles, LostReplicas, Replicas
 from raykv.protocol.peer import FetchResult
+from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.peers import (
     LONG_S,
     NAMESPACE,
@@ -36,7 +37,6 @@ from tests.fixtures.peers import (
     being_stored,
     cleared,
     content,
-    key,
     landed,
     of_other_namespace,
     overwritten,

@@ -26,13 +26,13 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.slots import SlotState
 from raykv.protocol.node import FailedStores
 from raykv.protocol.peer import ReadRequest
+from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.peers import (
     NAMESPACE,
     Network,
     Node,
     assert_right,
     content,
-    key,
     refusals,
 )
 

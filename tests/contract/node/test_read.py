@@ -23,6 +23,7 @@ from raykv.cluster.breaker import Pauses
 from raykv.protocol.columns import Handles, LostReplicas
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import ReadReply, ReadRequest
+from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.peers import (
     LONG_S,
     NAMESPACE,
@@ -43,7 +44,6 @@ from tests.fixtures.peers import (
     flip_bit,
     given_up,
     invent_refusal,
-    key,
     landed,
     lengthen,
     of_other_namespace,

@@ -19,14 +19,11 @@ from raykv.protocol.events import (
     events_of,
 )
 from raykv.protocol.framing import decode, encode
+from tests.fixtures.keys import named_key as key
 
 EPOCH = Epoch(3)
 NODE, OTHER = NodeId("node"), NodeId("other")
 MODEL, SECOND = Namespace("model"), Namespace("second")
-
-
-def key(name: str, group: int = 0) -> Key:
-    return Key(name.encode() + group.to_bytes(4, "big"))
 
 
 def came(namespace: Namespace, name: Key, slot: Slot, generation: Generation) -> Changes:

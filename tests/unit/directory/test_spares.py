@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import raykv.directory.manager
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Generation, Key, Namespace, NodeId
+from raykv.base.ids import EngineId, Epoch, Generation, Key, Namespace, NodeId
 from raykv.directory.book import PoolBook
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.dicts import DictTable
@@ -16,12 +14,13 @@ from raykv.directory.table.policies import POLICIES
 from raykv.directory.table.protocol import Changes, Name, TableChunk
 from raykv.lab.bench.s3fifo import S3FIFO
 from raykv.protocol.columns import Handles, LostReplicas
-from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
+from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.node import Inventory, NodeReport
+from raykv.protocol.node import Inventory
+from tests.fixtures.directory import PAGE
+from tests.fixtures.directory import Desk as PlainDesk
 from tests.fixtures.tables import TABLES, default_table, use_table
 
-PAGE = SLOT_ALIGNMENT
 EXPIRY_S = 10.0
 PIN_S = 5.0
 NOW = 100.0
@@ -228,17 +227,14 @@ def test_pinned_spare_keeps_its_slab_where_it_is() -> None:
 # All nodes
 
 
-class Desk:
+class Desk(PlainDesk):
     """Three nodes of four one-page slots each, with an engine that is named like its node."""
 
     def __init__(self) -> None:
         settings = ManagerSettings(
             engine_expiry_s=EXPIRY_S, node_expiry_s=EXPIRY_S, settle_s=0.0, pin_s=PIN_S
         )
-        self.manager = BlockManager(Epoch(1), settings)
-        self.now = NOW
-        self.epochs: dict[str, int] = {}
-        self._seq = 0
+        super().__init__(BlockManager(Epoch(1), settings), NOW)
         for node in ("one", "two", "three"):
             self.join(node)
 
@@ -246,41 +242,7 @@ class Desk:
         """A life of a NodeActor begins, with an empty pool."""
         self.epochs[node] = self.epochs.get(node, 6) + 1
         self.report(node)
-        self.manager.attach_engine(
-            AttachEngine(PROTOCOL_VERSION, node, node, MODEL, "tiny", 1, {0: PAGE}), self.now
-        )
-
-    def report(self, node: str, stored: Inventory = Inventory(), **fields: Any) -> None:  # noqa: B008
-        self._seq += 1
-        values = {"highest_generation": 0, "scheduler_epoch": 0, **fields}
-        self.manager.node_report(
-            NodeReport(
-                version=PROTOCOL_VERSION,
-                node_id=node,
-                epoch=self.epochs[node],
-                seq=self._seq,
-                pool_bytes=4 * PAGE,
-                slab_bytes=4 * PAGE,
-                stored=stored,
-                **values,
-            ),
-            self.now,
-        )
-        self.manager.check()
-
-    def sync(self, engine: str, **fields: Any) -> SyncReply:
-        self._seq += 1
-        reply = self.manager.sync(
-            SyncRequest(engine, self.manager.epoch, self._seq, **fields), self.now
-        )
-        self.manager.check()
-        return reply
-
-    def store(self, node: str, letters: str) -> None:
-        granted = self.sync(node, wanted={0: len(letters)}).granted
-        names = [letter.encode() for letter in letters]
-        columns = (granted.slots, granted.generations, [PAGE] * len(names))
-        self.report(node, Inventory(["model"], [0] * len(names), names, *columns))
+        self.attach(node, node)
 
     def held(self, node: str) -> str:
         letters = "abcdefgh"

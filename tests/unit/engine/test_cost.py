@@ -11,6 +11,7 @@ from raykv.engine.requests import Replica, RequestOptions, RequestState
 from raykv.engine.stock import LeaseStock
 from raykv.protocol.columns import Handle, Leases
 from raykv.protocol.peer import FetchResult
+from tests.fixtures.keys import named_key as key
 
 MB = 1 << 20
 TOKENS = 100
@@ -189,10 +190,6 @@ class Fetcher:
         result.generations.extend(place.generation for place in places)
         ended = self.remote.finish(orders, result)
         assert [each.place for each in ended] == places
-
-
-def key(name: str, group: int = 0) -> Key:
-    return Key(name.encode() + group.to_bytes(4, "big"))
 
 
 A, B, C, OTHER_GROUP = key("a"), key("b"), key("c"), key("d", 1)

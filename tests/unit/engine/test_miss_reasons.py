@@ -15,14 +15,11 @@ from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handles, Leases, Replicas
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.peer import FetchResult
+from tests.fixtures.keys import named_key as key
 
 EPOCH, NODE_EPOCH = 5, 70
 QUERY_S, PENDING_S, STORE_S, FETCH_S = 1.0, 2.0, 4.0, 10.0
 SLOT, GENERATION = 5, 7
-
-
-def key(letter: str) -> Key:
-    return Key(letter.encode() + bytes(4))
 
 
 A, B, C = key("a"), key("b"), key("c")

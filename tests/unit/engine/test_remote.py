@@ -17,6 +17,7 @@ from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, LostReplicas, Replicas
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.peer import FetchResult
+from tests.fixtures.keys import named_key as key
 
 HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 EPOCH, NODE_EPOCH = 5, 70
@@ -24,10 +25,6 @@ QUERY_S, PENDING_S, STORE_S, FETCH_S = 1.0, 2.0, 4.0, 10.0
 CAPACITY = {0: 40}
 SIZE = ChunkSize(num_bytes=1000, num_tokens=16)
 LEASES = ((0, 10), (1, 11), (2, 12), (3, 13))
-
-
-def key(name: str, group: int = 0) -> Key:
-    return Key(name.encode() + group.to_bytes(4, "big"))
 
 
 def keys(names: str) -> list[Key]:

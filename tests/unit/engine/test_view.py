@@ -13,6 +13,7 @@ from raykv.engine.requests import FailedLoad, RequestOptions, StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from tests.fixtures.keys import named_key as key
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 DEADLINE_S = 2.0
@@ -20,10 +21,6 @@ EPOCH = 5
 NODE_EPOCH = 70
 CAPACITY = 40
 LEASE_SLOTS = 8
-
-
-def key(name: str, group: int = 0) -> Key:
-    return Key(name.encode() + group.to_bytes(4, "big"))
 
 
 def keys(names: str, group: int = 0) -> list[Key]:

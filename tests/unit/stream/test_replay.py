@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
 import raykv.directory.answers.snapshots
-from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
+from raykv.base.ids import Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.protocol.columns import Handles, LostReplicas
-from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
@@ -25,10 +23,11 @@ from raykv.protocol.events import (
     events_of,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.node import Inventory, NodeReport
+from raykv.protocol.node import Inventory
 from raykv.stream.replay import Replay
+from tests.fixtures.directory import PAGE
+from tests.fixtures.directory import Desk as PlainDesk
 
-PAGE = SLOT_ALIGNMENT
 EXPIRY_S = 5.0
 NODES = ("one", "two")
 SLOTS = 16
@@ -188,69 +187,32 @@ def test_snapshot_page_adds_to_what_is_known() -> None:
 # With a block manager
 
 
-class Desk:
+class Desk(PlainDesk):
     """A manager, two nodes, and on each an engine of the model that is named like the node."""
 
     def __init__(self, max_events: int = 1000) -> None:
         settings = ManagerSettings(node_expiry_s=EXPIRY_S, max_events=max_events)
-        self.manager = BlockManager(Epoch(1), settings)
-        self.now = 1000.0
-        self.epochs = dict.fromkeys(NODES, 7)
-        self._seq = 0
+        super().__init__(BlockManager(Epoch(1), settings), 1000.0, SLOTS)
         # Where it was stored, by generation.
         self.slots: dict[int, int] = {}
         for node in NODES:
             self.report(node)
-            self.attach(node)
-            self.attach(node, "second")
+            self.attach_both(node)
 
-    def report(self, node: str, stored: Inventory = Inventory(), **fields: Any) -> None:  # noqa: B008
-        self._seq += 1
-        values = {"highest_generation": 0, "scheduler_epoch": 0, **fields}
-        self.manager.node_report(
-            NodeReport(
-                version=PROTOCOL_VERSION,
-                node_id=node,
-                epoch=self.epochs[node],
-                seq=self._seq,
-                pool_bytes=SLOTS * PAGE,
-                slab_bytes=4 * PAGE,
-                stored=stored,
-                **values,
-            ),
-            self.now,
-        )
-        self.manager.check()
+    def attach_both(self, node: str) -> None:
+        """An engine of each namespace."""
+        for namespace in ("model", "second"):
+            self.attach(f"{node} {namespace}", node, namespace)
 
-    def attach(self, node: str, namespace: str = "model") -> None:
-        engine = f"{node} {namespace}"
-        message = AttachEngine(
-            PROTOCOL_VERSION, engine, node, namespace, "tiny", num_ranks=1, slot_bytes={0: PAGE}
-        )
-        assert not self.manager.attach_engine(message, self.now).error
+    def key(self, letter: str) -> bytes:
+        return key(letter)
 
-    def sync(self, node: str, namespace: str = "model", **fields: Any) -> SyncReply:
-        self._seq += 1
-        request = SyncRequest(f"{node} {namespace}", self.manager.epoch, self._seq, **fields)
-        reply = self.manager.sync(request, self.now)
-        self.manager.check()
-        return reply
-
-    def store(self, node: str, letters: str, namespace: str = "model") -> None:
-        granted = self.sync(node, namespace, wanted={0: len(letters)}).granted
-        assert len(granted.slots) == len(letters)
-        self.slots.update(zip(granted.generations, granted.slots, strict=True))
-        self.report(
-            node,
-            Inventory(
-                [namespace],
-                [0] * len(letters),
-                [key(letter) for letter in letters],
-                granted.slots,
-                granted.generations,
-                [PAGE] * len(letters),
-            ),
-        )
+    def store(
+        self, node: str, letters: Sequence[str], engine: str = "", namespace: str = "model"
+    ) -> Handles:
+        handles = super().store(node, letters, engine or f"{node} {namespace}", namespace)
+        self.slots.update(zip(handles.generations, handles.slots, strict=True))
+        return handles
 
     def generation(self, node: str, letter: str, namespace: str = "model") -> int | None:
         return self.manager.holds(NodeId(node), Namespace(namespace), key(letter))
@@ -259,7 +221,7 @@ class Desk:
         """An engine says that chunks of its node are gone."""
         rows = [(key(letter), 0, self.generation(node, letter) or 0) for letter in letters]
         columns = [list(column) for column in zip(*rows, strict=True)]
-        self.sync(node, dropped=Handles(*columns))
+        self.sync(f"{node} model", dropped=Handles(*columns))
 
     def lose(self, node: str) -> None:
         self.now += EXPIRY_S + 1
@@ -272,8 +234,7 @@ class Desk:
         """A new life of the NodeActor, empty."""
         self.epochs[node] += 1
         self.report(node)
-        self.attach(node)
-        self.attach(node, "second")
+        self.attach_both(node)
 
     def directory(self) -> dict[tuple[str, str, bytes], tuple[int, int]]:
         """Slot and generation of all that is held."""
@@ -336,7 +297,7 @@ def test_reader_of_the_old_epoch_comes_to_the_directory_when_the_epoch_rises() -
     desk.catch_up(replay, (0, 0))
     desk.report("two", scheduler_epoch=9)
     assert desk.manager.epoch == 10
-    desk.attach("one")
+    desk.attach("one model", "one")
     desk.store("one", "bc")
     desk.catch_up(replay, replay.place)
     desk.agrees(replay)
@@ -506,9 +467,9 @@ def test_source_that_has_lost_a_chunk_is_no_longer_known_to_have_it() -> None:
     assert generation is not None
     replay = Replay()
     desk.catch_up(replay, (0, 0))
-    desk.sync("two", lost=LostReplicas(["one"], [key("a")], [generation - 1]))
-    desk.sync("two", lost=LostReplicas(["strange"], [key("a")], [generation]))
+    desk.sync("two model", lost=LostReplicas(["one"], [key("a")], [generation - 1]))
+    desk.sync("two model", lost=LostReplicas(["strange"], [key("a")], [generation]))
     assert desk.generation("one", "a") == generation
-    desk.sync("two", lost=LostReplicas(["one"], [key("a")], [generation]))
+    desk.sync("two model", lost=LostReplicas(["one"], [key("a")], [generation]))
     desk.catch_up(replay, replay.place)
     assert known(replay) == {("one", "b"): desk.generation("one", "b")}

@@ -12,6 +12,7 @@ from raykv.protocol.engine import AttachEngine, MissRecord, SyncReply, SyncReque
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
 from raykv.protocol.reader import Explanations
+from tests.fixtures.keys import named_key as key
 from tests.fixtures.tables import TABLES, use_table
 
 EXPIRY_S = 10.0
@@ -21,10 +22,6 @@ NUM_SLOTS = 4
 @pytest.fixture(params=TABLES, autouse=True)
 def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     use_table(monkeypatch, request.param)
-
-
-def key(name: str) -> bytes:
-    return name.encode() + bytes(4)
 
 
 class Desk:
@@ -65,7 +62,7 @@ class Desk:
         """The engine stores chunks; what is in the way is evicted."""
         granted = self.sync(engine, wanted=len(names)).granted
         assert len(granted.slots) == len(names)
-        rows = [key(name) for name in names]
+        rows: list[bytes] = [key(name) for name in names]
         sizes, indices = [SLOT_ALIGNMENT] * len(rows), [0] * len(rows)
         self.report(
             node,

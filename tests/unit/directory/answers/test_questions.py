@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import raykv.directory.answers.questions
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Key, Namespace, NodeId
+from raykv.base.ids import EngineId, Epoch, Key, Namespace, NodeId
 from raykv.directory.answers.questions import FEW_NODES, MAX_TOLD
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.protocol.columns import Handles, Leases, Replicas
-from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
+from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.node import Inventory, NodeReport, NodeStats
+from raykv.protocol.node import NodeStats
+from tests.fixtures.directory import PAGE
+from tests.fixtures.directory import Desk as PlainDesk
 from tests.fixtures.tables import TABLES, use_table
 
-PAGE = SLOT_ALIGNMENT
 EXPIRY_S = 10.0
 PIN_S = 5.0
 NODES = ("own", "one", "two", "three")
@@ -27,7 +26,7 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     use_table(monkeypatch, request.param)
 
 
-class Desk:
+class Desk(PlainDesk):
     """Nodes of four one-page slots each, with an engine of the model that is named like its node.
 
     The engine "own" asks.
@@ -37,72 +36,15 @@ class Desk:
         settings = ManagerSettings(
             engine_expiry_s=EXPIRY_S, node_expiry_s=EXPIRY_S, settle_s=0.0, pin_s=PIN_S
         )
-        self.manager = BlockManager(Epoch(1), settings)
-        self.now = 100.0
+        super().__init__(BlockManager(Epoch(1), settings), asker="own")
         self.epochs = dict(zip(NODES, (7, 8, 9, 10), strict=True))
-        self._seq = 0
         for node in NODES:
             self.report(node)
-            self.attach(node)
-
-    def report(
-        self,
-        node: str,
-        stored: Inventory = Inventory(),  # noqa: B008
-        hostname: str = "",
-        queued_jobs: int = 0,
-        reading: int = 0,
-    ) -> None:
-        self._seq += 1
-        message = NodeReport(
-            version=PROTOCOL_VERSION,
-            node_id=node,
-            epoch=self.epochs[node],
-            seq=self._seq,
-            pool_bytes=4 * PAGE,
-            slab_bytes=4 * PAGE,
-            highest_generation=0,
-            scheduler_epoch=0,
-            stored=stored,
-            stats=NodeStats(queued_jobs=queued_jobs, reading=reading),
-            hostname=hostname or f"host of {node}",
-        )
-        self.manager.node_report(message, self.now)
-        self.manager.check()
-
-    def attach(self, node: str, engine: str = "", namespace: str = "model") -> None:
-        message = AttachEngine(
-            PROTOCOL_VERSION, engine or node, node, namespace, "tiny", 1, {0: PAGE}
-        )
-        assert not self.manager.attach_engine(message, self.now).error
-
-    def sync(self, engine: str = "own", **fields: Any) -> SyncReply:
-        self._seq += 1
-        values = {"epoch": self.manager.epoch, "seq": self._seq, **fields}
-        reply = self.manager.sync(SyncRequest(engine, **values), self.now)
-        self.manager.check()
-        return reply
-
-    def lease(self, engine: str, letters: str) -> Handles:
-        """A lease for each letter."""
-        granted = self.sync(engine, wanted={0: len(letters)}).granted
-        assert len(granted.slots) == len(letters)
-        return Handles([x.encode() for x in letters], granted.slots, granted.generations)
+            self.attach(node, node)
 
     def announce(self, engine: str, letters: str) -> Handles:
         handles = self.lease(engine, letters)
         self.sync(engine, announced=handles)
-        return handles
-
-    def arrive(self, node: str, handles: Handles, namespace: str = "model") -> None:
-        """The node reports what was stored at leases."""
-        count = len(handles)
-        columns = (handles.keys, handles.slots, handles.generations, [PAGE] * count)
-        self.report(node, Inventory([namespace], [0] * count, *columns))
-
-    def store(self, node: str, letters: str, engine: str = "", namespace: str = "model") -> Handles:
-        handles = self.lease(engine or node, letters)
-        self.arrive(node, handles, namespace)
         return handles
 
     def ask(self, letters: str, engine: str = "own") -> Replicas:
@@ -131,7 +73,7 @@ class Desk:
     def join(self, node: str) -> None:
         self.epochs[node] = 50
         self.report(node)
-        self.attach(node)
+        self.attach(node, node)
 
     def keep_alive(self, *nodes: str) -> None:
         for node in nodes:
@@ -173,7 +115,7 @@ def test_answer_points_into_the_keys_that_were_asked_and_names_each_node_once(de
 
 
 def test_chunk_of_another_namespace_is_not_told(desk: Desk) -> None:
-    desk.attach("one", "second", namespace="second")
+    desk.attach("second", "one", "second")
     desk.store("one", "a", engine="second", namespace="second")
     assert desk.ask("a") == Replicas()
 
@@ -204,7 +146,7 @@ def test_bare_heartbeat_has_no_answers(desk: Desk) -> None:
 def test_own_node_comes_first_whatever_its_load(desk: Desk) -> None:
     desk.store("one", "a")
     desk.store("own", "a")
-    desk.report("own", queued_jobs=50)
+    desk.report("own", stats=NodeStats(queued_jobs=50))
     assert desk.sources("a") == ["own", "one"]
     assert desk.sources("a", "one") == ["one", "own"]
 
@@ -232,7 +174,7 @@ def test_node_that_has_just_left_a_large_cluster_is_none(desk: Desk) -> None:
 def test_node_on_the_same_host_comes_before_a_less_loaded_one(desk: Desk) -> None:
     for node in ("one", "two", "three"):
         desk.store(node, "a")
-    desk.report("three", hostname="host of own", queued_jobs=50)
+    desk.report("three", hostname="host of own", stats=NodeStats(queued_jobs=50))
     assert desk.sources("a") == ["three", "one"]
 
 
@@ -250,7 +192,7 @@ def test_least_loaded_nodes_are_told_and_equal_ones_by_their_names(
 ) -> None:
     for node, (queued_jobs, reading) in zip(("one", "two", "three"), loads, strict=True):
         desk.store(node, "a")
-        desk.report(node, queued_jobs=queued_jobs, reading=reading)
+        desk.report(node, stats=NodeStats(queued_jobs=queued_jobs, reading=reading))
     assert desk.sources("a") == order
 
 
@@ -302,7 +244,7 @@ def test_announced_chunk_is_pending_for_all_who_ask(desk: Desk) -> None:
 
 
 def test_announcement_of_another_namespace_is_not_told(desk: Desk) -> None:
-    desk.attach("one", "second", namespace="second")
+    desk.attach("second", "one", "second")
     desk.announce("second", "a")
     assert desk.pending("a") == ""
 
@@ -401,7 +343,7 @@ def test_announcement_does_not_hold_for_a_new_life_of_its_node(desk: Desk) -> No
     desk.announce("one", "a")
     desk.epochs["one"] += 1
     desk.report("one")
-    desk.attach("one")
+    desk.attach("one", "one")
     desk.lease("one", "x")
     assert desk.pending("a") == ""
 
@@ -462,20 +404,20 @@ def test_engine_alone_has_no_peers_whatever_its_own_node_holds(alone: Desk) -> N
 
 @pytest.mark.parametrize("node", ["own", "one"])
 def test_other_engine_of_the_namespace_is_a_peer_on_any_node(alone: Desk, node: str) -> None:
-    alone.attach(node, "other")
+    alone.attach("other", node)
     assert alone.sync().has_peers
     alone.manager.detach_engine(EngineId("other"))
     assert not alone.sync().has_peers
 
 
 def test_engine_of_another_namespace_is_no_peer_nor_are_its_chunks(alone: Desk) -> None:
-    alone.attach("one", "second", namespace="second")
+    alone.attach("second", "one", "second")
     alone.store("one", "a", engine="second", namespace="second")
     assert not alone.sync().has_peers
 
 
 def test_node_with_chunks_of_the_namespace_is_a_peer_until_they_are_gone(alone: Desk) -> None:
-    alone.attach("one")
+    alone.attach("one", "one")
     alone.store("one", "a")
     alone.manager.detach_engine(EngineId("one"))
     assert alone.sync().has_peers
