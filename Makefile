@@ -7,7 +7,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# Two streams: what measures no time, then what measures it; and what mostly waits, Ray and engines.
+# What measures no time runs beside what does, and beside what mostly waits: Ray and engines.
 CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client/test_*.py) \
 	tests/contract/node/test_integrity.py tests/contract/node/test_read.py \
 	tests/contract/worker/test_device_link.py tests/contract/worker/test_handover.py
@@ -52,15 +52,12 @@ demo: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint
 	@mkdir -p build
-	@{ trap 'kill $$!; exit 1' TERM; \
-		nice -n 10 $(PYTEST_PURE) >build/pure-tests.log 2>&1 & wait $$!; pure=$$?; \
-		$(BIN)/pytest $(TIMED_TESTS) >build/timed-tests.log 2>&1 & wait $$!; timed=$$?; \
-		test $$pure -eq 0 && test $$timed -eq 0; } & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
-	nice -n 5 $(BIN)/pytest $(LIVE_TESTS); live=$$?; \
-	wait $$beside; beside=$$?; trap - EXIT; \
-	cat build/pure-tests.log build/timed-tests.log; \
-	test $$live -eq 0 && test $$beside -eq 0
+	@nice -n 10 $(PYTEST_PURE) >build/pure-tests.log 2>&1 & pure=$$!; \
+	trap 'kill $$pure 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	$(BIN)/pytest $(TIMED_TESTS) $(LIVE_TESTS); live=$$?; \
+	wait $$pure; pure=$$?; trap - EXIT; \
+	cat build/pure-tests.log; \
+	test $$live -eq 0 && test $$pure -eq 0
 else
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)

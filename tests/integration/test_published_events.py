@@ -262,7 +262,7 @@ def test_subscriber_builds_the_directory_with_tokens_and_parents(scene: Scene) -
     assert not index.gaps
     status = json.loads(run("publish", "status", "--json"))
     assert (status["held"], status["streams"], status["undescribed"]) == (450, 2, 0)
-    assert "450 chunks told in 2 streams" in run("publish", "status")
+    assert "450 chunks published in 2 streams" in run("publish", "status")
 
 
 def test_tokens_of_chunks_are_known_to_clients(scene: Scene) -> None:
