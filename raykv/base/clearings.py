@@ -1,6 +1,6 @@
 """Up to which generation chunks are void: of some namespaces, and of all, known or not.
 
-Whoever has cleared something, or has heard of it, keeps one of these and tells it with every
+Every part that has cleared something, or learned of it, keeps one of these and sends it with every
 message: the scheduler actor, the NodeActors, their disks and pool files. So what was away when the
 cache was cleared, or is taken up later, is void wherever it comes to.
 

@@ -65,7 +65,7 @@ NODE_HELLO_S = 10.0
 message is sent at once; a frozen engine may attach anew when it wakes up."""
 
 NODE_TURN_AWAY_S = 0.5
-"""The same for a worker that can't be served, which is told so by the thread that all wait for."""
+"""The same for a worker that can't be served, to which the thread that all wait for says so."""
 
 NODE_SEND_S = 2.0
 """A worker that does not read its results for so long is stuck; its connection is closed, so that
@@ -108,7 +108,7 @@ NODE_BIND_LOOK_S = 0.1
 """Between two tries of that."""
 
 POOL_FILE_S = 10.0
-"""The same for the file of its pool. Whoever still has that then is another NodeActor."""
+"""The same for the file of its pool. If it is still held then, another NodeActor has it."""
 
 POOL_FILE_LOOK_S = 0.1
 """Between two tries of that."""
@@ -448,10 +448,11 @@ REPLICA_WAIT_S = 60.0
 on a quiet machine, and balancers and clients in front give up after a minute or more."""
 
 REPLICA_RETRY_PAUSE_S = 0.05
-"""Before a request whose replica has died is given to another one: the router hears of it first."""
+"""Before a request whose replica has died is given to another one: the router learns of it
+first."""
 
 REPLICA_RETRY_AFTER_S = 5
-"""What a client is told to wait that no replica could take."""
+"""How long a client should wait that no replica could take."""
 
 REPLICA_METRICS_S = 5.0
 """For all replicas to write down their metrics. Prometheus gives up after 10 s."""
@@ -459,7 +460,7 @@ REPLICA_METRICS_S = 5.0
 # Commands that end what they have started
 
 COMMAND_END_S = 15.0
-"""For a command that was told to end to end its engines and its Ray in order, which takes a few
+"""For a command that is asked to end to end its engines and its Ray in order, which takes a few
 seconds; then it is killed, and its warden does the rest. Container managers kill after 30 s."""
 
 WARDEN_LOOK_S = 1.0

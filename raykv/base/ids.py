@@ -154,7 +154,7 @@ class Refusal(IntEnum):
     TOO_LATE = 11
     """There was no time left, or no answer in time."""
     BREAKER_OPEN = 12
-    """Who has the chunk did not answer a short while ago, and is not asked again yet."""
+    """The node with the chunk did not answer a short while ago, and is not asked again yet."""
     PARTIAL = 13
     """Only some of the chunk's blocks were stored, and others were wanted."""
 
@@ -221,7 +221,7 @@ class MissReason(StrEnum):
     PENDING_TOO_LONG = "pending_too_long"
     """It was being stored, and not there when the request could not wait any more."""
     UNANSWERED = "unanswered"
-    """The scheduler actor did not say in time who has it."""
+    """The scheduler actor did not say in time which node has it."""
     FETCH_SLOWER = "fetch_slower"
     """Another node, or a disk, has it, and computing was measured to be faster than fetching."""
     FETCH_FAILED = "fetch_failed"

@@ -155,7 +155,7 @@ class Settings:
         2.0, seconds, "Longest wait of a request for chunks that are still being stored"
     )
     query_deadline_s: float = _setting(
-        1.0, seconds, "Longest wait of a request to hear what other nodes have"
+        1.0, seconds, "Longest wait of a request to learn what other nodes have"
     )
     fetch_deadline_s: float = _setting(
         10.0, seconds, "Longest wait of a request for chunks on their way from another node"

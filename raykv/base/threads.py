@@ -171,7 +171,7 @@ def within(deadline_s: float, call: Callable[[], T]) -> T:
 
     Raises:
         ThreadError: there is no thread to make it in.
-        TimeoutError: it took longer than `deadline_s`; it goes on, and nobody hears of its end.
+        TimeoutError: it took longer than `deadline_s`; it goes on, and nobody learns of its end.
     """
     future: Future[T] = Future()
 

@@ -76,7 +76,7 @@ _EPOCH_ZERO = 1_735_689_600
 HERE, OPERATOR = "the scheduler actor", "the operator"
 
 EXPIRY_PAUSE_S = 0.25
-"""Looking for who has been silent too long takes a while in a large cluster."""
+"""The look for what has been silent too long takes a while in a large cluster."""
 
 
 class SchedulerActor:
@@ -289,7 +289,7 @@ class SchedulerActor:
         return encode(self._manager.catalog.page(query, now))
 
     def where(self, raw: bytes) -> bytes:
-        """`WhereQuery` → `WherePage`: who has chunks; none is pinned for that."""
+        """`WhereQuery` → `WherePage`: which nodes have chunks; none is pinned for that."""
         self._tick()
         query = receive(raw, WhereQuery, "the reader", HERE)
         check_where_query(query)

@@ -34,7 +34,7 @@ class PoolBook:
 
     Args:
         table: of the node's slots, with nothing in it.
-        on_changes: told of all chunks that come or go, except those that are cleared.
+        on_changes: called with all chunks that come or go, except those that are cleared.
     """
 
     def __init__(self, table: NodeTable, on_changes: Callable[[Changes], None]) -> None:

@@ -54,7 +54,7 @@ MAX_STALE = 1024
 class OnDisk:
     """A chunk on a node's disk; `life` is that of the disk, of all that were ever known.
 
-    `since`: when the directory was told of it.
+    `since`: when it was reported to the directory.
     """
 
     node_id: NodeId
@@ -126,7 +126,7 @@ class Disks:
     def take(self, report: NodeReport, cleared: Clearings, now: float = 0.0) -> DiskOrder:
         """Take in what changed on a node's disk; says how far that is known, and what to write.
 
-        News that do not follow what is known are not taken in: they will be told again.
+        News that do not follow what is known are not taken in: they will be sent again.
         """
         self._sweep(MAX_SWEPT)
         node_id, epoch, news = NodeId(report.node_id), Epoch(report.epoch), report.disk

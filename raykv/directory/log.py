@@ -1,7 +1,7 @@
 """The event log: what happened to the directory, numbered without gaps, as far back as it is kept.
 
 Readers ask for what follows a place and get a page; nothing is kept for them here, so a slow or a
-dead one costs nobody anything. The log has a bound: who falls behind it is told so.
+dead one costs nobody anything. The log has a bound: a reader that falls behind learns it.
 
 Invariants:
 1. The log's events have the numbers `first_seq` .. `last_seq`, each once, in the order in which
@@ -134,7 +134,7 @@ class EventLog:
         )
 
     def runs(self, after: int) -> list[_Run]:
-        """Everything that follows a place of this epoch, as far as it is kept, as columns."""
+        """Everything that is kept and follows a place of this epoch, as columns."""
         return self._between(max(after + 1, self.first_seq), self.last_seq + 1)
 
     def _between(self, start: int, stop: int) -> list[_Run]:

@@ -19,8 +19,8 @@ Invariants:
    their leases.
 4. An engine's mirror is a snapshot followed by every change since, in order.
 5. The events of the log, replayed, give the directory.
-6. Nothing that was cleared is believed: whoever tells of it, whenever, and whether its namespace or
-   its node was known when it was cleared. Each node is told all floors with every answer.
+6. Nothing that was cleared is believed, from any source, at any time, and whether its namespace or
+   its node was known when it was cleared. Each node gets all floors with every answer.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class BlockManager:
         self._pause_decided = False
         self._nodes: dict[NodeId, Node] = {}
         self._engines: dict[EngineId, Engine] = {}
-        # The same engines by node: every change is told to those of one node.
+        # The same engines by node: every change goes to those of one node.
         self._by_node: dict[NodeId, dict[EngineId, Engine]] = {}
         self._table = table or DictTable(self.settings.eviction_policy)
         self._disks = Disks()
@@ -257,7 +257,7 @@ class BlockManager:
                     self._void(node, engine)
 
     def _void(self, node: Node, engine: Engine) -> None:
-        """All that an engine has is worth nothing; it is told so with its next exchange."""
+        """All that an engine has is worth nothing; its next exchange says so."""
         node.book.end_leases(engine.engine_id)
         engine.void = True
         self._start_snapshot(engine)

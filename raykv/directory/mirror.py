@@ -1,8 +1,8 @@
-"""What one engine has yet to be told of its node's chunks: a snapshot, then the changes since.
+"""What one engine has yet to learn of its node's chunks: a snapshot, then the changes since.
 
 Invariants:
 1. A snapshot entry is read when its page is made up, and changes go out after the snapshot: what
-   happens meanwhile is told at least once, and nothing newer is followed by something older that
+   happens meanwhile is sent at least once, and nothing newer is followed by something older that
    the generations don't expose.
 2. The changes kept are bounded: an engine that does not fetch them gets a new snapshot.
 """

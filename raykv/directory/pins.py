@@ -181,7 +181,7 @@ class Pins:
         return [(Namespace(order.namespace), Key(key)) for key in dict.fromkeys(order.keys)]
 
     def take_hints(self, namespace: Namespace, hints: Hints, now: float) -> None:
-        """What requests of an engine wish for, as far as there is room for it."""
+        """What requests of an engine wish for, if there is room for it."""
         pinned = [Wish(now + ttl_s) for ttl_s in hints.pin_s]
         favoured = [Wish(now + FAVOUR_S, priority) for priority in hints.priorities]
         self._take(namespace, hints.pinned, _FIRM_HINT, pinned, now)

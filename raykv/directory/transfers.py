@@ -46,13 +46,13 @@ from raykv.protocol.operator import (
 )
 
 OWNER = EngineId("transfers")
-"""Who has the leases of all transfers."""
+"""The holder of the leases of all transfers."""
 
 MAX_TRANSFERS = 64
 """At a time; a page each."""
 
 MAX_SOURCES = 2
-"""Replicas told per chunk: one to fetch from, and one for when that fails."""
+"""Replicas named per chunk: one to fetch from, and one for when that fails."""
 
 _MAX_SERIES = 1 << 20
 """Chunks of one whole that are kept from each other."""
@@ -106,7 +106,7 @@ class Transfers:
     Args:
         nodes: all nodes, kept up to date by the block manager.
         table: of all their chunks.
-        disks: who has what is in no pool.
+        disks: which of them has what is in no pool.
         pins: whose replicas stay.
         generations: those of the present epoch.
         lease_s: after so long a transfer is over.
@@ -214,7 +214,7 @@ class Transfers:
 
     @staticmethod
     def _is_early(node: Node, now: float) -> bool:
-        """Whether it is not known yet what the node has, and who has leases there."""
+        """Whether it is still unknown what the node has, and which engines have leases there."""
         return not node.inventory_complete or now < node.settled_at
 
     def _missing(

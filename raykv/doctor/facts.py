@@ -50,7 +50,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class BreakerFact:
-    """A breaker: who does not ask whom, and why. `state` is closed, open or half-open."""
+    """A breaker: which part does not ask which, and why. `state` is closed, open or half-open."""
 
     owner: str
     peer: str

@@ -1,5 +1,5 @@
-"""Gathers what `raykv doctor` looks at. Every question has a deadline; who does not answer is a
-fact, not an error.
+"""Gathers what `raykv doctor` looks at. Every question has a deadline; a part that does not answer
+is a fact, not an error.
 """
 
 from __future__ import annotations

@@ -205,12 +205,12 @@ class Accounts:
             self._refined[reason] += count
 
     def take_refined(self) -> Counter[str]:
-        """What `refine` was told since the last call."""
+        """What `refine` was given since the last call."""
         refined, self._refined = self._refined, Counter()
         return refined
 
     def take_records(self) -> list[MissRecord]:
-        """Those to be told to the scheduler actor now."""
+        """Those that go to the scheduler actor now."""
         return take(self._records, MAX_RECORDS)
 
     def counter_values(self) -> dict[str, int]:

@@ -1,11 +1,11 @@
-"""What an engine has told vLLM's own subscribers that it can load from its node.
+"""What an engine has announced to vLLM's own subscribers: chunks that it can load from its node.
 
            expect            came, or found there by a look            found missing by a look
  (absent) ───────► expected ────────────────────────────────► told ──────────────────────► (absent)
                       └──────────────────── overdue ──────────────────────────────────────────┘
 
 What goes from the node is found by looking at a few chunks with each step of the engine, so that a
-step does not take longer the more chunks there are: subscribers hear of it seconds late.
+step does not take longer the more chunks there are: subscribers learn of it seconds late.
 
 Invariants:
 1. A key is in the round exactly once while it is expected or told.
@@ -66,7 +66,7 @@ class Announcements:
         self._news.stored.append(key)
 
     def take(self, loadable: Collection[Key], now: float) -> News:
-        """What subscribers should hear; looks at the next few chunks of the round."""
+        """What is to be announced; looks at the next few chunks of the round."""
         for _ in range(min(MAX_LOOKS, len(self._round))):
             key = self._round.popleft()
             until = self._known[key]
@@ -84,7 +84,7 @@ class Announcements:
         return News([key for key in news.stored if key in self._known], news.removed)
 
     def clear(self) -> None:
-        """The cache was emptied, and subscribers hear that from vLLM."""
+        """The cache was emptied, and vLLM announces that."""
         self._known.clear()
         self._round.clear()
         self._news = News()

@@ -81,7 +81,7 @@ class HintBox:
             self._requests[request_id] = kept
 
     def add(self, request_id: str, keys: Iterable[Key]) -> None:
-        """Chunks of its prompt, the first ones first; a prefix of them is told if it is full."""
+        """Chunks of its prompt, the first ones first; a prefix of them is sent if it is full."""
         hint = self._requests.get(request_id)
         if hint is None:
             return

@@ -57,7 +57,7 @@ class LayeredLoads:
         return bool(self._loads)
 
     def is_under_way(self, request_id: str) -> bool:
-        """Whether what the request has in its blocks is not to be trusted yet."""
+        """Whether what the request has in its blocks can't be trusted yet."""
         return request_id in self._loads
 
     def is_spoiled(self, request_id: str) -> bool:
@@ -86,7 +86,7 @@ class LayeredLoads:
         return self._to_evict | invalid
 
     def evicted(self) -> None:
-        """It has left the prefix cache: whoever waits may be asked about again."""
+        """It has left the prefix cache: requests that wait may be asked about again."""
         self._loads.clear()
         self._to_evict.clear()
 

@@ -23,7 +23,7 @@ def _queue() -> deque[Any]:
 
 @dataclass
 class Outbox:
-    """What the scheduler actor should hear of this node's chunks and slots.
+    """What the scheduler actor should learn of this node's chunks and slots.
 
     Threads: `fields` and `has_news` alone may run on the exchange thread.
     """

@@ -140,7 +140,9 @@ class RemoteChunks:
     # Questions
 
     def ask(self, request: RequestState, keys: Iterable[Key]) -> None:
-        """Have the scheduler actor asked who has `keys`, unless this request has asked before."""
+        """Have the scheduler actor asked which nodes have `keys`, unless this request has asked
+        before.
+        """
         # Who had the prompt prefilled knows of a peer that the last heartbeat could not tell of.
         has_peers = self.has_peers or request.options.prefilled
         if not has_peers or not request.is_known:

@@ -221,7 +221,7 @@ class EngineRuntime:
 
     @contextmanager
     def _said_if_slow(self) -> Iterator[None]:
-        """A person who waits for the engine is told what for."""
+        """Say what the engine waits for to the person who waits for it."""
         text = (
             "waiting for RayKV's actors, at most %.0f s; where they start for the first time they "
             "compile for a quarter of a minute"

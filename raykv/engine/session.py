@@ -143,7 +143,9 @@ class Session:
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
     ) -> None:
-        """`hints`: what requests wish for. `described`: what is told of chunks' tokens, if any."""
+        """`hints`: what requests wish for. `described`: what is reported of chunks' tokens, if
+        anything.
+        """
         self._view = view
         self._calls = calls
         self._settings = settings

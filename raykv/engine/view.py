@@ -140,7 +140,9 @@ class EngineView:
             self.remote.finish_request(request)
 
     def ask(self, request_id: str, keys: Iterable[Key]) -> None:
-        """Find out early who has what this node does not have; nothing for an unknown request."""
+        """Find out early which nodes have what this one does not; nothing for an unknown
+        request.
+        """
         request = self.requests.find(request_id)
         if request is None or self.paused or self.has_left or not request.options.load:
             return
@@ -226,7 +228,7 @@ class EngineView:
     # Stores
 
     def prepare_store(self, request_id: str, keys: Collection[Key]) -> StorePlan | None:
-        """Lease slots to the keys that are not cached yet, as far as the leases reach.
+        """Lease slots to the keys that are not cached yet, while there are leases.
 
         Per KV group the longest prefix of the new keys is taken, never a later one: vLLM does not
         offer skipped chunks again. None when there are new keys and no slot for any; then nothing
@@ -566,7 +568,7 @@ class Tombstones:
         self._generations.pop(key, None)
 
     def covers(self, key: Key, generation: Generation) -> bool:
-        """Whether a chunk at that generation is not to be believed in."""
+        """Whether a chunk at that generation must not be believed in."""
         return generation <= self._generations.get(key, NO_GENERATION)
 
     def clear(self) -> None:

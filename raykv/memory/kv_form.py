@@ -19,7 +19,7 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Data types of KV that can be read, by torch's names."""
 
 MAX_FORMS = 256
-"""Namespaces whose form is remembered; the one that was told the longest ago is forgotten."""
+"""Namespaces whose form is remembered; the one that was reported the longest ago is forgotten."""
 
 MAX_LAYERS = 4096
 MAX_SIDE = 1 << 16
@@ -40,10 +40,10 @@ class LayerElements:
 
 
 class Forms:
-    """Those of the namespaces that have been told of, at most `MAX_FORMS`."""
+    """Those of the namespaces that were reported, at most `MAX_FORMS`."""
 
     def __init__(self) -> None:
-        # The one that was told the longest ago first.
+        # The one that was reported the longest ago first.
         self._forms: OrderedDict[str, KVForm] = OrderedDict()
 
     def take(self, namespace: str, form: KVForm) -> None:

@@ -47,7 +47,7 @@ def pin_pieces(geometry: PoolGeometry) -> list[Piece]:
 
 
 class Placing(Enum):
-    """What the kernel is told about a pool's pages."""
+    """The advice that the kernel gets about a pool's pages."""
 
     ANYWHERE = "anywhere"
     PREFER = "prefer"

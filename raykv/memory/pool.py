@@ -5,9 +5,9 @@ but not a crash, so a journal that another boot of the host wrote is ignored. A 
 *before* its bytes are overwritten and entered *after* they have arrived; a process that is killed
 in between leaves a slot that is not believed. A journal that is damaged anywhere, or that could not
 be written, is not believed at all: what is missing may be that a slot was struck off. It is set
-aside, for whoever wants to find out why.
+aside, so that one can find out why.
 
-It also has what was cleared, so that this is told to a scheduler actor that has not heard of it.
+It also has what was cleared, which a scheduler actor that does not know it learns from here.
 
 An entry has which of the chunk's blocks were stored, and the checksum of its bytes. Nothing here
 reads those: that would make the start of a large pool slow. Who serves a chunk that was found
@@ -342,7 +342,7 @@ class Pool:
             self._journal.enter(record)
 
     def strike(self, slot: Slot) -> None:
-        """What a slot holds is not to be believed."""
+        """What a slot holds must not be believed."""
         if self._journal is not None:
             self._journal.strike(slot)
 

@@ -142,7 +142,7 @@ class Region:
         """A file of exactly `num_bytes`, created when missing; its contents are kept.
 
         Where the file system can, all of it has its place on the disk from now on: a page of a
-        mapped file that finds no place kills whoever touches it.
+        mapped file that finds no place kills the process that touches it.
 
         Raises:
             HandleError: it can't be opened, belongs to another user, another process has it, or

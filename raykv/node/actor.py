@@ -6,8 +6,8 @@ to the scheduler actor: new READY chunks soon, a heartbeat every second, the who
 is asked for. Chunks stay reported-to-be until the scheduler actor has answered.
 
 A NodeActor whose pool does not fit into what limits its memory lives without one: it says why to
-whoever asks for its description, reports nothing, and looks from time to time whether it fits now.
-A constructor that raised would be run again by Ray for ever.
+anybody who asks for its description, reports nothing, and looks from time to time whether it fits
+now. A constructor that raised would be run again by Ray for ever.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class NodeActor:
         return self._service.capturing.states(request_id, min(deadline_s, STATES_READ_S))
 
     def kv_form(self, namespace: str) -> bytes:
-        """→ `KVForm`; without groups if no worker of the namespace has told it to this life."""
+        """→ `KVForm`; without groups if no worker of the namespace has reported it in this life."""
         self._refuse_without_pool()
         return encode(self._service.forms.get(namespace))
 
@@ -449,8 +449,8 @@ class NodeActor:
         )
 
     def _highest_generation(self) -> int:
-        """Ever seen here; what the disk has is told as soon as an epoch is known to be above, or
-        not: a node whose pool is empty is one without history.
+        """Ever seen here; what the disk has is reported as soon as an epoch is known to be above,
+        or not: a node whose pool is empty is one without history.
         """
         on_disk = 0
         if self._disk is not None and self._scheduler_epoch:

@@ -1,4 +1,5 @@
-"""From a queued job to copied chunks: each is admitted, copied with others, and told to the table.
+"""From a queued job to copied chunks: each is admitted, copied with others, and reported to the
+table.
 
     admit every chunk ──► copy a span ──► each of its chunks: READY, or a refusal ──► next span
           │ refused                  ▲
@@ -119,7 +120,7 @@ class Copying:
     def _copy_by_layer(
         self, queued: QueuedJob, backend: CopyBackend, runs: CopyRuns, left: deque[int]
     ) -> int:
-        """Copy the chunks that are `left` layer by layer; the worker hears of each layer."""
+        """Copy the chunks that are `left` layer by layer; the worker learns of each layer."""
         chunks = list(left)
         done = True
         layers = queued.worker.planner.plan_layers(queued.job, chunks) if chunks else []

@@ -274,7 +274,7 @@ class FetchService:
             return self.breakers.refuses(names.node_actor(node_id), time.monotonic())
 
     def _start(self, fetch: _Fetch, piece: _Piece) -> bool:
-        """Ask a source; if that is not to be, the piece's chunks wait for their next one."""
+        """Ask a source; if it can't be asked, the piece's chunks wait for their next one."""
         with self._lock:
             call = self.breakers.begin(piece.peer, time.monotonic())
             is_trial = call is not None and not self.breakers.is_closed(piece.peer)

@@ -10,7 +10,7 @@
                `LOADS_PER_CHECK` ────────────────────┘
 
 A quarantined chunk is gone: its load fails like one of a chunk that was overwritten, the directory
-hears of it, and the slot is free for a later generation.
+learns of it, and the slot is free for a later generation.
 """
 
 from __future__ import annotations

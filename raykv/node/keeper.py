@@ -1,6 +1,6 @@
 """The pool of one node and its slot table behind one lock: who may touch which bytes now.
 
-Whoever copies (the copy threads, readers for other nodes, fetches from them) asks here before and
+All that copy (the copy threads, readers for other nodes, fetches from them) ask here before and
 tells here after. All of them touch the slot table, and only here, holding `lock`; so what the table
 has admitted is what everybody sees. Nobody holds the lock while bytes move.
 """

@@ -1,7 +1,7 @@
 """What a NodeActor measures of its work, and all that it has to show to Prometheus.
 
 What is counted here is guarded by its callers' locks.
-Whoever looks reads plain numbers that may be a moment old.
+A reader sees plain numbers that may be a moment old.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _by_direction() -> dict[Direction, Histogram]:
 
 @dataclass(frozen=True)
 class PoolContents:
-    """Bytes of READY and WRITING slots by namespace, and chunks that nobody was told of yet."""
+    """Bytes of READY and WRITING slots by namespace, and chunks that have not been reported yet."""
 
     num_bytes: Mapping[tuple[SlotState, Namespace], int]
     num_unreported: int = 0

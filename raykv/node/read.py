@@ -64,7 +64,7 @@ class ReadService:
         self.bytes_sent = 0
 
     def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
-        """Copy out what is asked for, as far as it is still there at its generation.
+        """Copy out what is still there, at its generation, of what is asked for.
 
         Raises:
             MessageError: the request is invalid.
@@ -110,7 +110,7 @@ def answer(
     read_one: Callable[[ChunkName, Bytes], ChunkRead],
     take: Callable[[int], Bytes] = lambda num_bytes: np.empty(num_bytes, np.uint8),
 ) -> tuple[ReadReply, Bytes]:
-    """Answer a read, whoever has the chunks.
+    """Answer a read, for any holder of chunks.
 
     Args:
         request: one that can be meant.

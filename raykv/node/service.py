@@ -212,7 +212,7 @@ class NodeService:
                 self._turn_away(sock, error)
 
     def _turn_away(self, sock: socket.socket, error: ThreadError) -> None:
-        """Have a worker hear at once that it is not served, and why."""
+        """Tell a worker at once that it is not served, and why."""
         if not self._has_complained:
             self._has_complained = True
             logger.error("workers are turned away (said once): %s", error)

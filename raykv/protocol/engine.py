@@ -48,7 +48,7 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     `own` were in vLLM's own cache, `missed` has those that were computed, by `MissReason`.
     `missing` is the key of the chunk that decided over those behind it, empty where none did. Of
     the `loaded` ones `fetched` were on another node, and `disk` on a disk.
-    `chunks` are the names of its chunks, of generated tokens too, as far as they were told: the
+    `chunks` are the names of its chunks, of generated tokens too, as far as they are known: the
     first `CHUNK_NAME_BYTES` of each key. A chunk has `chunk_tokens` tokens.
     """
 
@@ -149,7 +149,7 @@ class EngineAttached(msgspec.Struct, frozen=True):
 
 
 def check_attached(answer: EngineAttached) -> None:
-    """What an engine is told that attaches.
+    """The answer to an engine that attaches.
 
     Raises:
         MessageError: it is invalid.

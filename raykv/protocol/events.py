@@ -24,7 +24,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 
 class EpochBegan(Event, frozen=True, kw_only=True, tag=True):
-    """A scheduler actor began with an empty directory: forget everything, it is told anew."""
+    """A scheduler actor began with an empty directory: forget everything, it is published anew."""
 
 
 class NodeJoined(Event, frozen=True, kw_only=True, tag=True):
@@ -200,9 +200,9 @@ class PublisherSettings:
 class PublisherStatus(msgspec.Struct, frozen=True):
     """What the publisher does, since its start; `error` says why it does nothing.
 
-    `endpoint` and `replay_endpoint` are as they were bound. `held`: chunks that subscribers were
-    told of; `waiting`: those that are not told yet; `undescribed` were told as a bare hash,
-    `skipped` not at all. `restarts`: how often all was taken back and told again.
+    `endpoint` and `replay_endpoint` are as they were bound. `held`: chunks that are
+    published; `waiting`: those that are not published yet; `undescribed` were published as a bare
+    hash, `skipped` not at all. `restarts`: how often all was taken back and published again.
     `dropped` messages did not fit before a subscriber that was too slow.
     """
 

@@ -35,7 +35,7 @@ def decode(raw: bytes, kind: type[S]) -> S:
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What messages of all versions have that have a version, as far as it can be read."""
+    """What can be read of a message of any version that has one."""
 
     version: int | None = None
     raykv_version: str = "of another version"

@@ -1,4 +1,5 @@
-"""What operators order of the cache, and what they are told: pins, transfers, pools ahead of time.
+"""What operators order of the cache, and what they get to know: pins, transfers, pools ahead of
+time.
 
 Orders repeat harmlessly: each names itself, and comes to the same when it comes again.
 """
@@ -189,7 +190,7 @@ def check_end(message: TransferEnd) -> None:
 
 
 class ReleaseOrder(msgspec.Struct, frozen=True):
-    """Give up the replicas of chunks on all nodes but one, as far as that one has them."""
+    """Give up the replicas of chunks that one node has on all other nodes."""
 
     version: int
     namespace: str

@@ -148,7 +148,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         hits: how often an engine of that node loaded it, or computed it again, since then.
         is_replicated: another node has it too; of a chunk on a disk, or this node in its pool.
         tier: "ram" or "disk". Of a chunk on a disk `slot` is its place there; `age_s` and `idle_s`
-            are since the scheduler actor was told of it, and reads are not counted.
+            are since it was reported to the scheduler actor, and reads are not counted.
     """
 
     key: bytes
@@ -189,7 +189,7 @@ def check_where_query(query: WhereQuery) -> None:
 
 
 class WherePage(msgspec.Struct, frozen=True):
-    """Who has the first `answered` keys of a question: a row for each replica.
+    """Where the first `answered` keys of a question are: a row for each replica.
 
     `key_index` points into the keys that were asked, `node_index` into `nodes`. Disks have names
     of their own there, as in `raykv.protocol.node`.
@@ -231,8 +231,8 @@ class PrefixQuery(msgspec.Struct, frozen=True):
 class PrefixPage(msgspec.Struct, frozen=True):
     """Tokens that can be loaded, from a prompt's beginning on.
 
-    `tokens` has a row for each prompt, with a number for each of `nodes`; who is not there has
-    nothing. `anywhere`: by prompt, if what one node lacks is fetched from others.
+    `tokens` has a row for each prompt, with a number for each of `nodes`; a node that is not there
+    has nothing. `anywhere`: by prompt, if what one node lacks is fetched from others.
     """
 
     version: int
@@ -250,7 +250,7 @@ class SpacePage(msgspec.Struct, frozen=True):
 
 
 class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk of a prompt: its tokens from `first_token` to before `end_token`, and who has it: in
+    """A chunk of a prompt: its tokens from `first_token` to before `end_token`, and where it is: in
     a pool (`nodes`), on a disk (`disks`, ids of nodes too).
     """
 

@@ -29,7 +29,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end of a Unix socket."""
+    """The process at the other end of a Unix socket."""
 
     pid: int
     uid: int

@@ -84,7 +84,7 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
     block number `first_block[c]` (a load may begin in the middle of a chunk). With `capture` there
     is one chunk in name only: its blocks go to the NodeActor's own memory. `by_layer`: all chunks
-    layer by layer, and the worker hears of each layer that is there.
+    layer by layer, and the worker learns of each layer that is there.
     """
 
     job_id: int
@@ -193,7 +193,7 @@ class KVForm(msgspec.Struct, frozen=True):
 
     A chunk has a part per rank; a part has a region per layer, a region `blocks_per_chunk` pages.
     `head_copies` ranks that follow each other have the same heads. `slot_bytes` by KV group index.
-    Canonical chunks have the form of an engine of one rank, whoever has stored them.
+    Canonical chunks have the form of an engine of one rank, whatever engine stored them.
     """
 
     num_ranks: int = 1

@@ -21,7 +21,7 @@ _RECEIVED = struct.Struct("=128xQ")
 def cut_off(ports: Collection[int], most_bytes: int) -> int:
     """Cut those TCP connections off that came to one of the ports and have sent more than that.
 
-    Whoever has them open sees them end, and gives up what was not whole.
+    Their owner sees them end, and gives up what was not whole.
 
     Returns:
         How many there were.
@@ -50,7 +50,7 @@ def _cut_off(fd: int, ports: Collection[int], most_bytes: int) -> bool:
             told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
             if len(told) < _RECEIVED.size or _RECEIVED.unpack(told)[0] <= most_bytes:
                 return False
-            # The sender hears of it at once, not only when it has sent all.
+            # The sender learns of it at once, not only when it has sent all.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -1,4 +1,4 @@
-"""What chunks have inside: told by engines, kept by the scheduler actor, both within bounds.
+"""What chunks have inside: reported by engines, kept by the scheduler actor, both within bounds.
 
               add             take               taken in             too many, cleared
    (unknown) ─────► waiting ───────► told, kept ──────────► in the book ──────► (unknown)
@@ -168,7 +168,7 @@ class DescriptionOutbox:
         return self._bytes_waiting > WAITING_FOUND_BYTES
 
     def knows(self, namespace: str, key: bytes) -> bool:
-        """Whether a chunk was described, as far as is remembered."""
+        """Whether a chunk is remembered as described."""
         return key in self._waiting_keys or self._told.has(namespace, key)
 
     def add(self, row: Description) -> None:
@@ -186,7 +186,7 @@ class DescriptionOutbox:
         return bool(self._waiting or self._again)
 
     def take(self, most_bytes: int = PAGE_BYTES) -> Descriptions:
-        """The page of the next exchange; new ones before those that are told again."""
+        """The page of the next exchange; new ones before those that are sent again."""
         rows: list[Description] = []
         left = most_bytes
         while self._waiting and (not rows or left >= self._waiting[0].num_bytes):
@@ -209,7 +209,7 @@ class DescriptionOutbox:
         return page
 
     def counter_values(self) -> dict[str, int]:
-        """What was not told: too many waited, or their parts did not fit together."""
+        """What was not sent: too many waited, or their parts did not fit together."""
         return {"descriptions_dropped": self.num_dropped + self.num_unsound}
 
     def tell_again(self) -> None:

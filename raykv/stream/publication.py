@@ -117,7 +117,7 @@ class Publication:
         self._kept: deque[tuple[Stream, int, bytes]] = deque()
         self._kept_bytes = 0
         self._held_bytes = 0
-        # Names for topics: told by the caller, models by descriptions too.
+        # Names for topics: given by the caller, those of models by descriptions too.
         self.nodes: dict[NodeId, NodePlace] = {}
         self.models: dict[Namespace, str] = {}
         self.counters = PublicationCounters()
@@ -130,7 +130,7 @@ class Publication:
         return self._replay.place
 
     def restart(self, replay: Replay, now: float) -> None:
-        """Begin anew from a snapshot: all is taken back, and told again."""
+        """Begin anew from a snapshot: all is taken back, and published again."""
         self._clear()
         self._replay = replay
         self._came(replay.chunks, now)
@@ -201,7 +201,7 @@ class Publication:
     ) -> None:
         """What is known of chunks that were asked for; those that can be told are told."""
         for name, known in rows.items():
-            # Before any of them is told: a stream keeps the name that it was first told under.
+            # Before any of them is published: a stream keeps the name under which it first was.
             if known.model:
                 self.models.setdefault(name[0], known.model)
         for name in asked:
@@ -297,7 +297,7 @@ class Publication:
 
     @property
     def num_waiting(self) -> int:
-        """Chunks that are not told yet."""
+        """Chunks that are not published yet."""
         return len(self._waiting)
 
     @property

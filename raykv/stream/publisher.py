@@ -153,7 +153,8 @@ class Sockets:
             out.set_hwm(HIGH_WATER)
             questions.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER)
             questions.setsockopt(zmq.RCVHWM, QUESTIONS_HIGH_WATER)
-            # An answer to who has left, or does not read, ends instead of being made for nobody.
+            # An answer to a client that has left, or does not read, ends instead of being made for
+            # nobody.
             questions.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.endpoint = place(out, self._settings.endpoint)
             if self._settings.replay_endpoint:

@@ -107,7 +107,7 @@ class Stream:
         return self.held.pop(name)
 
     def clear(self) -> None:
-        """Nothing is held any more; told both in single blocks and as a whole.
+        """Nothing is held any more; published both in single blocks and as a whole.
 
         Some subscribers take no notice of `AllBlocksCleared`.
         """

@@ -5,13 +5,13 @@
 
 Invariants:
     1. SAFE only if nothing can write on behalf of the process any more.
-    2. WAIT never after `last_s`: whoever waits for the memory is told something.
+    2. WAIT never after `last_s`: what waits for the memory gets an answer.
 
 A process that was sent SIGKILL exits late when it gets no core, when it has much memory to give
 back, or when its driver or file system hangs. It has *halted* before that: none of its threads runs
 its own code any more. That is enough for memory which only its own code writes to. What a GPU was
-told to copy for it may still be copied until the driver has taken its context down, which is a part
-of its exit.
+ordered to copy for it may still be copied until the driver has taken its context down, which is a
+part of its exit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Patience:
 class Killed:
     """What is seen of a process, `since_s` after SIGKILL was sent to it.
 
-    `by_device`: a device may have been told to write into the memory.
+    `by_device`: a device may have been ordered to write into the memory.
     """
 
     since_s: float

@@ -25,7 +25,7 @@ class JobRequest:
     by_layer: bool = False
     capture: Capture | None = None
     lock_fd: int = -1
-    """Of the file that a capture becomes; whoever asks for it closes it when the job has ended."""
+    """Of the file that a capture becomes; the caller closes it when the job has ended."""
     torn: Handles = field(default_factory=Handles)
     """Chunks of a store that nobody knows all blocks of: they have failed, and are not sent."""
 

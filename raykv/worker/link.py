@@ -168,7 +168,7 @@ class WorkerLink:
             self._revive()
             self._nudge()
         except Exception:
-            # It is taken: whoever looks for its result tries again.
+            # It is taken: a look for its result tries again.
             logger.exception("the line to the NodeActor could not be woken")
 
     def drain(self) -> list[JobResult]:
@@ -498,7 +498,7 @@ class WorkerLink:
         that vLLM is about to give to another request. False only at the engine's end.
 
         Args:
-            by_device: it may have told a GPU to write into our memory.
+            by_device: it may have ordered a GPU to write into our memory.
         """
         if self._pidfd < 0:
             return True

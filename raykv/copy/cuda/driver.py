@@ -108,7 +108,7 @@ class CopyDriver(Protocol):
         """Submit copies within the device, of multiples of `WORD_BYTES` at such addresses.
 
         Raises:
-            MoverError: it is not to be called again.
+            MoverError: it must not be called again.
         """
 
     def allocate(self, num_bytes: int) -> int:
@@ -360,7 +360,7 @@ def _batch_call() -> BatchCall | None:
 
 
 def _attributes(order: SourceOrder) -> Any:
-    """What one batch is told of all its copies; it must outlive the calls."""
+    """What one batch says of all its copies; it must outlive the calls."""
     from cuda.bindings import driver
 
     attributes = driver.CUmemcpyAttributes()

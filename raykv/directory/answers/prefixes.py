@@ -19,7 +19,7 @@ from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.reader import PrefixPage, PrefixQuery
 
 MAX_NODES_OF_A_KEY = 32
-"""A chunk that is on more nodes is told of so many: it bounds what an answer costs. The others look
+"""Of a chunk on more nodes, only so many are named: it bounds what an answer costs. The others look
 as if they lacked it: a little less is sent there."""
 
 MAX_CHUNK_TOKENS = 1 << 24

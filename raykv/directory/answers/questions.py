@@ -1,9 +1,10 @@
-"""Who has which chunk: an engine's questions about other nodes, answered out of their books.
+"""Which node has which chunk: an engine's questions about others, answered out of their books.
 
 A chunk that an engine is storing is announced before it is there, with the lease that it is stored
-at: who asks for it is told to wait. An announcement ends with its lease.
+at: an engine that asks for it waits. An announcement ends with its lease.
 
-Invariant: a replica that is told is pinned, so that it is not evicted before it can be fetched.
+Invariant: a replica that is named in an answer is pinned, so that it is not evicted before it can
+be fetched.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from raykv.directory.table.protocol import Changes, ChunkTable, Name
 from raykv.protocol.columns import Handles, LostReplicas, Replicas
 
 MAX_TOLD = 2
-"""Replicas told per key: one to fetch from, and one for when that fails."""
+"""Replicas named per key: one to fetch from, and one for when that fails."""
 
 FEW_NODES = 16
 """So many are put in order for every question."""
@@ -29,14 +30,14 @@ RANKING_S = 0.5
 _NEVER = float("-inf")
 
 MAX_ANNOUNCED = 262_144
-"""Beyond it the oldest announcements are forgotten: who asks for them is told that they miss."""
+"""Beyond it the oldest announcements are forgotten: engines that ask for them get a miss."""
 
 
 class Questions:
     """Args:
     nodes: all nodes, kept up to date by the block manager.
     table: of all their chunks.
-    disks: who has what is in no pool.
+    disks: which of them has what is in no pool.
     """
 
     def __init__(self, nodes: dict[NodeId, Node], table: ChunkTable, disks: Disks) -> None:

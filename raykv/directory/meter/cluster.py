@@ -1,6 +1,6 @@
 """What the scheduler actor measures, and all that it has to show to Prometheus.
 
-It is told of messages after the block manager has taken them (`synced`, `called`, `read_events`),
+It learns of messages after the block manager has taken them (`synced`, `called`, `read_events`),
 follows the event log by itself (`follow`), and looks at nodes and engines when it is asked. Nothing
 is counted per chunk in Python: events come as columns.
 """
@@ -103,7 +103,7 @@ class ClusterMeter:
         self.follow(now)
 
     def synced(self, request: SyncRequest, reply: SyncReply) -> None:
-        """An engine has told its numbers, and was answered; repetitions change nothing."""
+        """An engine has reported its numbers, and was answered; repetitions change nothing."""
         engine = self._engines.get(EngineId(request.engine_id))
         if engine is None or reply.attach:
             return

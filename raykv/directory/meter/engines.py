@@ -1,12 +1,12 @@
 """What engines tell of their work, added up over engines that come and go.
 
-Engines tell numbers since their own start, again and again. What one has told first in this life of
-the scheduler actor is where its counting begins: a new engine has told zeros then, and one that was
-there before this life does not add what was counted already.
+Engines report numbers since their own start, again and again. What one reports first in this life
+of the scheduler actor is where its counting begins: a new engine has reported zeros then, and one
+that was there before this life does not add what was counted already.
 
 Invariant: no sum ever falls, though an engine may find out later that tokens were missed for
-another reason than it had told: the new reason rises at once, the old one stands still until it is
-made up for.
+another reason than it had reported: the new reason rises at once, the old one stands still until it
+is made up for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Label = tuple[str, ...]
 
 @dataclass(slots=True)
 class _Told:
-    """What an engine has told last."""
+    """What an engine has reported last."""
 
     seq: int
     counters: dict[str, int]

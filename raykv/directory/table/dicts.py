@@ -154,7 +154,7 @@ class DictNodeTable:
     Args:
         geometry: of the node's pool.
         make_policy: an empty one.
-        moved: told of each chunk that comes (True) or goes.
+        moved: called with each chunk that comes (True) or goes.
         clock: that of all nodes.
     """
 

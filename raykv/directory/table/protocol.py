@@ -54,7 +54,7 @@ class Lease:
 class Changes:
     """Columns of chunks of one namespace that came to a node (`stored`), or went, in order.
 
-    The lists are shared by all who are told: nobody changes them. `replaced`: they went since
+    All receivers share the lists: nobody changes them. `replaced`: they went since
     others of the same keys are about to come. `hits`: of chunks that were evicted, and of no
     others, how often each was used since it came.
     """
@@ -276,7 +276,7 @@ class NodeTable(Protocol):
         """Places of the chunks in slots from `first` on, of at most `most` slots of one slab; of
         one namespace if it is named.
 
-        Whoever goes on at `following` until it is None meets each chunk that stays in its slot
+        A walk that goes on at `following` until it is None meets each chunk that stays in its slot
         exactly once, whatever comes and goes meanwhile.
         """
 
@@ -291,7 +291,7 @@ class NodeTable(Protocol):
 
 
 class ChunkTable(Protocol):
-    """All nodes' chunks, and who has which."""
+    """All nodes' chunks, and which node has which."""
 
     def add_node(self, node_id: NodeId, geometry: PoolGeometry) -> NodeTable:
         """A node with an empty pool; there is none of that id."""

@@ -56,7 +56,7 @@ FEWEST_USES = 256
 """Between two lessons: in a small pool, too, they must cost little."""
 
 NUM_AGES = 2 * 48
-"""Ages are told apart by powers of two and the next digit."""
+"""Ages differ by powers of two and the next digit."""
 
 SCRATCH = 4 * (NUM_AGES + 1)
 """What a lesson needs to calculate with."""

@@ -1,4 +1,5 @@
-"""What is on one node's disk: files of chunks, which of them goes first, and who was told of it.
+"""What is on one node's disk: files of chunks, which of them goes first, and what the directory
+knows of it.
 
                  add                     give_way, damaged, clear
     (written) ────────► listed ────────────────────────────────────► to be deleted
@@ -9,12 +10,12 @@ Files are written once. When there is no room, the oldest file goes, unless a ch
 since the last time: then it has another round ("second chance").
 
 Every chunk that comes or goes is a numbered change. The directory says up to which number it has
-heard; what went before it heard of it is not told at all.
+heard; what went before it was reported is not reported at all.
 
 Invariants:
 1. A name has one entry at most, in a file that is listed.
 2. `used_bytes` is the sum of the listed files' sizes.
-3. The directory is yet to hear of an entry, or has heard of it; and it is yet to hear that a place
+3. The directory has yet to learn of an entry, or knows it; and it has yet to learn that a place
    went, if it may have heard that it came.
 """
 
@@ -31,7 +32,7 @@ from raykv.protocol.columns import namespace_column
 from raykv.protocol.node import DiskChunks, DiskNews
 
 MAX_GONE = 65_536
-"""Places that went and were not told yet; beyond it the listing begins anew."""
+"""Places that went and are not reported yet; beyond it the listing begins anew."""
 
 MAX_CHANGES = 256
 """In one page of news, about 20 KiB: it goes with a page of what the pool holds."""
@@ -213,7 +214,7 @@ class DiskIndex:
             self._changes[self._last] = entry.place
             self._num_gone += 1
             if self._num_gone > MAX_GONE:
-                # The directory has not listened for long: it will be told everything again.
+                # The directory has not answered for long: everything will be reported again.
                 self.listing += 1
                 self._tell_all()
 
@@ -222,7 +223,7 @@ class DiskIndex:
     def heard(self, listing: int, number: int) -> None:
         """The directory has taken in all changes of a listing up to a number.
 
-        Of another listing it knows nothing: it is told everything.
+        It knows nothing of another listing: everything is reported.
         """
         if listing != self.listing or not self._heard <= number <= self._told:
             if self._told:

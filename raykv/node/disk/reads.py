@@ -54,7 +54,7 @@ class DiskState:
         return self._stats.problem
 
     def has_problem(self, problem: str) -> bool:
-        """It works not, for that reason, or again; True if that is new."""
+        """Note why it does not work, or that it works again; True if that is new."""
         with self.lock:
             is_new = self._stats.problem != problem
             self._stats = msgspec.structs.replace(self._stats, problem=problem)
@@ -108,7 +108,7 @@ class DiskReads:
         self._stopped.set()
 
     def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
-        """Read what is asked for, as far as it is there; in the thread of the caller, unbounded.
+        """Read what is there of what is asked for; in the thread of the caller, unbounded.
 
         What is damaged is forgotten.
         """

@@ -3,7 +3,7 @@
     demote ──► queue ──► copied out of its slot, checked ──► a file is full, or old enough
                             │ the slot has moved on                │
                             └──► (lost; it is computed again)      ▼
-                                          copies go first ──► written, listed, told
+                                          copies go first ──► written, listed, reported
 
 One thread opens the folder, writes files and deletes them; reads are in `reads.py`. All take
 the state's lock for the index, never while they touch the disk. The writer holds a slot only while
@@ -319,7 +319,7 @@ class DiskTier:
         folder = self._state.folder
         cleared = folder.read_cleared()
         with self._lock:
-            # Before the files are looked at, which takes a while: others should hear of it.
+            # Before the files are looked at, which takes a while: others should learn of it first.
             self._clearings.take(cleared)
         found = folder.scan()
         if self._place.most_bytes is None:

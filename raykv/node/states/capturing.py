@@ -2,7 +2,7 @@
 
     push ─► one thread: room? copy ─► answer: the blocks are free ─► a writer: order, file ─► kept
                │ cancelled, malformed, failed, no room in time
-               └──► the answer refuses, and the reason goes to whoever reads
+               └──► the answer refuses, and the reason goes to the readers
 
 A capture is admitted when its states fit into the memory that captures may take; what has been
 kept longest goes first. While nothing can go, because all is still being written, the copy waits,
@@ -432,7 +432,7 @@ def delete_expired(folder: Path, ttl_s: float, now: float) -> None:
 
     `now`: seconds since 1970.
 
-    A file whose lock is gone belongs to whoever has deleted that.
+    A file whose lock is gone belongs to the process that deleted the lock.
     """
     try:
         locks = [path for path in folder.iterdir() if path.name.endswith(LOCK_SUFFIX)]

@@ -1,8 +1,8 @@
 """Hidden states of a request, once they have been captured: in memory, and as a safetensors file.
 
-Beside a file lies its lock, `<path>.lock`, from before the path is told to anybody:
+Beside a file lies its lock, `<path>.lock`, made before anybody knows the path:
 
-    promise ──► held by whoever will write the file ──► let go
+    promise ──► held by the future writer of the file ──► let go
                   │ reader: sleeps                        └─► reader: what the lock's text says
                   └ the writer's process dies: the kernel lets go, the text says nothing
 
@@ -138,14 +138,15 @@ def _values(raw: Raw, dtype: str) -> Raw:
 def promise(path: str, *, own_folder: bool = False) -> int:
     """Make the lock of a file that is to come, and its folder; returns the lock's descriptor.
 
-    Whoever holds the descriptor, or a copy of it, is the writer; `settle` and closing it let go.
+    The process that holds the descriptor, or a copy of it, is the writer; `settle` and closing it
+    let go.
 
     Args:
         path: of the file.
         own_folder: its folder is one that anybody can guess: it must be this user's alone.
 
     Raises:
-        OSError: the folder can't be made or written to, which readers will hear; or the file is
+        OSError: the folder can't be made or written to, which readers will learn; or the file is
             being written, or read, now; or there is something else about this file only.
     """
     parent = Path(path).parent

@@ -1,6 +1,6 @@
 """Where things are in the arrays of the flat table.
 
-A row is one slot, whatever its state, in 32-bit words. What a row has been told of a chunk stays
+A row is one slot, whatever its state, in 32-bit words. What a row has learned of a chunk stays
 there until another chunk comes, so that an evicted one can be read out afterwards.
 """
 
