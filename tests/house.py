@@ -74,7 +74,7 @@ HOUSE = {
     "memory": Room(
         3,
         "cuda msgspec numpy torch",
-        "handles limits pages pool region words cuda.bindings cuda.kv cuda.pinning",
+        "handles limits pages pool region words cuda.bindings cuda.kv cuda.page_lock",
     ),
     "cluster": Room(3, "numpy psutil ray", "ask deaths join local_nodes processes warden"),
     "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),

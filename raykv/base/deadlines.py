@@ -96,7 +96,7 @@ NODE_STOP_S = 2.0
 NODE_ACCEPT_PAUSE_S = 0.2
 """After a connection could not be taken: there are too many open files now."""
 
-NODE_PIN_LOOK_S = 0.2
+NODE_LOCK_LOOK_S = 0.2
 """While a piece of the pool that is to be pinned is not prefaulted yet: how often that is looked
 at. A piece of 1 GiB takes about half a second."""
 

@@ -30,7 +30,7 @@ class Span:
     """Chunks of a job, which all rows of `runs` copy.
 
     The runs that `runs.chunk_ends` keeps apart are those of slabs here: no run crosses a slab's
-    edge, where pieces of pinned memory may meet.
+    edge, where pieces of page-locked memory may meet.
     """
 
     chunks: list[int]

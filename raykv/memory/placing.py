@@ -1,6 +1,6 @@
-"""In which pieces a pool is pinned for GPUs, and where its pages should be: decisions only.
+"""In which pieces a pool is page-locked for GPUs, and where its pages should be: decisions only.
 
-CUDA refuses a copy whose host side lies partly in one pinned piece and partly outside of it. So:
+CUDA refuses a copy whose host side lies partly in one page-locked piece and partly outside. So:
 
 1. Pieces begin and end where slabs do, and no slot crosses a slab (`PoolGeometry`, invariant 1).
 2. No piece has more than `MOST_PIECE_BYTES`, unless one slab has.
@@ -18,14 +18,14 @@ MOST_PIECE_BYTES = 64 << 30
 """NVIDIA's drivers from 580 on refuse 512 GiB and more at once; far below it is safe."""
 
 LEAST_PIECE_BYTES = 1 << 30
-"""A fraction of a second to pin, during which CUDA may keep copies waiting."""
+"""A fraction of a second to page-lock, during which CUDA may keep copies waiting."""
 
 TARGET_PIECES = 256
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the pool that is pinned as a whole, in bytes."""
+    """A part of the pool that is page-locked as a whole, in bytes."""
 
     offset: int
     num_bytes: int
@@ -36,7 +36,7 @@ class Piece:
         return self.offset + self.num_bytes
 
 
-def pin_pieces(geometry: PoolGeometry) -> list[Piece]:
+def lock_pieces(geometry: PoolGeometry) -> list[Piece]:
     """All slabs of the pool, in pieces of about equal size, lowest first."""
     wanted = min(max(geometry.pool_bytes // TARGET_PIECES, LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
     size = max(1, wanted // geometry.slab_bytes) * geometry.slab_bytes

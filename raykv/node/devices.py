@@ -1,7 +1,7 @@
-"""GPUs as a NodeActor sees them: opened for a worker, and the pool pinned for their copies.
+"""GPUs as a NodeActor sees them: opened for a worker, and the pool page-locked for their copies.
 
 CUDA is loaded when the first worker comes whose KV cache is on a GPU, not before: its context takes
-some hundred MiB of that GPU. The pool is pinned from then on.
+some hundred MiB of that GPU. The pool is page-locked from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raykv.copy.engine import CopyBackend
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.driver import MemoryDriver
 from raykv.memory.cuda.kv import DeviceKV
-from raykv.memory.cuda.pinning import PoolPinner
+from raykv.memory.cuda.page_lock import PoolLocker
 from raykv.memory.pool import Pool
 
 logger = logging.getLogger("raykv.node")
@@ -58,13 +58,13 @@ class Devices:
         self._make_backend = make_backend
         self._lock = threading.Lock()
         self._driver: MemoryDriver | None = None
-        self._pinner: PoolPinner | None = None
+        self._locker: PoolLocker | None = None
         self._is_closed = False
 
     @property
-    def pinned_bytes(self) -> int:
+    def locked_bytes(self) -> int:
         """Of the pool, from its start."""
-        return 0 if self._pinner is None else self._pinner.pinned_bytes
+        return 0 if self._locker is None else self._locker.locked_bytes
 
     def driver(self) -> MemoryDriver:
         """CUDA in this process.
@@ -81,20 +81,20 @@ class Devices:
         """What copies between a KV cache and the pool; one per worker."""
         return self._make_backend(kv.device, kv.address, pool_address, kv.compute_event)
 
-    def pin(self, device: str, pool: Pool, geometry: PoolGeometry) -> None:
-        """Begin to pin the pool, unless that was begun before; returns at once."""
+    def lock_pool(self, device: str, pool: Pool, geometry: PoolGeometry) -> None:
+        """Begin to page-lock the pool, unless that was begun before; returns at once."""
         driver = self.driver()
         with self._lock:
-            if self._pinner is not None or self._is_closed:
+            if self._locker is not None or self._is_closed:
                 return
-            pinner = PoolPinner(driver, device, pool, geometry)
-            pinner.start()
-            self._pinner = pinner
+            locker = PoolLocker(driver, device, pool, geometry)
+            locker.start()
+            self._locker = locker
 
     def close(self, timeout_s: float) -> None:
-        """Unpin the pool; no copy may run any more."""
+        """Unlock the pool; no copy may run any more."""
         with self._lock:
             self._is_closed = True
-            pinner = self._pinner
-        if pinner is not None:
-            pinner.stop(timeout_s)
+            locker = self._locker
+        if locker is not None:
+            locker.stop(timeout_s)

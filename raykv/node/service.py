@@ -191,7 +191,7 @@ class NodeService:
         for thread in self._threads:
             thread.join(NODE_STOP_S)
         if self._lanes.join(NODE_STOP_S):
-            # Else a copy may still be on its way to or from what is pinned.
+            # Else a copy may still be on its way to or from what is page-locked.
             self.devices.close(NODE_STOP_S)
 
     # Connections
@@ -282,7 +282,7 @@ class NodeService:
         return worker
 
     def _prepare_device(self, worker: AttachedWorker) -> None:
-        """Find out now, and not with its first job, that a GPU can't be used; pin the pool.
+        """Find out now, and not with its first job, that a GPU can't be used; page-lock the pool.
 
         Raises:
             HandleError: it can't.
@@ -294,7 +294,7 @@ class NodeService:
         except RayKVError as error:
             raise HandleError(f"GPU {worker.device} can't be copied from: {error}") from error
         self._lanes.open(worker.device)
-        self.devices.pin(worker.device, self.keeper.pool, self.settings.geometry)
+        self.devices.lock_pool(worker.device, self.keeper.pool, self.settings.geometry)
 
     def _read_jobs(self, watch: Watch, worker: AttachedWorker, reader: wire.FrameReader) -> None:
         # Locks of files, in the order of the captures that they belong to.
@@ -428,7 +428,7 @@ class NodeService:
                 ranks=dict(Counter(worker.hello.engine_id for worker in self._workers)),
                 queued_jobs=len(self._lanes),
                 quarantined=self.keeper.num_quarantined,
-                locked_bytes=self.devices.pinned_bytes,
+                locked_bytes=self.devices.locked_bytes,
                 states=states,
                 threads_failed=num_failed(),
             )

@@ -18,7 +18,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceKV
-from raykv.memory.cuda.pinning import PoolPinner
+from raykv.memory.cuda.page_lock import PoolLocker
 from raykv.memory.handles import open_kv
 from raykv.memory.pool import Pool
 from raykv.protocol.framing import decode
@@ -247,22 +247,22 @@ def test_devices_have_the_uuids_that_torch_gives_them(cuda: Any) -> None:
     assert cuda.devices() == expected
 
 
-def test_pool_is_pinned_and_unpinned(cuda: Any) -> None:
+def test_pool_is_locked_and_unpinned(cuda: Any) -> None:
     from cuda.bindings import runtime
 
     geometry = PoolGeometry(256 << 20, 4 << 20)
     pool = Pool(geometry, "")
     pool.prefault()
-    pinner = PoolPinner(cuda, cuda.devices()[0], pool, geometry)
+    locker = PoolLocker(cuda, cuda.devices()[0], pool, geometry)
 
     def kind_at(address: int) -> Any:
         code, attributes = runtime.cudaPointerGetAttributes(address)
         assert code == runtime.cudaError_t.cudaSuccess, code
         return attributes.type
 
-    pinner.start()
-    wait_until(lambda: pinner.pinned_bytes == 256 << 20, LONG_S, "all of it is pinned")
+    locker.start()
+    wait_until(lambda: locker.locked_bytes == 256 << 20, LONG_S, "all of it is locked")
     last = pool.address + (256 << 20) - 1
     assert kind_at(last) == runtime.cudaMemoryType.cudaMemoryTypeHost
-    pinner.stop(LONG_S)
+    locker.stop(LONG_S)
     assert kind_at(last) == runtime.cudaMemoryType.cudaMemoryTypeUnregistered

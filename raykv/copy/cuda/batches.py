@@ -1,8 +1,8 @@
 """From the rows of a copy to batches that a device is given: cut, bounded, staged. Pure.
 
 1. No copy goes on over an end in `CopyRuns.chunk_ends`, although both sides may: CUDA refuses a
-   copy that touches two pieces of memory which were pinned one by one. The pool's pieces divide
-   no slot, and no slab: chunks of one slab may be joined before (`raykv.copy.spans`).
+   copy that touches two pieces of memory which were page-locked one by one. The pool's pieces
+   divide no slot, and no slab: chunks of one slab may be joined before (`raykv.copy.spans`).
 2. A batch has a bounded number of bytes and of runs: what is on its way when a copy is stopped is
    at most some batches. (Batches of more than 50,000 runs were seen to hang a driver.)
 """

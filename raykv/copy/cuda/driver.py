@@ -118,7 +118,7 @@ class CopyDriver(Protocol):
         """Give back what `allocate` gave; waits for the device."""
 
     def allocate_host(self, num_bytes: int) -> int:
-        """Pinned memory of the host."""
+        """Page-locked memory of the host."""
 
     def free_host(self, address: int) -> None:
         """Give back what `allocate_host` gave."""

@@ -58,7 +58,7 @@ class TritonMover:
             columns = self._torch.from_numpy(np.stack((to, source, size)).view(np.int64))
             if self._device != CPU:
                 # A copy of more than 64 KiB of pageable memory waits for all before it. torch
-                # keeps pinned memory, and uses none again before the stream has read it.
+                # keeps page-locked memory, and uses none again before the stream has read it.
                 columns = columns.pin_memory()
             self._launch(*columns.to(self._device, non_blocking=True))
 

@@ -1,4 +1,4 @@
-"""`copy --device cuda`: what the copy between a GPU's KV cache and the pinned pool reaches.
+"""`copy --device cuda`: what the copy between a GPU's KV cache and the page-locked pool reaches.
 
 Each case copies all pages of one size, shuffled in the KV cache and one after the other in the
 pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it in spans of
@@ -103,7 +103,7 @@ def cases(options: Options, side_bytes: int) -> Iterator[DeviceCase]:
 
 
 class DeviceSides:
-    """A KV cache on a device and a pinned pool of the same size, and the device's back end."""
+    """A KV cache on a device and a page-locked pool of the same size, and the device's back end."""
 
     def __init__(self, driver: CopyDriver, side_bytes: int, table: Table | None = None) -> None:
         """Take the memory, less if the device has not as much.

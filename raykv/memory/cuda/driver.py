@@ -1,8 +1,8 @@
 """What RayKV asks of CUDA's memory management, without copies: one protocol for GPU and tests.
 
 Both sides use it: the worker exports the memory that its KV cache lies in, and an event; the
-NodeActor opens both, and has the pool's memory pinned. Devices are named by UUID, because numbers
-differ between processes. All calls may come from any thread.
+NodeActor opens both, and has the pool's memory page-locked. Devices are named by UUID, because
+numbers differ between processes. All calls may come from any thread.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MemoryDriver(Protocol):
         """Let go of an event, own or opened."""
 
     def register_host(self, device: str, address: int, num_bytes: int) -> None:
-        """Pin pages of this process for the copies of all GPUs, under the context of this one."""
+        """Page-lock memory for the copies of all GPUs, under the context of this one."""
 
     def unregister_host(self, device: str, address: int) -> None:
         """Undo `register_host`."""

@@ -1,6 +1,6 @@
-"""A pool that is pinned for GPUs, piece by piece, while copies already run.
+"""A pool that is page-locked for GPUs, piece by piece, while copies already run.
 
-A piece is pinned once all of its pages have been touched. Copies to and from what is not pinned
+A piece is page-locked once all of its pages have been touched. Copies to and from what is not
 work too, slower: CUDA takes them through memory of its own. When CUDA refuses a piece the rest of
 the pool stays as it is, and a warning says so.
 """
@@ -10,18 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 
-from raykv.base.deadlines import NODE_PIN_LOOK_S
+from raykv.base.deadlines import NODE_LOCK_LOOK_S
 from raykv.base.geometry import PoolGeometry
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.memory.cuda.driver import CUDAError, MemoryDriver
-from raykv.memory.placing import pin_pieces
+from raykv.memory.placing import lock_pieces
 from raykv.memory.pool import Pool
 
 logger = logging.getLogger("raykv.node")
 
 
-class PoolPinner:
-    """Pins one pool in a thread of its own."""
+class PoolLocker:
+    """Page-locks one pool in a thread of its own."""
 
     def __init__(
         self, driver: MemoryDriver, device: str, pool: Pool, geometry: PoolGeometry
@@ -30,18 +30,18 @@ class PoolPinner:
 
         Args:
             driver: CUDA in this process.
-            device: the GPU whose context the memory is pinned under; it is so for all.
+            device: the GPU whose context the memory is page-locked under; it is so for all.
             pool: its memory is being prefaulted by somebody else.
             geometry: how the pool is cut into slabs.
         """
         self._driver = driver
         self._device = device
         self._pool = pool
-        self._pieces = pin_pieces(geometry)
-        self._pinned: list[int] = []
+        self._pieces = lock_pieces(geometry)
+        self._locked: list[int] = []
         self._stopped = threading.Event()
-        self._thread = SupervisedThread("raykv-pin", self._run, OnFailure.GIVE_UP)
-        self.pinned_bytes = 0
+        self._thread = SupervisedThread("raykv-page-lock", self._run, OnFailure.GIVE_UP)
+        self.locked_bytes = 0
 
     def start(self) -> None:
         """Begin; once."""
@@ -50,7 +50,7 @@ class PoolPinner:
     def _run(self) -> None:
         for piece in self._pieces:
             while self._pool.prefaulted_bytes < piece.end:
-                if self._stopped.wait(NODE_PIN_LOOK_S):
+                if self._stopped.wait(NODE_LOCK_LOOK_S):
                     return
             if self._stopped.is_set():
                 return
@@ -59,29 +59,29 @@ class PoolPinner:
                 self._driver.register_host(self._device, address, piece.num_bytes)
             except CUDAError as error:
                 logger.warning(
-                    "%d of the pool's %d bytes can't be pinned, so copies between them and a GPU "
-                    "are slower: %s",
-                    self._pieces[-1].end - self.pinned_bytes,
+                    "%d of the pool's %d bytes can't be page-locked, so copies between them and a "
+                    "GPU are slower: %s",
+                    self._pieces[-1].end - self.locked_bytes,
                     self._pieces[-1].end,
                     error,
                 )
                 return
-            self._pinned.append(address)
-            self.pinned_bytes = piece.end
+            self._locked.append(address)
+            self.locked_bytes = piece.end
 
     def stop(self, timeout_s: float) -> None:
-        """Unpin what is pinned; no copy may run any more.
+        """Unlock what is page-locked; no copy may run any more.
 
-        A thread that is in the middle of pinning is waited for so long; if it takes longer, all
-        stays pinned until the process ends.
+        A thread that is in the middle of a piece is waited for so long; if it takes longer, all
+        stays page-locked until the process ends.
         """
         self._stopped.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return
-        while self._pinned:
+        while self._locked:
             try:
-                self._driver.unregister_host(self._device, self._pinned.pop())
+                self._driver.unregister_host(self._device, self._locked.pop())
             except CUDAError as error:
-                logger.warning("a part of the pool stays pinned: %s", error)
-        self.pinned_bytes = 0
+                logger.warning("a part of the pool stays page-locked: %s", error)
+        self.locked_bytes = 0

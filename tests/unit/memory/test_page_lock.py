@@ -1,4 +1,4 @@
-"""A pool that is pinned piece by piece: the pieces, the order of things, and what goes wrong."""
+"""A pool that is page-locked piece by piece: the pieces, the order of things, what goes wrong."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT
-from raykv.memory import placing as pinning
+from raykv.memory import placing
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.cuda.pinning import PoolPinner
-from raykv.memory.placing import MOST_PIECE_BYTES, HugePages, Placement, Placing, pin_pieces
+from raykv.memory.cuda.page_lock import PoolLocker
+from raykv.memory.placing import MOST_PIECE_BYTES, HugePages, Placement, Placing, lock_pieces
 from raykv.memory.pool import Pool
 from tests.fixtures.fake_cuda import GPU, FakeCuda
 from tests.fixtures.waiting import wait_until
@@ -36,12 +36,12 @@ def test_no_slot_crosses_the_border_of_a_piece(
 ) -> None:
     slot_bytes = slot_units * SLOT_ALIGNMENT
     geometry = PoolGeometry.for_pool(max(pool_bytes, slot_bytes), slot_bytes)
-    pieces = pin_pieces(geometry)
+    pieces = lock_pieces(geometry)
     assert pieces[0].offset == 0
     assert all(a.end == b.offset for a, b in pairwise(pieces))
     assert pieces[-1].end == geometry.num_slabs * geometry.slab_bytes
     assert all(piece.num_bytes <= MOST_PIECE_BYTES for piece in pieces)
-    assert len(pieces) <= 2 * pinning.TARGET_PIECES
+    assert len(pieces) <= 2 * placing.TARGET_PIECES
     slab = data.draw(st.integers(0, geometry.num_slabs - 1))
     for slot in (geometry.slots_of(slab, slot_bytes) or [])[:3]:
         start, end = slot * SLOT_ALIGNMENT, slot * SLOT_ALIGNMENT + slot_bytes
@@ -57,12 +57,12 @@ def test_no_slot_crosses_the_border_of_a_piece(
     ],
 )
 def test_pieces_grow_with_the_pool_up_to_64_gib(pool_bytes: int, sizes: set[int]) -> None:
-    pieces = pin_pieces(PoolGeometry(pool_bytes, 256 << 20))
+    pieces = lock_pieces(PoolGeometry(pool_bytes, 256 << 20))
     assert {piece.num_bytes for piece in pieces} == sizes
 
 
 def test_slab_that_is_larger_than_a_piece_is_one() -> None:
-    pieces = pin_pieces(PoolGeometry(300 * GIB, 100 * GIB))
+    pieces = lock_pieces(PoolGeometry(300 * GIB, 100 * GIB))
     assert [piece.num_bytes for piece in pieces] == [100 * GIB] * 3
 
 
@@ -78,7 +78,7 @@ def test_slab_that_is_larger_than_a_piece_is_one() -> None:
     ],
 )
 def test_pool_is_near_the_gpus(gpus: list[int], memory: list[int], expected: Placement) -> None:
-    assert pinning.placement(gpus, memory) == expected
+    assert placing.placement(gpus, memory) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_pages_are_the_largest_that_all_of_the_pool_can_have(
     pages: float, free: int, mode: str, expected: HugePages
 ) -> None:
     size = 2 << 20
-    assert pinning.huge_pages(int(pages * size), size, free, mode) is expected
+    assert placing.huge_pages(int(pages * size), size, free, mode) is expected
 
 
 # The thread
@@ -105,7 +105,7 @@ def test_pages_are_the_largest_that_all_of_the_pool_can_have(
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     """Pinned two slabs at a time."""
-    monkeypatch.setattr(pinning, "LEAST_PIECE_BYTES", 2 * SLAB)
+    monkeypatch.setattr(placing, "LEAST_PIECE_BYTES", 2 * SLAB)
     made = Pool(GEOMETRY, "")
     yield made
     made.stop()
@@ -116,19 +116,19 @@ def offsets(cuda: FakeCuda, pool: Pool) -> dict[int, int]:
     return {address - pool.address: size for address, size in cuda.registered.items()}
 
 
-def test_piece_is_pinned_once_its_pages_were_touched(pool: Pool) -> None:
+def test_piece_is_locked_once_its_pages_were_touched(pool: Pool) -> None:
     cuda = FakeCuda()
-    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    locker = PoolLocker(cuda, GPU, pool, GEOMETRY)
     pool.prefaulted_bytes = 4 * SLAB - 1
-    pinner.start()
-    wait_until(lambda: pinner.pinned_bytes > 0, 5.0, "the first piece is pinned")
+    locker.start()
+    wait_until(lambda: locker.locked_bytes > 0, 5.0, "the first piece is locked")
     assert offsets(cuda, pool) == {0: 2 * SLAB}
-    assert pinner.pinned_bytes == 2 * SLAB
+    assert locker.locked_bytes == 2 * SLAB
     pool.prefaulted_bytes = GEOMETRY.pool_bytes
-    wait_until(lambda: pinner.pinned_bytes == 6 * SLAB, 5.0, "all slabs are pinned")
+    wait_until(lambda: locker.locked_bytes == 6 * SLAB, 5.0, "all slabs are locked")
     assert offsets(cuda, pool) == {0: 2 * SLAB, 2 * SLAB: 2 * SLAB, 4 * SLAB: 2 * SLAB}
-    pinner.stop(5.0)
-    assert (cuda.registered, pinner.pinned_bytes) == ({}, 0)
+    locker.stop(5.0)
+    assert (cuda.registered, locker.locked_bytes) == ({}, 0)
 
 
 def test_rest_stays_pageable_with_one_warning_when_cuda_refuses(
@@ -136,25 +136,25 @@ def test_rest_stays_pageable_with_one_warning_when_cuda_refuses(
 ) -> None:
     cuda = FakeCuda()
     cuda.fail_at = 2
-    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    locker = PoolLocker(cuda, GPU, pool, GEOMETRY)
     pool.prefaulted_bytes = GEOMETRY.pool_bytes
-    pinner.start()
-    wait_until(lambda: not pinner._thread.is_alive(), 5.0, "it gives up")
+    locker.start()
+    wait_until(lambda: not locker._thread.is_alive(), 5.0, "it gives up")
     assert cuda.calls == ["register_host"] * 2
-    assert pinner.pinned_bytes == 2 * SLAB
+    assert locker.locked_bytes == 2 * SLAB
     (record,) = caplog.records
-    assert f"{4 * SLAB} of the pool's {6 * SLAB} bytes can't be pinned" in record.getMessage()
+    assert f"{4 * SLAB} of the pool's {6 * SLAB} bytes can't be page-locked" in record.getMessage()
     assert "register_host was refused" in record.getMessage()
-    pinner.stop(5.0)
+    locker.stop(5.0)
     assert cuda.registered == {}
 
 
 def test_end_comes_in_time_before_the_pool_is_prefaulted(pool: Pool) -> None:
     cuda = FakeCuda()
-    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
-    pinner.start()
-    pinner.stop(5.0)
-    assert not pinner._thread.is_alive()
+    locker = PoolLocker(cuda, GPU, pool, GEOMETRY)
+    locker.start()
+    locker.stop(5.0)
+    assert not locker._thread.is_alive()
     assert cuda.calls == []
 
 
@@ -169,14 +169,14 @@ def test_all_stays_pinned_when_cuda_does_not_come_back(pool: Pool) -> None:
                 gate.wait(10.0)
 
     cuda = Stuck()
-    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    locker = PoolLocker(cuda, GPU, pool, GEOMETRY)
     pool.prefaulted_bytes = GEOMETRY.pool_bytes
-    pinner.start()
+    locker.start()
     wait_until(lambda: len(cuda.registered) == 2, 5.0, "it is stuck")
-    pinner.stop(0.05)
+    locker.stop(0.05)
     assert "unregister_host" not in cuda.calls
     gate.set()
-    pinner.stop(5.0)
+    locker.stop(5.0)
     assert cuda.registered == {}
 
 
@@ -190,10 +190,10 @@ def test_refused_unpinning_does_not_keep_the_rest_pinned(
             super().unregister_host(device, address)
 
     cuda = Stubborn()
-    pinner = PoolPinner(cuda, GPU, pool, GEOMETRY)
+    locker = PoolLocker(cuda, GPU, pool, GEOMETRY)
     pool.prefaulted_bytes = GEOMETRY.pool_bytes
-    pinner.start()
-    wait_until(lambda: pinner.pinned_bytes == 6 * SLAB, 5.0, "all slabs are pinned")
-    pinner.stop(5.0)
+    locker.start()
+    wait_until(lambda: locker.locked_bytes == 6 * SLAB, 5.0, "all slabs are locked")
+    locker.stop(5.0)
     assert offsets(cuda, pool) == {0: 2 * SLAB}
-    assert "a part of the pool stays pinned: no" in caplog.text
+    assert "a part of the pool stays page-locked: no" in caplog.text
