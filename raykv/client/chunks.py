@@ -21,7 +21,7 @@ from raykv.base.ids import Generation, Key, Namespace, NodeId, Refusal, Slot
 from raykv.cluster import ask
 from raykv.memory.kv_form import objection
 from raykv.node.peers import Bytes, ObjectRefTransport, PeerError
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
 from raykv.protocol.peer import ReadReply, ReadRequest, check_partial
 from raykv.protocol.reader import RequestPage
@@ -82,7 +82,7 @@ def read_chunks(places: Sequence[ChunkPlace], slot_bytes: int) -> Iterator[Bytes
     for first in range(0, len(places), at_once):
         some = places[first : first + at_once]
         try:
-            read = transport.start_read(some[0].node_id, _request(some, slot_bytes))
+            read = transport.start_read(Source(some[0].node_id), _request(some, slot_bytes))
             reply, data = read.wait(CHUNK_READ_S)
         except PeerError as error:
             raise ClusterError(f"no chunks could be read: {error}") from error

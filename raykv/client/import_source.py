@@ -23,6 +23,7 @@ from raykv.node.disk.chunk_file import read_chunk, read_header
 from raykv.node.disk.index import DiskChunk
 from raykv.node.peers import Bytes
 from raykv.node.read import ChunkRead, answer
+from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.peer import ReadRequest, check_read
 
@@ -69,17 +70,17 @@ class ImportSource:
 
 
 @contextmanager
-def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[str]:
-    """An `ImportSource` on a node, which is this process's; gives its name as a source of fetches.
+def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[Source]:
+    """An `ImportSource` on a node, which is this process's; gives it as a source of fetches.
 
     Raises:
         ClusterError: it does not start, or can't read the files.
     """
-    source = f"{names.IMPORT_PREFIX}{name}"
+    source = Source(name, SourceKind.IMPORT)
     actor: Any = (
         ray.remote(ImportSource)
         .options(
-            name=source,
+            name=names.source_actor(source),
             namespace=names.RAY_NAMESPACE,
             num_cpus=0,
             max_concurrency=4,

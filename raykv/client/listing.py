@@ -20,9 +20,8 @@ from raykv.prompts.adapters import named
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.lookup import choose_namespace, look_up, scheme_of
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
-from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.columns import MAX_KEYS, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.node import is_disk, node_of
 from raykv.protocol.reader import (
     DISK,
     MAX_PAGE,
@@ -100,9 +99,9 @@ class Reader:
         if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
             known = self.status()
             for space in sorted({*known.namespaces, *known.disk_chunks}):
-                for source in sorted(nodes_with(self.find, space, [whole])[0]):
-                    tier = DISK if is_disk(source) else RAM
-                    found += self.chunks(space, node_of(source), whole, tier=tier)
+                for source in sorted(sources_of(self.find, space, [whole])[0]):
+                    tier = DISK if source.is_disk else RAM
+                    found += self.chunks(space, source.node_id, whole, tier=tier)
         found = found or list(self.chunks(key=wanted))
         keys = sorted({chunk.key.hex() for chunk in found})
         if len(keys) > 1:
@@ -131,7 +130,7 @@ class Reader:
         elif messages is not None:
             tokens = tokens_of_chat(model or space.model, [dict(each) for each in messages])
         assert tokens is not None
-        ask = partial(nodes_with, self.find, space.namespace)
+        ask = partial(sources_of, self.find, space.namespace)
         return look_up(space, scheme, tokens, named(traits), ask)
 
     def full_namespace(self, beginning: str) -> str:
@@ -221,20 +220,20 @@ def list_chunks(find: Callable[[], Any], query: ChunkQuery) -> Iterator[Chunk]:
         time.sleep(LISTING_PAUSE_S)
 
 
-def nodes_with(
+def sources_of(
     find: Callable[[], Any], namespace: str, keys: Sequence[bytes]
-) -> list[Collection[str]]:
-    """The nodes that have each key, and the disks, which have names of their own."""
-    found: list[Collection[str]] = []
+) -> list[Collection[Source]]:
+    """The pools and disks that have each key."""
+    found: list[Collection[Source]] = []
     while len(found) < len(keys):
         start = len(found)
         query = WhereQuery(PROTOCOL_VERSION, namespace, list(keys[start : start + MAX_KEYS]))
         page = _ask(find(), "where", query, WherePage)
         check_where_page(page, query)
-        nodes: list[list[str]] = [[] for _ in range(page.answered)]
-        for key, node in zip(page.key_index, page.node_index, strict=True):
-            nodes[key].append(page.nodes[node])
-        found += nodes
+        sources: list[list[Source]] = [[] for _ in range(page.answered)]
+        for key, at in zip(page.key_index, page.source_index, strict=True):
+            sources[key].append(page.sources[at])
+        found += sources
     return found
 
 

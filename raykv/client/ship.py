@@ -36,7 +36,7 @@ from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.cluster.ask import HERE, NODE_ACTOR
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
-from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.columns import Handles, Replicas, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.operator import (
     Exported,
@@ -216,7 +216,7 @@ class Shipping:
         return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
 
 
-def _only(source: str) -> Replicas:
+def _only(source: Source) -> Replicas:
     return Replicas([source], [EPOCH], [], [], [], [])
 
 

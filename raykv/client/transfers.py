@@ -223,13 +223,13 @@ def _fetch(grant: TransferGrant, node_id: str, namespace: str, deadline_s: float
 
 def _with_rows(sources: Replicas, grant: TransferGrant) -> Replicas:
     """The one source for all that was granted, or what the grant says itself."""
-    if not sources.nodes:
+    if not sources.sources:
         return grant.sources
     count = len(grant.handles)
     return msgspec.structs.replace(
         sources,
         key_index=list(range(count)),
-        node_index=[0] * count,
+        source_index=[0] * count,
         slots=[0] * count,
         generations=[GENERATION] * count,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+from raykv.protocol.columns import Source, SourceKind
+
 RAY_NAMESPACE = "raykv"
 """The Ray namespace of all actors; always passed explicitly."""
 
@@ -32,8 +34,19 @@ SHARE_OF_HEAD = 0.001
 
 
 def node_actor(node_id: str) -> str:
-    """Name of a node's NodeActor; a source of fetches that is no node is an actor of that name."""
-    return node_id if node_id.startswith(IMPORT_PREFIX) else f"{NODE_PREFIX}{node_id}"
+    """Name of a node's NodeActor."""
+    return f"{NODE_PREFIX}{node_id}"
+
+
+def source_actor(source: Source) -> str:
+    """Name of the actor that chunks of a source are asked of."""
+    is_import = source.kind is SourceKind.IMPORT
+    return f"{IMPORT_PREFIX}{source.node_id}" if is_import else node_actor(source.node_id)
+
+
+def source_name(source: Source) -> str:
+    """How people call a source; a node's pool and its disk have different names."""
+    return source_actor(source) + ("/disk" if source.is_disk else "")
 
 
 def node_socket(cluster_address: str, node_id: str) -> str:

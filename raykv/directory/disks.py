@@ -25,16 +25,13 @@ from dataclasses import dataclass, field
 from raykv.base.clearings import Clearings
 from raykv.base.ids import Epoch, Generation, Key, Namespace, NodeId
 from raykv.directory.table.protocol import Changes, Name
-from raykv.protocol.columns import LostReplicas, Replicas, namespace_column
+from raykv.protocol.columns import LostReplicas, Replicas, Source, SourceKind, numbered
 from raykv.protocol.node import (
     Demotions,
     DiskNews,
     DiskOrder,
     DiskStats,
     NodeReport,
-    disk_of,
-    is_disk,
-    node_of,
 )
 
 MAX_DEMOTED = 4096
@@ -281,12 +278,12 @@ class Disks:
         """Rows for the disks that have a chunk, the node's own first, behind those of pools."""
         found = sorted(self.find(*name), key=lambda each: each.node_id != own)
         for each in found[:most]:
-            source = disk_of(each.node_id)
-            if source not in replicas.nodes:
-                replicas.nodes.append(source)
+            source = Source(each.node_id, SourceKind.DISK)
+            if source not in replicas.sources:
+                replicas.sources.append(source)
                 replicas.node_epochs.append(int(self._disks[each.node_id].epoch))
             replicas.key_index.append(position)
-            replicas.node_index.append(replicas.nodes.index(source))
+            replicas.source_index.append(replicas.sources.index(source))
             replicas.slots.append(each.place)
             replicas.generations.append(each.generation)
 
@@ -334,10 +331,10 @@ class Disks:
 
     def drop_lost(self, namespace: Namespace, lost: LostReplicas) -> None:
         """Forget what disks said they do not have."""
-        columns = zip(lost.nodes, lost.keys, lost.generations, strict=True)
+        columns = zip(lost.sources, lost.keys, lost.generations, strict=True)
         for source, key, generation in columns:
-            node_id = NodeId(node_of(source))
-            if not is_disk(source):
+            node_id = NodeId(source.node_id)
+            if not source.is_disk:
                 continue
             for each in self.find(namespace, Key(key)):
                 if (each.node_id, each.generation) == (node_id, generation):
@@ -396,7 +393,8 @@ class Disks:
 
 
 def _columns(rows: Sequence[tuple[Namespace, Key, int, int]]) -> Demotions:
-    namespaces, namespace_index = namespace_column([row[0] for row in rows])
+    namespaces: list[str] = []
+    namespace_index = numbered(namespaces, [row[0] for row in rows])
     return Demotions(
         namespaces=namespaces,
         namespace_index=namespace_index,

@@ -11,7 +11,7 @@ from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot
 from raykv.directory.book import PoolBook
 from raykv.directory.members import Node
 from raykv.directory.table.protocol import Changes, Name, TableChunk
-from raykv.protocol.columns import LostReplicas
+from raykv.protocol.columns import LostReplicas, SourceKind
 from raykv.protocol.node import FailedStores, Inventory, NodeReport
 
 
@@ -111,8 +111,8 @@ def take_failed(node: Node, failed: FailedStores) -> None:
 
 def drop_lost(nodes: Mapping[NodeId, Node], namespace: Namespace, lost: LostReplicas) -> None:
     """Forget what sources said they do not have, unless it has come there again since."""
-    for source, key, generation in zip(lost.nodes, lost.keys, lost.generations, strict=True):
-        node = nodes.get(NodeId(source))
+    for source, key, generation in zip(lost.sources, lost.keys, lost.generations, strict=True):
+        node = nodes.get(NodeId(source.node_id)) if source.kind is SourceKind.POOL else None
         chunk = None if node is None else node.book.find(namespace, Key(key))
         if node is not None and chunk is not None and chunk.generation == generation:
             node.book.drop(namespace, Key(key))

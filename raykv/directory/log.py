@@ -12,12 +12,13 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from raykv.base.ids import Epoch, EventKind, Generation, Namespace, NodeId
 from raykv.directory.table.protocol import Changes
+from raykv.protocol.columns import numbered
 from raykv.protocol.events import EventPage
 from raykv.protocol.framing import PROTOCOL_VERSION
 
@@ -115,19 +116,21 @@ class EventLog:
             start = self.first_seq
         is_gap = start > 1 and (not is_known or start != after + 1)
         runs = self._between(start, start + most)
-        nodes = _numbered(run.node_id for run in runs)
-        namespaces = _numbered(run.namespace for run in runs)
+        nodes: list[str] = []
+        namespaces: list[str] = []
         return EventPage(
             version=PROTOCOL_VERSION,
             epoch=self.epoch,
             first_seq=start,
             last_seq=self.last_seq,
             is_gap=is_gap,
-            nodes=[str(name) for name in nodes],
-            namespaces=[str(name) for name in namespaces],
+            nodes=nodes,
+            namespaces=namespaces,
             kinds=[int(run.kind) for run in runs for _ in range(len(run))],
-            node_index=[nodes[run.node_id] for run in runs for _ in range(len(run))],
-            namespace_index=[namespaces[run.namespace] for run in runs for _ in range(len(run))],
+            node_index=numbered(nodes, [run.node_id for run in runs for _ in range(len(run))]),
+            namespace_index=numbered(
+                namespaces, [run.namespace for run in runs for _ in range(len(run))]
+            ),
             keys=[key for run in runs for key in run.keys],
             slots=[slot for run in runs for slot in run.slots],
             generations=[generation for run in runs for generation in run.generations],
@@ -155,7 +158,3 @@ class EventLog:
 def _changed(kind: EventKind, node_id: NodeId, changes: Changes) -> _Run:
     columns = (changes.keys, changes.slots, changes.generations)
     return _Run(kind, node_id, changes.namespace, *columns)
-
-
-def _numbered(names: Iterable[N]) -> dict[N, int]:
-    return {name: index for index, name in enumerate(dict.fromkeys(names))}

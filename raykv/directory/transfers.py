@@ -35,7 +35,7 @@ from raykv.directory.leases import Generations
 from raykv.directory.members import Node
 from raykv.directory.pins import Pins
 from raykv.directory.table.protocol import ChunkTable, Found, Lease, Name
-from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.columns import Handles, Replicas, Source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import (
     Released,
@@ -283,10 +283,10 @@ class Transfers:
     ) -> Replicas:
         rows = [(number, row) for number, each in enumerate(lent) for row in each.rows]
         sources = Replicas(
-            nodes=[str(node_id) for node_id in found.nodes],
+            sources=[Source(node_id) for node_id in found.nodes],
             node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
             key_index=[number for number, _ in rows],
-            node_index=[found.node_index[row] for _, row in rows],
+            source_index=[found.node_index[row] for _, row in rows],
             slots=[found.slots[row] for _, row in rows],
             generations=[found.generations[row] for _, row in rows],
         )

@@ -25,7 +25,7 @@ from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.engine.remote import FetchOrder
 from raykv.node.peers import what_failed
-from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.columns import Handles, Replicas, Source, numbered
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.peer import FetchRequest, FetchResult, check_fetched
@@ -232,19 +232,17 @@ def fetch_request(
     namespace: str, orders: list[FetchOrder], node_epoch: int, deadline_s: float
 ) -> FetchRequest:
     """Orders as columns."""
-    sources = Replicas([], [], [], [], [], [])
-    numbers: dict[tuple[str, int], int] = {}
-    for position, order in enumerate(orders):
-        for replica in order.replicas:
-            place = (str(replica.node_id), int(replica.node_epoch))
-            if place not in numbers:
-                numbers[place] = len(numbers)
-                sources.nodes.append(place[0])
-                sources.node_epochs.append(place[1])
-            sources.key_index.append(position)
-            sources.node_index.append(numbers[place])
-            sources.slots.append(replica.handle.slot)
-            sources.generations.append(replica.handle.generation)
+    rows = [(at, replica) for at, order in enumerate(orders) for replica in order.replicas]
+    lives: list[tuple[Source, int]] = []
+    index = numbered(lives, [(replica.source, int(replica.node_epoch)) for _, replica in rows])
+    sources = Replicas(
+        sources=[source for source, _ in lives],
+        node_epochs=[epoch for _, epoch in lives],
+        key_index=[at for at, _ in rows],
+        source_index=index,
+        slots=[replica.handle.slot for _, replica in rows],
+        generations=[replica.handle.generation for _, replica in rows],
+    )
     return FetchRequest(
         version=PROTOCOL_VERSION,
         namespace=namespace,

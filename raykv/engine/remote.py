@@ -34,9 +34,9 @@ from raykv.base.ids import (
 )
 from raykv.engine.cost import FetchCost
 from raykv.engine.outbox import columns, take
-from raykv.engine.requests import Replica, RequestState
+from raykv.engine.requests import RequestState, token_source
 from raykv.engine.stock import LeaseStock
-from raykv.protocol.columns import Handle, Handles, LostReplicas, Replicas
+from raykv.protocol.columns import Handle, Handles, LostReplicas, Replica, Replicas, Source
 from raykv.protocol.peer import FetchResult
 
 MAX_QUESTIONS = 65_536
@@ -124,7 +124,7 @@ class RemoteChunks:
         # Requests that the answer at hand has told nothing about a key that must come, by identity.
         self._doubting: dict[int, RequestState] = {}
         self._announced: deque[tuple[Key, Handle]] = deque(maxlen=MAX_QUESTIONS)
-        self._lost: deque[tuple[str, bytes, int]] = deque(maxlen=MAX_QUESTIONS)
+        self._lost: deque[tuple[Source, bytes, int]] = deque(maxlen=MAX_QUESTIONS)
 
     def counter_values(self) -> dict[str, int]:
         """Counters by name; the rates are what `cost.py` counts with, 0 if unknown."""
@@ -201,32 +201,22 @@ class RemoteChunks:
         Returns:
             What is on the own node after all: another engine stored it there meanwhile.
         """
+        own = None if own_id is None else Source(own_id)
         found: dict[int, list[Replica]] = {}
-        told = zip(
-            replicas.key_index,
-            replicas.node_index,
-            replicas.slots,
-            replicas.generations,
-            strict=True,
-        )
-        for position, node, slot, generation in told:
-            handle = Handle(Slot(slot), Generation(generation))
-            source = Replica(
-                NodeId(replicas.nodes[node]), Epoch(replicas.node_epochs[node]), handle
-            )
-            found.setdefault(position, []).append(source)
+        for position, replica in replicas.rows():
+            found.setdefault(position, []).append(replica)
         pending = set(replicas.pending)
         local: list[tuple[Key, Handle]] = []
         for position, raw in enumerate(asked):
             key = Key(raw)
-            sources = found.get(position, [])
+            known = found.get(position, [])
             local += [
-                (key, source.handle)
-                for source in sources
-                if source.node_id == own_id and source.node_epoch == own_epoch
+                (key, each.handle)
+                for each in known
+                if each.source == own and each.node_epoch == own_epoch
             ]
-            others = tuple(source for source in sources if source.node_id != own_id)
-            self._settle(key, others, is_pending=position in pending, is_there=bool(sources))
+            others = tuple(each for each in known if each.source != own)
+            self._settle(key, others, is_pending=position in pending, is_there=bool(known))
         while self._doubting:
             self._doubting.popitem()[1].repeats_left -= 1
         return local
@@ -372,13 +362,13 @@ class RemoteChunks:
         """
         orders = list(orders)
         if result is not None:
-            sources = {order.replicas[0].source for order in orders}
+            sources = {token_source(order.replicas[0]) for order in orders}
             if sources == {TokenSource.DISK}:
                 self.cost.came_from_disk(result.num_bytes, result.seconds)
             elif sources == {TokenSource.OTHER_NODE}:
                 self.cost.fetched(result.num_bytes, result.seconds)
             lost = result.lost
-            self._lost.extend(zip(lost.nodes, lost.keys, lost.generations, strict=True))
+            self._lost.extend(zip(lost.sources, lost.keys, lost.generations, strict=True))
         for position, order in enumerate(orders):
             known = self._fetching.get(order.key)
             if known is None or known.handle != order.handle:
@@ -395,7 +385,9 @@ class RemoteChunks:
         """What sources said they don't have."""
         lost = take(self._lost, most)
         return LostReplicas(
-            [node for node, _, _ in lost], [key for _, key, _ in lost], [gen for _, _, gen in lost]
+            [source for source, _, _ in lost],
+            [key for _, key, _ in lost],
+            [gen for _, _, gen in lost],
         )
 
     def _drop(self, order: FetchOrder) -> None:

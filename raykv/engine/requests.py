@@ -6,9 +6,8 @@ from collections.abc import ValuesView
 from dataclasses import dataclass, field, replace
 
 from raykv.base.departures import Departures
-from raykv.base.ids import Epoch, Generation, Key, Lookup, MissReason, NodeId, TokenSource
-from raykv.protocol.columns import Handle
-from raykv.protocol.node import is_disk
+from raykv.base.ids import Epoch, Generation, Key, Lookup, MissReason, TokenSource
+from raykv.protocol.columns import Handle, Replica
 
 PREFILLED_REPEATS = 10
 """Answers that a `prefilled` request does not believe. An announcement leaves the engine before the
@@ -16,21 +15,9 @@ step that computes the chunk, so that it is late by milliseconds at most. With o
 `REPEAT_PAUSE_S` it is a fifth of a second, which is what a prompt costs that was not stored."""
 
 
-@dataclass(frozen=True)
-class Replica:
-    """A chunk on another node, or on a disk, in that life of its NodeActor.
-
-    Of a disk `node_id` is the disk's name, and `handle` has the chunk's place there for a slot.
-    """
-
-    node_id: NodeId
-    node_epoch: Epoch
-    handle: Handle
-
-    @property
-    def source(self) -> TokenSource:
-        """What it is to who wants it."""
-        return TokenSource.DISK if is_disk(self.node_id) else TokenSource.OTHER_NODE
+def token_source(replica: Replica) -> TokenSource:
+    """What a replica that is not in the own pool counts as."""
+    return TokenSource.DISK if replica.source.is_disk else TokenSource.OTHER_NODE
 
 
 @dataclass(frozen=True)
@@ -93,7 +80,7 @@ class RequestState:
     def source_of(self, key: Key) -> TokenSource:
         """Where a chunk was before this request wanted it."""
         replicas = self.found.get(key)
-        return replicas[0].source if replicas else TokenSource.SAME_NODE
+        return token_source(replicas[0]) if replicas else TokenSource.SAME_NODE
 
     def missed(self, key: Key, reason: MissReason) -> Lookup:
         """A lookup's MISS, remembered with its reason."""

@@ -41,7 +41,7 @@ from raykv.cluster.breaker import Breakers, Pauses
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.slots import SlotState
-from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.columns import Handles, LostReplicas, Replica, Source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest, check_partial
@@ -64,27 +64,17 @@ class _Landing:
     refusal: Refusal = Refusal.NODE_LOST
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A replica of a chunk, in the pool of one life of a NodeActor."""
-
-    node_id: str
-    node_epoch: int
-    slot: int
-    generation: int
-
-
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """One chunk of a request, and the sources that were not tried yet."""
+    """One chunk of a request, and the replicas that were not tried yet."""
 
     landing: _Landing
-    sources: deque[Source]
+    replicas: deque[Replica]
     was_asked: bool = False
 
     def skip_source(self) -> None:
         """The next source is left alone now; that is the reason if none was asked before."""
-        self.sources.popleft()
+        self.replicas.popleft()
         if not self.was_asked:
             self.landing.refusal = Refusal.BREAKER_OPEN
 
@@ -93,21 +83,17 @@ class _Chunk:
 class _Piece:
     """Chunks that are read from one source with one call."""
 
-    node_id: str
-    node_epoch: int
+    source: Source
+    node_epoch: Epoch
     chunks: list[_Chunk]
-    sources: list[Source]
+    replicas: list[Replica]
     pending: PendingRead | None = None
     started_at: float = 0.0
     call: int = 0
 
     @property
-    def source(self) -> tuple[str, int]:
-        return self.node_id, self.node_epoch
-
-    @property
     def peer(self) -> str:
-        return names.node_actor(self.node_id)
+        return names.source_name(self.source)
 
 
 @dataclass(slots=True)
@@ -200,7 +186,7 @@ class FetchService:
     def _begin(self, fetch: _Fetch) -> None:
         """Have the slots for writing; what can't be written is not fetched."""
         for chunk in fetch.own:
-            if chunk.sources and self._source_of(fetch, chunk) is None:
+            if chunk.replicas and self._next_replica(fetch, chunk) is None:
                 # Nobody is asked: the slot stays as it is.
                 is_there = self._is_there(chunk)
                 self._settle(chunk, Refusal.NONE if is_there else chunk.landing.refusal)
@@ -242,36 +228,37 @@ class FetchService:
         num_bytes = 0
         while fetch.waiting:
             chunk = fetch.waiting[0]
-            source = self._source_of(fetch, chunk)
-            if source is None:
+            replica = self._next_replica(fetch, chunk)
+            if replica is None:
                 fetch.waiting.popleft()
                 continue
-            if source.node_id in fetch.trials:
+            source, epoch = replica.source, replica.node_epoch
+            if source in fetch.trials:
                 break
             num_bytes += chunk.landing.name.slot_bytes
             if piece is None:
-                piece = _Piece(source.node_id, source.node_epoch, [], [])
-            elif piece.source != (source.node_id, source.node_epoch) or num_bytes > PIECE_BYTES:
+                piece = _Piece(source, epoch, [], [])
+            elif (piece.source, piece.node_epoch) != (source, epoch) or num_bytes > PIECE_BYTES:
                 break
             fetch.waiting.popleft()
-            chunk.sources.popleft()
+            chunk.replicas.popleft()
             piece.chunks.append(chunk)
-            piece.sources.append(source)
+            piece.replicas.append(replica)
         return piece
 
-    def _source_of(self, fetch: _Fetch, chunk: _Chunk) -> Source | None:
-        """The next source that is worth asking; it stays in the chunk's list."""
-        while chunk.sources:
-            source = chunk.sources[0]
-            if source.node_id in fetch.trials or not self._is_left_alone(source.node_id):
-                return source
+    def _next_replica(self, fetch: _Fetch, chunk: _Chunk) -> Replica | None:
+        """The next one whose source is worth asking; it stays in the chunk's list."""
+        while chunk.replicas:
+            replica = chunk.replicas[0]
+            if replica.source in fetch.trials or not self._is_left_alone(replica.source):
+                return replica
             chunk.skip_source()
         return None
 
-    def _is_left_alone(self, node_id: str) -> bool:
+    def _is_left_alone(self, source: Source) -> bool:
         """Whether a source did not answer a short while ago."""
         with self._lock:
-            return self.breakers.refuses(names.node_actor(node_id), time.monotonic())
+            return self.breakers.refuses(names.source_name(source), time.monotonic())
 
     def _start(self, fetch: _Fetch, piece: _Piece) -> bool:
         """Ask a source; if it can't be asked, the piece's chunks wait for their next one."""
@@ -280,13 +267,13 @@ class FetchService:
             is_trial = call is not None and not self.breakers.is_closed(piece.peer)
         if call is None:
             # Another fetch has begun the trial meanwhile.
-            for chunk, source in zip(piece.chunks, piece.sources, strict=True):
-                chunk.sources.appendleft(source)
+            for chunk, replica in zip(piece.chunks, piece.replicas, strict=True):
+                chunk.replicas.appendleft(replica)
                 fetch.waiting.append(chunk)
             return False
         piece.call = call
         if is_trial:
-            fetch.trials.add(piece.node_id)
+            fetch.trials.add(piece.source)
         for chunk in piece.chunks:
             chunk.was_asked = True
         request = ReadRequest(
@@ -295,15 +282,15 @@ class FetchService:
             node_epoch=piece.node_epoch,
             handles=Handles(
                 [chunk.landing.name.key for chunk in piece.chunks],
-                [source.slot for source in piece.sources],
-                [source.generation for source in piece.sources],
+                [replica.handle.slot for replica in piece.replicas],
+                [replica.handle.generation for replica in piece.replicas],
             ),
             slot_bytes=[chunk.landing.name.slot_bytes for chunk in piece.chunks],
             with_checksums=fetch.with_checksums,
         )
         piece.started_at = time.monotonic()
         try:
-            piece.pending = self._transport.start_read(piece.node_id, request)
+            piece.pending = self._transport.start_read(piece.source, request)
         except PeerError as error:
             self._failed(fetch, piece, error)
             return False
@@ -314,8 +301,8 @@ class FetchService:
         assert piece.pending is not None
         left = fetch.give_up_at - time.monotonic()
         # Where there is another source, leave it half of the time.
-        has_others = any(self._source_of(fetch, chunk) for chunk in piece.chunks)
-        if fetch.silent.get(piece.node_id, 0.0) >= piece.started_at:
+        has_others = any(self._next_replica(fetch, chunk) for chunk in piece.chunks)
+        if fetch.silent.get(piece.source, 0.0) >= piece.started_at:
             # Another piece has waited for this source already.
             left = 0.0
         try:
@@ -328,15 +315,15 @@ class FetchService:
             is_back = self.breakers.worked(piece.peer)
         if is_back:
             logger.warning("%s answers again", piece.peer)
-        fetch.trials.discard(piece.node_id)
-        fetch.heard[piece.node_id] = time.monotonic()
+        fetch.trials.discard(piece.source)
+        fetch.heard[piece.source] = time.monotonic()
         self._land(fetch, piece, reply, data)
 
     def _land(self, fetch: _Fetch, piece: _Piece, reply: ReadReply, data: Bytes) -> None:
         checksums = iter(reply.checksums)
         end = 0
-        columns = zip(piece.chunks, piece.sources, reply.refusals, strict=True)
-        for number, (chunk, source, refused) in enumerate(columns):
+        columns = zip(piece.chunks, piece.replicas, reply.refusals, strict=True)
+        for number, (chunk, replica, refused) in enumerate(columns):
             name = chunk.landing.name
             refusal = Refusal(refused)
             if refusal is Refusal.NONE:
@@ -349,8 +336,8 @@ class FetchService:
                     self._finish(fetch, chunk, Refusal.NONE, checksum, blocks)
                     fetch.num_bytes += name.slot_bytes
                     continue
-            elif refusal.is_final and reply.node_epoch == source.node_epoch:
-                fetch.report_lost(source, name)
+            elif refusal.is_final and reply.node_epoch == replica.node_epoch:
+                fetch.report_lost(replica, name)
             chunk.landing.refusal = refusal
             fetch.waiting.append(chunk)
         self._on_stored()
@@ -366,10 +353,10 @@ class FetchService:
 
     def _failed(self, fetch: _Fetch, piece: _Piece, error: PeerError) -> None:
         """A source did not answer: leave it alone for a while, try the next one."""
-        fetch.trials.discard(piece.node_id)
-        fetch.silent[piece.node_id] = time.monotonic()
+        fetch.trials.discard(piece.source)
+        fetch.silent[piece.source] = time.monotonic()
         # A source that has answered meanwhile is slow at most: the fetch's time is up.
-        is_alive = fetch.heard.get(piece.node_id, 0.0) >= piece.started_at > 0.0
+        is_alive = fetch.heard.get(piece.source, 0.0) >= piece.started_at > 0.0
         with self._lock:
             now = time.monotonic()
             if is_alive:
@@ -451,9 +438,9 @@ def _check(piece: _Piece, reply: ReadReply, data: Bytes, with_checksums: bool) -
             try:
                 check_partial(reply.partial, len(piece.chunks))
             except MessageError as error:
-                raise PeerError(f"node {piece.node_id}: {error}") from error
+                raise PeerError(f"node {piece.source}: {error}") from error
             return
-    raise PeerError(f"node {piece.node_id}: the answer does not fit the question")
+    raise PeerError(f"node {piece.source}: the answer does not fit the question")
 
 
 class _Fetch:
@@ -467,22 +454,22 @@ class _Fetch:
         self.lost = LostReplicas([], [], [])
         self.own: list[_Chunk] = []
         # When sources failed last, and when they answered.
-        self.silent: dict[str, float] = {}
-        self.heard: dict[str, float] = {}
+        self.silent: dict[Source, float] = {}
+        self.heard: dict[Source, float] = {}
         # Sources that this fetch asks whether they are back.
-        self.trials: set[str] = set()
+        self.trials: set[Source] = set()
         self.writing: set[_Chunk] = set()
-        self.waiting = deque(_Chunk(_Landing(name), sources) for name, sources in wanted(request))
+        self.waiting = deque(_Chunk(_Landing(name), known) for name, known in wanted(request))
 
-    def report_lost(self, source: Source, name: ChunkName) -> None:
+    def report_lost(self, replica: Replica, name: ChunkName) -> None:
         """A source says that it does not have the chunk."""
-        self.lost.nodes.append(source.node_id)
+        self.lost.sources.append(replica.source)
         self.lost.keys.append(name.key)
-        self.lost.generations.append(source.generation)
+        self.lost.generations.append(replica.handle.generation)
 
 
-def wanted(request: FetchRequest) -> list[tuple[ChunkName, deque[Source]]]:
-    """The chunks of a request, each with the sources that it may be read from, best first.
+def wanted(request: FetchRequest) -> list[tuple[ChunkName, deque[Replica]]]:
+    """The chunks of a request, each with its replicas, the best first.
 
     Raises:
         IndexError: its columns name chunks or nodes that it does not have.
@@ -491,17 +478,14 @@ def wanted(request: FetchRequest) -> list[tuple[ChunkName, deque[Source]]]:
     handles = request.handles
     columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
     namespace = Namespace(request.namespace)
-    chunks: list[tuple[ChunkName, deque[Source]]] = [
+    chunks: list[tuple[ChunkName, deque[Replica]]] = [
         (ChunkName(namespace, Key(key), Slot(slot), Generation(generation), size), deque())
         for key, slot, generation, size in columns
     ]
-    told = request.sources
-    rows = zip(told.key_index, told.node_index, told.slots, told.generations, strict=True)
-    for index, node, slot, generation in rows:
-        if index < 0 or node < 0:
-            raise IndexError(f"a source of chunk {index} on node {node}")
-        _, sources = chunks[index]
-        sources.append(Source(told.nodes[node], told.node_epochs[node], slot, generation))
+    for index, replica in request.sources.rows():
+        if index < 0:
+            raise IndexError(f"a source of chunk {index}")
+        chunks[index][1].append(replica)
     return chunks
 
 

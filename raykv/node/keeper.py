@@ -30,7 +30,7 @@ from raykv.base.ids import (
 from raykv.memory.pool import Pool
 from raykv.node.meter import PoolContents
 from raykv.node.slots import Admission, FailedStore, SlotState, SlotTable
-from raykv.protocol.columns import namespace_column
+from raykv.protocol.columns import numbered
 from raykv.protocol.node import FailedStores, Inventory
 
 logger = logging.getLogger("raykv.node")
@@ -283,7 +283,8 @@ class PoolKeeper:
 
 def inventory_of(names: list[ChunkName]) -> Inventory:
     """`names` as columns."""
-    namespaces, namespace_index = namespace_column([name.namespace for name in names])
+    namespaces: list[str] = []
+    namespace_index = numbered(namespaces, [name.namespace for name in names])
     return Inventory(
         namespaces=namespaces,
         namespace_index=namespace_index,

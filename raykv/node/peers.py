@@ -17,6 +17,7 @@ from raykv.base.deadlines import GCS_S
 from raykv.base.errors import RayKVError, cause_of
 from raykv.base.threads import within
 from raykv.cluster import names
+from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.peer import ReadReply, ReadRequest
 
@@ -41,7 +42,7 @@ class PendingRead(Protocol):
 class PeerTransport(Protocol):
     """Reads chunks out of other nodes' pools."""
 
-    def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
+    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
         """Begin a read; the transfer runs while the caller does something else.
 
         Raises:
@@ -56,35 +57,35 @@ class ObjectRefTransport:
         self._lock = threading.Lock()
         self._handles: dict[str, Any] = {}
 
-    def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
+    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
         try:
-            ref = self._handle(node_id).read.remote(encode(request))
+            ref = self._handle(source).read.remote(encode(request))
         except Exception as error:
-            self._forget(node_id)
-            raise PeerError(f"node {node_id}: {what_failed(error)}") from error
-        return _PendingRef(self, node_id, ref)
+            self._forget(source)
+            raise PeerError(f"node {source.node_id}: {what_failed(error)}") from error
+        return _PendingRef(self, source, ref)
 
-    def _handle(self, node_id: str) -> Any:
+    def _handle(self, source: Source) -> Any:
+        name = names.source_actor(source)
         with self._lock:
-            handle = self._handles.get(node_id)
+            handle = self._handles.get(name)
         if handle is None:
-            name = names.node_actor(node_id)
             handle = within(GCS_S, lambda: ray.get_actor(name, namespace=names.RAY_NAMESPACE))
             # An import comes once.
-            if not node_id.startswith(names.IMPORT_PREFIX):
+            if source.kind is not SourceKind.IMPORT:
                 with self._lock:
-                    self._handles[node_id] = handle
+                    self._handles[name] = handle
         return handle
 
-    def _forget(self, node_id: str) -> None:
+    def _forget(self, source: Source) -> None:
         with self._lock:
-            self._handles.pop(node_id, None)
+            self._handles.pop(names.source_actor(source), None)
 
 
 class _PendingRef:
-    def __init__(self, transport: ObjectRefTransport, node_id: str, ref: Any) -> None:
+    def __init__(self, transport: ObjectRefTransport, source: Source, ref: Any) -> None:
         self._transport = transport
-        self._node_id = node_id
+        self._source = source
         self._ref = ref
 
     def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
@@ -92,8 +93,8 @@ class _PendingRef:
             raw, data = ray.get(self._ref, timeout=max(0.0, timeout_s))
             return receive(raw, ReadReply, "the source", "the NodeActor"), data
         except Exception as error:
-            self._transport._forget(self._node_id)
-            raise PeerError(f"node {self._node_id}: {what_failed(error)}") from error
+            self._transport._forget(self._source)
+            raise PeerError(f"node {self._source.node_id}: {what_failed(error)}") from error
 
 
 def what_failed(error: BaseException) -> str:

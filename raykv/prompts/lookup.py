@@ -18,7 +18,7 @@ from raykv.prompts.block_hashes import (
     seed_digest,
 )
 from raykv.prompts.prefixes import ChunkGroup, loadable_tokens, parse_groups
-from raykv.protocol.node import disk_of, is_disk, node_of
+from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.reader import NodePrefix, PromptChunk, PromptLookup
 from raykv.protocol.status import NamespaceStatus
 
@@ -117,7 +117,7 @@ def look_up(
     scheme: PromptScheme,
     tokens: Sequence[int],
     traits: PromptTraits,
-    nodes_with: Callable[[Sequence[bytes]], Sequence[Collection[str]]],
+    sources_of: Callable[[Sequence[bytes]], Sequence[Collection[Source]]],
 ) -> PromptLookup:
     """Where the chunks of a prompt are.
 
@@ -126,13 +126,12 @@ def look_up(
         scheme: see there.
         tokens: of the prompt.
         traits: what separates it from others with the same tokens.
-        nodes_with: told keys, returns which nodes and disks have each, disks under names of their
-            own, as in `raykv.protocol.node`.
+        sources_of: given keys, returns which pools and disks have each.
     """
     keys = scheme.chunks(tokens, traits)
     flat = [key for group in scheme.groups for key in keys[group]]
-    sources = dict(zip(flat, nodes_with(flat), strict=True))
-    everywhere = sorted({node_of(each) for some in sources.values() for each in some})
+    sources = dict(zip(flat, sources_of(flat), strict=True))
+    everywhere = sorted({each.node_id for some in sources.values() for each in some})
     prefixes = [_prefix(node, keys, sources) for node in everywhere]
     chunks = [
         PromptChunk(
@@ -140,8 +139,8 @@ def look_up(
             group=group.group,
             first_token=number * group.tokens,
             end_token=(number + 1) * group.tokens,
-            nodes=sorted(each for each in sources[key] if not is_disk(each)),
-            disks=sorted(node_of(each) for each in sources[key] if is_disk(each)),
+            nodes=sorted(each.node_id for each in sources[key] if not each.is_disk),
+            disks=sorted(each.node_id for each in sources[key] if each.is_disk),
         )
         for group in scheme.groups
         for number, key in enumerate(keys[group])
@@ -164,15 +163,15 @@ def look_up(
 def _prefix(
     node: str,
     keys: Mapping[ChunkGroup, Sequence[Key]],
-    sources: Mapping[Key, Collection[str]],
+    sources: Mapping[Key, Collection[Source]],
 ) -> NodePrefix:
-    disk = disk_of(node)
+    pool, disk = Source(node), Source(node, SourceKind.DISK)
     return NodePrefix(
         node_id=node,
-        tokens=_loadable(keys, lambda key: node in sources[key]),
-        chunks=sum(node in some for some in sources.values()),
+        tokens=_loadable(keys, lambda key: pool in sources[key]),
+        chunks=sum(pool in some for some in sources.values()),
         disk_chunks=sum(disk in some for some in sources.values()),
-        tokens_with_disk=_loadable(keys, lambda key: node in sources[key] or disk in sources[key]),
+        tokens_with_disk=_loadable(keys, lambda key: pool in sources[key] or disk in sources[key]),
     )
 
 

@@ -6,8 +6,10 @@ changes nothing. All numbers that pass fit into the tables of `raykv/directory`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
-from typing import cast
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
+from enum import IntEnum
+from itertools import islice
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -16,11 +18,13 @@ from raykv.base.ids import (
     MAX_GENERATION,
     MAX_KEY_BYTES,
     SLOT_ALIGNMENT,
+    Epoch,
     Generation,
-    Namespace,
     Refusal,
     Slot,
 )
+
+N = TypeVar("N", bound=Hashable)
 
 MAX_KEYS = 2048
 """Keys in one page of an exchange: with their columns they stay under Ray's 100 KiB inline limit
@@ -77,33 +81,80 @@ class Leases(msgspec.Struct, frozen=True, array_like=True):
     generations: list[int] = []
 
 
+class SourceKind(IntEnum):
+    """What a source reads its chunks from."""
+
+    POOL = 0
+    DISK = 1
+    IMPORT = 2
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Where chunks are read from: a node's pool, its disk, or an import's actor.
+
+    `node_id` of an import is the import's own id.
+    """
+
+    node_id: str
+    kind: SourceKind = SourceKind.POOL
+
+    @property
+    def is_disk(self) -> bool:
+        return self.kind is SourceKind.DISK
+
+
+class Replica(msgspec.Struct, frozen=True, gc=False):
+    """A chunk at a source, in one life of its NodeActor.
+
+    On a disk, `handle` has the chunk's place there for a slot. It crosses no process.
+    """
+
+    source: Source
+    node_epoch: Epoch
+    handle: Handle
+
+
 class Replicas(msgspec.Struct, frozen=True, array_like=True):
     """Where the keys of a question are: one row per replica, the best source of a key first.
 
-    `key_index` points into the list of keys that was asked, `node_index` into `nodes`, whose
+    `key_index` points into the list of keys that was asked, `source_index` into `sources`, whose
     NodeActors have the epochs `node_epochs`. `pending` lists the keys that an engine is storing
     now. A key that is in neither is nowhere.
     """
 
-    nodes: list[str] = []
+    sources: list[Source] = []
     node_epochs: list[int] = []
     key_index: list[int] = []
-    node_index: list[int] = []
+    source_index: list[int] = []
     slots: list[int] = []
     generations: list[int] = []
     pending: list[int] = []
+
+    def rows(self) -> Iterator[tuple[int, Replica]]:
+        """The position of each replica's key, and the replica.
+
+        Raises:
+            IndexError: a row names a source that is not there.
+            ValueError: the columns have different lengths.
+        """
+        rows = zip(self.key_index, self.source_index, self.slots, self.generations, strict=True)
+        for position, at, slot, generation in rows:
+            if at < 0:
+                raise IndexError(f"source {at} of chunk {position}")
+            handle = Handle(Slot(slot), Generation(generation))
+            yield position, Replica(self.sources[at], Epoch(self.node_epochs[at]), handle)
 
 
 class LostReplicas(msgspec.Struct, frozen=True, array_like=True):
     """Columns of chunks that a source said it does not have (any more)."""
 
-    nodes: list[str] = []
+    sources: list[Source] = []
     keys: list[bytes] = []
     generations: list[int] = []
 
 
 def check_lost(lost: LostReplicas) -> None:
-    check_rows("lost chunks", lost.keys, lost.nodes, lost.generations)
+    check_rows("lost chunks", lost.keys, lost.sources, lost.generations)
     check_keys("lost keys", lost.keys)
     check_numbers("lost generations", lost.generations, 0, MAX_GENERATION)
 
@@ -164,8 +215,9 @@ def check_sizes(sizes: set[int]) -> None:
     require(not any(size % SLOT_ALIGNMENT for size in sizes), f"slot sizes {sizes}")
 
 
-def namespace_column(of_rows: Sequence[Namespace]) -> tuple[list[str], list[int]]:
-    """The different namespaces, and for each row where its own is among them."""
-    namespaces = sorted({str(namespace) for namespace in of_rows})
-    index = {namespace: number for number, namespace in enumerate(namespaces)}
-    return namespaces, [index[namespace] for namespace in of_rows]
+def numbered(names: list[N], column: Iterable[N]) -> list[int]:
+    """A column as positions in `names`, to which the names that are new are added."""
+    numbers = {name: number for number, name in enumerate(names)}
+    index = [numbers.setdefault(name, len(numbers)) for name in column]
+    names.extend(islice(numbers, len(names), None))
+    return index

@@ -15,6 +15,7 @@ from raykv.protocol.columns import (
     check_names,
     check_numbers,
     check_rows,
+    numbered,
     require,
 )
 
@@ -114,22 +115,18 @@ def check_descriptions(page: Descriptions) -> None:
 
 def page_of(rows: Sequence[Description]) -> Descriptions:
     """Descriptions as columns."""
-    names: dict[str, int] = {}
-
-    def index(name: str | None) -> int:
-        return names.setdefault(name or "", len(names))
-
+    names: list[str] = []
     return Descriptions(
-        namespace_index=[index(row.namespace) for row in rows],
+        namespace_index=numbered(names, [row.namespace for row in rows]),
         keys=[row.key for row in rows],
         parents=[row.parent or b"" for row in rows],
         inner=[row.inner for row in rows],
         tokens=[row.tokens for row in rows],
         block_sizes=[row.block_size for row in rows],
-        model_index=[index(row.model) for row in rows],
-        kind_index=[index(row.kind) for row in rows],
-        lora_index=[index(row.lora) for row in rows],
-        names=list(names),
+        model_index=numbered(names, [row.model for row in rows]),
+        kind_index=numbered(names, [row.kind for row in rows]),
+        lora_index=numbered(names, [row.lora or "" for row in rows]),
+        names=names,
     )
 
 

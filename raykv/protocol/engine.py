@@ -283,11 +283,11 @@ def check_reply(reply: SyncReply, request: SyncRequest, groups: Collection[int])
     require(0 < reply.store_share <= MAX_NUMBER, f"one store of {reply.store_share}")
     _share(reply.lease_share)
     told = reply.replicas
-    check_rows("replicas", told.key_index, told.node_index)
+    check_rows("replicas", told.key_index, told.source_index)
     check_rows("replicas", told.slots, told.key_index)
     check_places("replicas", told.slots, told.generations)
-    check_rows("nodes", told.nodes, told.node_epochs)
-    check_numbers("numbers of nodes", told.node_index, 0, len(told.nodes) - 1)
+    check_rows("sources", told.sources, told.node_epochs)
+    check_numbers("numbers of sources", told.source_index, 0, len(told.sources) - 1)
     for positions in (told.key_index, told.pending):
         check_numbers("numbers of keys", positions, 0, len(request.asked) - 1)
 

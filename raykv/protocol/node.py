@@ -1,7 +1,4 @@
-"""A NodeActor and the scheduler actor: reports, descriptions, and what is on the node's disk.
-
-A disk is a source of its own beside its node, named `<node id>/disk`.
-"""
+"""A NodeActor and the scheduler actor: reports, descriptions, and what is on the node's disk."""
 
 from __future__ import annotations
 
@@ -24,9 +21,6 @@ from raykv.protocol.columns import (
     require,
 )
 from raykv.protocol.measures import BreakerReport
-
-DISK_SUFFIX = "/disk"
-"""Behind a node's id it names that node's disk, where a replica's node is named."""
 
 
 class CaptureStats(msgspec.Struct, frozen=True):
@@ -83,21 +77,6 @@ def _sizes_in(slot_bytes: Sequence[int], slab_bytes: int) -> None:
     sizes = set(slot_bytes)
     check_sizes(sizes)
     check_numbers("slot sizes", sizes, SLOT_ALIGNMENT, slab_bytes)
-
-
-def disk_of(node_id: str) -> str:
-    """The name of a node's disk as the source of a fetch."""
-    return node_id + DISK_SUFFIX
-
-
-def is_disk(source: str) -> bool:
-    """Whether the source of a fetch is a disk."""
-    return source.endswith(DISK_SUFFIX)
-
-
-def node_of(source: str) -> str:
-    """The node of a source, be it its pool or its disk."""
-    return source.removesuffix(DISK_SUFFIX)
 
 
 class DiskChunks(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ from raykv.protocol.columns import (
     MAX_GROUPS,
     MAX_KEYS,
     MAX_SLOTS,
+    Source,
     check_keys,
     check_names,
     check_numbers,
@@ -191,15 +192,14 @@ def check_where_query(query: WhereQuery) -> None:
 class WherePage(msgspec.Struct, frozen=True):
     """Where the first `answered` keys of a question are: a row for each replica.
 
-    `key_index` points into the keys that were asked, `node_index` into `nodes`. Disks have names
-    of their own there, as in `raykv.protocol.node`.
+    `key_index` points into the keys that were asked, `source_index` into `sources`.
     """
 
     version: int
     answered: int = 0
-    nodes: list[str] = []
+    sources: list[Source] = []
     key_index: list[int] = []
-    node_index: list[int] = []
+    source_index: list[int] = []
 
 
 def check_where_page(page: WherePage, query: WhereQuery) -> None:
@@ -209,8 +209,8 @@ def check_where_page(page: WherePage, query: WhereQuery) -> None:
         MessageError: it is invalid.
     """
     check_numbers("answered keys", (page.answered,), min(1, len(query.keys)), len(query.keys))
-    check_rows("replicas", page.key_index, page.node_index)
-    check_numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
+    check_rows("replicas", page.key_index, page.source_index)
+    check_numbers("numbers of sources", page.source_index, 0, len(page.sources) - 1)
     check_numbers("numbers of keys", page.key_index, 0, page.answered - 1)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from raykv.base.ids import ChunkName, Key, Namespace, Refusal
-from raykv.node.fetch import Source, wanted
+from raykv.node.fetch import wanted
 from raykv.node.slots import SlotState
-from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.columns import Handles, LostReplicas, Replica
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest
 from tests.simulation.wire import Call
@@ -32,7 +32,7 @@ class _Landing:
     """A chunk on its way, for all fetches that want it."""
 
     name: ChunkName
-    sources: deque[Source]
+    replicas: deque[Replica]
     lost: LostReplicas
     is_done: bool = False
     refusal: Refusal = Refusal.NODE_LOST
@@ -78,8 +78,8 @@ class Fetches:
             return
         fetch = _Fetch(post, [], [])
         self._under_way.append(fetch)
-        for chunk, sources in wanted(request):
-            landing = _Landing(chunk, sources, fetch.lost)
+        for chunk, replicas in wanted(request):
+            landing = _Landing(chunk, replicas, fetch.lost)
             name = (landing.name.namespace, landing.name.key)
             known = self._flying.get(name)
             fetch.landings.append(known or landing)
@@ -105,39 +105,40 @@ class Fetches:
 
     def _read_next(self, landing: _Landing) -> None:
         """Ask the next source for the chunk; when there is none left, it has failed."""
-        if not landing.sources:
+        if not landing.replicas:
             self._finish(landing, landing.refusal, None)
             return
-        source = landing.sources.popleft()
+        replica = landing.replicas.popleft()
+        node_id, handle = replica.source.node_id, replica.handle
         name = landing.name
         request = ReadRequest(
             version=PROTOCOL_VERSION,
             namespace=name.namespace,
-            node_epoch=source.node_epoch,
-            handles=Handles([name.key], [source.slot], [source.generation]),
+            node_epoch=replica.node_epoch,
+            handles=Handles([name.key], [handle.slot], [handle.generation]),
             slot_bytes=[name.slot_bytes],
         )
         landing.call = Call(
-            label=f"read of {name.key[:2]!r} at {source.node_id} for {self._node.node_id}",
-            ends=(self._node.node_id, source.node_id),
-            receive=lambda post: self._cluster.read(source.node_id, request, post),
-            answered=lambda answer: self._take(landing, source, *answer),
+            label=f"read of {name.key[:2]!r} at {node_id} for {self._node.node_id}",
+            ends=(self._node.node_id, node_id),
+            receive=lambda post: self._cluster.read(node_id, request, post),
+            answered=lambda answer: self._take(landing, replica, *answer),
             given_up=lambda: self._try_other(landing, Refusal.NODE_LOST),
         )
         self._cluster.wire.send(landing.call)
 
     def _take(
-        self, landing: _Landing, source: Source, reply: ReadReply, content: Content | None
+        self, landing: _Landing, replica: Replica, reply: ReadReply, content: Content | None
     ) -> None:
         refusal = Refusal(reply.refusals[0])
         if refusal is Refusal.NONE:
             self._finish(landing, Refusal.NONE, content)
             self._answer()
             return
-        if refusal.is_final and reply.node_epoch == source.node_epoch:
-            landing.lost.nodes.append(source.node_id)
+        if refusal.is_final and reply.node_epoch == replica.node_epoch:
+            landing.lost.sources.append(replica.source)
             landing.lost.keys.append(landing.name.key)
-            landing.lost.generations.append(source.generation)
+            landing.lost.generations.append(replica.handle.generation)
         self._try_other(landing, refusal)
 
     def _try_other(self, landing: _Landing, refusal: Refusal) -> None:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import raykv.directory.answers.snapshots
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.columns import Handles, Leases, LostReplicas
+from raykv.protocol.columns import Handles, Leases, LostReplicas, Source
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.events import EpochBegan, EventPage, SnapshotPage, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -325,7 +325,7 @@ class EventLogMachine(RuleBasedStateMachine):
     @rule(which=engines, source=nodes, letter=st.sampled_from(LETTERS))
     def engine_misses_a_replica(self, which: tuple[str, str], source: str, letter: str) -> None:
         generation = self.generation(source, which[1], letter)
-        self.sync(which, lost=LostReplicas([source], [key(letter)], [generation]))
+        self.sync(which, lost=LostReplicas([Source(source)], [key(letter)], [generation]))
 
     def nodes_go_silent(self, silent: set[str]) -> None:
         known = {node.node_id for node in self.manager.status("", "", self.now).nodes}

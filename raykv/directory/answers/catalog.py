@@ -21,9 +21,9 @@ from raykv.directory.disks import Disks, DiskStretch, OnDisk
 from raykv.directory.members import Engine, Node
 from raykv.directory.pins import Pins
 from raykv.directory.table.protocol import ChunkTable, Name, Stretch, Uses
+from raykv.protocol.columns import Source, SourceKind, numbered
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.node import disk_of
 from raykv.protocol.reader import (
     DISK,
     MAX_PAGE,
@@ -187,8 +187,8 @@ class Catalog:
         if query.order and len(chunks) > query.limit:
             chosen = _first_ones(_uses_on_disk(chunks), query.order, query.limit)
             chunks = [chunks[at] for at in chosen]
-        _number(page.nodes, page.node_index, [str(name)] * len(chunks))
-        _number(page.namespaces, page.namespace_index, [space for (space, _), _ in chunks])
+        page.node_index += numbered(page.nodes, [str(name)] * len(chunks))
+        page.namespace_index += numbered(page.namespaces, [space for (space, _), _ in chunks])
         page.keys += [key for (_, key), _ in chunks]
         page.slots += [found.place for _, found in chunks]
         page.generations += [found.generation for _, found in chunks]
@@ -241,8 +241,8 @@ class Catalog:
             places = [places[at] for at in chosen]
         if places:
             held, uses = table.held_at(places), table.uses_at(places)
-            _number(page.nodes, page.node_index, [str(node.node_id)] * len(held))
-            _number(page.namespaces, page.namespace_index, held.namespaces)
+            page.node_index += numbered(page.nodes, [str(node.node_id)] * len(held))
+            page.namespace_index += numbered(page.namespaces, held.namespaces)
             page.keys += held.keys
             page.slots += held.slots
             page.generations += held.generations
@@ -267,15 +267,15 @@ class Catalog:
         keys = query.keys[: max(1, MAX_REPLICAS // (len(nodes) + self._disks.num_disks))]
         namespace = Namespace(query.namespace)
         found = self._table.ask(namespace, keys, nodes, (), len(nodes), None)
-        names = [str(node_id) for node_id in found.nodes]
-        key_index, sources = list(found.key_index), [names[at] for at in found.node_index]
+        pools = [Source(node_id) for node_id in found.nodes]
+        key_index, rows = list(found.key_index), [pools[at] for at in found.node_index]
         for index, key in enumerate(keys):
-            disks = {disk_of(each.node_id) for each in self._disks.find(namespace, Key(key))}
+            disks = self._disks.find(namespace, Key(key))
             key_index += [index] * len(disks)
-            sources += sorted(disks)
-        node_index: list[int] = []
-        _number(names, node_index, sources)
-        return WherePage(PROTOCOL_VERSION, len(keys), names, key_index, node_index)
+            rows += sorted(Source(each.node_id, SourceKind.DISK) for each in disks)
+        sources: list[Source] = []
+        source_index = numbered(sources, rows)
+        return WherePage(PROTOCOL_VERSION, len(keys), sources, key_index, source_index)
 
     def prefixes(self, query: PrefixQuery) -> PrefixPage:
         """How much of prompts each node has."""
@@ -303,13 +303,6 @@ def _space(query: ChunkQuery) -> Namespace | None:
 
 def _is_wanted(key: Key, query: ChunkQuery) -> bool:
     return key.startswith(query.key) and query.group in (None, group_of(key))
-
-
-def _number(names: list[str], index: list[int], column: Sequence[str]) -> None:
-    """Add a column of names as numbers, and the names that are new."""
-    numbers = {name: number for number, name in enumerate(names)}
-    index += [numbers.setdefault(name, len(numbers)) for name in column]
-    names += list(numbers)[len(names) :]
 
 
 def _uses_on_disk(chunks: Sequence[tuple[Name, OnDisk]]) -> Uses:

@@ -16,7 +16,7 @@ from raykv.directory.disks import Disks
 from raykv.directory.inventory import drop_lost
 from raykv.directory.members import Engine, Node
 from raykv.directory.table.protocol import Changes, ChunkTable, Name
-from raykv.protocol.columns import Handles, LostReplicas, Replicas
+from raykv.protocol.columns import Handles, LostReplicas, Replicas, Source
 
 MAX_TOLD = 2
 """Replicas named per key: one to fetch from, and one for when that fails."""
@@ -104,10 +104,10 @@ class Questions:
             engine.namespace, asked, self._ranked, first, MAX_TOLD, pinned_until
         )
         replicas = Replicas(
-            nodes=[str(node_id) for node_id in found.nodes],
+            sources=[Source(node_id) for node_id in found.nodes],
             node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
             key_index=found.key_index,
-            node_index=found.node_index,
+            source_index=found.node_index,
             slots=found.slots,
             generations=found.generations,
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from raykv.base.ids import NodeId
 from raykv.directory.members import Node
+from raykv.protocol.columns import numbered
 from raykv.protocol.events import SnapshotPage
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Inventory
@@ -83,11 +84,10 @@ def _held(places: Sequence[Any], node: Node | None, node_epoch: int) -> Inventor
     if node is None or node.epoch != node_epoch:
         return Inventory()
     held = node.book.table.held_at(places)
-    namespaces = dict.fromkeys(held.namespaces)
-    index = {namespace: number for number, namespace in enumerate(namespaces)}
+    namespaces: list[str] = []
     return Inventory(
-        namespaces=[str(namespace) for namespace in index],
-        namespace_index=[index[namespace] for namespace in held.namespaces],
+        namespace_index=numbered(namespaces, held.namespaces),
+        namespaces=namespaces,
         keys=held.keys,
         slots=held.slots,
         generations=held.generations,

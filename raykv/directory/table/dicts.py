@@ -22,6 +22,7 @@ from raykv.directory.table.protocol import (
     Uses,
 )
 from raykv.directory.table.records import Clock, Records
+from raykv.protocol.columns import numbered
 
 _Nodes = tuple[NodeId, ...]
 
@@ -118,7 +119,7 @@ class DictTable:
             {node_id: at - len(first) for at, node_id in enumerate(first)}, self._ranks
         )
         found = Found([], [], [], [], [], [])
-        numbers: dict[NodeId, int] = {}
+        rows: list[NodeId] = []
         for position, key in enumerate(keys):
             holders = sorted(self._index.nodes((namespace, Key(key))), key=ranks.__getitem__)
             for node_id in holders[:most]:
@@ -127,12 +128,12 @@ class DictTable:
                     node.pin(namespace, [key], until)
                 chunk = node.held(namespace, Key(key))
                 found.key_index.append(position)
-                found.node_index.append(numbers.setdefault(node_id, len(numbers)))
+                rows.append(node_id)
                 found.slots.append(chunk.slot)
                 found.generations.append(chunk.generation)
             if not holders:
                 found.missing.append(position)
-        found.nodes.extend(numbers)
+        found.node_index.extend(numbered(found.nodes, rows))
         return found
 
     def check(self) -> None:

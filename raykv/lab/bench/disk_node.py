@@ -26,21 +26,19 @@ from raykv.base.ids import (
     Generation,
     Key,
     Namespace,
-    NodeId,
     Refusal,
     Slot,
 )
 from raykv.base.settings import DiskPlace
 from raykv.engine.fetches import fetch_request
 from raykv.engine.remote import FetchOrder
-from raykv.engine.requests import Replica
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.peers import PeerError, PendingRead
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.protocol.columns import Handle
-from raykv.protocol.node import Demotions, DiskOrder, disk_of
+from raykv.protocol.columns import Handle, Replica, Source, SourceKind
+from raykv.protocol.node import Demotions, DiskOrder
 from raykv.protocol.peer import ReadRequest
 
 CHUNK_BYTES = 2 << 20
@@ -222,7 +220,7 @@ class Served:
             came = news.came
             for key, place, at in zip(came.keys, came.places, came.generations, strict=True):
                 handle = Handle(Slot(place), Generation(at))
-                found[key] = Replica(NodeId(disk_of(NODE)), self._service.epoch, handle)
+                found[key] = Replica(Source(NODE, SourceKind.DISK), self._service.epoch, handle)
             if news.is_last:
                 return found
             self._tier.take_order(DiskOrder(news.listing, news.upto))
@@ -248,5 +246,5 @@ class Served:
 class _Nobody:
     """The way to other nodes."""
 
-    def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
-        raise PeerError(f"there is no node {node_id} ({len(request.handles)} chunks)")
+    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+        raise PeerError(f"there is no node {source.node_id} ({len(request.handles)} chunks)")

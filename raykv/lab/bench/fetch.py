@@ -30,7 +30,7 @@ from raykv.lab.bench.report import Options, Result, Verdict, alternate
 from raykv.lab.bench.serving import Bed
 from raykv.memory.region import Region
 from raykv.node.launch import node_actor
-from raykv.protocol.columns import Handles, Replicas
+from raykv.protocol.columns import Handles, Replicas, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.peer import FetchRequest, FetchResult
 from raykv.protocol.worker import KVLayout, TensorLayout
@@ -142,10 +142,10 @@ class _Pair:
         generation = next(self._generations)
         handles = _handles(count, generation)
         sources = Replicas(
-            nodes=[self._nodes[0]],
+            sources=[Source(self._nodes[0])],
             node_epochs=[self._epochs[0]],
             key_index=list(range(count)),
-            node_index=[0] * count,
+            source_index=[0] * count,
             slots=handles.slots,
             generations=[1] * count,
         )

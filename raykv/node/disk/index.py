@@ -28,7 +28,7 @@ from itertools import islice
 
 from raykv.base.clearings import Clearings
 from raykv.base.ids import ALL_BLOCKS, NO_GENERATION, Blocks, Generation, Key, Namespace
-from raykv.protocol.columns import namespace_column
+from raykv.protocol.columns import numbered
 from raykv.protocol.node import DiskChunks, DiskNews
 
 MAX_GONE = 65_536
@@ -244,7 +244,8 @@ class DiskIndex:
         is_last = len(page) == len(self._changes)
         names = [each for _, each in page if not isinstance(each, int)]
         came = [self._entries[each] for each in names]
-        namespaces, namespace_index = namespace_column([namespace for namespace, _ in names])
+        namespaces: list[str] = []
+        namespace_index = numbered(namespaces, [namespace for namespace, _ in names])
         upto = page[-1][0] if page else self._heard
         self._told = max(self._told, upto)
         return DiskNews(

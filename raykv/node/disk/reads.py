@@ -23,7 +23,8 @@ from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.index import DiskIndex
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.read import ChunkRead, answer
-from raykv.protocol.node import DiskStats, disk_of, is_disk, node_of
+from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.node import DiskStats
 from raykv.protocol.peer import ReadReply, ReadRequest
 
 logger = logging.getLogger("raykv.disk")
@@ -197,16 +198,16 @@ class TieredTransport:
     """
 
     def __init__(self, node_id: str, disk: DiskReads | None, others: PeerTransport) -> None:
-        self._own = disk_of(node_id)
+        self._own = Source(node_id, SourceKind.DISK)
         self._disk = disk
         self._others = others
 
-    def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
-        if not is_disk(node_id):
-            return self._others.start_read(node_id, request)
+    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+        if not source.is_disk:
+            return self._others.start_read(source, request)
         request = msgspec.structs.replace(request, from_disk=True)
-        if node_id != self._own:
-            return self._others.start_read(node_of(node_id), request)
+        if source != self._own:
+            return self._others.start_read(source, request)
         if self._disk is None:
             raise PeerError("this node has no disk any more")
         return self._disk.start_read(request)

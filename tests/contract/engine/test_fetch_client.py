@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import raykv.engine.fetches
-from raykv.base.ids import Epoch, Generation, Key, NodeId, Refusal, Slot
+from raykv.base.ids import Epoch, Generation, Key, Refusal, Slot
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
 from raykv.engine.fetches import (
@@ -26,8 +26,7 @@ from raykv.engine.fetches import (
     split,
 )
 from raykv.engine.remote import FetchOrder
-from raykv.engine.requests import Replica
-from raykv.protocol.columns import Handle
+from raykv.protocol.columns import Handle, Replica, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.peer import FetchRequest, FetchResult
 from tests.fixtures.engine import Actor, handle, order
@@ -41,7 +40,7 @@ NO_PAUSES = Pauses(0.0, 0.0, 0.0)
 
 
 def replica(node_id: str, number: int, epoch: int = 1 << 45) -> Replica:
-    return Replica(NodeId(node_id), Epoch(epoch), handle(number))
+    return Replica(Source(node_id), Epoch(epoch), handle(number))
 
 
 class Engine:
@@ -152,12 +151,11 @@ def test_columns_of_a_request_say_all_that_the_orders_said() -> None:
     sources = request.sources
     found: dict[int, list[Replica]] = {i: [] for i in range(len(request.handles))}
     rows = zip(
-        sources.key_index, sources.node_index, sources.slots, sources.generations, strict=True
+        sources.key_index, sources.source_index, sources.slots, sources.generations, strict=True
     )
-    for index, node, slot, generation in rows:
+    for index, at, slot, generation in rows:
         where = Handle(Slot(slot), Generation(generation))
-        node_id, epoch = sources.nodes[node], sources.node_epochs[node]
-        found[index].append(Replica(NodeId(node_id), Epoch(epoch), where))
+        found[index].append(Replica(sources.sources[at], Epoch(sources.node_epochs[at]), where))
     columns = zip(
         request.handles.keys,
         request.handles.slots,
@@ -169,7 +167,7 @@ def test_columns_of_a_request_say_all_that_the_orders_said() -> None:
         FetchOrder(Key(name), Handle(Slot(slot), Generation(number)), size, tuple(found[i]))
         for i, (name, slot, number, size) in enumerate(columns)
     ] == orders
-    assert len(sources.nodes) == len(sources.node_epochs) == 4
+    assert len(sources.sources) == len(sources.node_epochs) == 4
     assert (request.version, request.namespace) == (PROTOCOL_VERSION, NAMESPACE)
     assert (request.node_epoch, request.deadline_s) == (5, 2.5)
 

@@ -17,20 +17,18 @@ from raykv.base.ids import (
     Epoch,
     Generation,
     Namespace,
-    NodeId,
     Refusal,
     Slot,
 )
 from raykv.base.settings import DiskPlace
-from raykv.engine.requests import Replica
 from raykv.node.disk.chunk_file import PART_SUFFIX, ChunkBytes, ChunkFile, write_chunks
 from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.peers import PendingRead
-from raykv.protocol.columns import Handle
-from raykv.protocol.node import Demotions, DiskOrder, disk_of
+from raykv.protocol.columns import Handle, Replica, Source, SourceKind
+from raykv.protocol.node import Demotions, DiskOrder
 from raykv.protocol.peer import ReadRequest
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.peers import (
@@ -107,7 +105,7 @@ def replicas(tier: DiskTier, epoch: Epoch) -> dict[bytes, Replica]:
     columns = zip(news.came.keys, news.came.places, news.came.generations, strict=True)
     for name, place, generation in columns:
         handle = Handle(Slot(place), Generation(generation))
-        found[name] = Replica(NodeId(disk_of("here")), epoch, handle)
+        found[name] = Replica(Source("here", SourceKind.DISK), epoch, handle)
     return found
 
 
@@ -140,8 +138,8 @@ def test_another_node_reads_from_the_disk_through_the_node(
     order = other.order(key(1), replicas(tier, here.epoch)[key(1)])
 
     class Remote:
-        def start_read(self, node_id: str, request: ReadRequest) -> PendingRead:
-            assert node_id == "here"
+        def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+            assert source.node_id == "here"
             assert request.from_disk
             return tier.reads.start_read(request)
 
@@ -318,7 +316,7 @@ def test_place_that_can_not_be_a_folder_is_a_problem_and_no_error(
     wait_until(lambda: "disk_path=" in tier.stats().problem, 10.0, "it says why")
     assert tier.news().listing == 0
     order = here.order(
-        key(1), Replica(NodeId(disk_of("here")), here.epoch, Handle(Slot(1), Generation(1)))
+        key(1), Replica(Source("here", SourceKind.DISK), here.epoch, Handle(Slot(1), Generation(1)))
     )
     assert refusals(fetcher(here, tier).fetch(here.request([order]))) == [Refusal.BAD_HANDLE]
 

@@ -19,10 +19,17 @@ import pytest
 import raykv.node.fetch
 from raykv.base.ids import ChunkName, Epoch, Generation, Namespace, Refusal, Slot
 from raykv.engine.remote import FetchOrder
-from raykv.engine.requests import Replica
 from raykv.node.fetch import PIECE_BYTES, WINDOW
 from raykv.node.slots import SlotState
-from raykv.protocol.columns import Handle, Handles, LostReplicas, Replicas
+from raykv.protocol.columns import (
+    Handle,
+    Handles,
+    LostReplicas,
+    Replica,
+    Replicas,
+    Source,
+    SourceKind,
+)
 from raykv.protocol.peer import FetchResult
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.peers import (
@@ -157,7 +164,9 @@ def gone(source: Node, case: str) -> Replica:
     name = source.store(key(0))
     source.store(key(98))
     replica = source.replica(GONE[case][0](source, name))
-    return replace(replica, node_epoch=Epoch(6)) if case == "other epoch" else replica
+    if case == "other epoch":
+        return msgspec.structs.replace(replica, node_epoch=Epoch(6))
+    return replica
 
 
 @pytest.mark.parametrize("case", GONE)
@@ -169,7 +178,7 @@ def test_chunk_that_no_source_has_is_refused_and_its_slot_is_free_again(
     order = here.order(key(0), replica)
     result = here.fetch([order])
     assert refusals(result) == [refusal]
-    lost = LostReplicas(["source"], [key(0)], [replica.handle.generation])
+    lost = LostReplicas([Source("source")], [key(0)], [replica.handle.generation])
     assert result.lost == (lost if is_lost else LostReplicas())
     assert result.num_bytes == here.fetcher.counters.chunks_fetched == 0
     assert here.fetcher.counters.fetches_failed == 1
@@ -185,7 +194,7 @@ def test_next_replica_is_read_when_the_first_does_not_have_the_chunk(
     order = here.order(key(0), gone(source, case), spare)
     result = here.fetch([order])
     assert refusals(result) == [NONE]
-    assert result.lost.nodes == (["source"] if GONE[case][2] else [])
+    assert result.lost.sources == ([Source("source")] if GONE[case][2] else [])
     assert_right(here, [order])
 
 
@@ -561,17 +570,20 @@ def test_repeated_request_gets_the_same_answer(here: Node, source: Node) -> None
     assert (again.slots, again.generations) == (first.slots, first.generations)
 
 
-@pytest.mark.parametrize(("source", "shown"), [("gone", ["node:gone"]), ("import:7f", [])])
+@pytest.mark.parametrize(
+    ("kind", "shown"), [(SourceKind.POOL, ["node:gone"]), (SourceKind.IMPORT, [])]
+)
 def test_import_that_was_interrupted_is_not_shown_as_left_alone(
-    network: Network, source: str, shown: list[str]
+    network: Network, kind: SourceKind, shown: list[str]
 ) -> None:
     """Nobody asks it again: it would be shown for ever."""
-    away, here = network.node(source), network.node("here")
+    away, here = network.node("gone"), network.node("here")
+    away.kind = kind
     order = here.order_of((away, away.store(key(1))))
     away.faults.is_unreachable = True
     assert refusals(here.fetch([order])) == [Refusal.NODE_LOST]
     assert here.fetcher.breaker_report().peers == shown
     # It is left alone all the same while it might be asked.
     away.faults.is_unreachable = False
-    again = here.order(key(1), here.network.nodes[source].replica(away.store(key(1))))
+    again = here.order(key(1), away.replica(away.store(key(1))))
     assert refusals(here.fetch([again])) == [Refusal.BREAKER_OPEN]

@@ -24,6 +24,7 @@ from raykv.base.ids import (
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.slots import SlotState
+from raykv.protocol.columns import Source
 from raykv.protocol.node import FailedStores
 from raykv.protocol.peer import ReadRequest
 from tests.fixtures.keys import numbered_key as key
@@ -212,7 +213,7 @@ def test_fetch_goes_to_the_next_replica_when_the_first_one_is_damaged(
     result = here.fetch([order])
     assert refusals(result) == [NONE]
     assert_right(here, [order])
-    assert (result.lost.nodes, result.lost.keys) == (["node"], [bad.key])
+    assert (result.lost.sources, result.lost.keys) == ([Source("node")], [bad.key])
     assert result.lost.generations == [bad.generation]
     assert (node.keeper.num_quarantined, here.keeper.num_quarantined) == (1, 0)
 

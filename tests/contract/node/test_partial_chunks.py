@@ -25,7 +25,6 @@ from raykv.base.ids import (
     Generation,
     Key,
     Namespace,
-    NodeId,
     Refusal,
     Slot,
 )
@@ -33,14 +32,13 @@ from raykv.base.settings import DiskPlace
 from raykv.client.import_source import EPOCH, GENERATION, ImportSource
 from raykv.engine.fetches import fetch_request
 from raykv.engine.remote import FetchOrder
-from raykv.engine.requests import Replica
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.peers import Bytes
 from raykv.node.read import ReadService
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.node.slots import SlotState
-from raykv.protocol.columns import Handle
+from raykv.protocol.columns import Handle, Replica, Source
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import Demotions
 from raykv.protocol.peer import ReadReply, ReadRequest
@@ -323,13 +321,13 @@ class Direct:
     def __init__(self, read: ReadService | DiskTier | ImportSource) -> None:
         self._read = read
 
-    def start_read(self, node_id: str, request: ReadRequest) -> Direct:
+    def start_read(self, source: Source, request: ReadRequest) -> Direct:
         raw = encode(request)
         if isinstance(self._read, ImportSource):
             answered, self._data = self._read.read(raw)
         else:
-            source = self._read.reads if isinstance(self._read, DiskTier) else self._read
-            reply, self._data = source.read(decode(raw, ReadRequest))
+            read = self._read.reads if isinstance(self._read, DiskTier) else self._read
+            reply, self._data = read.read(decode(raw, ReadRequest))
             answered = encode(reply)
         self._reply = decode(answered, ReadReply)
         return self
@@ -342,7 +340,7 @@ class Direct:
 def fetch(to: Node, source: Direct, epoch: int, handle: Handle) -> None:
     """Have the chunk of `handle` at a source in slot `CHUNK` of a node."""
     name = to.chunk()
-    replica = Replica(NodeId("source"), epoch, handle)  # type: ignore[arg-type]
+    replica = Replica(Source("source"), epoch, handle)  # type: ignore[arg-type]
     order = FetchOrder(name.key, Handle(name.slot, name.generation), SLOT_BYTES, (replica,))
     service = FetchService(to.service.keeper, to.service.epoch, source)
     result = service.fetch(fetch_request(name.namespace, [order], to.service.epoch, 10.0))

@@ -13,7 +13,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
 from raykv.directory.disks import MAX_DEMOTED, MAX_STALE, MAX_SWEPT, Disks
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.protocol import Changes
-from raykv.protocol.columns import LostReplicas
+from raykv.protocol.columns import LostReplicas, Source, SourceKind
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import (
@@ -25,7 +25,6 @@ from raykv.protocol.node import (
     NodeReport,
     NodeReportReply,
     NodeStats,
-    disk_of,
 )
 from raykv.protocol.operator import TransferOrder
 from tests.fixtures.tables import TABLES, use_table
@@ -199,7 +198,11 @@ def test_cleared_namespace_is_found_no_more_and_its_new_chunks_stay() -> None:
 def test_lost_chunks_are_forgotten_at_that_generation_only() -> None:
     disks = Disks()
     disks.take(report(came=[(1, "a"), (2, "b")]), Clearings())
-    lost = LostReplicas([disk_of("node"), disk_of("node"), "node"], [b"a", b"b", b"b"], [5, 4, 5])
+    lost = LostReplicas(
+        [Source("node", SourceKind.DISK), Source("node", SourceKind.DISK), Source("node")],
+        [b"a", b"b", b"b"],
+        [5, 4, 5],
+    )
     disks.drop_lost(MODEL, lost)
     assert known(disks, "a", "b") == [[], [("node", 2)]]
 
@@ -447,13 +450,14 @@ def test_question_is_answered_with_disks_where_no_pool_has_the_chunk(desk: Desk)
     desk.report(node="other", came=[(1, "b"), (2, "c")])
     replicas = desk.sync(asked=[b"a", b"b", b"c", b"d"]).replicas
     rows = [
-        (key, replicas.nodes[node], replicas.node_epochs[node], slot)
+        (key, replicas.sources[node], replicas.node_epochs[node], slot)
         for key, node, slot in zip(
-            replicas.key_index, replicas.node_index, replicas.slots, strict=True
+            replicas.key_index, replicas.source_index, replicas.slots, strict=True
         )
     ]
-    assert [row for row in rows if row[0] == 0] == [(0, "node", 7, rows[0][3])]
-    assert rows[1:] == [(1, "node/disk", 7, 2), (1, "other/disk", 7, 1), (2, "other/disk", 7, 2)]
+    assert [row for row in rows if row[0] == 0] == [(0, Source("node"), 7, rows[0][3])]
+    own, other = Source("node", SourceKind.DISK), Source("other", SourceKind.DISK)
+    assert rows[1:] == [(1, own, 7, 2), (1, other, 7, 1), (2, other, 7, 2)]
     assert replicas.pending == []
 
 

@@ -13,7 +13,7 @@ from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.policies import POLICIES
 from raykv.directory.table.protocol import Changes, Name, TableChunk
 from raykv.lab.bench.s3fifo import S3FIFO
-from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.columns import Handles, LostReplicas, Source
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Inventory
@@ -320,7 +320,7 @@ def test_chunk_is_an_ordinary_one_again_when_a_fetch_did_not_find_the_other_repl
     desk: Desk,
 ) -> None:
     gone = desk.handles("two", "c")
-    desk.sync("three", lost=LostReplicas(["two"], gone.keys, gone.generations))
+    desk.sync("three", lost=LostReplicas([Source("two")], gone.keys, gone.generations))
     assert desk.evict("one", 1) == "b"
 
 

@@ -7,7 +7,7 @@ import pytest
 import raykv.directory.transfers
 from raykv.base.ids import NodeId
 from raykv.directory.transfers import OWNER
-from raykv.protocol.columns import LostReplicas
+from raykv.protocol.columns import LostReplicas, Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import DiskChunks, DiskNews, Inventory
 from raykv.protocol.operator import (
@@ -94,7 +94,7 @@ def test_chunks_that_others_have_get_slots_and_sources(two: Cluster) -> None:
     assert grant.handles.keys == [key(0), key(1)]
     assert grant.slot_bytes == [PAGE, PAGE]
     assert (grant.there, grant.nowhere, grant.no_room) == (0, 1, 0)
-    assert grant.sources.nodes == ["a"]
+    assert grant.sources.sources == [Source("a")]
     assert grant.sources.key_index == [0, 1]
     assert num_leased(two) == 2
 
@@ -108,24 +108,24 @@ def test_chunks_that_are_only_on_disks_get_slots_and_sources(two: Cluster) -> No
     assert grant.slot_bytes == [PAGE] * 4
     assert (grant.there, grant.nowhere, grant.no_room) == (0, 1, 0)
     sources = grant.sources
-    columns = zip(sources.key_index, sources.node_index, sources.slots, strict=True)
-    assert sorted((at, sources.nodes[node], slot) for at, node, slot in columns if at != 1) == [
-        (0, "a/disk", 1),
-        (0, "b/disk", 2),
-        (2, "b/disk", 3),
+    columns = zip(sources.key_index, sources.source_index, sources.slots, strict=True)
+    assert sorted((at, sources.sources[node], slot) for at, node, slot in columns if at != 1) == [
+        (0, Source("a", SourceKind.DISK), 1),
+        (0, Source("b", SourceKind.DISK), 2),
+        (2, Source("b", SourceKind.DISK), 3),
         # It is in a pool: no disk is asked.
-        (3, "a", 1),
+        (3, Source("a"), 1),
     ]
-    assert dict(zip(sources.nodes, sources.node_epochs, strict=True))["b/disk"] == 1
-    # The own disk goes first.
     assert (
-        next(
-            sources.nodes[node]
-            for at, node in zip(sources.key_index, sources.node_index, strict=True)
-            if at == 0
-        )
-        == "b/disk"
+        dict(zip(sources.sources, sources.node_epochs, strict=True))[Source("b", SourceKind.DISK)]
+        == 1
     )
+    # The own disk goes first.
+    assert next(
+        sources.sources[node]
+        for at, node in zip(sources.key_index, sources.source_index, strict=True)
+        if at == 0
+    ) == Source("b", SourceKind.DISK)
     arrive(two, grant, 0, 2)
     assert two.held("b", 7, 8) == [7, 8]
     end(two, *grant.handles.slots[:1], grant.handles.slots[2])
@@ -174,7 +174,7 @@ def test_grant_carries_what_was_evicted_for_it_and_nothing_older(two: Cluster) -
 def test_what_a_disk_does_not_have_any_more_is_forgotten(two: Cluster) -> None:
     put_on_disk(two, "b", 7)
     lend(two, 7)
-    end(two, lost=LostReplicas(["b/disk"], [key(7)], [5]))
+    end(two, lost=LostReplicas([Source("b", SourceKind.DISK)], [key(7)], [5]))
     again = lend(two, 7, name="next")
     assert (len(again.handles), again.nowhere) == (0, 1)
 
@@ -262,7 +262,7 @@ def test_leases_of_a_node_that_is_gone_end_with_it(two: Cluster) -> None:
 
 def test_replica_that_a_source_has_lost_leaves_the_directory(two: Cluster) -> None:
     grant = lend(two, 0)
-    end(two, lost=LostReplicas(["a"], [key(0)], [grant.sources.generations[0]]))
+    end(two, lost=LostReplicas([Source("a")], [key(0)], [grant.sources.generations[0]]))
     assert two.held("a", 0) == []
 
 

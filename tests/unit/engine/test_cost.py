@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.base.ids import Epoch, Generation, Key, Lookup, NodeId, Slot
+from raykv.base.ids import Epoch, Generation, Key, Lookup, Slot
 from raykv.engine.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost, Rates
 from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
-from raykv.engine.requests import Replica, RequestOptions, RequestState
+from raykv.engine.requests import RequestOptions, RequestState
 from raykv.engine.stock import LeaseStock
-from raykv.protocol.columns import Handle, Leases
+from raykv.protocol.columns import Handle, Leases, Replica, Source
 from raykv.protocol.peer import FetchResult
 from tests.fixtures.keys import named_key as key
 
@@ -174,7 +174,7 @@ class Fetcher:
 
     def found(self, *keys: Key) -> RequestState:
         """A request that has asked for chunks and was told of a replica of each."""
-        replica = Replica(NodeId("one"), Epoch(80), Handle(Slot(5), Generation(6)))
+        replica = Replica(Source("one"), Epoch(80), Handle(Slot(5), Generation(6)))
         request = RequestState(RequestOptions(), asked=set(keys))
         request.found.update((key, (replica,)) for key in keys)
         return request

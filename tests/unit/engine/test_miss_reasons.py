@@ -12,7 +12,7 @@ from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handles, Leases, Replicas
+from raykv.protocol.columns import Handles, Leases, Replicas, Source
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.peer import FetchResult
 from tests.fixtures.keys import named_key as key
@@ -71,7 +71,7 @@ def learn(view: EngineView, *, is_there: bool = True, is_pending: bool = False) 
     """The request asks for A, and is told that the node "one" has it, stores it, or nobody."""
     view.ask("r", [A])
     question = take(view)
-    place = Replicas(["one"], [80], [0], [0], [97], [1097]) if is_there else Replicas()
+    place = Replicas([Source("one")], [80], [0], [0], [97], [1097]) if is_there else Replicas()
     apply(view, question, replicas=Replicas(pending=[0]) if is_pending else place)
 
 

@@ -12,9 +12,18 @@ import raykv.engine.view
 from raykv.base.ids import EngineId, Epoch, Generation, Key, Lookup, NodeId, Refusal, Slot
 from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
-from raykv.engine.requests import PREFILLED_REPEATS, Replica, RequestOptions
+from raykv.engine.requests import PREFILLED_REPEATS, RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, LostReplicas, Replicas
+from raykv.protocol.columns import (
+    MAX_KEYS,
+    Handle,
+    Handles,
+    Leases,
+    LostReplicas,
+    Replica,
+    Replicas,
+    Source,
+)
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.peer import FetchResult
 from tests.fixtures.keys import named_key as key
@@ -56,17 +65,17 @@ def told(request: SyncRequest, where: str = "", pending: str = "") -> Replicas:
         if letter in pending:
             answer.pending.append(position)
         for node in filter(None, sources.get(letter, "").split(",")):
-            answer.nodes.append(node)
+            answer.sources.append(Source(node))
             answer.node_epochs.append(NODE_EPOCH if node == "own" else 80)
             answer.key_index.append(position)
-            answer.node_index.append(len(answer.nodes) - 1)
+            answer.source_index.append(len(answer.sources) - 1)
             answer.slots.append(ord(letter))
             answer.generations.append(ord(letter) + 1000)
     return answer
 
 
 def replica(letter: str, node: str = "one") -> Replica:
-    return Replica(NodeId(node), Epoch(80), handle(ord(letter), ord(letter) + 1000))
+    return Replica(Source(node), Epoch(80), handle(ord(letter), ord(letter) + 1000))
 
 
 @pytest.fixture
@@ -629,7 +638,7 @@ def test_chunk_that_arrived_in_a_later_life_of_the_node_is_not_loaded_before_it_
 
 def test_sources_that_have_lost_chunks_are_reported_once(view: EngineView) -> None:
     orders = order_all(view, "a")
-    lost = LostReplicas(["one"], [key("a")], [1097])
+    lost = LostReplicas([Source("one")], [key("a")], [1097])
     view.finish_fetch(orders, replace(result(orders), lost=lost))
     assert view.has_news
     assert take(view).lost == lost
@@ -642,7 +651,7 @@ def test_announcements_and_lost_replicas_go_out_page_by_page(view: EngineView) -
     for number, name in enumerate(names):
         view.remote.announce(name, handle(number, number))
     count = len(names)
-    lost = LostReplicas(["one"] * count, [*names], list(range(count)))
+    lost = LostReplicas([Source("one")] * count, [*names], list(range(count)))
     view.finish_fetch([], replace(result([]), lost=lost))
     pages = [take(view) for _ in range(4)]
     assert [len(page.announced) for page in pages] == [count // 2, count // 2, 0, 0]

@@ -12,7 +12,7 @@ from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import RequestOptions
 from raykv.engine.stock import LeaseStock
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, Replicas
+from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, Replicas, Source
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.peer import FetchResult
 
@@ -182,7 +182,9 @@ def view_that_found(*found: Key, held: Leases) -> EngineView:
     view.start_request("r", RequestOptions())
     view.ask("r", found)
     count = len(found)
-    told = Replicas(["one"], [80], list(range(count)), [0] * count, [7] * count, [8] * count)
+    told = Replicas(
+        [Source("one")], [80], list(range(count)), [0] * count, [7] * count, [8] * count
+    )
     apply(view, take(view, may_want=False), replicas=told)
     return view
 
@@ -375,7 +377,7 @@ def test_result_of_a_forgotten_fetch_is_not_that_of_the_next_one() -> None:
     ends_by_reset(view)
     view.start_request("later", RequestOptions())
     view.ask("later", [A])
-    told = Replicas(["one"], [80], [0], [0], [7], [8])
+    told = Replicas([Source("one")], [80], [0], [0], [7], [8])
     apply(view, take(view), leases((0, 9, 30)), told, cleared=1)
     assert view.lookup("later", A, 0.0) is HIT_PENDING
     (order,) = view.remote.take_orders()

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from raykv.protocol.columns import Source
+
 pytest.importorskip("torch")
 
 import torch
@@ -232,8 +234,8 @@ class PlayedSource:
         self.is_gone = False
         self.partial: dict[int, Blocks] = {}
 
-    def start_read(self, node_id: str, request: ReadRequest) -> PlayedSource:
-        assert node_id == "near"
+    def start_read(self, source: Source, request: ReadRequest) -> PlayedSource:
+        assert source == Source("near")
         self.asked.append(decode(encode(request), ReadRequest))
         return self
 

@@ -14,6 +14,7 @@ from raykv.base.errors import ClusterError, SettingError
 from raykv.prompts.block_hashes import DEFAULT_SEED, RANDOM, HashScheme, PromptTraits, seed_digest
 from raykv.prompts.lookup import PromptScheme, choose_namespace, look_up, scheme_of
 from raykv.prompts.prefixes import ChunkGroup, groups_text, loadable_tokens, parse_groups
+from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.status import NamespaceStatus
 
 FULL = ChunkGroup(0, 32)
@@ -25,6 +26,8 @@ TRAITS = {
     "chunks": "0:32",
 }
 SPACE = NamespaceStatus("5f0c", "/models/tiny", traits=TRAITS)
+A, B = Source("a"), Source("b")
+A_DISK, B_DISK = Source("a", SourceKind.DISK), Source("b", SourceKind.DISK)
 
 
 def there(text: str) -> list[bool]:
@@ -161,17 +164,17 @@ def test_lookup_says_where_each_chunk_is_and_how_much_each_node_could_load() -> 
     tokens = list(range(4 * 32 + 5))
     scheme = scheme_of(SPACE)
     keys = scheme.chunks(tokens)[FULL]
-    holders: dict[bytes, set[str]] = {
-        keys[0]: {"a", "b"},
-        keys[1]: {"a"},
-        keys[2]: {"b"},
+    holders: dict[bytes, set[Source]] = {
+        keys[0]: {A, B},
+        keys[1]: {A},
+        keys[2]: {B},
         keys[3]: set(),
     }
 
-    def nodes_with(asked: Sequence[bytes]) -> list[Collection[str]]:
+    def sources_of(asked: Sequence[bytes]) -> list[Collection[Source]]:
         return [holders[key] for key in asked]
 
-    found = look_up(SPACE, scheme, tokens, PromptTraits(), nodes_with)
+    found = look_up(SPACE, scheme, tokens, PromptTraits(), sources_of)
     assert (found.prompt_tokens, found.cached_tokens) == (133, 96)
     assert [(each.node_id, each.tokens, each.chunks) for each in found.nodes] == [
         ("a", 64, 2),
@@ -188,7 +191,7 @@ def test_lookup_says_where_each_chunk_is_and_how_much_each_node_could_load() -> 
 
 def test_lookup_tells_what_is_on_which_disk() -> None:
     tokens = list(range(5 * 32))
-    there = [{"a"}, {"a", "a/disk"}, {"b/disk", "a/disk"}, {"b"}, set[str]()]
+    there = [{A}, {A, A_DISK}, {B_DISK, A_DISK}, {B}, set[Source]()]
     found = look_up(SPACE, scheme_of(SPACE), tokens, PromptTraits(), lambda _: there)
     # What is on a disk can be loaded, and is told apart.
     assert (found.cached_tokens, found.disk_tokens) == (128, 32)
@@ -209,7 +212,7 @@ def test_tokens_behind_a_gap_do_not_count_as_on_disk() -> None:
     tokens = list(range(3 * 32))
     scheme = scheme_of(SPACE)
     keys = scheme.chunks(tokens)[FULL]
-    holders: dict[bytes, set[str]] = dict(zip(keys, [{"a/disk"}, set(), {"a/disk"}], strict=True))
+    holders: dict[bytes, set[Source]] = dict(zip(keys, [{A_DISK}, set(), {A_DISK}], strict=True))
     found = look_up(
         SPACE, scheme, tokens, PromptTraits(), lambda asked: [holders[k] for k in asked]
     )
@@ -223,10 +226,10 @@ def test_chunks_before_a_window_are_not_read_from_a_disk() -> None:
     keys = scheme.chunks(tokens)
     on_disk = {*keys[WINDOW][:3]}
 
-    def nodes_with(asked: Sequence[bytes]) -> list[Collection[str]]:
-        return [{"a/disk"} if key in on_disk else {"a"} for key in asked]
+    def sources_of(asked: Sequence[bytes]) -> list[Collection[Source]]:
+        return [{A_DISK} if key in on_disk else {A} for key in asked]
 
-    found = look_up(SPACE, scheme, tokens, PromptTraits(), nodes_with)
+    found = look_up(SPACE, scheme, tokens, PromptTraits(), sources_of)
     # The window is the last two chunks of four.
     assert (found.cached_tokens, found.disk_tokens) == (128, 32)
 

@@ -33,7 +33,7 @@ from raykv.node.fetch import FetchService, _bounded
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError
 from raykv.node.read import ReadService
-from raykv.protocol.columns import Handles, Leases, LostReplicas, Replicas
+from raykv.protocol.columns import Handles, Leases, LostReplicas, Replicas, Source, SourceKind
 from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
@@ -212,7 +212,8 @@ PLACE = st.one_of(st.integers(0, 63), NUMBER)
 AGE = st.one_of(st.integers(1, 9), NUMBER)
 HANDLES = any_columns(KEY, PLACE, AGE).map(lambda columns: Handles(*columns))
 LEASES = any_columns(st.one_of(st.just(0), NUMBER), PLACE, AGE).map(lambda c: Leases(*c))
-LOST = any_columns(NAME, KEY, AGE).map(lambda columns: LostReplicas(*columns))
+SOURCE = st.builds(Source, NAME, st.sampled_from(SourceKind))
+LOST = any_columns(SOURCE, KEY, AGE).map(lambda columns: LostReplicas(*columns))
 SIZE = st.one_of(st.sampled_from([PAGE, PAGE, 2 * PAGE, 8 * PAGE]), NUMBER)
 INVENTORY = st.tuples(
     st.lists(NAME, min_size=1, max_size=2),
@@ -425,8 +426,8 @@ def test_honest_peers_are_served_after_all_that(desk: Desk) -> None:
 class Nobody:
     """A `PeerTransport` without any node."""
 
-    def start_read(self, node_id: str, request: ReadRequest) -> Any:
-        raise PeerError(f"node {node_id}: there is none")
+    def start_read(self, source: Source, request: ReadRequest) -> Any:
+        raise PeerError(f"node {source.node_id}: there is none")
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +438,7 @@ def keeper() -> Iterator[PoolKeeper]:
 
 
 REPLICAS = st.tuples(
-    any_columns(NAME, NUMBER), any_columns(NUMBER, NUMBER, PLACE, AGE), NUMBERS
+    any_columns(SOURCE, NUMBER), any_columns(NUMBER, NUMBER, PLACE, AGE), NUMBERS
 ).map(lambda parts: Replicas(*[*parts[0], *parts[1], parts[2]]))
 FETCHES = st.builds(
     FetchRequest,
@@ -549,7 +550,7 @@ def test_result_of_a_fetch_that_passes_has_a_row_for_each_chunk(
     except RayKVError:
         return
     assert [len(each) for each in (result.refusals, result.slots, result.generations)] == [2] * 3
-    assert len(lost.nodes) == len(lost.keys) == len(lost.generations)
+    assert len(lost.sources) == len(lost.keys) == len(lost.generations)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import raykv.directory.answers.snapshots
 from raykv.base.ids import Epoch, Key, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.columns import Handles, LostReplicas, Source
 from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
@@ -467,9 +467,9 @@ def test_source_that_has_lost_a_chunk_is_no_longer_known_to_have_it() -> None:
     assert generation is not None
     replay = Replay()
     desk.catch_up(replay, (0, 0))
-    desk.sync("two model", lost=LostReplicas(["one"], [key("a")], [generation - 1]))
-    desk.sync("two model", lost=LostReplicas(["strange"], [key("a")], [generation]))
+    desk.sync("two model", lost=LostReplicas([Source("one")], [key("a")], [generation - 1]))
+    desk.sync("two model", lost=LostReplicas([Source("strange")], [key("a")], [generation]))
     assert desk.generation("one", "a") == generation
-    desk.sync("two model", lost=LostReplicas(["one"], [key("a")], [generation]))
+    desk.sync("two model", lost=LostReplicas([Source("one")], [key("a")], [generation]))
     desk.catch_up(replay, replay.place)
     assert known(replay) == {("one", "b"): desk.generation("one", "b")}

@@ -17,9 +17,10 @@ from raykv.client import listing
 from raykv.client.listing import Reader
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.manager import BlockManager, ManagerSettings
+from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.engine import AttachEngine, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.node import DiskChunks, DiskNews, Inventory, NodeReport, disk_of
+from raykv.protocol.node import DiskChunks, DiskNews, Inventory, NodeReport
 from raykv.protocol.reader import (
     MAX_PAGE,
     ORDERS,
@@ -296,12 +297,18 @@ def test_where_answers_for_as_many_keys_as_there_is_room_for(
     directory.hold("cc03", [3, 4])
     monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_REPLICAS", 7)
     keys = [key(number) for number in (1, 3, 4, 5, 2)]
-    found = listing.nodes_with(lambda: directory, MODEL, keys)
-    assert [sorted(some) for some in found] == [["aa01"], ["aa01", "cc03"], ["cc03"], [], ["aa01"]]
+    found = listing.sources_of(lambda: directory, MODEL, keys)
+    assert [sorted(each.node_id for each in some) for some in found] == [
+        ["aa01"],
+        ["aa01", "cc03"],
+        ["cc03"],
+        [],
+        ["aa01"],
+    ]
     assert directory.pages == 3
-    assert listing.nodes_with(lambda: directory, OTHER, keys) == [[]] * 5
+    assert listing.sources_of(lambda: directory, OTHER, keys) == [[]] * 5
     directory.manager = BlockManager(Epoch(1))
-    assert listing.nodes_with(lambda: directory, MODEL, keys) == [[]] * 5
+    assert listing.sources_of(lambda: directory, MODEL, keys) == [[]] * 5
 
 
 # Chunks on disks
@@ -395,16 +402,17 @@ def test_where_names_disks_too_and_its_answers_stay_bounded(
         directory.hold(node, [1])
         directory.put_on_disk(node, [1, 2])
     keys = [key(number) for number in (1, 2, 3)]
-    everywhere = [sorted([*NODES, *map(disk_of, NODES)]), sorted(map(disk_of, NODES)), []]
+    disks = [Source(node, SourceKind.DISK) for node in sorted(NODES)]
+    everywhere = [sorted([*map(Source, NODES), *disks]), disks, []]
     for most in (6, 12, 100):
         monkeypatch.setattr(raykv.directory.answers.catalog, "MAX_REPLICAS", most)
         page = directory.manager.catalog.where(WhereQuery(PROTOCOL_VERSION, MODEL, keys))
         check_where_page(page, WhereQuery(PROTOCOL_VERSION, MODEL, keys))
         assert len(page.key_index) <= most
-        found = listing.nodes_with(lambda: directory, MODEL, keys)
+        found = listing.sources_of(lambda: directory, MODEL, keys)
         assert [sorted(some) for some in found] == everywhere
     directory.manager.clear()
-    assert listing.nodes_with(lambda: directory, MODEL, keys) == [[]] * 3
+    assert listing.sources_of(lambda: directory, MODEL, keys) == [[]] * 3
     assert list(directory.reader.chunks()) == []
 
 
@@ -413,7 +421,7 @@ def test_looking_changes_nothing_that_engines_see(directory: Directory) -> None:
     before = list(directory.reader.chunks())
     list(directory.reader.chunks(order="hits", limit=5))
     directory.reader.chunk(key(3))
-    listing.nodes_with(lambda: directory, MODEL, [key(3)])
+    listing.sources_of(lambda: directory, MODEL, [key(3)])
     assert list(directory.reader.chunks()) == before
     node = directory.manager._nodes["aa01"]  # type: ignore[index]
     assert node.book.table.pinned_slabs(directory.now) == set()
@@ -639,9 +647,9 @@ def test_page_that_can_not_be_meant_is_refused(wrong: dict[str, Any]) -> None:
     [
         WherePage(PROTOCOL_VERSION, 0),
         WherePage(PROTOCOL_VERSION, 3),
-        WherePage(PROTOCOL_VERSION, 1, ["n"], [1], [0]),
-        WherePage(PROTOCOL_VERSION, 2, ["n"], [0], [1]),
-        WherePage(PROTOCOL_VERSION, 2, ["n"], [0], []),
+        WherePage(PROTOCOL_VERSION, 1, [Source("n")], [1], [0]),
+        WherePage(PROTOCOL_VERSION, 2, [Source("n")], [0], [1]),
+        WherePage(PROTOCOL_VERSION, 2, [Source("n")], [0], []),
     ],
 )
 def test_answer_to_where_that_can_not_be_meant_is_refused(page: WherePage) -> None:

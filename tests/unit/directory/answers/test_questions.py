@@ -8,7 +8,7 @@ import raykv.directory.answers.questions
 from raykv.base.ids import EngineId, Epoch, Key, Namespace, NodeId
 from raykv.directory.answers.questions import FEW_NODES, MAX_TOLD
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.columns import Handles, Leases, Replicas
+from raykv.protocol.columns import Handles, Leases, Replicas, Source
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import NodeStats
@@ -53,7 +53,7 @@ class Desk(PlainDesk):
     def sources(self, letter: str, engine: str = "own") -> list[str]:
         """The nodes that are told for one key, in their order."""
         told = self.ask(letter, engine)
-        return [told.nodes[index] for index in told.node_index]
+        return [told.sources[index].node_id for index in told.source_index]
 
     def pending(self, letters: str, engine: str = "own") -> str:
         return "".join(letters[position] for position in self.ask(letters, engine).pending)
@@ -100,16 +100,16 @@ def test_replica_is_told_with_its_node_its_life_and_its_place(desk: Desk) -> Non
     desk.store("two", "z")
     stored = desk.store("two", "a")
     told = desk.ask("a")
-    assert told == Replicas(["two"], [9], [0], [0], stored.slots, stored.generations)
+    assert told == Replicas([Source("two")], [9], [0], [0], stored.slots, stored.generations)
 
 
 def test_answer_points_into_the_keys_that_were_asked_and_names_each_node_once(desk: Desk) -> None:
     one = desk.store("one", "ab")
     two = desk.store("two", "c")
     told = desk.ask("xbcya")
-    assert (told.nodes, told.node_epochs) == (["one", "two"], [8, 9])
+    assert (told.sources, told.node_epochs) == ([Source("one"), Source("two")], [8, 9])
     assert told.key_index == [1, 2, 4]
-    assert told.node_index == [0, 1, 0]
+    assert told.source_index == [0, 1, 0]
     assert told.slots == [one.slots[1], two.slots[0], one.slots[0]]
     assert told.generations == [one.generations[1], two.generations[0], one.generations[0]]
 
@@ -132,7 +132,7 @@ def test_repeated_question_gets_the_same_answer_again(desk: Desk) -> None:
     first = desk.sync(asked=[b"a"], seq=500)
     desk.sync("one", wanted={0: 4})
     assert desk.sync(asked=[b"a"], seq=500) == first
-    assert first.replicas.nodes == ["one"]
+    assert first.replicas.sources == [Source("one")]
 
 
 def test_bare_heartbeat_has_no_answers(desk: Desk) -> None:
@@ -201,7 +201,7 @@ def test_no_more_than_the_bound_are_told_for_a_key_and_each_key_has_its_own(desk
         desk.store(node, "ab")
     told = desk.ask("ab")
     assert told.key_index == [0] * MAX_TOLD + [1] * MAX_TOLD
-    assert [told.nodes[index] for index in told.node_index] == ["own", "one"] * 2
+    assert [told.sources[index].node_id for index in told.source_index] == ["own", "one"] * 2
 
 
 # Pins
@@ -263,7 +263,7 @@ def test_announced_chunk_is_told_with_its_place_once_it_is_stored(desk: Desk) ->
     handles = desk.announce("one", "ab")
     desk.arrive("one", Handles([b"a"], handles.slots[:1], handles.generations[:1]))
     told = desk.ask("ab")
-    assert (told.nodes, told.key_index, told.pending) == (["one"], [0], [1])
+    assert (told.sources, told.key_index, told.pending) == ([Source("one")], [0], [1])
 
 
 def test_announcements_do_not_pile_up_once_their_chunks_are_stored(desk: Desk) -> None:
@@ -279,7 +279,7 @@ def test_chunk_that_is_there_is_not_waited_for_because_another_node_stores_it_to
     desk.store("one", "a")
     desk.announce("two", "a")
     told = desk.ask("a")
-    assert (told.nodes, told.pending) == (["one"], [])
+    assert (told.sources, told.pending) == ([Source("one")], [])
 
 
 def test_announcement_ends_when_the_lease_is_released(desk: Desk) -> None:
