@@ -1,4 +1,4 @@
-"""Waits that are no settings, each with its reason.
+"""Waits that are not settings, each with its reason.
 
 Together with the settings whose names end in `_deadline_s`, and `cancel_grace_s`, these are all the
 times that anything in RayKV waits for anything: tests/unit/base/test_deadlines.py finds waits
@@ -10,13 +10,13 @@ from __future__ import annotations
 # Threads that have failed
 
 THREAD_PAUSES_S = (0.1, 1.0)
-"""Before a thread that has failed begins anew, first and longest: whatever it looks after waits."""
+"""Before a failed thread is started again, first and longest: whatever it looks after waits."""
 
 THREAD_WELL_S = 60.0
 """A thread that has run for so long has recovered from its last failure."""
 
 THREAD_REVIVE_S = 1.0
-"""Between two tries to start a thread that the system did not give: somebody else must end."""
+"""Between two attempts to start a thread that the system refused: another one must end first."""
 
 # The worker's line to its NodeActor
 
@@ -28,10 +28,10 @@ LINK_PAUSES_S = (0.05, 2.0)
 one; an attempt costs microseconds."""
 
 LINK_LOOK_S = 1.0
-"""The line's thread looks around at least so often, should nothing wake it."""
+"""The line's thread wakes up at least this often."""
 
 LINK_WAIT_LOOK_S = 0.5
-"""An engine that waits for jobs looks so often whether the line's thread still lives."""
+"""How often an engine that waits for jobs checks that the line's thread still lives."""
 
 STAGED_LOOK_S = 0.002
 """While a load that the engine waits for has no room in the staging memory; its own deadline ends
@@ -42,21 +42,23 @@ LINK_EXIT_S = 2.0
 is enough that none of its threads runs any more, where only these could write."""
 
 LINK_EXIT_LOOK_S = 0.5
-"""Between two looks at that."""
+"""Between two checks of that."""
 
 LINK_HALT_S = 1.0
 """For every core to have been in the kernel once, which takes some ticks of its clock."""
 
 LINK_LAST_S = 60.0
-"""For the exit of a killed NodeActor that a GPU may still copy for: a driver takes seconds to unpin
-hundreds of GiB. After that the engine ends, since its memory is not its own any more."""
+"""For the exit of a killed NodeActor that a GPU may still copy for: a driver takes seconds to
+unlock hundreds of GiB. After that the engine ends, since its memory is not its own any more.
+"""
 
 GCS_S = 5.0
-"""For an actor's address from Ray's head node, which takes milliseconds; Ray itself waits for a
-minute for a GCS that is gone."""
+"""For an actor's address from Ray's head node, which takes milliseconds; Ray itself waits a minute
+for a dead GCS.
+"""
 
 LINK_CLOSE_S = 5.0
-"""For the line's thread at the engine's end; it gives up whatever it waits for at once."""
+"""For the line's thread when the engine ends; it gives up all waits at once."""
 
 # The NodeActor
 
@@ -65,11 +67,12 @@ NODE_HELLO_S = 10.0
 message is sent at once; a frozen engine may attach anew when it wakes up."""
 
 NODE_TURN_AWAY_S = 0.5
-"""The same for a worker that can't be served, to which the thread that all wait for says so."""
+"""The same for a worker that cannot be served: the thread that tells it so holds up all others."""
 
 NODE_SEND_S = 2.0
-"""A worker that does not read its results for so long is stuck; its connection is closed, so that
-it does not hold up the copies of others."""
+"""A worker that does not read its results for this long is stuck; its connection is closed so that
+it does not hold up others' copies.
+"""
 
 NODE_COPY_WAIT_S = 10.0
 """How long a store waits for the readers of its slot: loads take milliseconds, and other nodes
@@ -79,39 +82,42 @@ NODE_STORE_EXPIRY_S = 30.0
 """How long a chunk waits for the parts of the other ranks, as long as a store may take."""
 
 NODE_LOOK_S = 1.0
-"""How often stores that have expired are looked for. Who waits for a copy to end looks so often
-whether it has; that it ends is sure, since every run of bytes is short. A copy thread without a job
-looks so often for one, should nothing wake it."""
+"""How often expired stores are looked for, the end of a copy is checked (it ends for certain, since
+every run of bytes is short), and a copy thread without a job looks for one.
+"""
 
 NODE_GIVE_WAY_S = 0.02
-"""A store between two parts of host memory lets loads go first for so long, then copies the next
-4 MiB: loads take milliseconds, and a stream of them that does not end leaves stores 200 MB/s."""
+"""How long a store within host memory lets loads go first before it copies the next 4 MiB: loads
+take milliseconds, and an endless stream of them leaves stores 200 MB/s.
+"""
 
 NODE_DEATHS_LOOK_S = 1.0
-"""The thread that waits for the death of engines looks so often whether it should end."""
+"""How often the thread that waits for engines to die checks whether it should end."""
 
 NODE_STOP_S = 2.0
 """For each thread at the end; a copy that runs is given up before its next run of bytes."""
 
 NODE_ACCEPT_PAUSE_S = 0.2
-"""After a connection could not be taken: there are too many open files now."""
+"""After a connection could not be accepted: too many files are open."""
 
 NODE_LOCK_LOOK_S = 0.2
-"""While a piece of the pool that is to be pinned is not prefaulted yet: how often that is looked
-at. A piece of 1 GiB takes about half a second."""
+"""How often a piece of the pool that is to be page-locked is checked until it is prefaulted. A
+piece of 1 GiB takes about half a second.
+"""
 
 NODE_BIND_S = 10.0
-"""How long a new life waits for the last one to let go of the socket's name: a killed process with
-much memory takes seconds to go."""
+"""How long a new NodeActor waits for its predecessor to release the socket's name: a killed process
+with much memory takes seconds to exit.
+"""
 
 NODE_BIND_LOOK_S = 0.1
-"""Between two tries of that."""
+"""Between two attempts."""
 
 POOL_FILE_S = 10.0
-"""The same for the file of its pool. If it is still held then, another NodeActor has it."""
+"""The same for the file of its pool. If it is still held after that, another NodeActor has it."""
 
 POOL_FILE_LOOK_S = 0.1
-"""Between two tries of that."""
+"""Between two attempts."""
 
 CUDA_COMPUTE_S = 30.0
 """How long a copy waits for the GPU to finish what it was given before: a long step may take
@@ -119,20 +125,22 @@ seconds. As long as a store may take; a load is taken back earlier by its own de
 
 CUDA_HANG_S = 10.0
 """A batch of at most 32 MiB takes milliseconds: a device that has not carried it out by then hangs.
-Nothing can take the batch back, so that the process which has it ends."""
+The batch cannot be taken back, so the process ends.
+"""
 
 CUDA_SPIN_S = 0.0002
-"""For so long a copy thread asks a device without a pause: a chunk takes a tenth of a
-millisecond, and to fall asleep and wake up takes as long."""
+"""How long a copy thread polls a device without a pause: a chunk takes a tenth of a millisecond,
+and so do falling asleep and waking up.
+"""
 
 CUDA_POLL_S = 0.0001
-"""Between two questions to a device after that."""
+"""Between two polls of a device after that."""
 
 CUDA_LANE_LOOK_S = 0.01
-"""A copy that waits for another one of its direction looks so often whether it was cancelled."""
+"""How often a copy that waits for another one of its direction checks whether it was cancelled."""
 
 SLOT_LOOK_S = 0.05
-"""While a store waits for a slot's readers: how often it looks whether it was cancelled."""
+"""How often a store that waits for a slot's readers checks whether it was cancelled."""
 
 NODE_HEARTBEAT_S = 1.0
 """The scheduler actor forgets a node after five missed ones."""
@@ -146,10 +154,10 @@ NODE_REPORT_PAUSES_S = (0.2, 1.0)
 its nodes have reported."""
 
 NODE_BATCH_PAUSE_S = 0.002
-"""New chunks are collected for so long before they are reported."""
+"""How long new chunks are collected before they are reported."""
 
 NODE_ROOM_GRACE_S = 3.0
-"""How long a new life waits for the memory of the last one to come back."""
+"""How long a new NodeActor waits for its predecessor's memory to be freed."""
 
 NODE_ROOM_GRACE_LOOK_S = 0.5
 """Between two looks at it."""
@@ -161,19 +169,21 @@ there is room now."""
 # Disk tier
 
 DISK_BATCH_S = 0.5
-"""Chunks wait so long for others to share a file with: fewer and larger files."""
+"""How long chunks wait for others to share a file with: fewer and larger files."""
 
 DISK_GIVE_WAY_S = 1.0
-"""A file waits so long for copies to end before it is written all the same."""
+"""How long a file waits for copies to end before it is written anyway."""
 
 DISK_GIVE_WAY_LOOK_S = 0.02
-"""Between two looks at whether they have."""
+"""Between two checks of that."""
 
 DISK_CLAIM_LOOK_S = 0.01
-"""A folder of the disk tier that is held is tried once more: who only looks holds it for less."""
+"""Before a folder of the disk tier that is held is tried once more: a process that only looks holds
+it for less.
+"""
 
 DISK_RETRY_S = 15.0
-"""After a write that failed, and while there is no room: then it is tried again."""
+"""After a failed write, or while there is no room, before the next attempt."""
 
 DISK_READ_S = 10.0
 """For a read on behalf of another node, which has a deadline of its own: a network's disk may hang,
@@ -183,7 +193,7 @@ HOST_DISK_S = 1.0
 """For a look at what lies under `disk_path`, for `raykv doctor`: a network's disk may hang."""
 
 DISK_LOOK_S = 1.0
-"""The threads of a disk tier look around at least so often, should nothing wake them."""
+"""The threads of a disk tier wake up at least this often."""
 
 # Hidden states
 
@@ -192,7 +202,7 @@ STATES_ROOM_S = 60.0
 which keeps the engine from computing faster than can be written. The engine gives up earlier."""
 
 STATES_LOOK_S = 0.5
-"""Threads that wait for states look around at least so often, should nothing wake them."""
+"""Threads that wait for states wake up at least this often."""
 
 STATES_EXPIRY_LOOK_S = 5.0
 """Between two looks for states that have been kept long enough."""
@@ -211,7 +221,7 @@ STATES_FIND_PAUSE_S = 0.05
 # Fetches
 
 FETCH_MOST_S = 3600.0
-"""Whatever a request says; as much as a setting allows."""
+"""Upper bound, whatever a request says; as much as a setting allows."""
 
 FETCH_GRACE_S = 2.0
 """Above the deadline that the NodeActor keeps, before it counts as lost."""
@@ -220,11 +230,12 @@ FETCH_LOOK_S = 0.2
 """Between two looks for requests that are overdue."""
 
 FETCH_SLOT_WAIT_S = 1.0
-"""A leased slot has no readers, save those of what it held before."""
+"""A leased slot has no readers except those of its previous chunk."""
 
 SOURCE_PAUSES_S = (2.0, 30.0)
-"""A source that did not answer is not asked for so long, first and longest: asking in vain costs a
-request its fetch deadline, Ray takes 12 to 64 s to find that a node is gone."""
+"""How long a source that did not answer is left alone, first and longest: asking in vain costs a
+request its fetch deadline, and Ray takes 12 to 64 s to notice that a node is gone.
+"""
 
 FETCHER_PAUSES_S = (0.1, 2.0)
 """The same for an engine's own NodeActor: Ray starts another one within seconds."""
@@ -233,7 +244,8 @@ FETCHER_PAUSES_S = (0.1, 2.0)
 
 SCHEDULER_PAUSES_S = (0.1, 2.0)
 """After an exchange without an answer, first and longest: a new scheduler actor is there within
-seconds, and nobody waits for it but new requests."""
+seconds, and only new requests wait for it.
+"""
 
 ATTACH_PAUSE_S = 0.05
 """Between two tries to attach at the start."""
@@ -271,7 +283,7 @@ DOCTOR_REACH_S = 1.0
 """For one port."""
 
 DOCTOR_TAKE_S = 1.0
-"""For taking an answer that is there."""
+"""For taking an answer that has arrived."""
 
 RAY_START_S = 90.0
 """For `ray start`, which takes 6 to 10 s on a quiet machine."""
@@ -284,14 +296,15 @@ RAY_STOP_S = 3.0
 """For processes to end by themselves, then once more after SIGKILL."""
 
 RAY_LOOK_S = 0.1
-"""Between two looks for another process, a new node, or actors that are to go."""
+"""Between two checks for another process, a new node, or actors that are ending."""
 
 REPLACE_PAUSE_S = 0.5
 """For Ray to forget the name of an actor that was ended."""
 
 RECONCILE_PAUSES_S = (2.0, 60.0)
-"""Between two looks for nodes that are to have a NodeActor and have none, first, and longest while
-Ray's head node does not answer: what waits for it is a thread each time."""
+"""Between two searches for nodes that lack their NodeActor, first, and longest while Ray's head
+node does not answer: each search occupies a thread.
+"""
 
 UP_MEMORY_S = 30.0
 """For a node to say how much memory it has free: Ray starts a process there first."""
@@ -300,7 +313,8 @@ UP_S = 300.0
 """For the pools of all nodes to be there, prefaulted: 2 GB/s, so 256 GiB take two minutes."""
 
 KEEP_S = 600.0
-"""For all that the pools hold to be on the disks: 200 GiB at 400 MB/s, unless one says more."""
+"""For all that the pools hold to be on the disks: 200 GiB at 400 MB/s, unless the caller says more.
+"""
 
 KEEP_GRACE_S = 5.0
 """For the NodeActors' answers after that."""
@@ -360,7 +374,7 @@ READER_S = 5.0
 """For one page of events or of a snapshot."""
 
 READER_PATIENCE_S = 30.0
-"""A scheduler actor that restarts is asked again for so long by a reader of events."""
+"""How long a reader of events asks a restarting scheduler actor again."""
 
 READER_PAUSE_S = 0.2
 """Between two questions of a reader when nothing is new, or nobody answers."""
@@ -392,7 +406,7 @@ PUBLISH_BIND_PAUSE_S = 0.5
 """Between two tries to bind the publisher's sockets: an earlier life may still hold them."""
 
 PUBLISH_FAILED_PAUSE_S = 1.0
-"""After the scheduler actor could not be read for as long as a reader is patient."""
+"""Pause after a reader's patience with the scheduler actor has run out."""
 
 PUBLISH_BIND_S = 5.0
 """For a new publisher to say whether it could bind its sockets, to a person."""
@@ -441,7 +455,7 @@ ASGI_END_S = 5.0
 """
 
 BODY_S = 60.0
-"""For a client to send its request: the longest that is taken is 64 MiB, which is 10 Mbit/s."""
+"""For a client to send its request, at most 64 MiB: 10 Mbit/s."""
 
 REPLICA_WAIT_S = 60.0
 """For a replica to take a request, where the arguments do not say otherwise: a new one needs 15 s
@@ -452,7 +466,7 @@ REPLICA_RETRY_PAUSE_S = 0.05
 first."""
 
 REPLICA_RETRY_AFTER_S = 5
-"""How long a client should wait that no replica could take."""
+"""How long a client is asked to wait if no replica could take its request."""
 
 REPLICA_METRICS_S = 5.0
 """For all replicas to write down their metrics. Prometheus gives up after 10 s."""
@@ -460,12 +474,14 @@ REPLICA_METRICS_S = 5.0
 # Commands that end what they have started
 
 COMMAND_END_S = 15.0
-"""For a command that is asked to end to end its engines and its Ray in order, which takes a few
-seconds; then it is killed, and its warden does the rest. Container managers kill after 30 s."""
+"""For a command that is asked to end: it ends its engines and its Ray in order, which takes a few
+seconds; after that it is killed, and its warden does the rest. Container managers kill after 30 s.
+"""
 
 WARDEN_LOOK_S = 1.0
-"""How often a warden notes what the command has started: a look costs a millisecond or two, and an
-engine lives for longer before it changes its title."""
+"""How often a warden notes what the command has started: it costs a millisecond or two, and an
+engine lives longer than that before it changes its title.
+"""
 
 WARDEN_SWEEP_S = 10.0
 """For killing what is left, in rounds: killed processes are gone within milliseconds."""

@@ -1,4 +1,4 @@
-"""Why chunks are not there that were, or that might have been: what is remembered of keys.
+"""Why chunks are missing that were there or could have been: what is remembered of keys.
 
               note                     half of the bound is reached            again
    (unknown) ──────► remembered, young ───────────────────────────► old ───────────────► (unknown)
@@ -31,7 +31,7 @@ class Departures(Generic[V]):
     _old: dict[bytes, V] = field(default_factory=dict)
 
     def note(self, keys: Iterable[bytes], known: V) -> None:
-        """These are not there (any more); of very many only the first."""
+        """These are not there (any more); of very many only the first are remembered."""
         half = self.most // 2
         if len(self._young) >= half:
             self._old, self._young = self._young, {}

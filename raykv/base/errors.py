@@ -27,7 +27,7 @@ class VersionError(RayKVError):
 
 
 class MessageError(RayKVError):
-    """A message is none that a RayKV of this version sends; nothing of it was carried out."""
+    """A message is not one that this version of RayKV sends; nothing of it was carried out."""
 
 
 class AttachError(RayKVError):
@@ -35,11 +35,11 @@ class AttachError(RayKVError):
 
 
 class DiskError(RayKVError):
-    """A disk tier has no place that it can use."""
+    """A disk tier has no usable place."""
 
 
 class ChunkFileError(RayKVError):
-    """A file of chunks is damaged, or is none that this RayKV reads."""
+    """A file of chunks is damaged, or not one that this version of RayKV reads."""
 
 
 class HiddenStatesError(RayKVError):
@@ -55,11 +55,11 @@ class HandleError(RayKVError):
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised in another actor, where Ray has wrapped it; else the error itself."""
+    """What was raised in another actor, if Ray has wrapped it; otherwise the error itself."""
     return getattr(error, "cause", None) or error
 
 
 def first_line(error: BaseException) -> str:
-    """An error's kind, and the first line of what it says."""
+    """An error's kind and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"

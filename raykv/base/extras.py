@@ -1,4 +1,4 @@
-"""Packages that RayKV's core does without: who needs one hears in a sentence what to install."""
+"""Optional packages: where one is needed and missing, a sentence says what to install."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INSTALL = {
     "vllm": _VLLM,
     "zmq": "'raykv[events]'",
 }
-"""What pip is to be told, by the name of the module."""
+"""What to install with pip, by the name of the module."""
 
 
 def load(module: str, purpose: str) -> Any:
@@ -56,7 +56,7 @@ def require(purpose: str, *packages: str) -> None:
 
 
 def complaint(error: ModuleNotFoundError, purpose: str) -> str:
-    """What is missing and what to install; empty if it is none of the packages."""
+    """What is missing and what to install; empty for other modules."""
     package = (error.name or "").partition(".")[0]
     if package not in _INSTALL:
         return ""

@@ -53,7 +53,8 @@ LAST_EPOCH = (1 << 31) - 2
 
 MAX_EPOCH = LAST_EPOCH - (1 << 20)
 """A scheduler actor rises above the epochs that others claim to have heard of, up to this one. So
-whatever is claimed there are later ones left, which nobody can have heard of but from itself."""
+whatever is claimed, later ones are left that only the actor itself can have named.
+"""
 
 MAX_GENERATION = Generation((LAST_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS) - 1))
 """The last one of `LAST_EPOCH`."""
@@ -71,7 +72,7 @@ class Blocks(NamedTuple):
         return 0 <= self.first < self.first + self.length <= MAX_BLOCKS
 
     def has(self, wanted: Blocks) -> bool:
-        """Whether all that is wanted is among these; that is so if nothing is."""
+        """Whether all wanted blocks are among these; true if none is wanted."""
         if not wanted.length:
             return True
         ends_inside = wanted.first + wanted.length <= self.first + self.length
@@ -231,7 +232,7 @@ class MissReason(StrEnum):
     LOAD_FAILED = "load_failed"
     """It was here, and its copy into the engine's KV cache failed."""
     BREAKER_OPEN = "breaker_open"
-    """Who should have been asked had failed too often, and was left alone for a while."""
+    """The actor to ask had failed too often and was left alone for a while."""
     ABORTED = "aborted"
     """The request ended before it was scheduled, or while it loaded."""
     OTHER = "other"

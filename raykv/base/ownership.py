@@ -1,7 +1,7 @@
-"""Files and folders where others can write: whose they are is looked at, not only their name.
+"""Files and folders where others can write: their owner is checked, not only their name.
 
-Another user of the machine can have made whatever has a name that is known beforehand, or a link of
-that name. So links are not followed, and what is opened belongs to this process's user or to root,
+Another user of the machine may have made a file, a folder or a link of a name that is known
+beforehand. So links are not followed, and what is opened belongs to this process's user or to root,
 and nobody else can write to it. What differs raises a `PermissionError` whose `strerror` is a
 sentence; nothing of it is changed.
 """
@@ -30,7 +30,7 @@ def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
         fd = os.open(path, rest | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise refusal(path, "it is no plain file")
+            raise refusal(path, "it is not a plain file")
         _require_own(path, found)
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
@@ -44,7 +44,7 @@ def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
 
 
 def _why_not(path: Path | str, error: OSError) -> str:
-    """What the system means when it opens no file."""
+    """Why the system opened no file."""
     if error.errno == errno.ELOOP:
         return "it is a symbolic link, which is not followed"
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -59,8 +59,8 @@ def _why_not(path: Path | str, error: OSError) -> str:
 
 
 def make_own_folder(path: Path) -> None:
-    """Have a folder that nobody else can have put anything into; made, for this user alone, if it
-    is missing.
+    """Ensure a folder into which nobody else can have put anything; made, for this user alone, if
+    it is missing.
 
     Raises:
         OSError: as `os.mkdir`, and for a folder that is another's.
@@ -77,9 +77,9 @@ def require_own_folder(path: Path) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
         is_link = stat.S_ISLNK(found.st_mode)
-        raise refusal(path, "it is a symbolic link" if is_link else "it is no folder")
+        raise refusal(path, "it is a symbolic link" if is_link else "it is not a folder")
     parent = path.parent.stat()
-    # Who gave a whole volume to a group has done so on purpose.
+    # A whole volume that belongs to a group does so on purpose.
     is_groups = bool(parent.st_mode & _GROUP) and parent.st_gid == found.st_gid
     _require_own(path, found, may_group=is_groups)
     require_settled(path.parent)
@@ -105,7 +105,7 @@ def _require_own(path: Path | str, found: os.stat_result, *, may_group: bool = F
 
 
 def refusal(path: Path | str, why: str) -> PermissionError:
-    """The error that says why something is not used."""
+    """The error that names why something is not used."""
     return PermissionError(errno.EACCES, f"{path} is not used: {why}")
 
 

@@ -49,7 +49,7 @@ def shown(value: Any) -> str:
 
 
 def words(value: Any) -> str:
-    """What a number, a text or a flag says; nothing for a truth value or anything else."""
+    """The text of a number, a text or a flag; empty for a truth value or anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return ""
     try:
@@ -165,7 +165,7 @@ def endpoint(name: str, value: Any) -> str:
     if isinstance(value, str) and (not value or re.fullmatch(r"(tcp|ipc)://[!-~]+", value)):
         return value
     raise SettingError(
-        f"{name}={shown(value)} is no place for a ZMQ socket: give one like 'tcp://*:5557' or "
+        f"{name}={shown(value)} is not an address of a ZMQ socket: give one like 'tcp://*:5557' or "
         "'ipc:///tmp/events'"
     )
 
@@ -182,7 +182,7 @@ def topic(name: str, value: Any) -> str:
     fields = [(field, more or how) for _, field, more, how in parts if field is not None]
     if any(field not in TOPIC_FIELDS or more for field, more in fields):
         raise SettingError(
-            f"{name}={shown(value)} is no topic: it may name "
+            f"{name}={shown(value)} is not a topic: it may name "
             f"{', '.join(f'{{{field}}}' for field in TOPIC_FIELDS)}, and nothing else in braces"
         )
     return str(value)

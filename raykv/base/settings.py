@@ -227,7 +227,7 @@ class Settings:
         1 << 30, parse_size, "RAM per node for hidden states, beside the pool"
     )
     hidden_states_ttl_s: float = _setting(
-        600.0, seconds, "For so long they are kept, and their files until somebody cleans them up"
+        600.0, seconds, "How long they are kept, and their files too if nobody has cleaned them up"
     )
     hidden_states_client_paths: bool = _setting(
         False, flag, "Requests may name the file of their hidden states: any file of the server"

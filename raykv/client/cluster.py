@@ -85,7 +85,8 @@ class Cluster:
         )
 
     def doctor(self) -> list[Finding]:
-        """What is wrong with the cluster, and how to mend it; takes seconds if somebody is silent.
+        """What is wrong with the cluster, and how to mend it; takes seconds if an actor does not
+        answer.
 
         Raises:
             ClusterError: Ray itself does not answer.

@@ -6,8 +6,8 @@ A message of another version, or an invalid one, raises and changes nothing.
 
 Pins, the operator's wish for pools, what was cleared and how far generations have come outlive this
 process: a thread that nobody waits for keeps them in Ray's internal store, so what was ordered
-within the last moment may be lost. Who clears asks whether that is kept (`has_kept_clearings`); the
-NodeActors remember it too, and their disks.
+within the last moment may be lost. A caller that clears asks whether the clearing is kept
+(`has_kept_clearings`); the NodeActors and their disks remember it too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _EPOCH_ZERO = 1_735_689_600
 HERE, OPERATOR = "the scheduler actor", "the operator"
 
 EXPIRY_PAUSE_S = 0.25
-"""The look for what has been silent too long takes a while in a large cluster."""
+"""Looking for what has been silent too long takes a while in a large cluster."""
 
 
 class SchedulerActor:
@@ -112,7 +112,7 @@ class SchedulerActor:
                 logger.exception("the scheduler actor lives without metrics")
 
     def _show_metrics(self, place: MetricsPlace) -> None:
-        """Serve them from threads, which get all that they show by a call, in its turn."""
+        """Serve them from threads, which collect what they show with a call that waits its turn."""
         here = ray.get_runtime_context().current_actor
         self._metrics = server = MetricsServer(
             place, ray.util.get_node_ip_address(), lambda: _collected(here)
@@ -319,7 +319,7 @@ class SchedulerActor:
 
     @contextmanager
     def _measured(self, call: str) -> Iterator[float]:
-        """The time at which a call begins; how long it takes is counted."""
+        """The time at which a call begins; its duration is counted."""
         began = self._tick()
         try:
             yield began
@@ -342,7 +342,7 @@ class SchedulerActor:
 
 
 def _collected(here: Any) -> list[MetricFamily]:
-    """In threads of this actor: what it shows, collected when its turn comes."""
+    """Runs in threads of this actor: what it shows, collected when its turn comes."""
     raw: bytes = ray.get(here.metrics.remote(), timeout=METRICS_COLLECT_S)
     return decode(raw, ClusterMetrics).families
 
@@ -356,4 +356,4 @@ def _targets(here: Any) -> list[str]:
 def _require_numbers(*places: object) -> None:
     for number in places:
         is_number = isinstance(number, int) and abs(number) <= MAX_NUMBER
-        require(is_number, "a place of the event log, or of a snapshot, that is no number")
+        require(is_number, "a position in the event log, or in a snapshot, that is not a number")

@@ -1,7 +1,7 @@
 """What a scheduler actor leaves to its next life, in the store of Ray's head node.
 
-Calls wait for the head node as long as Ray does: they are for threads that nobody waits for, and
-for people.
+Calls wait for the head node as long as Ray does: only threads that nobody waits for, and people,
+may make them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray.experimental.internal_kv import (
 from raykv.cluster.names import BEQUESTS
 
 LIFE = "life"
-"""The name of what every life leaves: a `KeptLife`."""
+"""The name under which every life leaves a `KeptLife`."""
 
 
 @dataclass(frozen=True, slots=True)

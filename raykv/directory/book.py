@@ -5,10 +5,10 @@
      ▲                   │ end_lease            │
      └───────────────────┴──────────────────────┘ drop, eviction
 
-The slots themselves are in a table (`table/protocol.py`); here is which slab has which slot size,
-what to believe of who says that something is in a slot, and who is told. Chunks that another node
-has too are given up first, the others by the policy. A slot size gets slabs from others up to its
-fair share, and all there are from one that lies idle.
+The slots themselves are in a table (`table/protocol.py`); this module knows which slab has which
+slot size, which reports about a slot to believe, and who is informed. Chunks that another node has
+too are given up first, the others by the policy. A slot size gets slabs from others up to its fair
+share, and all there are from one that lies idle.
 
 Invariants:
 1. Per slot size: free + leased + held slots are all slots of the slabs of that size.
@@ -126,7 +126,7 @@ class PoolBook:
             self._on_changes(gone)
 
     def drop_overwritten(self, writes: Iterable[TableChunk]) -> None:
-        """Forget what can't be there any more, since its place was given to one of `writes`.
+        """Forget what cannot be there any more because its place was given to one of `writes`.
 
         A place is the slot itself, and the whole slab if that has got another slot size.
         """
@@ -152,9 +152,8 @@ class PoolBook:
     # Places
 
     def claim_place(self, chunk: TableChunk) -> bool:
-        """Take a certain slot out of the free ones; False if it can't be there.
-
-        Its slab comes along if nothing else is in it.
+        """Take a certain slot out of the free ones; False if it is not free. Its slab changes its
+        slot size if nothing else is in it.
         """
         if not self.geometry.is_place(chunk.slot, chunk.slot_bytes):
             return False
@@ -165,7 +164,7 @@ class PoolBook:
         return True
 
     def claim_slabs(self, slots: Sequence[int], slot_bytes: Sequence[int]) -> None:
-        """Have the unused slabs of many slots ready; who names a slab first sets its slot size."""
+        """Prepare the unused slabs of many slots; the first to name a slab sets its slot size."""
         seen: set[int] = set()
         for slot, size in zip(slots, slot_bytes, strict=True):
             slab = self.geometry.slab_of(Slot(slot))
@@ -200,7 +199,7 @@ class PoolBook:
             self.hold(name, chunk)
 
     def outlive(self, chunk: TableChunk) -> None:
-        """A free slot has had a chunk that nobody needs: no lease from before it is good."""
+        """A free slot has had a chunk that nobody needs: no earlier lease of it is valid."""
         if self.may_come(chunk) and self.claim_place(chunk):
             self.table.release(chunk.slot, chunk.slot_bytes, Generation(chunk.generation + 1))
 
@@ -236,7 +235,7 @@ class PoolBook:
         return lease if lease is not None and lease.generation == generation else None
 
     def end_lease(self, slot: Slot, lease: Lease) -> None:
-        """The lease is over without a chunk: the slot is free."""
+        """The lease ended without a chunk: the slot is free."""
         self.table.end_lease(slot, lease.generation)
 
     def release(self, leases: Leases) -> None:
@@ -247,7 +246,7 @@ class PoolBook:
                 self.end_lease(Slot(released), lease)
 
     def end_older_lease(self, chunk: TableChunk) -> None:
-        """A lease that is older than what was stored in its slot is no good to anybody."""
+        """A lease that is older than what was stored in its slot is void."""
         lease = self.table.lease_of(chunk.slot)
         if lease is not None and lease.generation < chunk.generation:
             self.end_lease(chunk.slot, lease)

@@ -117,7 +117,8 @@ class BlockManager:
         self.epoch = epoch
         self._generations = Generations(epoch, self.settings.generations_per_epoch)
         self.paused = False
-        # Whether an operator has spoken in this life; before, a node's memory of it counts.
+        # Whether an operator has given an order in this life; until then, what a node remembers
+        # counts.
         self._pause_decided = False
         self._nodes: dict[NodeId, Node] = {}
         self._engines: dict[EngineId, Engine] = {}
@@ -161,7 +162,8 @@ class BlockManager:
             take_inventory(node, report, self._clearings)
         elif report.seq > node.last_seq:
             node.last_seq = report.seq
-            # Before the inventory is in, such news may be older than it; and it has them all.
+            # Before the inventory is in, such news may be older than the inventory, which has them
+            # all.
             if node.inventory_complete:
                 take_stored(node, report.stored, self._clearings)
                 take_failed(node, report.failed)
@@ -226,7 +228,7 @@ class BlockManager:
         if (seen > self.granting or floor > self._generations.last) and seen <= MAX_EPOCH:
             own = make_generation(self.epoch, 0)
             self._rise_above(seen)
-            # What this life has cleared was to be all that there was, and some was of later epochs.
+            # This life meant to clear everything, and some chunks were of later epochs.
             floors = self._clearings.told.items()
             above = {name: int(self._generations.last) for name, floor in floors if floor >= own}
             self._take_clearings(above)
@@ -241,7 +243,7 @@ class BlockManager:
         self._log.rise_to(self.epoch)
 
     def _take_clearings(self, told: Mapping[str, int]) -> None:
-        """Somebody knows of floors: nothing at or below them is believed any more."""
+        """Floors were reported: nothing at or below them is believed any more."""
         if self._clearings.take(told):
             self._drop_cleared()
 
@@ -257,7 +259,7 @@ class BlockManager:
                     self._void(node, engine)
 
     def _void(self, node: Node, engine: Engine) -> None:
-        """All that an engine has is worth nothing; its next exchange says so."""
+        """Everything that an engine has is void; its next exchange says so."""
         node.book.end_leases(engine.engine_id)
         engine.void = True
         self._start_snapshot(engine)
@@ -413,7 +415,7 @@ class BlockManager:
         return self._by_node[engine.node_id].values()
 
     def _has_peers(self, engine: Engine) -> bool:
-        """Whether anybody else may have, or come to have, chunks of the engine's namespace."""
+        """Whether anybody else has, or may get, chunks of the engine's namespace."""
         space, nodes = engine.namespace, self._nodes.values()
         return (
             self._disks.holds_any(space)
@@ -471,7 +473,7 @@ class BlockManager:
             for node in self._nodes.values():
                 self._clear_on(node, name)
         if EVERY_NAMESPACE in risen and namespace is not None:
-            # It was one namespace too many to have a floor of its own.
+            # There was no room for a floor of its own.
             self._drop_cleared()
         return self._clearings.told
 
@@ -510,7 +512,7 @@ class BlockManager:
     # Readers
 
     def events(self, epoch: Epoch, after: int) -> EventPage:
-        """What happened after a place of the event log; see `EventLog.page`."""
+        """What happened after a position in the event log; see `EventLog.page`."""
         return self._log.page(epoch, after)
 
     @property

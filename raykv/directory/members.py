@@ -66,7 +66,7 @@ class Engine:
 
 
 def version_objection(version: int) -> str:
-    """Why an engine that speaks that version is refused; empty if it is not."""
+    """Why an engine with that protocol version is refused; empty if it is not."""
     if version == PROTOCOL_VERSION:
         return ""
     return (

@@ -2,9 +2,9 @@
 
 Invariants:
 1. A snapshot entry is read when its page is made up, and changes go out after the snapshot: what
-   happens meanwhile is sent at least once, and nothing newer is followed by something older that
-   the generations don't expose.
-2. The changes kept are bounded: an engine that does not fetch them gets a new snapshot.
+happens meanwhile is sent at least once, and where something older follows something newer, the
+generations show it. 2. The changes kept are bounded: an engine that does not fetch them gets a new
+snapshot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Mirror:
         self._table = table
         self._namespace = namespace
         self._changes: deque[Changes] = deque()
-        # How many of the first of them have been told.
+        # How many of them were sent, from the first on.
         self._num_told = 0
         self.num_pending = 0
         self._snapshot: Sequence[Any] | None = [] if table is None else table.places(namespace)
@@ -38,7 +38,7 @@ class Mirror:
 
     @property
     def has_more(self) -> bool:
-        """Whether something is left to be told."""
+        """Whether something is left to send."""
         return bool(self._changes) or self._snapshot is not None
 
     @property

@@ -13,7 +13,7 @@ table of slots keeps evictions from what is kept; here is what is kept, how much
 Invariants:
 1. What is kept on a node takes at most the node's share for pins. What only requests want does not
    grow beyond half of that.
-2. A replica of a chunk that is wished for is either kept or waiting; of no other chunk it is.
+2. A replica of a chunk that is wished for is either kept or waiting; any other replica is neither.
 3. There are at most `MAX_PINNED` names, of which requests alone have at most half.
 4. A pin that is refused has changed nothing.
 """
@@ -41,16 +41,16 @@ MAX_PINNED = 65_536
 MAX_PINS = 1024
 
 FAVOUR_S = 600.0
-"""For so long a request's priority counts."""
+"""How long a request's priority counts."""
 
 SHARE = 0.25
-"""Of a pool that pins may take, if nothing else is said."""
+"""Share of a pool that pins may take by default."""
 
 LOOK_S = 1.0
-"""Between two looks for wishes whose time is over; the table itself is exact."""
+"""Between two searches for wishes that have expired; the table itself is exact."""
 
 _FIRM_HINT, _FAVOUR_HINT = "hint: pin", "hint: priority"
-"""Who wishes, instead of the id of a pin: all requests are one."""
+"""Holder of the wishes of all requests, in place of a pin's id."""
 
 _MAX_FOUND = 65_536
 """Replicas that are looked for in one go."""
@@ -129,7 +129,7 @@ class Pins:
     def _objection(self, pin_id: str, names: Sequence[Name]) -> str:
         """Why there is no room for a pin that takes the place of an earlier one of its id."""
         if pin_id not in self._pins and len(self._pins) >= MAX_PINS:
-            return f"there are {MAX_PINS} pins already, as many as may be: unpin some first"
+            return f"there are {MAX_PINS} pins already, the most that are allowed: unpin some first"
         own = self._names_of(pin_id)
         ending = {name for name in own if len(self._wishes[name]) == 1}.difference(names)
         num_new = sum(name not in self._wishes for name in names)
@@ -382,7 +382,7 @@ class Pins:
     # Looking
 
     def order_of(self, pin_id: str) -> PinOrder | None:
-        """What a pin is about, if there is one of that id."""
+        """The order behind a pin, if there is one of that id."""
         return self._pins.get(pin_id)
 
     def pinned(self, now: float) -> Pinned:

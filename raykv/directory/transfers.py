@@ -3,10 +3,10 @@
             lend                           end, or its time is over
    (none) ────────► lent, being fetched ───────────────────────────► (none), unused slots are free
 
-An engine fetches into its own leases; here there is no engine. Who ordered the transfer has the
-NodeActor fetch into what was lent, from a disk what is in no pool; what has come is reported like
-any other store, and held. What was evicted for it goes to the node's disk first, if it has one: the
-slots are stored into at once, and not some time later as with an engine's.
+An engine fetches into its own leases; here there is no engine. The client that ordered the transfer
+has the NodeActor fetch into what was lent, from a disk what is in no pool; what arrives is reported
+and held like any other store. What was evicted for it goes to the node's disk first, if it has one:
+the slots are stored into at once, and not some time later as with an engine's.
 
 Invariants:
 1. A lease that a transfer has is its own until the transfer is over or the chunk has come.
@@ -209,7 +209,7 @@ class Transfers:
         if self._is_early(node, now):
             return f"node {node.node_id[:12]} has just begun to report: try again in some seconds"
         if len(self._transfers) >= MAX_TRANSFERS:
-            return f"{MAX_TRANSFERS} transfers are under way, as many as may be: try again later"
+            return f"{MAX_TRANSFERS} transfers are under way, the most allowed: try again later"
         return ""
 
     @staticmethod
@@ -233,8 +233,8 @@ class Transfers:
     def _on_disks(
         self, namespace: Namespace, keys: Sequence[Key], found: Found
     ) -> Iterator[_Missing]:
-        """The chunks that are in no pool and on some disk, in order; none of which no slot can
-        have the size that is told.
+        """The chunks that are in no pool but on some disk, in order, without those whose reported
+        size fits no slot.
         """
         for index in found.missing:
             told = [each.num_bytes for each in self._disks.find(namespace, keys[index])]

@@ -69,7 +69,7 @@ class TokenAccount:
     failure: MissReason | None = None
 
     def look(self, own: int, otherwise: MissReason) -> None:
-        """Lookups begin; an earlier load has failed as a whole."""
+        """Lookups begin: an earlier load, if any, has failed as a whole."""
         if self.stage is not MissStage.SETTLED:
             self.stage = MissStage.WAITING
             self.own, self.loaded, self.failure = min(own, self.prompt), 0, None
@@ -160,7 +160,7 @@ class Accounts:
     _open: dict[str, TokenAccount] = field(default_factory=dict)
     _refined: Counter[str] = field(default_factory=Counter)
     _records: deque[MissRecord] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
-    # Bytes of names since no record has waited.
+    # Bytes of names since no record was waiting.
     _named: int = 0
 
     def open(self, request_id: str, num_prompt: int) -> None:
@@ -168,7 +168,7 @@ class Accounts:
         self._open.setdefault(request_id, TokenAccount(num_prompt, self.tokens_per_chunk))
 
     def get(self, request_id: str) -> TokenAccount | None:
-        """That of a request that has not ended."""
+        """The account of a request that has not ended."""
         return self._open.get(request_id)
 
     def close(self, request_id: str, keys: Sequence[bytes] = ()) -> MissRecord | None:
@@ -198,7 +198,7 @@ class Accounts:
         return names
 
     def refine(self, better: Mapping[str, int]) -> None:
-        """Tokens that were taken for NEVER_STORED were missed for those reasons."""
+        """Tokens that counted as NEVER_STORED were missed for those reasons."""
         for reason, count in better.items():
             self.missed[reason] += count
             self.missed[MissReason.NEVER_STORED] -= count
@@ -210,7 +210,7 @@ class Accounts:
         return refined
 
     def take_records(self) -> list[MissRecord]:
-        """Those that go to the scheduler actor now."""
+        """Records that go to the scheduler actor now."""
         return take(self._records, MAX_RECORDS)
 
     def counter_values(self) -> dict[str, int]:

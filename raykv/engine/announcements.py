@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from raykv.base.ids import Key
 
 MAX_LOOKS = 256
-"""Chunks that are looked at with each step: about 20 microseconds."""
+"""Chunks that are checked with each step: about 20 microseconds."""
 
 EXPECTED_S = 60.0
-"""A store that is not there by then has failed: twice the longest that one usually takes."""
+"""Beyond it a store has failed: twice the longest usual time."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Announcements:
     """See the module's docstring. Times are seconds of one clock of the caller."""
 
     def __init__(self) -> None:
-        # Until when a key is expected; None: it was told.
+        # Until when a key is expected; None: it was announced.
         self._known: dict[Key, float | None] = {}
         self._round: deque[Key] = deque()
         self._news = News()
@@ -80,7 +80,7 @@ class Announcements:
             else:
                 self._round.append(key)
         news, self._news = self._news, News()
-        # What came and went since is no news.
+        # What came and went in between is not announced.
         return News([key for key in news.stored if key in self._known], news.removed)
 
     def clear(self) -> None:

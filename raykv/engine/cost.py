@@ -25,7 +25,7 @@ EXPLORE_EVERY = 32
 
 @dataclass(frozen=True)
 class Rates:
-    """What an operator sets instead of what is measured; None: measured."""
+    """What an operator sets in place of measured values; None: measured."""
 
     fetch_bytes_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
@@ -82,7 +82,7 @@ class FetchCost:
         prefill = self.prefill_tokens_per_s
         if prefill is None or (num_bytes and fetch is None) or (disk_bytes and disk is None):
             return True
-        # What waits before it may come from either.
+        # What is queued before it may come from either.
         queue = fetch if num_bytes else disk
         parts = ((queued_bytes, queue), (num_bytes, fetch), (disk_bytes, disk))
         if sum(size / rate for size, rate in parts if rate) <= num_tokens / prefill:

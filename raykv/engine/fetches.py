@@ -44,7 +44,7 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class FetchEnded:
-    """Orders that are over; `result` None: nobody knows how."""
+    """Orders that have ended; `result` None: the outcome is unknown."""
 
     orders: list[FetchOrder]
     result: FetchResult | None
@@ -96,7 +96,7 @@ class FetchClient:
         self._revive()
 
     def _revive(self) -> bool:
-        """Whether orders are carried out; the threads are started where that was in vain."""
+        """Whether orders are carried out; starts the threads again if they could not be started."""
         is_running = self._is_started and not self._stopped.is_set()
         return not is_running or all(thread.revive() for thread in self._threads)
 
@@ -127,7 +127,7 @@ class FetchClient:
                 self._answer(number, None)
 
     def breaker_report(self, now: float) -> BreakerReport:
-        """Whether the NodeActor is left alone; any thread may ask."""
+        """Whether the NodeActor is left alone for now; any thread may ask."""
         with self._lock:
             return self.breakers.report(now)
 
@@ -209,7 +209,7 @@ class FetchClient:
 
 
 def _refused(node_epoch: int, num_chunks: int) -> FetchResult:
-    """Of orders that are not even begun."""
+    """Result of orders that were never begun."""
     none = [0] * num_chunks
     return FetchResult(node_epoch, [int(Refusal.BREAKER_OPEN)] * num_chunks, none, none)
 

@@ -25,13 +25,13 @@ from raykv.protocol.engine import Hints
 T = TypeVar("T")
 
 MAX_QUEUED = 8192
-"""Chunks of hints that wait for an exchange, of each kind; of those above it nothing is told."""
+"""Chunks of hints of each kind that wait for an exchange; further ones are dropped."""
 
 MAX_TOLD = 512
 """Chunks of each kind in one exchange."""
 
 MAX_HINT_S = 3600.0
-"""Longest pin of a request; a longer one counts as this."""
+"""Longest pin of a request; a longer one is cut to it."""
 
 
 class Allowed(StrEnum):
@@ -51,7 +51,7 @@ class Hint:
 
     @property
     def num_wishes(self) -> int:
-        """How many of the two are there."""
+        """How many of the two are set."""
         return (self.pin_s is not None) + (self.priority is not None)
 
 
@@ -72,7 +72,7 @@ class HintBox:
         self._dropped = 0
 
     def begin(self, request_id: str, hint: Hint) -> None:
-        """A request is new; what it may not wish for is left out."""
+        """A request is new; wishes that are not allowed are left out."""
         may_pin = self._allowed is Allowed.PIN
         may_prefer = self._allowed is not Allowed.NONE
         kept = Hint(hint.pin_s if may_pin else None, hint.priority if may_prefer else None)

@@ -26,7 +26,7 @@ from itertools import dropwhile
 class LayeredLoad:
     """A request's blocks from the first one that is loaded on, and their hashes.
 
-    There may be fewer blocks than hashes: this step has not got to the others.
+    There may be fewer blocks than hashes: this step has not reached the others.
     """
 
     request_id: str
@@ -39,7 +39,7 @@ class LayeredLoads:
 
     def __init__(self) -> None:
         self._loads: dict[str, LayeredLoad] = {}
-        # What has to leave vLLM's prefix cache, of loads whose step has ended.
+        # Blocks that must leave vLLM's prefix cache, of loads whose step has ended.
         self._to_evict: set[int] = set()
         self._spoiled: set[str] = set()
 
@@ -48,12 +48,12 @@ class LayeredLoads:
         self._loads[load.request_id] = load
 
     def must_wait(self, hashes: Sequence[bytes]) -> bool:
-        """Whether a request is to be asked about later that found these blocks in vLLM's cache."""
+        """Whether a request that found these blocks in vLLM's cache is to be looked up later."""
         return any(not load.hashes.isdisjoint(hashes) for load in self._loads.values())
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody may have to wait."""
+        """Whether any request may have to wait."""
         return bool(self._loads)
 
     def is_under_way(self, request_id: str) -> bool:
@@ -65,12 +65,12 @@ class LayeredLoads:
         return request_id in self._spoiled
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
-        """Of a request's load that is under way."""
+        """The blocks of a request's load that is under way."""
         load = self._loads.get(request_id)
         return () if load is None else load.blocks
 
     def blocks_under_way(self) -> set[int]:
-        """Of all loads."""
+        """The blocks of all loads."""
         return {block for load in self._loads.values() for block in load.blocks}
 
     def end_step(self, invalid: Set[int]) -> set[int]:

@@ -1,4 +1,4 @@
-"""What the engine's view has to tell: queues of news, and columns for messages."""
+"""What the engine's view has to report: queues of news, and columns for messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Outbox:
         return bool(self.pinned or self.released or self.dropped)
 
     def clear(self) -> None:
-        """Nothing of it holds any more."""
+        """Drop everything: none of it is valid any more."""
         for queue in (self.touched, self.pinned, self.released, self.dropped):
             queue.clear()
 

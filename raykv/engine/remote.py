@@ -81,7 +81,7 @@ class FetchOrder:
 
 @dataclass(frozen=True)
 class EndedFetch:
-    """A fetch that has ended, and where the chunk is now; None is nowhere, for that reason."""
+    """A fetch that has ended, and where the chunk is now; None: nowhere, for that reason."""
 
     order: FetchOrder
     place: Handle | None
@@ -121,7 +121,7 @@ class RemoteChunks:
         # Who waits for the answer about a key, and for a key that is being stored elsewhere.
         self._askers: dict[Key, list[RequestState]] = {}
         self._repeated: dict[Key, None] = {}
-        # Requests that the answer at hand has told nothing about a key that must come, by identity.
+        # By identity, requests for which the present answer lacks a key that must come.
         self._doubting: dict[int, RequestState] = {}
         self._announced: deque[tuple[Key, Handle]] = deque(maxlen=MAX_QUESTIONS)
         self._lost: deque[tuple[Source, bytes, int]] = deque(maxlen=MAX_QUESTIONS)
@@ -143,7 +143,8 @@ class RemoteChunks:
         """Have the scheduler actor asked which nodes have `keys`, unless this request has asked
         before.
         """
-        # Who had the prompt prefilled knows of a peer that the last heartbeat could not tell of.
+        # The router that had the prompt prefilled knows of a peer of which the last heartbeat could
+        # not.
         has_peers = self.has_peers or request.options.prefilled
         if not has_peers or not request.is_known:
             return
@@ -249,7 +250,7 @@ class RemoteChunks:
         self._doubting[id(request)] = request
 
     def finish_request(self, request: RequestState) -> None:
-        """It waits for nothing any more."""
+        """The request waits for nothing any more."""
         for key in request.unanswered | request.pending:
             askers = [other for other in self._askers.get(key, ()) if other is not request]
             if askers:
@@ -267,13 +268,9 @@ class RemoteChunks:
         now: float,
         stock: LeaseStock,
     ) -> Lookup:
-        """About a key that this node does not have; begins a fetch if another one has it.
-
-        Args:
-            request: who wants it.
-            key: what.
-            now: seconds, for deadlines.
-            stock: a fetch takes its lease from there.
+        """About a key that this node does not have; begins a fetch if another one has it. Args:
+        request: who wants it. key: what. now: seconds, for deadlines. stock: a fetch takes its
+        lease from there.
         """
         if key in self._fetching:
             may_wait = request.may_wait(now, self.settings.fetch_deadline_s)
@@ -382,7 +379,7 @@ class RemoteChunks:
             yield EndedFetch(order, Handle(Slot(slot), Generation(generation)))
 
     def take_lost(self, most: int) -> LostReplicas:
-        """What sources said they don't have."""
+        """What sources reported they do not have."""
         lost = take(self._lost, most)
         return LostReplicas(
             [source for source, _, _ in lost],
@@ -411,13 +408,13 @@ class RemoteChunks:
         return [(group_of(order.key), order.handle) for order in list(self._fetching.values())]
 
     def forget_all(self) -> None:
-        """The namespace was cleared, or the node has a new life: nothing that was known holds."""
+        """The namespace was cleared, or the node has a new life: what was known is void."""
         self.abandon(lambda _: True)
         self._announced.clear()
         self.unleased.clear()
 
     def forget_found(self, requests: Iterable[RequestState]) -> None:
-        """The answers that requests were given do not hold."""
+        """The answers that requests were given are void."""
         for request in requests:
             request.found.clear()
 
@@ -433,7 +430,7 @@ class RemoteChunks:
                     request.unfetched[key] = MissReason.CLEARED
 
     def forget_source(self, requests: Iterable[RequestState], key: Key, reason: MissReason) -> None:
-        """A chunk did not come: for who knows of it that is how it is."""
+        """A chunk did not come: it is a MISS for the requests that know of it."""
         for request in requests:
             if request.found.pop(key, None) is not None:
                 request.unfetched[key] = reason

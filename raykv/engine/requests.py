@@ -25,7 +25,7 @@ class RequestOptions:
     """What a request allows: `load` from the cache, `store` into it.
 
     `prefilled`: another engine has just computed the prompt for it. Its chunks are announced or on
-    their way to be, so that nobody's having them is not the last word; and they are fetched
+    their way to be, so an answer that nobody has them is not final; and they are fetched
     however fast this engine computes, which has other requests to serve. `no_load`: why it does not
     load, if it does not.
     """
@@ -72,7 +72,7 @@ class RequestState:
     repeats_left: int = 0
 
     def barrier(self, key: Key) -> MissReason | None:
-        """Why this request must not have a chunk, should it be here."""
+        """Why this request must not have a chunk, even if it is here."""
         if not self.options.load:
             return self.options.no_load
         return MissReason.LOAD_FAILED if key in self.barred else None
@@ -83,7 +83,7 @@ class RequestState:
         return token_source(replicas[0]) if replicas else TokenSource.SAME_NODE
 
     def missed(self, key: Key, reason: MissReason) -> Lookup:
-        """A lookup's MISS, remembered with its reason."""
+        """Remember a lookup's MISS and its reason."""
         self.miss = Miss(key, reason)
         return Lookup.MISS
 
@@ -221,12 +221,12 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def get(self, request_id: str) -> RequestState:
-        """Of an unknown one, a state that nobody keeps."""
+        """For an unknown request, a state that is not kept."""
         found = self._requests.get(request_id)
         return RequestState(RequestOptions(), is_known=False) if found is None else found
 
     def take_miss(self, request_id: str) -> Miss | None:
-        """What its latest lookup that was a MISS did not find, since the last call."""
+        """The latest MISS of its lookups since the last call."""
         request = self.get(request_id)
         miss, request.miss = request.miss, None
         return miss

@@ -78,7 +78,7 @@ class EngineRuntime:
 
         Raises:
             ClusterError: there is no such cluster, or several and none is named.
-            SettingError: the pool that is asked for can't be.
+            SettingError: the pool that is asked for is impossible.
         """
         self._settings = settings
         self._identity = identity
@@ -91,7 +91,7 @@ class EngineRuntime:
             self.node_id = cluster.resolve_node_id(settings.node_id)
             self._geometry = self._choose_geometry()
         except RayKVError:
-            # Nobody will use a cluster that was started for an engine that does not start.
+            # The engine does not start, so a cluster that was started for it has no user.
             if found.started:
                 cluster.stop_started(found.address)
             raise
@@ -115,7 +115,7 @@ class EngineRuntime:
         return self._settings
 
     def _check_sizes(self) -> None:
-        """Refuse a pool that this machine can't have at all, before anything is started."""
+        """Refuse a pool that this machine cannot hold, before anything is started."""
         if self._settings.pool_bytes is not None:
             limit = memory_limit()
             largest = max(self._identity.slot_bytes.values())
@@ -157,7 +157,7 @@ class EngineRuntime:
             free_bytes = tightest(worker_limits()).free_bytes
             pool_bytes = max(chunk_bytes, default_pool_bytes(free_bytes))
         exists = ask.find_node_actor(self.node_id) is not None
-        # Pages of a file that are there already are not free either.
+        # Pages of an existing file are not free either.
         free_bytes = limit.total_bytes if exists or self._settings.pool_path else limit.free_bytes
         check_pool_bytes(pool_bytes, chunk_bytes, free_bytes, limit.source)
         return PoolGeometry.for_pool(pool_bytes, chunk_bytes)
@@ -167,13 +167,13 @@ class EngineRuntime:
         return ask.find_node_actor(self.node_id)
 
     def _refuse_after_end(self) -> None:
-        """Once Ray has been left, any call of it would begin by starting a cluster.
+        """Once Ray has been left, any call to it would start a cluster.
 
         Raises:
-            ClusterError: the engine is at its end.
+            ClusterError: the engine is shutting down.
         """
         if self._stopped.is_set():
-            raise ClusterError("the engine ends")
+            raise ClusterError("the engine is shutting down")
 
     def _find_actors(self) -> Any:
         """The scheduler actor; both actors are made if they are not there."""
@@ -197,7 +197,7 @@ class EngineRuntime:
         return scheduler
 
     def start(self) -> None:
-        """Attach, at most for the attach deadline; else go on trying in the background.
+        """Attach within the attach deadline; otherwise go on trying in the background.
 
         Raises:
             SettingError: this node's NodeActor can't have the pool.
@@ -221,7 +221,7 @@ class EngineRuntime:
 
     @contextmanager
     def _said_if_slow(self) -> Iterator[None]:
-        """Say what the engine waits for to the person who waits for it."""
+        """Log what the engine waits for, for the person who waits for the engine."""
         text = (
             "waiting for RayKV's actors, at most %.0f s; where they start for the first time they "
             "compile for a quarter of a minute"
@@ -259,7 +259,7 @@ class EngineRuntime:
                     return node
                 if node.pool_bytes == self._geometry.pool_bytes or time.monotonic() > give_up_at:
                     raise SettingError(f"node {self.node_id[:12]} gives no pool: {node.refusal}")
-                # Another engine wanted that size; ours may fit.
+                # Another engine asked for that size; ours may fit.
                 ask.end_node_actor(self.node_id)
                 self._stopped.wait(REPLACE_PAUSE_S)
             except VersionError as error:
@@ -316,9 +316,9 @@ class EngineRuntime:
 def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
     """Disconnect from the cluster, at most for `deadline_s`; False if it took longer.
 
-    Ray waits long for parts of it that are dead. Then it is left as it is: what this process has
-    there is Ray's to clean up once it is gone, and its own clean-up at our exit, which would wait
-    again, is left out.
+    Ray waits long for parts of it that are dead. Then it is left as it is: Ray cleans up after this
+    process once it has ended, and Ray's own clean-up at our exit, which would wait again, is
+    skipped.
     """
     try:
         within(deadline_s, shutdown)

@@ -143,9 +143,7 @@ class Session:
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
     ) -> None:
-        """`hints`: what requests wish for. `described`: what is reported of chunks' tokens, if
-        anything.
-        """
+        """`hints`: the wishes of requests. `described`: descriptions of chunks' tokens."""
         self._view = view
         self._calls = calls
         self._settings = settings
@@ -158,7 +156,7 @@ class Session:
         self.hints = hints or HintBox()
         self.described = described
         self._repeat_at = 0.0
-        # What requests want, and how long the scheduler actor takes to say where it is.
+        # How long the scheduler actor takes to say where requested chunks are.
         self._wanted = WantedKeys()
         self._lookups = Histogram(LATENCY_BOUNDS)
         self._wake = threading.Event()
@@ -166,11 +164,11 @@ class Session:
         self._epoch = Epoch(0)
         # Only the exchange thread touches it, save for the attach before that begins.
         self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
-        # What the workers say of their lines to the NodeActor, by rank, and when they said it.
+        # By rank, what the workers report of their connections to the NodeActor, and when.
         self._lines: dict[int, tuple[float, BreakerReport]] = {}
         self._unanswered: SyncRequest | None = None
         self._refused_until = 0.0
-        # An answer was not taken in.
+        # Whether an answer was rejected.
         self._has_lost = False
         self._is_started = False
         self._thread = SupervisedThread("raykv-session", self._run, OnFailure.RUN_AGAIN)
@@ -214,7 +212,7 @@ class Session:
         """Apply the answers that have come. Only between engine steps."""
         standing = self._standing
         self._read_inbox()
-        # Else the inbox had something newer, and there will be another one.
+        # Otherwise the inbox had something newer, and another one will come.
         if standing is not None and standing is self._standing and standing is not self._stood:
             self._stood = standing
             self._view.apply(standing)
@@ -225,7 +223,7 @@ class Session:
             try:
                 self._take(message)
             except Exception:
-                # What it said is lost: all of it is said anew to an engine that attaches.
+                # What it said is lost: an engine that attaches gets everything anew.
                 self._has_lost = True
                 self._wake.set()
                 raise
@@ -240,11 +238,13 @@ class Session:
                 self._view.finish_fetch(message.orders, message.result)
 
     def note_wanted(self, keys: Sequence[bytes]) -> None:
-        """A new request's prompt consists of these chunks; the caller changes `keys` no more."""
+        """A new request's prompt consists of these chunks; the caller must not change `keys` any
+        more.
+        """
         self._wanted.note(keys)
 
     def take_lines(self, reports: dict[int, BreakerReport]) -> None:
-        """What the workers say of their lines to the NodeActor, by rank."""
+        """By rank, what the workers report of their connections to the NodeActor."""
         now = time.monotonic()
         self._lines |= {rank: (now, report) for rank, report in reports.items()}
 
@@ -267,7 +267,7 @@ class Session:
         try:
             self._calls.detach(self._settings.engine_id)
         except Exception as error:
-            logger.debug("no farewell to the scheduler actor: %s", error)
+            logger.debug("could not detach from the scheduler actor: %s", error)
 
     # The exchange thread
 
@@ -282,7 +282,7 @@ class Session:
             self._stopped.wait(max(0.0, EXCHANGE_PAUSE_S - (time.monotonic() - started)))
 
     def _pause(self) -> float:
-        """How long to wait for news before the next heartbeat."""
+        """How long to wait before the next heartbeat if there is no news."""
         if not self._breakers.is_closed(names.SCHEDULER):
             self._stopped.wait(self._breakers.wait_s(names.SCHEDULER, time.monotonic()))
             return 0.0
@@ -381,11 +381,11 @@ class Session:
                 return not reply.more
 
     def _keep(self, request: SyncRequest, reply: SyncReply) -> None:
-        """For the engine's thread; of answers without changes the last one says it all."""
+        """For the engine's thread; of answers without changes only the last one matters."""
         if request.idle:
             self._standing = reply
         else:
-            # First, so that nothing older is applied after what is newer.
+            # Comes first, so that nothing older is applied after something newer.
             self._standing = None
             self._inbox.append(Exchanged(request, reply))
 

@@ -9,7 +9,7 @@ from raykv.protocol.columns import MAX_KEYS, Handle, Leases, handles_of
 from raykv.protocol.engine import LEASE_SHARE
 
 RECENT = 4096
-"""Leases that were taken count for less once so many more have been: groups change their needs."""
+"""Leases that were taken count for less once so many more were taken: groups change their needs."""
 
 
 class LeaseStock:
@@ -62,7 +62,7 @@ class LeaseStock:
             leases.clear()
 
     def keep(self, handles: Collection[Handle]) -> None:
-        """All leases but those are void."""
+        """All other leases are void."""
         for group, leases in self._leases.items():
             self._leases[group] = deque(handle for handle in leases if handle in handles)
 
@@ -78,8 +78,8 @@ class LeaseStock:
         return max(1, min(self._most, int(self.capacity[group] * self.share * part)))
 
     def take_surplus(self) -> list[tuple[int, Handle]]:
-        """Leases to give back, with their groups: more than what is wanted, by a quarter of that,
-        since others need more now. It ages what was taken, too.
+        """Leases to give back, with their groups: those beyond what is wanted and a quarter more,
+        since others need them now. Also ages the counts of what was taken.
         """
         if sum(self._taken.values()) > RECENT:
             self._taken = {group: count // 2 for group, count in self._taken.items()}

@@ -87,7 +87,7 @@ class EngineView:
         cost: FetchCost | None = None,
         node_id: NodeId | None = None,
     ) -> None:
-        # All requests store that may, unless it is replaced.
+        # All requests that may store do, unless it is replaced.
         self.sampler = StoreSampler()
         self.remote = RemoteChunks(remote or RemoteSettings(), cost or FetchCost())
         self.node_id = node_id
@@ -122,7 +122,7 @@ class EngineView:
         self._off: MissReason | None = None
         self._seq = 0
         self._outbox = Outbox()
-        # For people: what became of requests' tokens, and why chunks are not here.
+        # For people: what became of requests' tokens, and why chunks are missing.
         self.accounts = Accounts()
         self._departures: Departures[MissReason] = Departures()
 
@@ -344,7 +344,7 @@ class EngineView:
 
     @property
     def is_clearing(self) -> bool:
-        """Whether the scheduler actor has not confirmed the last reset."""
+        """Whether the last reset is still unconfirmed by the scheduler actor."""
         return self._resets != self._resets_confirmed
 
     def _forget_all(self, why: MissReason) -> None:
@@ -396,7 +396,7 @@ class EngineView:
         self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
         self._forget_undeclared()
         self.node_restarted(Epoch(message.node_epoch))
-        # A lease of now must not get the bytes of then.
+        # A present lease must not get earlier bytes.
         self.remote.forget_cleared(self.requests.values(), Generation(message.cleared))
         self.remote.ask_again()
 
@@ -406,7 +406,7 @@ class EngineView:
         self._give_up(lambda handle: handle not in self._declared)
 
     def _give_up(self, is_lost: Callable[[Handle], bool]) -> None:
-        """What is on its way to such places won't be READY."""
+        """What is on its way to such places will not become READY."""
         self._failed_stores.update(key for key, held in self._pending.items() if is_lost(held))
         self.remote.abandon(lambda order: is_lost(order.handle))
 
@@ -420,7 +420,7 @@ class EngineView:
         self.node_restarted(Epoch(reply.node_epoch))
         is_uncleared = self.is_clearing and reply.cleared < self._resets
         if is_uncleared or reply.node_epoch < self.node_epoch:
-            # What it says is from before the clearing, or of the pool's last life.
+            # The answer is from before the clearing, or about the pool's last life.
             self._take_answer(Replicas(), request)
             return
         self._resets_confirmed = self._resets
@@ -434,7 +434,8 @@ class EngineView:
             self._remove(key, handle)
         for key, handle in rows(reply.stored):
             self._add(key, handle)
-        # A slot that is granted again while something flies there: that came, and was evicted.
+        # A slot that is granted again while a store into it is under way: the chunk came, and was
+        # evicted.
         if regranted := set(reply.granted.slots):
             self._give_up(lambda handle: handle.slot in regranted)
         self._stock.add(reply.granted, {} if request is None else request.wanted)
@@ -552,35 +553,34 @@ class EngineView:
 
 @dataclass
 class Tombstones:
-    """Up to which generation keys of failed loads are not believed in again; bounded."""
+    """Up to which generation keys of failed loads are distrusted; bounded."""
 
     _generations: OrderedDict[Key, Generation] = field(default_factory=OrderedDict)
 
     def bury(self, key: Key, generation: Generation) -> None:
-        """A chunk was not there at a generation."""
+        """A chunk was missing at a generation."""
         self._generations[key] = generation
         self._generations.move_to_end(key)
         if len(self._generations) > MAX_TOMBSTONES:
             self._generations.popitem(last=False)
 
     def lift(self, key: Key) -> None:
-        """A chunk has come that is there for certain."""
+        """A chunk has certainly arrived."""
         self._generations.pop(key, None)
 
     def covers(self, key: Key, generation: Generation) -> bool:
-        """Whether a chunk at that generation must not be believed in."""
+        """Whether a chunk at that generation is distrusted."""
         return generation <= self._generations.get(key, NO_GENERATION)
 
     def clear(self) -> None:
-        """All was of an earlier life."""
+        """Forget everything: it was of an earlier life."""
         self._generations.clear()
 
 
 @dataclass
 class Orphans:
-    """Stores that a view has forgotten while they were under way: their ends mean nothing to it.
-
-    It knows how many are still to end, by key; jobs of one key end in order.
+    """Stores that a view forgot while they were under way: it ignores their ends. It counts by key
+    how many are still to end; jobs of one key end in order.
     """
 
     _left: Counter[Key] = field(default_factory=Counter)
@@ -597,5 +597,5 @@ class Orphans:
         return left > 0
 
     def clear(self) -> None:
-        """None of their ends will come."""
+        """Their ends will not come any more."""
         self._left.clear()

@@ -3,11 +3,11 @@
 Guarantees of its calls: each is idempotent. `describe` answers at once; `fetch` and `read` move
 bytes in threads of their own and end by the deadline that they are given. One more thread reports
 to the scheduler actor: new READY chunks soon, a heartbeat every second, the whole inventory when it
-is asked for. Chunks stay reported-to-be until the scheduler actor has answered.
+is asked for. Chunks count as unreported until the scheduler actor has answered.
 
-A NodeActor whose pool does not fit into what limits its memory lives without one: it says why to
-anybody who asks for its description, reports nothing, and looks from time to time whether it fits
-now. A constructor that raised would be run again by Ray for ever.
+A NodeActor whose pool does not fit into what limits its memory lives without one: its description
+says why, it reports nothing, and from time to time it checks whether the pool fits now. A
+constructor that raised would be run again by Ray for ever.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ MAX_PAGE = MAX_KEYS // 2
 
 
 CONCURRENCY = {"fetch": 4, "read": 4, "host": 1, "demote": 1, "keep": 1, "states": 8}
-"""Threads of the actor for each; further calls wait their turn."""
+"""Threads of the actor for each kind of call; further calls wait their turn."""
 
 
 class NodeActor:
@@ -151,7 +151,7 @@ class NodeActor:
             try:
                 self._refusal = self._open()
             except Exception as error:
-                # Another life, from the beginning.
+                # A new life, from the beginning.
                 logger.exception("the pool can't be opened")
                 end_process(f"the pool can't be opened: {first_line(error)}")
         logger.warning("there is room for the pool now")
@@ -388,7 +388,7 @@ class NodeActor:
             # No scheduler actor now: what it should know stays here until it is back.
             self._scheduler = None
             if isinstance(error, MessageError):
-                # A report that is refused for what it says must not be repeated.
+                # A report that is refused for its content must not be repeated.
                 self._unanswered = None
             reason = first_line(cause_of(error))
             if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
@@ -449,9 +449,7 @@ class NodeActor:
         )
 
     def _highest_generation(self) -> int:
-        """Ever seen here; what the disk has is reported as soon as an epoch is known to be above,
-        or not: a node whose pool is empty is one without history.
-        """
+        """The highest ever seen here; the disk's too, as soon as an epoch is known."""
         on_disk = 0
         if self._disk is not None and self._scheduler_epoch:
             on_disk = self._disk.highest_generation
@@ -481,7 +479,7 @@ class NodeActor:
             self._disk.take_order(reply.disk)
 
     def _send_inventory(self) -> None:
-        """All READY chunks, for a scheduler actor that has just begun to know this node."""
+        """All READY chunks, for a scheduler actor that has just learned of this node."""
         chunks = self._service.keeper.all_ready()
         pages = [chunks[i : i + MAX_PAGE] for i in range(0, len(chunks), MAX_PAGE)] or [[]]
         for position, page in enumerate(pages, start=1):

@@ -70,8 +70,8 @@ class AttachedWorker:
         return self._kv.layout.device
 
     def backend(self, pool_address: int, rows: RowCopier) -> CopyBackend:
-        """What copies for this worker. One for a GPU is made by the first call, which comes before
-        the worker is served; then any thread may call.
+        """The copier for this worker. One for a GPU is made by the first call, before the worker is
+        served; from then on any thread may call.
         """
         if not isinstance(self._kv, DeviceKV):
             return CPUBackend(self._kv.address, pool_address, rows)
@@ -164,7 +164,9 @@ class QueuedJob:
 
 
 MAX_FDS = 1 + MAX_PIECES
-"""With the first message: the cancel words, and what a KV cache has; in CPU memory that is one."""
+"""Descriptors with the first message: the cancel words and the KV cache's memory, which is one on a
+CPU.
+"""
 
 
 def receive_hello(
@@ -218,7 +220,7 @@ def _check_hello(hello: AttachWorker) -> None:
 
 
 def check_parts(worker: AttachedWorker) -> None:
-    """Refuse a worker whose parts don't fit into their slots.
+    """Refuse a worker whose parts do not fit into their slots.
 
     Raises:
         AttachError: with the sizes.
@@ -251,6 +253,6 @@ def read_batch(raw: bytes) -> JobBatch:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors that nobody has taken over."""
+    """Close descriptors that nothing has taken over."""
     for fd in fds:
         os.close(fd)

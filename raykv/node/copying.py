@@ -6,7 +6,7 @@ table.
           └──► left out of its span  └── before it: loads go first; a device has it before the end
                                          of the one in front of it is awaited
 
-What holds whatever goes wrong:
+Invariants, whatever goes wrong:
 
 1. Bytes of a chunk move only between its admission (`PoolKeeper.begin_store`, `begin_load`) and its
    end (`end_store`, `end_load`), and every chunk that was admitted is ended, exactly once.

@@ -32,7 +32,7 @@ def see_all_gpus() -> None:
     """Have CUDA show this process every GPU of its container, whatever Ray has set.
 
     A NodeActor serves all GPUs of its node. To be called before CUDA starts, which reads the
-    variable once. Parts of a GPU (MIG) are seen only by who names them, so their names stay.
+    variable once. Parts of a GPU (MIG) are visible only by name, so their names stay.
     """
     if not os.environ.get(VISIBLE, "").startswith("MIG"):
         os.environ.pop(VISIBLE, None)
@@ -47,7 +47,7 @@ def cuda_backend(
 
 
 class Devices:
-    """What one NodeActor has to do with GPUs. All calls may come from any thread."""
+    """A NodeActor's use of GPUs. Any thread may call."""
 
     def __init__(
         self,

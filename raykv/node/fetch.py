@@ -73,7 +73,9 @@ class _Chunk:
     was_asked: bool = False
 
     def skip_source(self) -> None:
-        """The next source is left alone now; that is the reason if none was asked before."""
+        """Skip the next source, which is left alone now; that is the reason if none was asked
+        before.
+        """
         self.replicas.popleft()
         if not self.was_asked:
             self.landing.refusal = Refusal.BREAKER_OPEN
@@ -81,7 +83,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Piece:
-    """Chunks that are read from one source with one call."""
+    """Chunks that are read from one source in one call."""
 
     source: Source
     node_epoch: Epoch
@@ -170,7 +172,7 @@ class FetchService:
         )
 
     def _claim(self, fetch: _Fetch) -> list[_Landing]:
-        """One landing per chunk of the request: of others where one is under way already."""
+        """One landing per chunk of the request; another fetch's where one is under way already."""
         landings = []
         with self._lock:
             for chunk in fetch.waiting:
@@ -184,7 +186,7 @@ class FetchService:
         return landings
 
     def _begin(self, fetch: _Fetch) -> None:
-        """Have the slots for writing; what can't be written is not fetched."""
+        """Claim the slots for writing; what cannot be written is not fetched."""
         for chunk in fetch.own:
             if chunk.replicas and self._next_replica(fetch, chunk) is None:
                 # Nobody is asked: the slot stays as it is.
@@ -222,7 +224,7 @@ class FetchService:
         """Chunks in order, as long as they come from the same source and fit into a piece.
 
         None when there is nothing to ask for now, or the next source is on trial: then a piece of
-        this fetch is under way that tells whether it is back.
+        this fetch is under way that shows whether it is back.
         """
         piece: _Piece | None = None
         num_bytes = 0
@@ -266,7 +268,7 @@ class FetchService:
             call = self.breakers.begin(piece.peer, time.monotonic())
             is_trial = call is not None and not self.breakers.is_closed(piece.peer)
         if call is None:
-            # Another fetch has begun the trial meanwhile.
+            # Another fetch began the trial meanwhile.
             for chunk, replica in zip(piece.chunks, piece.replicas, strict=True):
                 chunk.replicas.appendleft(replica)
                 fetch.waiting.append(chunk)
@@ -355,7 +357,7 @@ class FetchService:
         """A source did not answer: leave it alone for a while, try the next one."""
         fetch.trials.discard(piece.source)
         fetch.silent[piece.source] = time.monotonic()
-        # A source that has answered meanwhile is slow at most: the fetch's time is up.
+        # A source that answered meanwhile is at most slow: the fetch's time is up.
         is_alive = fetch.heard.get(piece.source, 0.0) >= piece.started_at > 0.0
         with self._lock:
             now = time.monotonic()
@@ -376,7 +378,7 @@ class FetchService:
         checksum: int | None = None,
         blocks: Blocks = ALL_BLOCKS,
     ) -> None:
-        """The chunk is there, or won't be: end its store, and tell who waits for it."""
+        """The chunk is there, or will not be: end its store, and wake up those who wait for it."""
         name = chunk.landing.name
         state = self._keeper.end_store(name, 0, refusal is Refusal.NONE, checksum, blocks)
         fetch.writing.remove(chunk)
@@ -409,7 +411,9 @@ class FetchService:
         chunk.landing.done.set()
 
     def _end(self, fetch: _Fetch) -> None:
-        """Whatever happened: no slot stays WRITING, nobody waits for a chunk that won't come."""
+        """Whatever happened: no slot stays WRITING, and nobody waits for a chunk that will not
+        come.
+        """
         for chunk in list(fetch.writing):
             refusal = chunk.landing.refusal
             if time.monotonic() >= fetch.give_up_at:
@@ -490,7 +494,7 @@ def wanted(request: FetchRequest) -> list[tuple[ChunkName, deque[Replica]]]:
 
 
 def _bounded(deadline_s: float) -> float:
-    """Between nothing and `FETCH_MOST_S`; what is no number is nothing."""
+    """Between 0 and `FETCH_MOST_S`; NaN counts as 0."""
     return min(deadline_s, FETCH_MOST_S) if deadline_s > 0 else 0.0
 
 

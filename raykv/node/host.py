@@ -43,7 +43,7 @@ def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFa
         raykv_version=__version__,
         ray_version=str(ray.__version__),
         python_version=platform.python_version(),
-        # Last, so that who asked can tell how old it is.
+        # Last, so that the caller knows how old it is.
         wall_time=time.time(),
         is_memory=not pool_path or is_in_memory(Path(pool_path)),
         limits=[_limit_facts(limit) for limit in worker_limits()],
@@ -59,7 +59,7 @@ def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFa
 
 
 def _unowned(disk_path: str) -> list[UnownedFolder]:
-    """What nobody holds on the disk, if that answers in time."""
+    """Folders on the disk that no process holds, if the disk answers in time."""
     try:
         return within(HOST_DISK_S, lambda: unowned_folders(Path(disk_path), time.time()))
     except (OSError, TimeoutError, ThreadError) as error:
@@ -68,7 +68,7 @@ def _unowned(disk_path: str) -> list[UnownedFolder]:
 
 
 def unreached_of(places: Sequence[Endpoint], reach_s: float) -> list[tuple[Endpoint, str]]:
-    """Those that can't be connected to from here, each with why not."""
+    """Addresses that cannot be connected to from here, each with the reason."""
     if not places:
         return []
     with ThreadPoolExecutor(_PROBES, "raykv-probe") as pool:

@@ -5,7 +5,7 @@
           ▼                        ▼
        sealed ◄──────────────── compared ─────► quarantined
           │  ▲                                       ▲
-          └──┘ compared: each time that it goes to   │ it differs
+          └──┘ compared: whenever it goes to   │ it differs
                another node, and one local load of   │
                `LOADS_PER_CHECK` ────────────────────┘
 

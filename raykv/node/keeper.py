@@ -1,8 +1,8 @@
 """The pool of one node and its slot table behind one lock: who may touch which bytes now.
 
-All that copy (the copy threads, readers for other nodes, fetches from them) ask here before and
-tells here after. All of them touch the slot table, and only here, holding `lock`; so what the table
-has admitted is what everybody sees. Nobody holds the lock while bytes move.
+Everything that copies (copy threads, readers for other nodes, fetches from them) asks here before
+and reports here after. The slot table is touched only here, with `lock` held, so what it has
+admitted is what all see. Nobody holds the lock while bytes move.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class PoolKeeper:
             while True:
                 answer = self.table.begin_store(name, rank, num_ranks, expires_at)
                 if answer.admission is Admission.GO:
-                    # The journal must not know a chunk whose bytes are about to be overwritten.
+                    # The journal must not list a chunk whose bytes are about to be overwritten.
                     self.pool.forget(name.slot, name.slot_bytes)
                     return Refusal.NONE
                 if answer.admission is Admission.REFUSED:
@@ -198,7 +198,7 @@ class PoolKeeper:
             return self._unchecked.popleft() if self._unchecked else None
 
     def put_back(self, name: ChunkName) -> None:
-        """What `take_unchecked` gave was not done."""
+        """The chunk that `take_unchecked` returned was not checked."""
         with self.lock:
             self._unchecked.appendleft(name)
 

@@ -22,10 +22,8 @@ from raykv.node.keeper import PoolKeeper
 
 
 class CopyLanes:
-    """Jobs in their lanes. Every method may be called from any thread.
-
-    The queue is guarded by the pool's lock. Nobody holds it while a job runs. A worker's `running`
-    counts its jobs that run, of all lanes.
+    """Jobs in their lanes. Any thread may call any method. The pool's lock guards the queue; it is
+    not held while a job runs. A worker's `running` counts its jobs that run, of all lanes.
 
     Args:
         keeper: whose lock is shared; it is notified when a job has ended.
@@ -45,7 +43,7 @@ class CopyLanes:
         self._stopping = False
 
     def open(self, device: str = HOST) -> None:
-        """Have threads for a device, which live until `stop`.
+        """Start threads for a device, which live until `stop`.
 
         Raises:
             ThreadError: the system gives no more; the next call tries again.
@@ -62,7 +60,7 @@ class CopyLanes:
                 try:
                     thread = start_thread(name, partial(self._serve, lane), OnFailure.END_PROCESS)
                 except ThreadError:
-                    # Nobody would carry out what it is given.
+                    # Nothing would carry out its jobs.
                     del self._news[lane]
                     raise
                 self._threads.append(thread)

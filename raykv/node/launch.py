@@ -61,13 +61,13 @@ def facts_of(node: Mapping[str, Any]) -> RayNode:
 
 
 def name_of(node: RayNode) -> str:
-    """Of its NodeActor."""
+    """Name of its NodeActor."""
     return names.node_actor(node.node_id)
 
 
 def make_node_actor(address: str, node_id: str, wish: PoolWish) -> Any:
     """A node's NodeActor, made as the wish says if there is none. Takes seconds if the wish leaves
-    it to the node how large its pool is.
+    the size of the pool to the node.
 
     Raises:
         ClusterError: the node does not say how much memory it has.

@@ -50,7 +50,7 @@ class NodeMeter:
         self.copy[direction].observe(copied_s)
 
     def refused(self, refusals: Iterable[Refusal]) -> None:
-        """Chunks of a job did not happen."""
+        """Chunks of a job were not copied."""
         self.refusals.update(refusals)
 
     def families(self, stats: NodeStats, contents: PoolContents) -> list[MetricFamily]:

@@ -1,4 +1,4 @@
-"""How NodeActors read from each other: a protocol, and the way through Ray object refs.
+"""How NodeActors read from each other: a protocol, and its implementation through Ray object refs.
 
 A read is a call of the source's method `read`, whose return value travels through the object stores
 of both nodes: Ray moves the bytes, and frees them when the reference goes.
@@ -51,7 +51,7 @@ class PeerTransport(Protocol):
 
 
 class ObjectRefTransport:
-    """Through the named actors; their handles are kept until one fails."""
+    """Through the named actors, whose handles are kept until a call fails."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

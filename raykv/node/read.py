@@ -113,8 +113,8 @@ def answer(
     """Answer a read, for any holder of chunks.
 
     Args:
-        request: one that can be meant.
-        epoch: of who answers.
+        request: a valid one.
+        epoch: of the one that answers.
         read_one: reads a chunk into memory of its size.
         take: gives memory for so many bytes.
     """
@@ -155,11 +155,11 @@ class Scratch:
     """Any thread may take."""
 
     def __init__(self) -> None:
-        # Without a lock: what is given back comes from wherever the last reference goes.
+        # Without a lock: a buffer comes back in whatever thread drops the last reference.
         self._kept: deque[mmap.mmap] = deque(maxlen=MAX_KEPT)
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """An array of `num_bytes`, with any content."""
+        """An array of `num_bytes` bytes with arbitrary content."""
         if not 0 < num_bytes <= BUFFER_BYTES:
             return np.empty(num_bytes, np.uint8)
         try:

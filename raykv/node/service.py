@@ -7,7 +7,7 @@ checksums and stores that have expired, one touches the pool's pages, and one lo
 while copies already run without it. The slot table and the queue are guarded by one lock, which
 nobody holds while bytes are copied or a socket is waited for.
 
-A worker's memory is mapped here no longer than its process lives, whatever its children keep open.
+A worker's memory is mapped here only as long as its process lives, whatever its children keep open.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class NodeService:
                 self._turn_away(sock, error)
 
     def _turn_away(self, sock: socket.socket, error: ThreadError) -> None:
-        """Tell a worker at once that it is not served, and why."""
+        """Reply to a worker at once that it is not served, and why."""
         if not self._has_complained:
             self._has_complained = True
             logger.error("workers are turned away (said once): %s", error)
@@ -230,7 +230,7 @@ class NodeService:
             worker, reader = self._attach(sock)
             self._read_jobs(watch, worker, reader)
         except Exception as error:
-            # Whatever a stranger sends, or a worker of another version, ends its own line only.
+            # Whatever a stranger or a worker of another version sends ends only its own connection.
             if not self._stopping:
                 logger.warning("a worker's connection ended: %s: %s", type(error).__name__, error)
         finally:
@@ -241,7 +241,7 @@ class NodeService:
                     self._detach(worker)
 
     def _attach(self, sock: socket.socket) -> tuple[AttachedWorker, wire.FrameReader]:
-        """Read the attach message and map what came with it."""
+        """Read the attach message and map the memory that came with it."""
         reader = wire.FrameReader()
         try:
             hello, fds = receive_hello(sock, reader, NODE_HELLO_S)
@@ -282,7 +282,7 @@ class NodeService:
         return worker
 
     def _prepare_device(self, worker: AttachedWorker) -> None:
-        """Find out now, and not with its first job, that a GPU can't be used; page-lock the pool.
+        """Find out now, and not with the first job, whether a GPU can be used; page-lock the pool.
 
         Raises:
             HandleError: it can't.
@@ -305,7 +305,7 @@ class NodeService:
                 fds += more
                 require(len(fds) <= wire.MAX_LOCKS, f"{len(fds)} locks without captures")
                 if watch.has_died:
-                    # What it has sent before it died concerns nobody any more.
+                    # What it sent before it died no longer matters.
                     raise AttachError("its process has ended")
                 if not data[0]:
                     return
@@ -369,7 +369,7 @@ class NodeService:
     # Copies
 
     def _run(self, queued: QueuedJob) -> None:
-        """Carry out one job; whatever goes wrong is an answer, never an exception."""
+        """Carry out one job; every failure becomes an answer, never an exception."""
         num_bytes = 0
         began = time.monotonic()
         try:

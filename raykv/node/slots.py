@@ -82,7 +82,7 @@ class FailedStore:
 
 @dataclass(slots=True)
 class _Record:
-    """One slot. `writers` are ranks that copy now, `stored` those that have copied `blocks`."""
+    """One slot: `writers` are the ranks that copy now, `stored` those that have copied `blocks`."""
 
     generation: Generation = NO_GENERATION
     state: SlotState = SlotState.EMPTY
@@ -431,7 +431,7 @@ class SlotTable:
 
     @property
     def num_unproven(self) -> int:
-        """READY chunks whose checksums were restored and not compared yet."""
+        """READY chunks whose restored checksums have not been compared yet."""
         return len(self._unproven)
 
     def _ready_record(self, name: ChunkName) -> _Record | None:
@@ -464,7 +464,7 @@ class SlotTable:
     def quarantine(self, name: ChunkName) -> bool:
         """Discard a READY chunk whose bytes are damaged; False if it is not there any more.
 
-        To others it is as if a store at the next generation had failed there. Readers finish; the
+        For others it is as if a store at the next generation had failed there. Readers finish; the
         slot is written again with a higher generation.
         """
         if not self.is_ready(name):

@@ -1,4 +1,4 @@
-"""Which nodes an operator's wish means, and how large their pools are to be."""
+"""Which nodes an operator's wish applies to, and the sizes of their pools."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wants(wish: PoolWish, node: RayNode) -> bool:
 
 
 def usual_nodes(nodes: Iterable[RayNode]) -> str:
-    """`PoolWish.on` if nobody says it: those with a GPU if there are any, else all."""
+    """Default of `PoolWish.on`: the nodes with a GPU if there are any, otherwise all."""
     return "GPU" if any(node.resources.get("GPU", 0) > 0 for node in nodes) else ALL
 
 

@@ -58,7 +58,7 @@ PLAIN = PromptTraits()
 
 
 def seed_digest(seed: str) -> str:
-    """What others may be told of a seed, which may be a secret."""
+    """What others may know of a seed, which may be a secret."""
     return hashlib.sha256(json.dumps(seed).encode()).hexdigest()[:12]
 
 
@@ -107,7 +107,7 @@ def _digest_of(algorithm: str) -> Callable[[Any], bytes]:
     name, _, form = algorithm.partition("_")
     if algorithm not in ALGORITHMS:
         raise SettingError(
-            f"the hash algorithm {algorithm!r} is none that RayKV knows: "
+            f"the hash algorithm {algorithm!r} is not one that RayKV knows: "
             f"{', '.join(ALGORITHMS)} are"
         )
     written = _cbor if form else _pickled

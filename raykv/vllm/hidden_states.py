@@ -1,7 +1,7 @@
 """RayKVHiddenStatesConnector: RayKVConnector that also captures hidden states.
 
 vLLM's method `extract_hidden_states` writes them into a KV group of their own, so that RayKV stores
-and loads them like KV: what a prefix hit or a load from the cache brings has its states too. When a
+and loads them like KV: a prefix hit or a load from the cache brings the states too. When a
 request has ended, its blocks stay until the NodeActor has copied the states out of them.
 
     EngineCore                              worker of rank 0                 NodeActor
@@ -49,7 +49,7 @@ LAYERS = "cache_only_layers"
 """In the name of the layer that keeps the states, in vLLM's `ExtractHiddenStatesModel`."""
 
 NOWHERE = "off"
-"""In place of a folder: no files."""
+"""Value in place of a folder: no files."""
 
 SUFFIX = ".safetensors"
 
@@ -92,7 +92,7 @@ class StatesForm:
 
 @dataclass(frozen=True)
 class StatesLayer:
-    """The layer of vLLM's that keeps the hidden states; `index` is its place in its KV group."""
+    """vLLM's layer that keeps the hidden states; `index` is its place in its KV group."""
 
     group_id: int
     index: int
@@ -144,7 +144,7 @@ def states_folder(settings: Settings) -> str:
 
 
 def file_name(request_id: str) -> str:
-    """Of a request's file: a name in its folder, whatever a client has called its request."""
+    """Name of a request's file in its folder, whatever a client has called its request."""
     plain = quote(request_id, safe="").replace(".", "%2E")
     if len(plain) > MAX_FILE_NAME:
         digest = hashlib.sha256(request_id.encode()).hexdigest()[:16]
@@ -206,7 +206,7 @@ class StatesPlanner:
         return path
 
     def withdraw(self, request_id: str) -> None:
-        """Nothing of a request is to be captured after all: vLLM frees its blocks."""
+        """Nothing of a request will be captured after all: vLLM frees its blocks."""
         self._paths.pop(request_id, None)
         self._orders = [order for order in self._orders if order.request_id != request_id]
 
@@ -217,8 +217,8 @@ class StatesPlanner:
 
 
 def _wanted_tokens(request: Any) -> list[int]:
-    """The prompt's; with `include_output_tokens` those of the answer too, but for the last one,
-    which no step has had as its input.
+    """The prompt's tokens; with `include_output_tokens` the answer's too, except for the last one,
+    which has been no step's input.
     """
     params = request.kv_transfer_params
     if request.prompt_token_ids is None:
@@ -236,14 +236,14 @@ class StatesWorker:
         self._is_writer = is_writer
         self._form: StatesForm | None = None
         self._numbers = count(FIRST_JOB)
-        # Descriptors of the locks of files that are to come.
+        # Descriptors of the locks of future files.
         self._locks: dict[str, int] = {}
         # Requests whose capture is under way, by its job's number.
         self._jobs: dict[int, str] = {}
         self._sent: set[str] = set()
 
     def take_form(self, form: StatesForm) -> None:
-        """Where states are; before anything else."""
+        """Set the layer with the states; comes before anything else."""
         self._form = form
 
     def promise(self, paths: dict[str, str]) -> None:
@@ -259,7 +259,7 @@ class StatesWorker:
                 ) == states_folder(self._settings)
                 self._locks[request_id] = promise(path, own_folder=is_default)
             except (OSError, ValueError) as error:
-                # ValueError: what a client has named is no path at all.
+                # ValueError: what a client has named is not a path.
                 logger.warning("hidden states can't be written to %r: %s", path, error)
 
     def submit(self, worker: RayOffloadingWorker | None, order: StatesOrder) -> None:
@@ -278,7 +278,7 @@ class StatesWorker:
             self._end(order.request_id, f"they could not be asked for: {error}")
 
     def give_up(self, orders: Iterable[StatesOrder]) -> None:
-        """Nobody knows which of these were submitted; those that were not count as sent."""
+        """It is unknown which of these were submitted; those that were not count as sent."""
         under_way = set(self._jobs.values())
         self._sent |= {order.request_id for order in orders} - under_way
 
@@ -328,7 +328,7 @@ class StatesWorker:
         if lock_fd < 0:
             return
         if reason:
-            # The NodeActor has said it better, if it has said anything.
+            # The NodeActor has given a better reason, if any.
             settle(lock_fd, reason)
         os.close(lock_fd)
 
@@ -343,7 +343,7 @@ class StatesWorker:
         return sent
 
     def close(self) -> None:
-        """The engine ends. What the NodeActor has, it writes; it says so itself."""
+        """The engine ends. The NodeActor writes what it has, and reports that itself."""
         under_way = set(self._jobs.values())
         for request_id in list(self._locks):
             self._end(request_id, "" if request_id in under_way else "the engine has ended")
@@ -483,7 +483,7 @@ class RayKVHiddenStatesConnector(RayKVConnector):
     def _with_states(
         self, answer: tuple[bool, dict[str, Any] | None], request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """An answer to vLLM that keeps the blocks, and names the file."""
+        """The answer to vLLM that keeps the blocks and names the file."""
         is_busy, params = answer
         more = self._answer_of(request, block_ids)
         return (is_busy, params) if more is None else (True, {**(params or {}), **more})

@@ -1,9 +1,9 @@
-"""What RayKV touches of vLLM that is no interface of it, and the versions that it is known in.
+"""What RayKV uses of vLLM that is not an interface, and the versions in which it is known.
 
 vLLM's interfaces are the base classes of connectors and of offloading, and what their methods are
-given. All else that is read, changed, called or wrapped is touched here alone, under a name that
-says what for: where versions of vLLM differ, this file does. vLLM's modules are imported where they
-are needed, since its plugins are loaded before most of them.
+given. Everything else that is read, changed, called or wrapped is touched here alone, under a name
+that says what for. Where versions of vLLM differ, only this file does. vLLM's modules are imported
+where they are needed, since its plugins are loaded before most of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def vllm_version() -> str:
 
 
 def check_vllm_version(version: str) -> None:
-    """Refuse a vLLM whose connector interface we don't know.
+    """Refuse a vLLM whose connector interface is unknown.
 
     Raises:
         VersionError: with the version and those that are allowed.
@@ -87,7 +87,7 @@ class SchedulerTables:
     """A `TransferJobStatus` for each job that has not ended."""
     next_job = Inner("_job_counter")
     first_job = Inner("_stale_job_threshold")
-    """vLLM takes no notice of the ends of jobs before this one: there was a reset."""
+    """vLLM ignores the ends of jobs before this one, because there was a reset."""
     loads = Inner("_current_batch_load_jobs")
     """A `TransferJob` for each load that goes out with this step's metadata."""
     flushed = Inner("_current_batch_jobs_to_flush")
@@ -100,7 +100,7 @@ class SchedulerTables:
     """By block: stores that are to be waited for before it is used anew."""
 
     def adopt(self, request: Any) -> None:
-        """Have a request known, if it is not, as one without wishes."""
+        """Make a request known, if it is not yet, as one without wishes."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
         from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 
@@ -110,7 +110,7 @@ class SchedulerTables:
             self.requests[request.request_id] = state
 
     def replace_tracker(self, tracker: Any, kind: type) -> bool:
-        """Have another one of this kind called of chunks; False: vLLM calls none."""
+        """Replace the tracker that vLLM calls for chunks; False: vLLM calls none."""
         if not isinstance(getattr(self.owner, "_events_tracker", None), kind):
             return False
         self.owner._events_tracker = tracker
@@ -130,7 +130,7 @@ class WorkerTables:
     is_store_writer = Inner("_is_store_writer")
     """Whether this rank stores; the others only confirm."""
     confirmed = Inner("_connector_worker_meta")
-    """What says of jobs that they have ended with which this rank has nothing to do."""
+    """Confirms the end of jobs in which this rank has no part."""
 
 
 def described_chunk(tracker: Any, request: Any, group_config: Any, chunk_idx: int) -> Any:
@@ -154,7 +154,7 @@ def count_by_transfer_type(metrics: Any) -> Any:
     return metrics
 
 
-# What vLLM decides, and tells no connector
+# What vLLM decides without telling connectors
 
 
 def offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
@@ -296,14 +296,14 @@ def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:
 
 
 def wrap_adapter_hashes(wrapper: Wrapper) -> bool:
-    """`hashed(request)`; False: this vLLM hashes adapters otherwise."""
+    """`hashed(request)`; False: this vLLM hashes adapters in another way."""
     from vllm.v1.core import kv_cache_utils
 
     return wrap(kv_cache_utils, HASHED, wrapper)
 
 
 def wrap_adapter_loads(wrapper: Wrapper) -> bool:
-    """`load(manager, lora_request)`; False: this vLLM loads adapters otherwise."""
+    """`load(manager, lora_request)`; False: this vLLM loads adapters in another way."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     return wrap(WorkerLoRAManager, LOADS, wrapper)
@@ -374,8 +374,8 @@ def is_resting() -> bool:
 def watch_rests() -> None:
     """From now on `is_resting` is right; a second call changes nothing.
 
-    With a vLLM that does this otherwise it stays False: then a rest empties the cache of all
-    engines, which is wasteful and right.
+    With a vLLM that does this in another way it stays False: then a rest empties the cache of all
+    engines, which is wasteful but right.
     """
     if not wrap_core(RESETS, _resting_while):
         logger.warning(

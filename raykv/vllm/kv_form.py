@@ -2,9 +2,9 @@
 
 With `canonical_layout` engines of any tensor-parallel size share chunks: vLLM derives for each
 layer where a rank's page is in the canonical page, which is the page of an engine of one rank, and
-says whether the bytes are the same for all tensor-parallel sizes. What it does not certify is
-refused at the start: an engine that ran on without sharing would look like one whose requests just
-miss.
+says whether the bytes are the same for all tensor-parallel sizes. Whatever it does not certify is
+refused at the start: an engine that went on without sharing would look like one whose requests
+simply miss.
 
 The order of the elements in a page depends on the attention back end, the instruction set and the
 data type. Numbers that say which element they are go through the kernel that writes the KV cache,
@@ -122,7 +122,7 @@ def measured(
     for side, numbers in zip(found, np.indices(shape), strict=True):
         for power in (_DIGIT, 1):
             digits = (numbers // power % _DIGIT + 1).astype(np.float32)
-            # K is positive and V negative: one page tells of both.
+            # K is positive and V negative: one page shows both.
             page = np.asarray(write(digits, -digits)).reshape(-1)
             if page.size != side.size:
                 raise ValueError(f"a page of {page.size} elements for {side.size}")
@@ -145,7 +145,7 @@ def _order(
     sums = tokens[:, None, None] + (heads - first)[None, :, None] + (dims - first)[None, None, :]
     if not np.array_equal(sums, places):
         raise ValueError("the place of an element is not a sum over token, head and dimension")
-    # No negative differences: what is smallest of each side goes into the heads.
+    # No negative differences: the smallest place of each side goes into the heads.
     low_token, low_dim = int(tokens.min()), int(dims.min())
     return ElementOrder(
         heads=(heads - 2 * first + low_token + low_dim).tolist(),

@@ -22,7 +22,7 @@ PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp
 
 
 def refuse_layerwise(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> None:
-    """Only what is known to give the right tokens, whatever fails.
+    """Allow only what is known to give the right tokens, whatever fails.
 
     Raises:
         SettingError: this engine is not known to.
@@ -73,7 +73,7 @@ def _against_steps(vllm_config: Any) -> str:
 
 
 def _against_model(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Each layer is to wait, and blocks that did not come are to have names."""
+    """Each layer must wait, and blocks that did not come must have names."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return (
@@ -184,8 +184,8 @@ class LayeredScheduling:
         return self.loads.blocks_of(name)
 
     def hold_stores(self, request: Any) -> None:
-        """Have vLLM offer nothing of the request in this step: the manager would refuse it, which
-        vLLM warns of.
+        """Make vLLM offer nothing of the request in this step: the manager would refuse it, and
+        vLLM would warn of that.
         """
         status = self._tables.requests[request.request_id]
         self._allowed.append((status, status.max_offload_tokens))
@@ -193,7 +193,7 @@ class LayeredScheduling:
 
     def end_step(self, invalid: Set[int], kv_cache_manager: Any) -> None:
         """The step has ended. Blocks of requests that have ended as well are free, but not given
-        away yet; to evict one that is in use only takes its name.
+        away yet; evicting one that is in use only removes its name.
         """
         while self._allowed:
             status, num_tokens = self._allowed.pop()

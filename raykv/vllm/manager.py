@@ -71,7 +71,7 @@ _SOURCES = {
 def _refused_load(
     _self: RayOffloadingManager, keys: Collection[OffloadKey], _context: ReqContext
 ) -> PoolSpec:
-    """A load that every NodeActor refuses: the tokens are computed."""
+    """The safe value: a load that every NodeActor refuses, so that the tokens are computed."""
     count = len(keys)
     return PoolSpec(0, [bytes(key) for key in keys], [0] * count, [NO_GENERATION] * count)
 
@@ -95,7 +95,7 @@ class RayOffloadingManager(OffloadingManager):
         self.announcements = announcements
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
-        # Requests of which something may be wrong: they must neither load nor store any more.
+        # Requests whose state may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
         self._no_lease_logged_at = float("-inf")
         self._logged_sampling = False
@@ -189,7 +189,7 @@ class RayOffloadingManager(OffloadingManager):
             self.announcements.came(names, self.view.loadable)
 
     def fail_store(self, key: Key) -> None:
-        """A chunk was not stored, whatever its generation."""
+        """A chunk was not stored, at whatever generation."""
         handle = self.view.pending_handle(key)
         if handle is not None:
             self.view.fail_store(key, handle.generation)
@@ -266,8 +266,8 @@ class RayOffloadingManager(OffloadingManager):
         Not guarded: the connector answers for it.
 
         vLLM never completes jobs from before a reset, so what is in flight is released here. An
-        engine that only rests gives back no more than that: its chunks are as right as before. One
-        that has left the namespace has no say over it.
+        engine that only rests gives back no more than that: its chunks are as valid as before. One
+        that has left the namespace cannot clear it.
         """
         if is_resting() or self.view.has_left:
             self.view.drop_stores()
@@ -338,7 +338,7 @@ class RayOffloadingManager(OffloadingManager):
 def offloading_events(
     announcements: Announcements, manager: RayOffloadingManager
 ) -> Iterable[OffloadingEvent]:
-    """vLLM's events of chunks that came to this node, or went, and that this engine knows."""
+    """vLLM's events of chunks that came to or went from this node and that this engine knows."""
     news = announcements.take(manager.view.loadable.keys(), time.monotonic())
     for keys, removed in ((news.removed, True), (news.stored, False)):
         if keys:

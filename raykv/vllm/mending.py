@@ -1,11 +1,11 @@
 """vLLM's offloading scheduler after an exception inside of it.
 
-An exception leaves its tables half changed: jobs that are made up and go to nobody, jobs that have
-ended and are waited for, blocks that are free and still read. Here the jobs that are left are the
-truth, and all else is derived from them anew. What may be wrong of a request is not used any more:
-it neither loads nor stores until it ends.
+An exception leaves its tables half changed: jobs that are made up but never sent, jobs that have
+ended but are waited for, blocks that are free but still read. Here the jobs that are left are the
+truth, and all else is derived from them anew. A request whose state may be wrong neither loads nor
+stores until it ends.
 
-All of it runs on EngineCore's scheduler thread, for a hook that has failed: plain steps that ask
+All of it runs on EngineCore's scheduler thread, for a hook that has failed: plain steps that call
 nobody.
 """
 
@@ -51,7 +51,7 @@ class Mender:
         self._failures = guard.failures.total()
 
     def adopt(self, request: Any) -> None:
-        """Have a request known that could not be taken in; it neither loads nor stores."""
+        """Make a request known that could not be accepted; it neither loads nor stores."""
         self._manager.barred.add(request.request_id)
         self._tables.adopt(request)
 
@@ -69,21 +69,20 @@ class Mender:
         self.mend()
 
     def give_up_step(self, output: Any, *, may_load: bool) -> BareStep:
-        """End a step whose metadata could not be made up.
-
-        What it was to store is not, and of what is being stored each copy is waited for: blocks
-        that it reads may be loaded into, or computed, in this step.
+        """End a step whose metadata could not be made up. What it was to store is not stored, and
+        each copy of a store under way is waited for: its blocks may be loaded into, or computed, in
+        this step.
 
         Args:
             output: vLLM's `SchedulerOutput`.
-            may_load: whether loads go out that are made up.
+            may_load: whether loads that are made up go out.
         """
         tables = self._tables
         loads = dict(tables.loads) if may_load else {}
         lost = {i: job for i, job in self._unsent().items() if i not in loads}
         for job_id in lost:
             self._drop(job_id)
-        # Their blocks may not have been noted, or not be theirs any more.
+        # Their blocks may never have been noted, or may belong to others now.
         self._manager.barred.update(output.num_scheduled_tokens)
         for request_id, status in tables.requests.items():
             if has_blocks(status) and not status.finished_signaled:
@@ -115,7 +114,7 @@ class Mender:
         self.mend()
 
     def end_reset(self) -> None:
-        """A reset has broken off; the cache may be cleared by it or not."""
+        """A reset was interrupted; it may have cleared the cache or not."""
         if self._manager.view.is_clearing:
             self._manager.view.drop_all()
         self.mend()
@@ -125,7 +124,7 @@ class Mender:
         return {job_id: job for job_id, job in jobs.items() if job_id >= self._first_unsent}
 
     def _drop(self, job_id: int) -> None:
-        """Another rank may still be at it: before its blocks are used anew that is waited for."""
+        """Another rank may still be copying: that is waited for before its blocks are reused."""
         job = self._tables.jobs.pop(job_id, None)
         self._tables.loads.pop(job_id, None)
         if job is not None and job.is_store:

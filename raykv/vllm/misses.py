@@ -1,4 +1,5 @@
-"""Tells the engine's accounts what vLLM does with a request, and vLLM's metrics what came of it.
+"""Reports to the engine's accounts what vLLM does with a request, and to vLLM's metrics the
+outcome.
 
 All methods run on EngineCore's scheduler thread, and none raises.
 """
@@ -46,7 +47,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def unregister_metrics() -> None:
-    """Forget those of an earlier engine of this process, as vLLM does with its own."""
+    """Forget the metrics of an earlier engine of this process, as vLLM does with its own."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith("raykv_"):
             REGISTRY.unregister(collector)
@@ -98,7 +99,7 @@ class MissReporter:
 
     @guarded(nothing)
     def failed(self, request_id: str, reason: MissReason) -> None:
-        """Some of what the request loads does not come."""
+        """Some of what the request loads will not come."""
         account = self._view.accounts.get(request_id)
         if account is not None:
             account.failure = reason
@@ -134,7 +135,7 @@ class MissReporter:
         return stats
 
     def _correct(self) -> None:
-        """Take in what the scheduler actor knew better.
+        """Take in reasons that the scheduler actor knew better.
 
         Prometheus has already counted those tokens as never stored, and its counters do
         not go back: later ones that were never stored are left out until that is made up for.

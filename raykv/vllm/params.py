@@ -1,4 +1,4 @@
-"""What clients may say: `kv_transfer_params` of a request, of which five keys have an effect."""
+"""What clients may ask for: five keys of a request's `kv_transfer_params` have an effect."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
 logger = logging.getLogger("raykv")
 
 PARAMS = ("raykv_load", "raykv_store")
-"""Truth values that say what the request may do; both are true."""
+"""Truth values for what the request may do; both default to true."""
 
 PREFILLED = "raykv_prefilled"
-"""True: another engine has just computed the prompt, see `RequestOptions`. What puts prefill and
-decode engines together says so; from a client it can cost its own request a wait or a fetch."""
+"""True: another engine has just computed the prompt, see `RequestOptions`. The router of prefill
+and decode engines sets it; from a client it can cost that client's own request a wait or a fetch.
+"""
 
 PIN = "raykv_pin_s"
 HINTS = (PIN, "raykv_priority")
@@ -40,7 +41,7 @@ def documented(params: Any) -> dict[str, bool | float] | None:
         if isinstance(value, bool):
             kept[name] = value
         else:
-            # A client's mistake must not fail its request, nor what it sends fill the log.
+            # A client's mistake must neither fail its request nor fill the log.
             kind = type(value).__name__
             logger.debug("kv_transfer_params: %s is a %s, not a bool; ignored", name, kind)
     if params.get(PREFILLED) is True:
@@ -57,12 +58,12 @@ def documented(params: Any) -> dict[str, bool | float] | None:
 
 
 def without_prefilled(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` of a client: only who has the prompt prefilled may say that it was."""
+    """The `params` of a client: only the router that had the prompt prefilled may say so."""
     return {name: value for name, value in params.items() if name != PREFILLED}
 
 
 def _is_hint(name: str, value: Any) -> bool:
-    """Whether a client's wish can be meant; a truth value is no number here."""
+    """Whether a client's wish is valid; a truth value is not a number here."""
     if type(value) is int and name == "raykv_priority":
         return 1 <= value <= MAX_PRIORITY
     is_number = type(value) in (int, float) and name == PIN
@@ -91,10 +92,10 @@ def hint_of(params: Any) -> Hint:
 
 @contextmanager
 def only_documented(request: Any) -> Iterator[None]:
-    """Have vLLM's offloading scheduler see what is documented, and nothing else.
+    """Let vLLM's offloading scheduler see only what is documented.
 
     Afterwards the request has its parameters again, for other connectors that it may go through,
-    unless they are none at all: vLLM's scheduler would stop at them.
+    unless they are invalid: vLLM's scheduler would fail on them.
     """
     sent = request.kv_transfer_params
     request.kv_transfer_params = documented(sent)

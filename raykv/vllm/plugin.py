@@ -40,5 +40,5 @@ def register() -> None:
     try:
         watch_prompts()
     except (AttributeError, ImportError) as error:
-        # The engine says so with the first request that it refuses.
+        # The engine logs it with the first request that it refuses.
         logger.debug("prompts are rendered in an unknown way: %s", error)

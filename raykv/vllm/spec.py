@@ -44,7 +44,7 @@ SPEC_NAME = "RayKVOffloadingSpec"
 
 
 def use_our_spec(extra_config: dict[str, Any]) -> None:
-    """Name our spec where vLLM looks for it; users don't have to."""
+    """Name our spec where vLLM looks for it, so that users need not."""
     extra_config["spec_name"] = SPEC_NAME
     extra_config["spec_module_path"] = __name__
 
@@ -80,7 +80,7 @@ class Told:
 def told_to_specs(
     extra_config: MutableMapping[str, Any], vllm_config: Any, kv_cache_config: Any
 ) -> Iterator[None]:
-    """Let specs that are made inside of the context know these configurations."""
+    """Let specs that are made within the context know these configurations."""
     extra_config[TOLD] = Told(vllm_config, kv_cache_config)
     try:
         yield

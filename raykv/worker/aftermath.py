@@ -1,11 +1,11 @@
-"""When memory that a killed process could write to may be used again.
+"""When memory that a killed process could write to may be reused.
 
     killed ──► WAIT ── it has exited, or it has halted and no device wrote for it ──► SAFE
                  └──── neither is known for too long ───────────────────────────────► HOPELESS
 
 Invariants:
     1. SAFE only if nothing can write on behalf of the process any more.
-    2. WAIT never after `last_s`: what waits for the memory gets an answer.
+    2. Never WAIT after `last_s`: what waits for the memory gets an answer.
 
 A process that was sent SIGKILL exits late when it gets no core, when it has much memory to give
 back, or when its driver or file system hangs. It has *halted* before that: none of its threads runs

@@ -123,7 +123,7 @@ class DeviceLink(FrontLink[WorkerLink]):
 
 
 def all_refused(request: JobRequest) -> JobResult:
-    """The result of a job of which nothing happened."""
+    """The result of a job that was never begun."""
     count = len(request.handles.keys)
     refusals = [int(Refusal.COPY_FAILED)] * count
     return JobResult(request.job_id, 0, 0.0, list(range(count)), refusals)

@@ -27,7 +27,7 @@ class JobRequest:
     lock_fd: int = -1
     """Of the file that a capture becomes; the caller closes it when the job has ended."""
     torn: Handles = field(default_factory=Handles)
-    """Chunks of a store that nobody knows all blocks of: they have failed, and are not sent."""
+    """Chunks of a store whose blocks are not all known: they have failed and are not sent."""
 
     @property
     def num_bytes(self) -> int:

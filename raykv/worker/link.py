@@ -153,9 +153,8 @@ class WorkerLink:
         self._nudge()
 
     def submit(self, request: JobRequest) -> None:
-        """Hand over a job. Its result comes through `drain`, whatever happens.
-
-        A job that was not taken raises; nothing is done of it.
+        """Hand over a job. Its result comes through `drain`, whatever happens. Raises for a job
+        that was not accepted, of which nothing is done.
         """
         settings = self._settings
         is_load = request.direction is Direction.LOAD
@@ -168,7 +167,7 @@ class WorkerLink:
             self._revive()
             self._nudge()
         except Exception:
-            # It is taken: a look for its result tries again.
+            # The job was accepted: the next look for its result tries again.
             logger.exception("the line to the NodeActor could not be woken")
 
     def drain(self) -> list[JobResult]:
@@ -428,7 +427,7 @@ class WorkerLink:
                 return
             believed = believable(result, len(pending.request.handles.keys))
             if believed is not result:
-                logger.warning("job %d counts as failed: what came is absurd", result.job_id)
+                logger.warning("job %d counts as failed: its result is absurd", result.job_id)
             self._results.append(believed)
             self._lock.notify_all()
 

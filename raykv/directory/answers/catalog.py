@@ -48,12 +48,12 @@ MAX_REPLICAS = 16_384
 """Rows of one answer to where chunks are."""
 
 MAX_NAMESPACES = 256
-"""Of which is remembered what their engines were; the oldest are forgotten."""
+"""Namespaces whose engines are remembered; the oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Introduction:
-    """What an engine has said of its namespace."""
+    """What an engine has said about its namespace."""
 
     model: str
     slot_bytes: int
@@ -117,7 +117,7 @@ class Catalog:
         return found
 
     def namespaces(self) -> list[NamespaceStatus]:
-        """All that have chunks, be it only on disks, or engines."""
+        """Namespaces with chunks, even if only on disks, or with engines."""
         counts = self.counts()
         engines: dict[str, int] = {}
         for engine in self._engines.values():
@@ -138,7 +138,7 @@ class Catalog:
     # Listings
 
     def page(self, query: ChunkQuery, now: float) -> ChunkPage:
-        """The chunks that a query is for, from where it goes on."""
+        """The chunks that a query asks for, from where it goes on."""
         page = ChunkPage(PROTOCOL_VERSION)
         names = sorted(self._nodes) if not query.node_id else [NodeId(query.node_id)]
         at = bisect_left(names, query.from_node)
@@ -231,7 +231,7 @@ class Catalog:
     def _add(
         self, page: ChunkPage, node: Node, places: list[object], query: ChunkQuery, now: float
     ) -> None:
-        """Add what is wanted of the chunks at places of a node."""
+        """Add those chunks at places of a node that are wanted."""
         table = node.book.table
         if places and (query.key or query.group is not None):
             pairs = zip(places, table.held_at(places).keys, strict=True)

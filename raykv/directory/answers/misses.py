@@ -1,8 +1,8 @@
 """What became of the latest requests' tokens, all over the cluster: for `raykv why-miss`.
 
-An engine tells of each request that has ended. Of a chunk that it knows nothing about the scheduler
-actor may know more: that it was given up on another node, or that other engines have it under
-another namespace. That is looked up once, when the record comes, for one key.
+An engine reports each request that has ended. The scheduler actor may know more about a chunk that
+the engine has never seen: that another node gave it up, or that other engines have it under another
+namespace. That is looked up once, when the record comes, for one key.
 
 Nothing of it outlives the scheduler actor.
 """
@@ -30,7 +30,9 @@ MAX_PAGE = 128
 """Requests in one page of all of them."""
 
 MAX_PAGE_NAMES_BYTES = 48 << 10
-"""Of chunks' names in a page, unless one request alone has more: the page stays under 100 KiB."""
+"""Bytes of chunks' names in a page, unless one request alone has more: the page stays under 100
+KiB.
+"""
 
 MAX_TOLD = 16
 """Requests in one answer."""
@@ -42,7 +44,7 @@ MAX_PLACES = 64
 """Nodes, or namespaces there, that are searched for a key of another namespace."""
 
 PLACES_S = 5.0
-"""How long it is not looked again which namespaces are on which nodes."""
+"""How long the list of each node's namespaces is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,9 @@ class _Entry:
     at: float
 
     def has_id(self, beginning: str) -> bool:
-        """Whether the request's id begins so; vLLM numbers the answers of one request before it."""
+        """Whether the request's id begins so, after the number that vLLM puts before each answer of
+        a request.
+        """
         number, underscore, rest = self.record.request_id.partition("_")
         own = rest if underscore and number.isdigit() else self.record.request_id
         return own.startswith(beginning) or self.record.request_id.startswith(beginning)
@@ -96,7 +100,7 @@ class MissLog:
         self._departures.note(keys, (namespace, reason))
 
     def lost(self, node: Node) -> None:
-        """A node is lost; to be called while its table is still there."""
+        """A node is lost; must be called while its table still exists."""
         table = node.book.table
         held = table.held_at(table.places()[:MAX_LISTED])
         for namespace in set(held.namespaces):
@@ -143,7 +147,7 @@ class MissLog:
             self._names_bytes -= len(self._entries.popleft().record.chunks)
 
     def _refined(self, record: MissRecord, namespace: Namespace, now: float) -> MissRecord:
-        """With a better reason than that the engine does not know the chunk, if there is one."""
+        """With a better reason than "the engine does not know the chunk", if there is one."""
         if MissReason.NEVER_STORED not in record.missed or not record.missing:
             return record
         reason = str(self._reason(Key(record.missing), namespace, now))

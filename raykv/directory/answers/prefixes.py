@@ -19,8 +19,9 @@ from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.reader import PrefixPage, PrefixQuery
 
 MAX_NODES_OF_A_KEY = 32
-"""Of a chunk on more nodes, only so many are named: it bounds what an answer costs. The others look
-as if they lacked it: a little less is sent there."""
+"""Nodes named per chunk, which bounds what an answer costs. The others look as if they lacked the
+chunk: a little less is sent there.
+"""
 
 MAX_CHUNK_TOKENS = 1 << 24
 MAX_NAME = 256
@@ -65,7 +66,7 @@ def check_prefix_page(page: PrefixPage, num_prompts: int) -> None:
     is_table = len(page.tokens) == num_prompts * len(page.nodes)
     require(is_table, f"{len(page.tokens)} numbers for {len(page.nodes)} nodes")
     is_number = all(0 <= count <= MAX_NUMBER for count in (*page.tokens, *page.anywhere))
-    require(is_number, "numbers of tokens that are none")
+    require(is_number, "invalid numbers of tokens")
 
 
 def prefix_page(

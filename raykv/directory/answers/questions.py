@@ -22,10 +22,10 @@ MAX_TOLD = 2
 """Replicas named per key: one to fetch from, and one for when that fails."""
 
 FEW_NODES = 16
-"""So many are put in order for every question."""
+"""Up to so many nodes are sorted anew for every question."""
 
 RANKING_S = 0.5
-"""Else the order of their loads is used for so long: nodes report it once a second."""
+"""Otherwise the order of their loads is used for so long: nodes report it once a second."""
 
 _NEVER = float("-inf")
 

@@ -1,8 +1,8 @@
-"""Pictures of the directory for readers of the event stream, page by page.
+"""Snapshots of the directory for readers of the event stream, page by page.
 
-A snapshot is the list of the places where something was held when it began; each page tells what is
-held there now, and the events since its beginning do the rest. A page can be asked for again. Only
-a few snapshots are kept, and the oldest goes first: a reader that dawdles begins anew.
+A snapshot is the list of the places where something was held when it began; each page reports what
+is held there now, and the events since its beginning do the rest. A page can be asked for again.
+Only a few snapshots are kept, and the oldest goes first: a reader that dawdles begins anew.
 """
 
 from __future__ import annotations

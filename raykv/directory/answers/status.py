@@ -11,7 +11,7 @@ from raykv.protocol.measures import OWN_NODE, BreakerReport
 from raykv.protocol.status import EngineStatus, NodeStatus
 
 NEWS_S = 3.0
-"""A node that has reported within it says how things are: it does so every second."""
+"""A node that has reported within it is up to date: it reports every second."""
 
 
 def _breakers(engine: Engine, node: Node | None, now: float) -> BreakerReport:
@@ -28,7 +28,7 @@ def _breakers(engine: Engine, node: Node | None, now: float) -> BreakerReport:
 
 
 def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
-    """A picture of a node for people."""
+    """A summary of a node for people."""
     pinned = pins.on_node(node)
     reported = msgspec.structs.asdict(node.stats)
     reported["breakers"] = aged(node.stats.breakers, now - node.last_report)
@@ -51,7 +51,7 @@ def node_status(node: Node, now: float, pins: Pins) -> NodeStatus:
 
 
 def engine_status(engine: Engine, node: Node | None, now: float) -> EngineStatus:
-    """A picture of an engine for people."""
+    """A summary of an engine for people."""
     leases = [] if node is None else node.book.leases().values()
     return EngineStatus(
         engine_id=engine.engine_id,

@@ -1,12 +1,12 @@
-"""What engines tell of their work, added up over engines that come and go.
+"""What engines report of their work, added up over engines that come and go.
 
 Engines report numbers since their own start, again and again. What one reports first in this life
 of the scheduler actor is where its counting begins: a new engine has reported zeros then, and one
 that was there before this life does not add what was counted already.
 
 Invariant: no sum ever falls, though an engine may find out later that tokens were missed for
-another reason than it had reported: the new reason rises at once, the old one stands still until it
-is made up for.
+another reason than it had reported: the new reason rises at once, and the old one stands still
+until it has caught up.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class EngineTally:
     _told: dict[EngineId, _Told] = field(default_factory=dict)
 
     def take(self, label: str, request: SyncRequest) -> bool:
-        """An engine's message; False, and nothing, if it is a repetition, or tells no numbers."""
+        """Take in an engine's message; False, without effect, for a repetition or one without
+        numbers.
+        """
         engine_id = EngineId(request.engine_id)
         if request.idle:
             return False
@@ -75,7 +77,7 @@ class EngineTally:
             request.latencies.get(LOOKUPS, HistogramData()),
             request.breakers,
         )
-        # The one that was heard of last is forgotten last.
+        # The engine that reported last is forgotten last.
         self._told[engine_id] = now if before is None or now.seq > before.seq else before
         if len(self._told) > MAX_ENGINES:
             del self._told[next(iter(self._told))]

@@ -5,11 +5,11 @@
    ▲                                   │ a sample with enough loads
    └───────────────────────────────────┘
 
-The scheduler actor counts, and tells each engine with every answer; the engine chooses.
+The scheduler actor counts and informs each engine with every answer; the engine chooses.
 
 A store costs an engine a small part of the time that computing the chunk took; a load saves nearly
 all of it. So few loads are enough. A sample ends when as many chunks were stored as the pools hold,
-and never before `MIN_SAMPLE`: until then a chunk had no time to be asked for again. The sums of the
+and never before `MIN_SAMPLE`: until then a chunk had no time to be wanted again. The sums of the
 last sample count half in the next one, so that one odd sample does not switch anything for long.
 """
 
@@ -73,7 +73,7 @@ class ReuseGauges:
     def count(
         self, engine: Engine, node: Node, counters: Mapping[str, int], num_nodes: int
     ) -> None:
-        """An engine on a node tells its counters, or none; `num_nodes` have engines."""
+        """Take in the counters of an engine on a node; `num_nodes` nodes have engines."""
         if not counters:
             return
         stored, loaded = (
@@ -82,9 +82,9 @@ class ReuseGauges:
         )
         sizes = engine.slot_bytes.values()
         num_slots = node.book.table.geometry.pool_bytes * len(sizes) // sum(sizes)
-        # The pools of all those nodes are taken for alike.
+        # All those pools are assumed to be equally large.
         self._gauges[engine.namespace].count(stored, loaded, num_nodes * num_slots)
 
     def store_share(self, namespace: Namespace) -> int:
-        """One request of so many should store."""
+        """One request in so many should store."""
         return self._gauges[namespace].store_share

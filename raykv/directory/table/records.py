@@ -15,7 +15,7 @@ from raykv.directory.table.protocol import Name, Stretch
 
 @dataclass(slots=True)
 class Clock:
-    """The time that it is, for all nodes."""
+    """The present time, for all nodes."""
 
     now: float = 0.0
 

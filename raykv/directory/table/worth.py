@@ -59,10 +59,10 @@ NUM_AGES = 2 * 48
 """Ages differ by powers of two and the next digit."""
 
 SCRATCH = 4 * (NUM_AGES + 1)
-"""What a lesson needs to calculate with."""
+"""Scratch space of a lesson."""
 
 MOST_CHANCE = 0.98
-"""That a name is used again: the future is never certain."""
+"""Chance that a name is used again: the future is never certain."""
 
 
 class Worth(Generic[N]):
@@ -152,8 +152,8 @@ class Worth(Generic[N]):
 class _Lessons:
     """What has been learned of uses, and the worths that follow from it.
 
-    The ages at which names are used again are counted for all queues together, since they differ
-    little, and how often it happens for each queue: so a few counts say much.
+    The ages at which names are used again differ little between queues and are counted for all of
+    them together; how often that happens is counted for each. So a few counts say much.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class _Lessons:
             self._due_at = now + max(FEWEST_USES, num_held // LESSONS)
 
 
-# Both are compiled too, by `flat/order.py`: they call nothing but each language's own.
+# `flat/order.py` compiles both, so they call built-in functions only.
 
 
 def age_index(age: int) -> int:

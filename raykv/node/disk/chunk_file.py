@@ -5,8 +5,8 @@ format's version, the namespace, and by key the generation, the checksum (XXH3, 
 of the chunk's blocks were stored, as [first, length]; the bytes of the others are zero.
 
 A file gets its name when all of it is on the disk: what has that name is whole, unless the disk
-lies. It is read with plain reads: a file that was cut short would kill who had mapped it. What is
-read is compared with its checksum.
+lies. It is read and not mapped: a file that was cut short would kill the process that had mapped
+it. What is read is compared with its checksum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from raykv.node.disk.index import DiskChunk
 Bytes = npt.NDArray[np.uint8]
 
 FORMAT = "raykv.chunks.2"
-"""Version of the layout: another one is not read."""
+"""Version of the layout; no other is read."""
 
 SUFFIX = ".safetensors"
 PART_SUFFIX = ".part"
@@ -122,12 +122,12 @@ def _save(tensors: dict[str, Bytes], path: Path, metadata: dict[str, str]) -> No
     try:
         save_file(tensors, path, metadata)
     except Exception as error:
-        # The library has an error of its own for whatever the system says.
+        # The library wraps the system's errors in one of its own.
         raise error if isinstance(error, OSError) else OSError(str(error)) from error
 
 
 def to_disk(path: Path) -> int:
-    """Have a file, or the names in a folder, on the disk; returns its size."""
+    """Flush a file, or the names in a folder, to the disk; returns its size."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -4,9 +4,9 @@
                          /<number>-<any>.safetensors chunks; see `chunk_file.py`
                          /cleared.json               up to which generation chunks here are void
                          /….part                    being written, or left by who died meanwhile
-                         /….damaged                 not believed; the latest few are kept
+                         /….damaged not trusted; the latest few are kept
 
-A folder of another user, one that others can write to, or a link is passed by: what is in it may be
+A folder of another user, one that others can write to, or a link is ignored: it may contain
 anything.
 
 Several nodes, and several clusters, may share `disk_path`, also over a network: each takes a folder
@@ -41,12 +41,12 @@ logger = logging.getLogger("raykv.disk")
 DAMAGED_SUFFIX = ".damaged"
 
 MAX_DAMAGED = 4
-"""Files that are kept to find out what happened to them; then the oldest goes."""
+"""Damaged files that are kept to find out what happened; beyond it the oldest is deleted."""
 
 MAX_FOLDERS = 1024
 
 MAX_FOREIGN = 64
-"""Folders of other users, or that others can write to, that are passed by."""
+"""Folders of other users, or that others can write to, that are ignored."""
 
 _CLEARED = "cleared.json"
 
@@ -104,7 +104,7 @@ class TierFolder:
         """By namespace, the generation up to which chunks here are worth nothing.
 
         Raises:
-            DiskError: that is not known, so that nothing here may be believed.
+            DiskError: that is not known, so that nothing here may be trusted.
         """
         path = self.path / _CLEARED
         try:
@@ -118,7 +118,7 @@ class TierFolder:
         return cleared
 
     def write_cleared(self, cleared: Mapping[str, int]) -> None:
-        """Have that on the disk before any file goes: a crash must not bring chunks back.
+        """Flush that to the disk before any file is deleted: a crash must not bring chunks back.
 
         Raises:
             OSError: it can't be written; what was there stays.
@@ -131,7 +131,7 @@ class TierFolder:
         to_disk(self.path)
 
     def new_path(self) -> Path:
-        """Of the next file. Where locks do not work nobody else writes it all the same."""
+        """Path of the next file. Where locks do not work, no other process writes it either."""
         self._next += 1
         return self.path / f"{self._next - 1:012d}-{secrets.token_hex(4)}{SUFFIX}"
 
@@ -140,16 +140,16 @@ class TierFolder:
         return self.path / name
 
     def delete(self, name: str) -> None:
-        """A file is not needed any more; that it can't be deleted is logged only."""
+        """A file is not needed any more; a failure to delete it is only logged."""
         try:
             self.place_of(name).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("%s can't be deleted: %s", self.place_of(name), error.strerror)
 
     def set_aside(self, path: Path, reason: str) -> None:
-        """A file is not believed: it gets another name, or goes if that can't be."""
+        """A file is not trusted: it gets another name, or is deleted if it cannot."""
         self.num_damaged += 1
-        logger.warning("a file of the disk tier is not believed: %s", reason)
+        logger.warning("a file of the disk tier is not trusted: %s", reason)
         try:
             path.rename(path.with_name(path.name + DAMAGED_SUFFIX))
             kept = sorted(self.path.glob(f"*{DAMAGED_SUFFIX}"), key=lambda old: old.name)
@@ -176,7 +176,8 @@ class TierFolder:
 
 
 def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
-    """Folders with something in them that nobody holds: a node that starts takes over the first.
+    """Folders with something in them that no process holds: a node that starts takes over the
+    first.
 
     Nothing is changed. Each is held for an instant; a node that starts in it waits for that.
 
@@ -199,7 +200,7 @@ def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
                 continue
             files = [each.stat() for each in lock.parent.iterdir() if each != lock]
             if num_bytes := sum(each.st_size for each in files):
-                # Who holds it notes that in the lock, and may have nothing to write for days.
+                # The holder notes it in the lock, and may have nothing to write for days.
                 since = max(each.st_mtime for each in [lock.stat(), *files])
                 age_s = max(0.0, now - since)
                 found.append(UnownedFolder(str(lock.parent), num_bytes, age_s))
@@ -242,7 +243,7 @@ def _claim(root: Path) -> tuple[Path, int]:
         try:
             is_ours = _try_lock(fd)
             if not is_ours:
-                # Perhaps somebody only looks; its chunks are worth the wait.
+                # Perhaps another process only looks; its chunks are worth the wait.
                 time.sleep(DISK_CLAIM_LOOK_S)
                 is_ours = _try_lock(fd)
         except OSError:

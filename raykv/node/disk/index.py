@@ -9,14 +9,14 @@ knows of it.
 Files are written once. When there is no room, the oldest file goes, unless a chunk of it was read
 since the last time: then it has another round ("second chance").
 
-Every chunk that comes or goes is a numbered change. The directory says up to which number it has
-heard; what went before it was reported is not reported at all.
+Every chunk that comes or goes is a numbered change. The directory says up to which number it knows;
+what went before it was reported is not reported at all.
 
 Invariants:
 1. A name has one entry at most, in a file that is listed.
 2. `used_bytes` is the sum of the listed files' sizes.
-3. The directory has yet to learn of an entry, or knows it; and it has yet to learn that a place
-   went, if it may have heard that it came.
+3. The directory knows each entry or has yet to learn of it; it has yet to learn that a place went
+if it may know that it came.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class DiskIndex:
         self._entries: dict[Name, DiskEntry] = {}
         # Files that no chunk is left in.
         self._empty: set[str] = set()
-        # Those that the directory has not heard of, by number: a name that came, a place that went.
+        # Changes that the directory does not know of, by number: a name that came, a place that
+        # went.
         self._changes: OrderedDict[int, Name | int] = OrderedDict()
         self._num_gone = 0
         self._last = 0

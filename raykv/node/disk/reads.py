@@ -62,7 +62,7 @@ class DiskState:
         return is_new
 
     def count(self, **more: int) -> None:
-        """Add to counters of `DiskStats`."""
+        """Add to the counters of `DiskStats`."""
         with self.lock:
             sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
             self._stats = msgspec.structs.replace(self._stats, **sums)
@@ -160,7 +160,7 @@ class DiskReads:
         try:
             self._reads.put_nowait(read)
         except queue.Full:
-            raise PeerError("the disk has too much to read") from None
+            raise PeerError("too many reads wait for the disk") from None
         return _PendingDiskRead(read)
 
     def _read_for_ever(self) -> None:

@@ -113,7 +113,7 @@ class DiskTier:
         self._flushed = threading.Condition(self._lock)
         self._num_asked = self._num_flushed = 0
         self._clearings = Clearings()
-        # Clearings that the writer has not begun to note on the disk, or that are not there yet.
+        # Clearings that the writer has not begun to note on the disk, or that are not on it yet.
         self._has_clearings = False
         self._is_noting = False
         self._retry_at = 0.0
@@ -131,7 +131,7 @@ class DiskTier:
         self._stopped.set()
         self._wake.set()
 
-    # What the directory hears and says
+    # Exchange with the directory
 
     def news(self) -> DiskNews:
         """For the next report."""
@@ -335,7 +335,7 @@ class DiskTier:
         logger.info("%s has %d chunks in %d files", folder.path, len(self._index), len(found))
 
     def _carry_out_clearings(self) -> None:
-        """Note on the disk what was cleared, then delete files that nothing is left of."""
+        """Note on the disk what was cleared, then delete files in which no chunk is left."""
         assert self._state.folder is not None
         with self._lock:
             self._is_noting, self._has_clearings = self._has_clearings, False
@@ -345,7 +345,7 @@ class DiskTier:
             except OSError:
                 with self._lock:
                     self._has_clearings, self._is_noting = True, False
-                # That makes room, if room is what there was none of.
+                # That makes room, if there was no room.
                 self._delete_empty(self._state.folder)
                 raise
             self._is_noting = False
@@ -425,7 +425,7 @@ class DiskTier:
         self._state.count(bytes_written=batch.num_bytes, chunks_written=len(batch.chunks))
 
     def _list(self, path: Path) -> None:
-        """A file is there: what it has can be found from now on."""
+        """A file is there: its chunks can be found from now on."""
         assert self._state.folder is not None
         self._add(read_header(path))
         self._delete_empty(self._state.folder)

@@ -63,11 +63,11 @@ Bytes = npt.NDArray[np.uint8]
 NUM_WRITERS = 4
 
 MAX_FOLDERS = 64
-"""In which files are looked for that nobody has read in time."""
+"""Folders that are searched for files that nobody has read in time."""
 
 
 class _RefusedError(Exception):
-    """A capture does not happen, and why."""
+    """A capture is refused, with the reason."""
 
     def __init__(self, refusal: Refusal, reason: str) -> None:
         super().__init__(reason)
@@ -124,9 +124,8 @@ class Capturing:
     # Jobs
 
     def push(self, queued: QueuedJob) -> bool:
-        """Take a capture in, and its lock.
-
-        False: there are too many, or no thread for them; nothing has changed.
+        """Accept a capture with its lock. False: there are too many, or no thread for them; nothing
+        has changed.
         """
         with self._lock:
             if self._stopping or len(self._waiting) >= MAX_QUEUED_JOBS:
@@ -140,13 +139,13 @@ class Capturing:
             return True
 
     def refuse(self, queued: QueuedJob, refusal: Refusal, reason: str) -> None:
-        """Answer a capture that was not taken in; its reader hears the reason."""
+        """Answer a capture that was not accepted; its reader gets the reason."""
         self._refuse(queued, reason)
         queued.refuse_rest(refusal)
         self._answer(queued, 0)
 
     def cancel(self, worker: AttachedWorker, job_ids: Collection[int]) -> None:
-        """Answer those of a worker's captures that wait and were given up."""
+        """Answer a worker's waiting captures that were given up."""
         with self._lock:
             taken = self._take(lambda q: q.worker is worker and q.job.job_id in job_ids)
         for queued in taken:
@@ -267,7 +266,7 @@ class Capturing:
         """Copy, and hand over to a writer; returns the bytes that were copied.
 
         Raises:
-            _RefusedError: it did not happen, and whoever reads has been told.
+            _RefusedError: it was refused, and readers know.
         """
         capture = _capture(queued)
         is_admitted = False
@@ -303,7 +302,7 @@ class Capturing:
         """What is to be copied, and fresh memory for it, [number of blocks, bytes of a page]."""
         job = queued.job
         if job.node_epoch != self._epoch:
-            raise _RefusedError(Refusal.BAD_HANDLE, "the NodeActor has begun anew")
+            raise _RefusedError(Refusal.BAD_HANDLE, "the NodeActor has been restarted")
         try:
             planner = queued.worker.planner
             layer = planner.layer(job.groups[0], capture.layer)
@@ -353,7 +352,7 @@ class Capturing:
             raise _RefusedError(Refusal.CANCELLED, "the engine ended, or gave the copy up")
 
     def _parts(self, queued: QueuedJob, runs: CopyRuns, step: int) -> Iterator[CopyRuns]:
-        """So many pages at once; what goes first goes before each."""
+        """Pages copied at once; more urgent copies go before each."""
         for first in range(0, len(runs.size), step):
             self._give_way(queued)
             some = slice(first, first + step)
@@ -361,7 +360,7 @@ class Capturing:
             yield CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
 
     def _refuse(self, queued: QueuedJob, reason: str) -> None:
-        """Nobody holds the lock meanwhile: what is said to the reader may be on a slow disk."""
+        """The lock is not held meanwhile: the message to the reader may go to a slow disk."""
         capture = _capture(queued)
         with self._lock:
             self._copied["failed"] += 1

@@ -35,7 +35,7 @@ from raykv.base.ownership import make_own_folder, open_own, require_own_folder, 
 from raykv.base.threads import start_thread
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a folder where nothing can be made now."""
+"""Errors of a folder in which nothing can be created now."""
 
 LOCK_SUFFIX = ".lock"
 PART_SUFFIX = ".part"
@@ -44,7 +44,7 @@ _HEAD = b"RayKV hidden states\n"
 _WHOLE = b"whole\n"
 _MOST_TEXT = 4096
 _MOST_NOTES = 64
-"""One per folder; what is there stays, since somebody may look for it."""
+"""One per folder; existing ones stay, since a reader may look for them."""
 
 _NUMBERS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I64": "int64"}
 """Kinds of numbers in the files, as the format calls them and as we do."""
@@ -98,14 +98,14 @@ class HiddenStates:
             return torch.from_numpy(raw.copy())
         numbers = raw.reshape(-1).view(np.uint8)
         with warnings.catch_warnings():
-            # Torch knows no memory that can't be written to, and says so each time.
+            # Torch has no read-only memory and warns each time.
             warnings.filterwarnings("ignore", ".*not writable.*", UserWarning)
             flat = torch.from_numpy(numbers)
         return flat.view(getattr(torch, dtype)).reshape(self.shape)
 
     @property
     def columns(self) -> dict[str, tuple[Raw, str]]:
-        """What a file of them has, by name: bytes, and numbers of which kind they are."""
+        """A file's contents by name: the bytes and the kind of numbers."""
         return {
             "hidden_states": (self._raw, self.dtype),
             "token_ids": (self._token_ids, "int64"),
@@ -116,7 +116,7 @@ class HiddenStates:
 
 
 def _torch() -> Any | None:
-    """The module; None where it is not installed, as on a node that computes nothing."""
+    """The module, or None where it is not installed, as on a node that computes nothing."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -143,7 +143,7 @@ def promise(path: str, *, own_folder: bool = False) -> int:
 
     Args:
         path: of the file.
-        own_folder: its folder is one that anybody can guess: it must be this user's alone.
+        own_folder: its folder has a name that anybody can guess, so it must be this user's alone.
 
     Raises:
         OSError: the folder can't be made or written to, which readers will learn; or the file is
@@ -171,7 +171,7 @@ def promise(path: str, *, own_folder: bool = False) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
         os.pwrite(fd, _HEAD, 0)
-        # Of an earlier request that had the same path.
+        # The file of an earlier request with the same path.
         Path(path).unlink(missing_ok=True)
     except BaseException:
         os.close(fd)
@@ -186,7 +186,7 @@ def _note_of(path: str) -> Path:
 
 
 def _note(path: str, error: OSError) -> None:
-    """Note it; if that can't be, or there are too many notes, the server's log has it."""
+    """Note it; if that fails, or there are too many notes, the server's log has it."""
     reason = " ".join((error.strerror or str(error)).split())[: _MOST_TEXT // 8]
     with contextlib.suppress(OSError):
         note = _note_of(path)
@@ -204,7 +204,7 @@ def _note(path: str, error: OSError) -> None:
 
 
 def _noted(path: str) -> str:
-    """What is noted; empty if that is nothing."""
+    """What is noted, or an empty text."""
     with contextlib.suppress(OSError):
         note = _note_of(path)
         if _is_own(note.parent):
@@ -222,10 +222,9 @@ def _is_own(folder: Path) -> bool:
 
 
 def settle(fd: int, reason: str = "") -> None:
-    """Say in a lock how it went: `reason` why there is no file, empty if there is one.
-
-    What was said first stays. Nothing is raised: without a word the reader hears that the writer
-    has died.
+    """Write the outcome into a lock: the `reason` why there is no file, or nothing if there is one.
+    The first outcome stays. Nothing is raised: without an outcome the reader concludes that the
+    writer has died.
     """
     with contextlib.suppress(OSError):
         if _said(os.pread(fd, _MOST_TEXT, 0)) is None:
@@ -248,7 +247,7 @@ def write_states(path: str, states: HiddenStates) -> None:
         for name, (raw, dtype) in states.columns.items()
     }
     try:
-        # It takes the place of whatever has that name, also of a link.
+        # It replaces whatever has that name, a link too.
         serialize_file(specs, part, {"request_id": states.request_id})
         part.rename(path)
     except BaseException as error:
@@ -256,7 +255,7 @@ def write_states(path: str, states: HiddenStates) -> None:
             part.unlink()
         if isinstance(error, OSError) or not isinstance(error, Exception):
             raise
-        # The library has an error of its own for what the file system says.
+        # The library wraps the file system's errors in one of its own.
         raise OSError(str(error)) from error
 
 
@@ -374,7 +373,7 @@ def _await_writer(path: str, timeout_s: float) -> _Outcome:
             fcntl.flock(lock, fcntl.LOCK_SH)
             texts.append(os.pread(lock.fileno(), _MOST_TEXT, 0))
 
-    # There is no way to wait for a lock for some time only, without looking again and again.
+    # A wait for a lock has no timeout, so it is tried again and again.
     thread = start_thread("raykv-states", wait)
     thread.join(timeout_s)
     if thread.is_alive():
@@ -383,6 +382,6 @@ def _await_writer(path: str, timeout_s: float) -> _Outcome:
         )
     said = _said(texts[0]) if texts else None
     if said is None:
-        died = "their writer has died, or was ended, before it had written them"
+        died = "their writer died, or was ended, before it had written them"
         return _Outcome(is_failed=False, reason=died)
     return _Outcome(is_failed=bool(said), reason=said or "they have expired or been cleaned up")

@@ -163,7 +163,7 @@ class CaptureIndex:
         entry.state, entry.since, entry.reason = CaptureState.KEPT, now, problem
 
     def fail(self, request_id: str, reason: str, now: float) -> None:
-        """There will be no states."""
+        """The states will not come."""
         entry = self._entries[request_id]
         assert entry.state in _FIXED, entry
         self._num_bytes -= entry.num_bytes

@@ -2,10 +2,10 @@
 
 vLLM hashes an adapter's name and path into every block. In EngineCore its function for that is
 wrapped, and adds the digest of the adapter's files as they are when the request comes: all keys
-follow from these hashes, and vLLM's own cache is told apart with them. Which weights were really
-computed with only the workers know, who load adapters late, anew after an eviction, and in place:
-there the function that loads one is wrapped, and a worker neither loads nor stores chunks of a
-request whose adapter is not the one that its hashes name.
+follow from these hashes, and vLLM's own cache keeps them apart too. Only the workers know which
+weights were really used: they load adapters late, again after an eviction, and in place. So the
+function that loads one is wrapped there, and a worker neither loads nor stores chunks of a request
+whose adapter is not the one that its hashes name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def name_by_content() -> bool:
     """From now on hashes name adapters by content; a second call changes nothing.
 
     Returns:
-        False: this vLLM hashes adapters otherwise, and nothing has changed.
+        False: this vLLM hashes adapters in another way, and nothing has changed.
     """
     return wrap_adapter_hashes(_with_digest)
 
@@ -75,7 +75,7 @@ class AdapterUses:
         self._uses: dict[str, AdapterUse] = {}
         self._loaded: dict[int, str] = {}
         self._is_named = name_by_content()
-        # Adapters of which it was said that they can't be named.
+        # Adapters of which the log says that they cannot be named.
         self._said: set[str] = set()
 
     def begin(self, request: Any) -> bool:
@@ -128,7 +128,7 @@ class LoadedAdapters:
 
     def __init__(self) -> None:
         self._contents: dict[int, Content] = {}
-        # How often an id got other content.
+        # How often an id's content has changed.
         self._changes: dict[int, int] = {}
         # By request: the number of changes when it was computed first; None: with another adapter.
         self._begun: dict[str, int | None] = {}
@@ -181,7 +181,7 @@ _loaded: dict[int, tuple[Any, LoadedAdapters]] = {}
 def watch_loads(lora_config: Any) -> LoadedAdapters:
     """What the worker with this configuration loads from now on; None stands for no adapters.
 
-    With a vLLM that loads adapters otherwise it stays empty, and nothing is stored with them.
+    With a vLLM that loads adapters in another way it stays empty, and nothing is stored with them.
     """
     loaded = LoadedAdapters()
     if lora_config is None:

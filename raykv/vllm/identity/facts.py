@@ -42,8 +42,8 @@ class Kind(Enum):
 class Fact:
     """One row. `fields` are those of vLLM's configuration classes that it stands for.
 
-    With `read` they are all that the reader looks at, or what it looks at follows from them;
-    without, their values are the fact, whole.
+    With `read` they are all that the reader looks at, or determine it; without, their values as a
+    whole are the fact.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Fact:
     read: Callable[[ReadableEngine], Any] | None = None
 
     def value(self, engine: ReadableEngine) -> Any:
-        """As JSON has it; None if there is nothing to say.
+        """The fact as JSON has it; None if there is nothing to say.
 
         Raises:
             SettingError: it can't be read, and a setting is missing.
@@ -323,7 +323,7 @@ PLACES: Mapping[str, str] = {
 
 
 def field_of(engine: ReadableEngine, field: str) -> Any:
-    """A field's value as JSON has it; None if this engine, or this vLLM, has none."""
+    """A field's value as JSON has it; None if this engine or this vLLM lacks it."""
     name, _, attribute = field.partition(".")
     found = engine.vllm
     for step in filter(None, [*PLACES[name].split("."), attribute]):

@@ -2,10 +2,10 @@
 
 vLLM hashes media into the blocks of a prompt by a digest of their content, or by a uuid that the
 client gives instead: two users who give the same one would get each other's KV, and vLLM's own
-caches of media mix them whatever their salts. Once hashed the two look alike, so they are told
-apart where prompts are rendered, in the API server's process: a prompt with a client's names, or
-with media that were rendered elsewhere, gets a salt that says so, and EngineCore refuses it. Where
-vLLM can't be watched, all requests with media are refused. Source: vLLM 0.32.
+caches of media mix them whatever their salts. Once hashed the two look alike, so they are
+distinguished where prompts are rendered, in the API server's process: a prompt with a client's
+names, or with media that were rendered elsewhere, gets a salt that says so, and EngineCore refuses
+it. Where vLLM cannot be watched, all requests with media are refused. Source: vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from raykv.vllm.internals import wrap_prompts
 logger = logging.getLogger("raykv")
 
 NAMED_BY_CLIENT = "raykv: media named by a client"
-"""How the salt begins of prompts that must neither load nor store; the client's own follows."""
+"""Beginning of the salt of prompts that must neither load nor store; the client's own follows."""
 
 _SEEN = "_raykv_seen"
 """Key of a rendered prompt whose media went through our hands."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""Of all algorithms that vLLM knows; where it wants no digests it numbers the media instead."""
+"""Lengths of digests of all algorithms that vLLM knows; without digests it numbers the media."""
 
-# vLLM has had us watch in this process, as it does in all of an engine's.
+# Whether this process is watched, as all processes of an engine are.
 _is_watching = False
 
 
@@ -46,7 +46,7 @@ def watch_prompts() -> None:
 
 
 def may_share_media(request: Any) -> bool:
-    """Whether all media of a request, if it has any, go by their content."""
+    """Whether all media of a request, if any, are named by their content."""
     media = getattr(request, "mm_features", None)
     if not media:
         return True

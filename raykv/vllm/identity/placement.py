@@ -1,4 +1,4 @@
-"""Which Ray node an engine's ranks run on: they share the pool of one NodeActor.
+"""On which Ray node an engine's ranks run: they share the pool of one NodeActor.
 
 Where vLLM starts the ranks itself they run on EngineCore's host. A Ray executor puts them where
 the bundles of its placement group are, which may be another node, or several:
@@ -26,7 +26,7 @@ BUNDLES_CHOSEN = "VLLM_RAY_BUNDLE_INDICES"
 
 @dataclass
 class RankPlace(KVConnectorHandshakeMetadata):
-    """What a rank that is a Ray actor tells EngineCore: the node that it runs on."""
+    """What a rank that is a Ray actor reports to EngineCore: the node that it runs on."""
 
     node_id: str
 

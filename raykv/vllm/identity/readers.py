@@ -29,10 +29,10 @@ from raykv.vllm.internals import (
 from raykv.vllm.kv_form import layer_specs, spec_text
 
 RANDOM_SEED = "random in "
-"""How a seed of block hashes begins that no other process has."""
+"""Beginning of a seed of block hashes that no other process has."""
 
 CHUNK_FORMAT = 1
-"""How RayKV lays out a chunk in a slot, on disk and in a file. Rises when that changes."""
+"""How RayKV lays out a chunk in a slot, on disk and in a file. Rises when it changes."""
 
 READABLE = frozenset(
     (
@@ -138,7 +138,7 @@ def _cleaned(found: Any) -> Any:
 
 
 def length(engine: ReadableEngine) -> Any:
-    """What the model makes of `max_model_len`; nothing where it makes nothing of it.
+    """What the model derives from `max_model_len`; nothing where it does not use it.
 
     Engines that differ in it alone share chunks wherever that is safe, so the length itself is
     here only where its effect is not known: kinds of rope that this list does not have, and
@@ -167,7 +167,7 @@ def length(engine: ReadableEngine) -> Any:
 
 
 def _parts(found: Any) -> Iterator[Mapping[str, Any]]:
-    """A configuration and those inside of it."""
+    """A configuration and those nested in it."""
     if isinstance(found, Mapping):
         yield found
         for each in found.values():
@@ -234,7 +234,7 @@ def scales_of_encoder(engine: ReadableEngine) -> Any:
 
 
 def adapters(engine: ReadableEngine) -> Any:
-    """How adapters are applied, where it is not the usual way.
+    """How adapters are applied, if not in the usual way.
 
     Engines with adapters and without share what the model computes alone.
     """
@@ -339,7 +339,7 @@ def _tensorizer_files(extra: Any) -> list[Path]:
 
 
 def _with_its_parts(path: Path) -> list[Path]:
-    """A GGUF file may be one of several: `name-00001-of-00003.gguf`."""
+    """A GGUF file may be one part of several: `name-00001-of-00003.gguf`."""
     found = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", path.name)
     if found is None:
         return [path]
@@ -408,7 +408,7 @@ def draft(engine: ReadableEngine) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Draft:
-    """What `length` wants to know of an engine."""
+    """What `length` needs to know of an engine."""
 
     model_config: Any
 
@@ -417,7 +417,7 @@ class _Draft:
 
 
 def kv_groups(engine: ReadableEngine) -> Any:
-    """What each KV group has: the page of each layer, and which layers."""
+    """What each KV group contains: its layers, and the page of each."""
     return [
         [spec_text(engine.vllm, group, whole=engine.is_canonical), list(group.layer_names)]
         for group in engine.kv_cache.kv_cache_groups
@@ -485,7 +485,7 @@ def attention(engine: ReadableEngine) -> Any:
     """The back end that vLLM chooses for each kind of layer, by vLLM's own selector.
 
     The layers are in the workers, and whether they have attention sinks no spec says: it is asked
-    both ways, and engines with equal answers have chosen alike.
+    both ways, and engines with equal answers have made the same choice.
     """
     found: dict[str, Any] = {}
     for group in engine.kv_cache.kv_cache_groups:
@@ -502,14 +502,14 @@ def _backends(engine: ReadableEngine, spec: Any) -> Any:
 
     answers = [attention_backend(engine.vllm, spec, has_sink=each) for each in (False, True)]
     if answers == [None, None]:
-        # vLLM does not say: then what it decides by.
+        # vLLM does not say: then the inputs of its decision.
         asked = plain(getattr(engine.vllm.attention_config, "backend", None))
         return f"{asked} on {current_platform.get_device_capability()}"
     return answers[0] if answers[0] == answers[1] else answers
 
 
 def chunk_format(engine: ReadableEngine) -> Any:
-    """RayKV's own part of the layout."""
+    """RayKV's part of the layout."""
     return CHUNK_FORMAT
 
 

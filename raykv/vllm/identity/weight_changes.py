@@ -1,8 +1,7 @@
-"""What changes a model's weights after an engine's start, and how that is seen.
-
-Two places tell: EngineCore, through which a user's calls reach all workers, and the workers, whose
-model other frameworks get hold of and write into. A call that may do anything is judged by what the
-weights are before and after it.
+"""What changes a model's weights after an engine's start, and how that is noticed. Two places show
+it: EngineCore, through which a user's calls reach all workers, and the workers, whose model other
+frameworks get hold of and write into. A call that may do anything is judged by what the weights are
+before and after it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ logger = logging.getLogger("raykv")
 
 
 class Effect(Enum):
-    """Of a call on the weights."""
+    """The effect of a call on the weights."""
 
     NONE = "none"
     CHANGES = "changes"
@@ -59,7 +58,7 @@ HARMLESS = frozenset(
         "wake_up",
     }
 )
-"""Methods of theirs that only look."""
+"""Workers' methods that only read."""
 
 SLEEP = "sleep"
 """From level 2 on the weights are thrown away, and others are loaded later."""
@@ -86,7 +85,7 @@ def effect_of(
 
 
 def checksum(worker: Any) -> str:
-    """Of all weights of a worker; it runs there, and reads each of them once.
+    """Digest of all weights of a worker; it runs there and reads each of them once.
 
     Called by vLLM's `collective_rpc`, which has it take the worker.
     """
@@ -123,9 +122,8 @@ def _sums(tensor: Any) -> bytes:
 
 
 def watch_calls() -> None:
-    """From now on connectors hear of users' calls that change weights, before the next step.
-
-    A connector says what it makes of it with `weights_changed`. A second call changes nothing.
+    """From now on connectors learn of users' calls that change weights before the next step,
+    through `weights_changed`. A second call changes nothing.
     """
     wrap_core("collective_rpc", _judged)
     for name in (SLEEP, "set_weight_version"):
@@ -184,7 +182,7 @@ def _judged(method: Any) -> Any:
 
 
 def _checksums(core: Any) -> list[str] | None:
-    """Of the weights of all workers; None where they can't be read now."""
+    """Digest of the weights of all workers; None where they cannot be read now."""
     try:
         return ask_workers(core, checksum)
     except Exception as error:

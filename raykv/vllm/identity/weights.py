@@ -3,8 +3,8 @@
     file ──► tensors_of(file): name, dtype, shape, place ──► samples ──► one digest of all tensors
 
 Every tensor is sampled, whatever file it is in: a fine-tuning or a merged adapter that changes one
-tensor throughout changes the digest. What is not seen: a change of single elements between the
-samples of a tensor that is larger than these (`Settings.weights_version` is for that).
+tensor throughout changes the digest. Not noticed: a change of single elements between the samples
+of a tensor that is larger than these (`Settings.weights_version` is for that).
 
 Formats without a list of tensors that can be read here (`.tensors`, old `.bin` files) are sampled
 at equal distances instead, so that every tensor larger than `STRIDE` is met.
@@ -45,15 +45,15 @@ _LONGEST_HEADER = 512 << 20
 SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".tensors")
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "tokenizer")
-"""How names of files begin that trainers leave beside the weights; vLLM does not load them."""
+"""Beginnings of names of files that trainers leave beside the weights; vLLM does not load them."""
 
 NOT_LOADED = ("original", "checkpoint-", ".", "onnx", "openvino")
-"""How names of folders begin that vLLM leaves alone."""
+"""Beginnings of names of folders that vLLM ignores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named run of bytes in a file; `text` has all that is known of it but the bytes."""
+    """A named run of bytes in a file; `text` has all that is known of it except the bytes."""
 
     path: Path
     name: str
@@ -208,7 +208,7 @@ def _of_safetensors(path: Path, file: BinaryIO, beginning: bytes) -> Iterator[Te
 def _of_torch_zip(path: Path) -> Iterator[Tensor]:
     """What `torch.save` writes: a pickle that names types and shapes, and a record per storage.
 
-    Zip's own sums are of no use: torch can leave them out.
+    Zip's own checksums are useless: torch may leave them out.
     """
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for record in archive.infolist():
@@ -260,7 +260,7 @@ class _Gguf:
         return self._file.read(length).decode("utf-8", "replace")
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Over a value of that type."""
+        """Skip a value of that type."""
         if kind == _GGUF_STRING:
             self._file.seek(self.number("Q"), os.SEEK_CUR)
         elif kind == _GGUF_ARRAY and depth < _GGUF_DEEPEST:

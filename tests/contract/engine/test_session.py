@@ -223,5 +223,5 @@ def test_engine_that_ends_asks_ray_for_nothing_any_more(monkeypatch: pytest.Monk
     ended._stopped = threading.Event()
     ended._stopped.set()
     for find in (ended._find_actors, ended._find_node_actor):
-        with pytest.raises(ClusterError, match="the engine ends"):
+        with pytest.raises(ClusterError, match="the engine is shutting down"):
             find()

@@ -78,7 +78,7 @@ def test_file_is_made_for_this_user_alone_and_opened_again(tmp_path: Path) -> No
 
 def test_fifo_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
-    with pytest.raises(PermissionError, match="no plain file"):
+    with pytest.raises(PermissionError, match="not a plain file"):
         open_own(tmp_path / "fifo", os.O_RDWR)
 
 

@@ -117,7 +117,7 @@ def test_chunk_is_called_by_its_last_block_and_its_group() -> None:
 
 @pytest.mark.parametrize("algorithm", ["md5", "sha256_json", "xxhash_", "", "cbor"])
 def test_algorithm_that_is_unknown_is_refused(algorithm: str) -> None:
-    with pytest.raises(SettingError, match="is none that RayKV knows"):
+    with pytest.raises(SettingError, match="is not one that RayKV knows"):
         block_hashes([1, 2], HashScheme(algorithm, DEFAULT_SEED, 1))
 
 

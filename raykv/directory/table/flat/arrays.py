@@ -25,8 +25,7 @@ class Arrays(NamedTuple):
     an open-addressing table of hash and row number plus one of the first replica of each key;
     `lists`, heads and tails; `classes`, a node and a slot size each; `counts`, chunks by node and
     namespace. Of the eviction policy `worth` only: `ghosts` and their hash chains, from `buckets`
-    on, and the `lessons` of each class, which has no rows for `lru`. `candidates` is to calculate
-    with.
+    on, and the `lessons` of each class, which has no rows for `lru`. `candidates` is scratch space.
     """
 
     rows: Array

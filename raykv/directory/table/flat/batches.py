@@ -89,7 +89,7 @@ def ask(
 
     `ranks` by node, above -NONE; the lowest ones are told. `out` gets columns: position of the key,
     number of the node among those told, slot, generation; then the positions of missing keys, and
-    the nodes. The last one is to calculate with. Returns how many rows, missing keys and nodes
+    the nodes. The last one is scratch space. Returns how many rows, missing keys and nodes
     there are.
     """
     rows, words, index, classes = arrays.rows, arrays.words, arrays.places, arrays.classes

@@ -18,9 +18,7 @@ from raykv.directory.table import worth
 
 
 def folder() -> Path:
-    """A writable folder for what is compiled from these sources, which is code: it is one that
-    nobody else can write to.
-    """
+    """A folder for what is compiled from these sources. It is code: nobody else can write there."""
     for base in _bases():
         found = base / f"raykv-{_digest()}"
         try:
@@ -29,7 +27,7 @@ def folder() -> Path:
         except OSError:
             continue
         return found
-    # Nobody else can have put anything there; it is compiled at each start.
+    # Nothing is kept in it: everything is compiled at each start.
     return Path(tempfile.mkdtemp(prefix="raykv-"))
 
 

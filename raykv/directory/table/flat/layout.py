@@ -66,7 +66,8 @@ in ticks, the same in all classes.
 BASE, SLAB_CLASS, STRIDE = 0, 1, 2
 """The first row of a slab (-1: it has no slot size), its class, and the pages of a slot."""
 
-# Words of 32 bits in a ghost. Number 0 is none: it has the free ones, and how many there are.
+# Words of 32 bits in a ghost. Number 0 is no ghost: it heads the list of free ones and has their
+# number.
 HASH_LOW, HASH_HIGH = 0, 1
 """Of the key in its class."""
 GHOST_LAST, GHOST_QUEUE = 2, 3

@@ -1,7 +1,7 @@
 """The arrays of the flat table: how they grow, and how keys go in and out of them.
 
 The rows are in a mapping of their own, which grows by an eighth: the kernel moves pages, not bytes,
-so there never are two copies of all rows, and what is not used yet takes no memory. It asks for
+so there are never two copies of all rows, and what is not used yet takes no memory. It asks for
 large pages, since lookups go anywhere.
 """
 
@@ -86,7 +86,7 @@ class Rows:
         self._ghosts: Array = np.zeros((1, GHOST_WORDS), np.uint32)
         self._buckets: Array = np.zeros(1, np.int64)
         self._lessons: Array = np.zeros((0, LESSON_COLUMNS))
-        # For the kernels to calculate with.
+        # Scratch space for the kernels.
         self._candidates: Array = np.empty(batches.AHEAD, np.int64)
         self.cursors: Array = np.empty(order.NUM_CURSORS, np.int64)
         self._num_rows = 0
