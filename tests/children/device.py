@@ -19,7 +19,7 @@ from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
-from tests.fixtures.fake_cuda import FakeCuda
+from tests.fixtures.cuda.memory import FakeCuda
 from tests.fixtures.waiting import wait_until
 
 NUM_BLOCKS = 8

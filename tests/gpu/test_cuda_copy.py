@@ -34,7 +34,7 @@ from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
-from tests.fixtures.cuda_fake import Compute, FakeDriver, WithoutWait
+from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait
 
 torch = pytest.importorskip("torch")
 

@@ -30,8 +30,8 @@ from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.node.slots import SlotState
-from tests.fixtures.cuda_fake import FakeDriver
-from tests.fixtures.fake_cuda import GPU, OTHER_GPU, mapped_ranges
+from tests.fixtures.cuda.copies import FakeDriver
+from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
 from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("vllm")

@@ -25,7 +25,7 @@ from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, JobResult, WorkerAttached
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
-from tests.fixtures.fake_cuda import (
+from tests.fixtures.cuda.memory import (
     GPU,
     KV_NAME,
     OTHER_GPU,

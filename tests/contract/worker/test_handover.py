@@ -14,7 +14,7 @@ from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.worker.link import LinkSettings
-from tests.fixtures.fake_cuda import PAGE, FakeCuda
+from tests.fixtures.cuda.memory import PAGE, FakeCuda
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")

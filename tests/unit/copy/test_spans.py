@@ -19,7 +19,7 @@ from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.spans import SPAN_BYTES, Span, spans
 from raykv.memory.cuda.driver import CUDAError
-from tests.fixtures.cuda_fake import FakeDriver
+from tests.fixtures.cuda.copies import FakeDriver
 
 SLAB = 64
 PAGE = 8

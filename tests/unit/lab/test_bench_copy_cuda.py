@@ -32,7 +32,7 @@ from raykv.lab.bench.copy_cuda import (
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.report import Options, Result, Row
 from raykv.memory.cuda.driver import CUDAError
-from tests.fixtures.cuda_fake import FakeDriver
+from tests.fixtures.cuda.copies import FakeDriver
 
 KIB, MIB = 1 << 10, 1 << 20
 QUICK = Options(quick=True, repeats=1)

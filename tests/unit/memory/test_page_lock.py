@@ -17,7 +17,7 @@ from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.page_lock import PoolLocker
 from raykv.memory.placing import MOST_PIECE_BYTES, HugePages, Placement, Placing, lock_pieces
 from raykv.memory.pool import Pool
-from tests.fixtures.fake_cuda import GPU, FakeCuda
+from tests.fixtures.cuda.memory import GPU, FakeCuda
 from tests.fixtures.waiting import wait_until
 
 GIB = 1 << 30

@@ -1,7 +1,14 @@
 """Where things are in the arrays of the flat table.
 
-A row is one slot, whatever its state, in 32-bit words. What a row has learned of a chunk stays
-there until another chunk comes, so that an evicted one can be read out afterwards.
+A row is one slot, whatever its state, in 32-bit words: 24 of them with a key of vLLM's length.
+
+    word   0-1         2    3     4      5         6     7     8
+           GENERATION  PIN  SLOT  CLASS  PREVIOUS  NEXT  TWIN  STATE
+    word   9     10      11       12    13  14    15-23
+           LAST  STORED  TOUCHED  HITS  -   NAME  KEY
+
+What a row has learned of a chunk stays there until another chunk comes, so that an evicted one can
+be read out afterwards.
 """
 
 from __future__ import annotations

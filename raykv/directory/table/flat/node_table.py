@@ -254,11 +254,10 @@ class FlatNodeTable:
     ) -> list[int]:
         rows = self._rows
         batch = rows.batch(came.namespace, came.keys)
-        rows.reserve_chunks(len(came))
         columns = (batch.names, came.slots, came.generations, slot_bytes, batch.names)
         table = np.array(columns, np.int64)
         count = batches.store(
-            rows.arrays,
+            rows.room_for_chunks(len(came)),
             self._slabs,
             self._pages,
             batch.keys,
@@ -273,11 +272,10 @@ class FlatNodeTable:
         namespace, key = name
         rows = self._rows
         batch = rows.batch(namespace, [key])
-        rows.reserve_chunks(1)
         row = self._row(chunk.slot, chunk.slot_bytes)
         assert rows.rows[row, STATE] in (CLAIMED, LEASED), chunk
         kernels.hold(
-            rows.arrays,
+            rows.room_for_chunks(1),
             row,
             batch.keys,
             0,
@@ -300,9 +298,9 @@ class FlatNodeTable:
         rows = self._rows
         # First, since a class that is new makes the arrays grow.
         of_class = self._class_of(slot_bytes)
-        rows.reserve_ghosts(count)
+        arrays = rows.room_for_ghosts(count)
         out = np.empty(count, np.int64)
-        count = batches.evict(rows.arrays, of_class, tick_of(now), rows.cursors, out)
+        count = batches.evict(arrays, of_class, tick_of(now), rows.cursors, out)
         return rows.changes(out[:count])
 
     def candidates(self, slot_bytes: int) -> Iterator[Slot]:

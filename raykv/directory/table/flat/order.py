@@ -143,7 +143,7 @@ def _ghost_of(arrays: Arrays, hashed: Any) -> int:
 
 @inner(types.void(ARRAYS, INT, HASH, INT, INT))
 def _add_ghost(arrays: Arrays, of_class: int, hashed: Any, last: int, queue: int) -> None:
-    """Remember a name; there is room, see `Rows.reserve_ghosts`."""
+    """Remember a name; there is room, see `Rows.room_for_ghosts`."""
     ghosts, buckets, lists = arrays.ghosts, arrays.buckets, arrays.lists
     number = np.int64(ghosts[0, GHOST_NEXT])
     assert number != 0, "no room was reserved"

@@ -186,15 +186,15 @@ class Rows:
         order.end_ghosts(self.arrays, number)
         self._free_classes.append(number)
 
-    def reserve_ghosts(self, count: int) -> None:
-        """So many chunks are about to be given up, or to become spares."""
+    def room_for_ghosts(self, count: int) -> Arrays:
+        """The arrays, in which so many chunks may be given up, or become spares."""
         missing = count - int(self._ghosts[0, GHOST_PREVIOUS])
-        if missing <= 0 or not self._learns:
-            return
-        old = len(self._ghosts)
-        self._ghosts = _grown(self._ghosts, old + max(missing, old // 4))
-        self._buckets = np.zeros(len(self._ghosts), np.int64)
-        order.grow_ghosts(self._ghosts, self._buckets, old)
+        if missing > 0 and self._learns:
+            old = len(self._ghosts)
+            self._ghosts = _grown(self._ghosts, old + max(missing, old // 4))
+            self._buckets = np.zeros(len(self._ghosts), np.int64)
+            order.grow_ghosts(self._ghosts, self._buckets, old)
+        return self.arrays
 
     def reserve_node(self, node: int) -> None:
         """A node has no namespaces yet."""
@@ -203,21 +203,20 @@ class Rows:
             self.counts = np.concatenate((self.counts, more))
         self.counts[node] = -1
 
-    def reserve_chunks(self, count: int) -> None:
-        """So many chunks are about to come."""
-        # Each may make spares of itself and of another.
-        self.reserve_ghosts(2 * count)
+    def room_for_chunks(self, count: int) -> Arrays:
+        """The arrays, in which so many chunks may be held that are not there yet."""
         capacity = len(self.index)
         self._num_entries += count
-        if self._num_entries <= capacity * MAX_LOAD:
-            return
-        # Those that went are not counted on the way.
-        self._num_entries = int(np.count_nonzero(self.index)) + count
-        needed = int(self._num_entries / MAX_LOAD)
-        if needed > capacity * 0.9:
-            grown = np.zeros(max(needed, capacity + capacity // 4), np.int64)
-            kernels.rehash(self.index, grown)
-            self.index = grown
+        if self._num_entries > capacity * MAX_LOAD:
+            # Those that went are not counted on the way.
+            self._num_entries = int(np.count_nonzero(self.index)) + count
+            needed = int(self._num_entries / MAX_LOAD)
+            if needed > capacity * 0.9:
+                grown = np.zeros(max(needed, capacity + capacity // 4), np.int64)
+                kernels.rehash(self.index, grown)
+                self.index = grown
+        # Each may make spares of itself and of another.
+        return self.room_for_ghosts(2 * count)
 
     def _widen(self, longest: int) -> None:
         """Keys may be as long as that: all rows are written anew."""

@@ -34,8 +34,8 @@ from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
-from tests.fixtures.cuda_fake import Compute, FakeDriver, WithoutWait
-from tests.fixtures.fake_cuda import UUID
+from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait
+from tests.fixtures.cuda.memory import UUID
 from tests.house import ROOT
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

@@ -11,7 +11,7 @@ import pytest
 from raykv.base.errors import RayKVError
 from raykv.copy.cuda.driver import Copies, CUDADriver, checked, plain_uuid, text_of
 from raykv.memory.cuda.driver import CUDAError
-from tests.fixtures.fake_cuda import UUID
+from tests.fixtures.cuda.memory import UUID
 
 
 def column(*numbers: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -25,7 +25,7 @@ from raykv.memory.cuda.kv import (
 from raykv.memory.handles import check_layout, open_kv
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.worker import MAX_PIECES, KVLayout, TensorLayout, check_device_memory
-from tests.fixtures.fake_cuda import GPU, OTHER_GPU, PAGE, FakeCuda, event_words
+from tests.fixtures.cuda.memory import GPU, OTHER_GPU, PAGE, FakeCuda, event_words
 
 replace = msgspec.structs.replace
 
