@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from raykv.base import guard
+from raykv.lab.bench.engine import EngineProcess
+from tests.fixtures.forked_engine import forked, import_ahead
 
 if TYPE_CHECKING:
     # A machine for the tests marked `gpu` may have no Ray.
@@ -42,12 +44,19 @@ def _hooks_swallow_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         assert swallowed, "no hook has failed: take the marker expects_failures away"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_engines() -> None:
+    """Imports are most of an engine's start, and the same for all."""
+    EngineProcess.launch = forked
+
+
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """A Ray cluster of one node, started as an engine without a cluster would start it."""
     from raykv.cluster import join as cluster
 
     joined = cluster.ensure_cluster("local")
+    import_ahead()
     assert joined.started, joined
     yield joined.address
     cluster.stop_started(joined.address)

@@ -42,6 +42,17 @@ VLLM_KEYS = frozenset(
 )
 """Keys of `kv_connector_extra_config` that keep vLLM's meaning; RayKV passes them on."""
 
+INSTEAD = {
+    "cpu_bytes_to_use": "the pool is set with pool_bytes",
+    "secondary_tiers": "a disk is set with disk_path",
+    "store_threshold": "stop_unused_stores leaves out stores that do not pay",
+    "sync_load_budget_bytes": (
+        "after a failed load within a step, wrong tokens would stay in vLLM's prefix cache; "
+        "layerwise_loads=true is as fast and safe"
+    ),
+}
+"""Keys of vLLM's own offloading that RayKV does not take, and what to set instead."""
+
 ENV_PREFIX = "RAYKV_"
 
 OTHER_VARIABLES = frozenset({"RAYKV_LOG_LEVEL"})
@@ -283,6 +294,8 @@ def load_settings(
     for key in extra_config:
         if not isinstance(key, str):
             raise SettingError(f"a setting of RayKV has the name {shown(key)}, which is no text")
+        if key in INSTEAD:
+            raise SettingError(f"{key} is not a setting of RayKV: {INSTEAD[key]}")
         if key not in known and key not in VLLM_KEYS:
             raise SettingError(_unknown("setting", key, {*known, *VLLM_KEYS}))
     values: dict[str, Any] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from raykv.base.errors import SettingError
 from raykv.serve.http.exchange import AsgiApp
+from raykv.vllm.internals import serve_flags
 
 
 async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiApp]:
@@ -25,7 +26,6 @@ async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiA
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.usage.usage_lib import UsageContext
@@ -39,7 +39,7 @@ async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiA
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    propagate_flash_late_interaction(args, engine_args)
+    serve_flags().propagate_flash_late_interaction(args, engine_args)
     usage = UsageContext.OPENAI_API_SERVER
     config = engine_args.create_engine_config(usage_context=usage)
     # In this order: the second one would take the connector's metrics from an earlier one.
@@ -66,7 +66,6 @@ def parse_flags(flags: Sequence[str]) -> Any:
     Raises:
         SettingError: the parser refuses them; what vLLM finds wrong later are its own errors.
     """
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -75,9 +74,10 @@ def parse_flags(flags: Sequence[str]) -> Any:
         def error(self, message: str) -> Any:
             raise SettingError(f"engine_args: vLLM refuses them: {message}")
 
-    parser = make_arg_parser(Parser(prog="vllm serve"))
+    vllm = serve_flags()
+    parser = vllm.make_arg_parser(Parser(prog="vllm serve"))
     args = parser.parse_args(list(flags))
     if args.model_tag is not None:
         args.model = args.model_tag
-    validate_parsed_serve_args(args)
+    vllm.validate_parsed_serve_args(args)
     return args

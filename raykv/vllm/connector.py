@@ -524,9 +524,10 @@ class RayKVConnector(OffloadingConnector):
                 self._manager.take_node_epoch(min(self._node_epochs.values()))
             if meta.lines and self._runtime is not None:
                 self._runtime.session.take_lines(meta.lines)
-            # vLLM's scheduler ignores those that were given up meanwhile.
-            known = self._tables.jobs
-            ended = {i: count for i, count in meta.completed_jobs.items() if i in known}
+            # Those that were given up meanwhile are unknown to vLLM's scheduler, but for jobs from
+            # before a reset: it steps on until their ends are reported.
+            known, first = self._tables.jobs, self._tables.first_job
+            ended = {i: n for i, n in meta.completed_jobs.items() if i in known or i < first}
             meta.completed_jobs = ended
         super().update_connector_output(connector_output)
 

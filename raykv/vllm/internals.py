@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from raykv.base.errors import VersionError
@@ -21,7 +21,7 @@ from raykv.base.errors import VersionError
 logger = logging.getLogger("raykv")
 
 SUPPORTED = ((0, 32), (0, 33))
-"""0.32 is tested; 0.33 by its signatures."""
+"""The versions that the tests run on; see `tests/overlay.py`."""
 
 
 def vllm_version() -> str:
@@ -50,6 +50,14 @@ def check_vllm_version(version: str) -> None:
     if found not in SUPPORTED:
         allowed = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
         raise VersionError(f"RayKV works with vLLM {allowed}; this is vLLM {version}")
+
+
+def serve_flags() -> Any:
+    """vLLM's module of the flags of `vllm serve`, which 0.33 has moved."""
+    try:
+        return import_module("vllm.entrypoints.common.cli_args")
+    except ModuleNotFoundError:
+        return import_module("vllm.entrypoints.launchers.cli_args")
 
 
 def is_registered(connector: str) -> bool:
@@ -88,6 +96,13 @@ class SchedulerTables:
     next_job = Inner("_job_counter")
     first_job = Inner("_stale_job_threshold")
     """vLLM ignores the ends of jobs before this one, because there was a reset."""
+
+    @property
+    def fence(self) -> dict[int, int]:
+        """Jobs from before a reset until whose ends vLLM steps on; 0.32 does not."""
+        found: dict[int, int] = getattr(self.owner, "_reset_fence", {})
+        return found
+
     loads = Inner("_current_batch_load_jobs")
     """A `TransferJob` for each load that goes out with this step's metadata."""
     flushed = Inner("_current_batch_jobs_to_flush")

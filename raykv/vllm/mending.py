@@ -111,6 +111,7 @@ class Mender:
         self._manager.barred.update(failed_loads)
         for job_id in job_ids:
             self._drop(job_id)
+            self._tables.fence.pop(job_id, None)
         self.mend()
 
     def end_reset(self) -> None:

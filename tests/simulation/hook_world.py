@@ -35,7 +35,7 @@ from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
-from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH
+from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, kv_cache_config
 from tests.simulation.layered_world import RUBBISH, World
 
 SCHEDULER_HOOKS = (
@@ -382,14 +382,11 @@ class HookWorld(World):
 def worker_side(line: Line, num_groups: int) -> RayKVConnector:
     """The worker's side, without vLLM's configuration and with this line."""
     parallel = SimpleNamespace(rank=0)
-    config = SimpleNamespace(canonical_layout=False, parallel=parallel)
+    config = SimpleNamespace(canonical_layout=False, parallel=parallel, extra_config={})
     spec: Any = SimpleNamespace(replicated_layout=False, config=config)
     numbers = list(range(num_groups))
-    groups: Any = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(layer_names=[f"l{at}"]) for at in numbers]
-    )
     vllm_config: Any = None
-    worker = RayKVConnectorWorker(spec, vllm_config, groups)
+    worker = RayKVConnectorWorker(spec, vllm_config, kv_cache_config([FULL] * num_groups))
     tensors = [TensorLayout(0, 10, 64, 64) for _ in numbers]
     layout = KVLayout("memfd", 1, 1, tensors, numbers, [[at] for at in numbers])
     link: Any = line

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar, Protocol
 
 from raykv.base.errors import RayKVError
 
@@ -42,6 +42,31 @@ class EngineError(RayKVError):
     """The engine did not start, or a command failed in it."""
 
 
+class ChildProcess(Protocol):
+    """What is needed of `subprocess.Popen`."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+
+def launched(environment: dict[str, str], log: Path) -> ChildProcess:
+    """A new process of `engine_child` in a session of its own."""
+    with log.open("ab") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "raykv.lab.bench.engine_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,
+        )
+
+
 class EngineProcess:
     """A vLLM engine with RayKV.
 
@@ -57,6 +82,9 @@ class EngineProcess:
     Raises:
         EngineError: it did not start.
     """
+
+    launch: ClassVar[Callable[[dict[str, str], Path], ChildProcess]] = staticmethod(launched)
+    """How the process is made, given its environment and its log."""
 
     def __init__(
         self,
@@ -81,7 +109,7 @@ class EngineProcess:
             raise
         self.start_s = time.monotonic() - began
 
-    def _spawn(self, *, multiprocess: bool, cores: str) -> subprocess.Popen[bytes]:
+    def _spawn(self, *, multiprocess: bool, cores: str) -> ChildProcess:
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -91,15 +119,7 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "raykv.lab.bench.engine_child"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+        return EngineProcess.launch(environment, self._log)
 
     @property
     def pid(self) -> int:

@@ -13,17 +13,22 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 
 def main() -> None:
     """Start the engine that the first line describes, then serve commands until "exit"."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    config = json.loads(sys.stdin.readline())
+    serve(sys.stdin, answers)
+
+
+def serve(commands: TextIO, answers: TextIO) -> None:
+    """What `main` does, on whatever commands come on and answers go to."""
+    config = json.loads(commands.readline())
     engine = ChildEngine(config)
     print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
+    for line in commands:
         command = json.loads(line)
         name = command.pop("do")
         if name == "exit":

@@ -100,6 +100,22 @@ def test_unknown_key_is_refused_with_all_that_are_known_when_none_is_near() -> N
     assert all(name in text for name in ("'zzz'", "pool_bytes", "blocks_per_chunk", "heartbeat_s"))
 
 
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("sync_load_budget_bytes", "layerwise_loads"),
+        ("cpu_bytes_to_use", "pool_bytes"),
+        ("secondary_tiers", "disk_path"),
+        ("store_threshold", "stop_unused_stores"),
+    ],
+)
+def test_setting_of_vllms_own_offloading_is_refused_with_the_one_to_use(
+    key: str, answer: str
+) -> None:
+    with pytest.raises(SettingError, match=f"{key} is not a setting of RayKV: .*{answer}"):
+        load_settings({key: 1}, {})
+
+
 def test_unknown_variable_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(SettingError, match=r"'RAYKV_POOLBYTES'.*did you mean 'RAYKV_POOL_BYTES'"):
         load_settings({}, {"RAYKV_POOLBYTES": "1"})
