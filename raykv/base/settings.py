@@ -281,6 +281,11 @@ class Settings:
         """The three settings of the disk."""
         return DiskPlace(self.disk_path, self.disk_bytes, self.disk_free_bytes)
 
+    def labels(self) -> dict[str, str]:
+        """All settings as labels of a metric; empty where RayKV chooses."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: "" if value is None else str(value) for name, value in values.items()}
+
 
 def load_settings(
     extra_config: Mapping[str, Any], environment: Mapping[str, str] = os.environ

@@ -28,10 +28,11 @@ EXPECTED_S = 60.0
 
 @dataclass(frozen=True)
 class News:
-    """Chunks that came, and chunks that went."""
+    """Chunks that came, chunks that went, and those that were expected and have not come."""
 
     stored: list[Key] = field(default_factory=list)
     removed: list[Key] = field(default_factory=list)
+    missing: list[Key] = field(default_factory=list)
 
 
 class Announcements:
@@ -76,12 +77,13 @@ class Announcements:
                 self._round.append(key)
             elif until is None or until < now:
                 del self._known[key]
-                self._news.removed.append(key)
+                (self._news.removed if until is None else self._news.missing).append(key)
             else:
                 self._round.append(key)
         news, self._news = self._news, News()
         # What came and went in between is not announced.
-        return News([key for key in news.stored if key in self._known], news.removed)
+        stored = [key for key in news.stored if key in self._known]
+        return News(stored, news.removed, news.missing)
 
     def clear(self) -> None:
         """The cache was emptied, and vLLM announces that."""

@@ -128,6 +128,8 @@ class SchedulerTables:
         """Replace the tracker that vLLM calls for chunks; False: vLLM calls none."""
         if not isinstance(getattr(self.owner, "_events_tracker", None), kind):
             return False
+        # From 0.33 on: what the KV groups are, for events of chunks that were not described.
+        tracker._group_specs = getattr(self.owner._events_tracker, "_group_specs", {})
         self.owner._events_tracker = tracker
         return True
 
@@ -167,6 +169,13 @@ def count_by_transfer_type(metrics: Any) -> Any:
     """
     metrics._observe_deprecated_metrics = True
     return metrics
+
+
+def silent() -> dict[str, bool]:
+    """What has an `OffloadingEvent` of removed chunks tell no subscriber; 0.32 tells them all."""
+    from vllm.v1.kv_offload.base import OffloadingEvent
+
+    return {"metadata_only": True} if "metadata_only" in OffloadingEvent.__annotations__ else {}
 
 
 # What vLLM decides without telling connectors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handle
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.stream.descriptions import DescriptionOutbox
-from raykv.vllm.internals import SchedulerTables, described_chunk, is_resting
+from raykv.vllm.internals import SchedulerTables, described_chunk, is_resting, silent
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import hint_of, request_options
 from raykv.vllm.transfers import PoolSpec
@@ -84,9 +84,13 @@ class RayOffloadingManager(OffloadingManager):
         view: EngineView,
         hints: HintBox | None = None,
         announcements: Announcements | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
-        """`announcements` are for vLLM's own KV events; None: nobody wants them."""
+        """`announcements` are for vLLM's own KV events; None: nobody wants them. `labels` of the
+        settings are for its metrics.
+        """
         self.view = view
+        self._labels = labels or {}
         self.session: Session | None = None
         self.hints = hints or HintBox()
         self.misses = MissReporter(view)
@@ -330,6 +334,10 @@ class RayOffloadingManager(OffloadingManager):
         """See `OffloadingManager.get_stats`: tokens by source, and why some were computed."""
         return self.misses.take_stats()
 
+    def config_info(self) -> list[Mapping[str, str]]:
+        """The labels of `vllm:kv_offload_config_info`, which vLLM has from 0.33 on."""
+        return [self._labels]
+
     @guarded(nothing)
     def shutdown(self) -> None:
         """See `OffloadingManager.shutdown`; the connector ends the session."""
@@ -340,10 +348,14 @@ def offloading_events(
 ) -> Iterable[OffloadingEvent]:
     """vLLM's events of chunks that came to or went from this node and that this engine knows."""
     news = announcements.take(manager.view.loadable.keys(), time.monotonic())
-    for keys, removed in ((news.removed, True), (news.stored, False)):
+    place = {"medium": Medium.CPU, "locality": Locality.LOCAL}
+    for keys, is_removed, more in (
+        (news.removed, True, place),
+        (news.missing, True, place | silent()),
+        (news.stored, False, place),
+    ):
         if keys:
-            names = [OffloadKey(key) for key in keys]
-            yield OffloadingEvent(names, Medium.CPU, removed, locality=Locality.LOCAL)
+            yield OffloadingEvent([OffloadKey(key) for key in keys], removed=is_removed, **more)
 
 
 class ChunkTracker(OffloadingEventsTracker):

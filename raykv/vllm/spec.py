@@ -115,6 +115,11 @@ class RayKVOffloadingSpec(OffloadingSpec):
         """See `OffloadingSpec.build_metric_definitions`; also in the API server's process."""
         return {**super().build_metric_definitions(extra_config), **metric_definitions()}
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the labels of `vllm:kv_offload_config_info`, which vLLM has from 0.33 on."""
+        return tuple(Settings().labels())
+
     @property
     def num_parts(self) -> int:
         """Parts of a chunk: one for each rank, or one for all where all have the same bytes."""
@@ -160,6 +165,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
                 view,
                 HintBox(Allowed(settings.client_hints)),
                 Announcements() if wants_events else None,
+                settings.labels(),
             )
         return self._manager
 

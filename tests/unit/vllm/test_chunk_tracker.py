@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from raykv.base.ids import Key
+from raykv.base.ids import EngineId, Key
+from raykv.base.settings import load_settings
 from raykv.engine.announcements import Announcements
 from raykv.engine.runtime import EngineIdentity
+from raykv.engine.view import EngineView
 from raykv.protocol.descriptions import Description, rows_of
 from raykv.stream.descriptions import DescriptionOutbox
 
@@ -151,3 +153,50 @@ def test_vllms_own_events_come_and_go_with_the_chunk() -> None:
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == stored.block_hashes
     assert not tracks._pending_event_metadata
+
+
+def test_chunk_that_never_came_leaves_nothing_behind_and_is_not_said_to_have_gone() -> None:
+    from raykv.vllm.internals import silent
+    from raykv.vllm.manager import offloading_events
+
+    announcements, req = Announcements(), request()
+    tracks = tracker(None, announcements)
+    manager: Any = SimpleNamespace(view=SimpleNamespace(loadable={}))
+    tracks.record_store(req, group(), 1, key_of(req, 1))
+    announcements._known = dict.fromkeys(announcements._known, float("-inf"))
+    events = list(tracks.take_events(offloading_events(announcements, manager)))
+    # vLLM 0.32 has no way to forget a chunk without telling its subscribers.
+    assert len(events) == (0 if silent() else 1)
+    assert not tracks._pending_event_metadata
+
+
+def test_tracker_keeps_what_vllm_knows_of_the_kv_groups() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+        OffloadingEventsTracker,
+    )
+
+    from raykv.vllm.internals import SchedulerTables
+
+    first, second = tracker(None, Announcements()), tracker(None, Announcements())
+    first._group_specs = {0: "specification"}
+    owner = SimpleNamespace(_events_tracker=first)
+    assert SchedulerTables(owner).replace_tracker(second, OffloadingEventsTracker)
+    assert owner._events_tracker is second
+    assert second._group_specs == {0: "specification"}
+
+
+def test_settings_are_labels_of_vllms_metric() -> None:
+    from raykv.vllm.manager import RayOffloadingManager
+    from raykv.vllm.spec import RayKVOffloadingSpec
+
+    extra = {"pool_bytes": "1GiB", "layerwise_loads": True}
+    manager = RayOffloadingManager(
+        EngineView(EngineId("e"), [0], 1.0, 4), labels=load_settings(extra).labels()
+    )
+    (labels,) = manager.config_info()
+    assert tuple(labels) == RayKVOffloadingSpec.config_info_keys(extra)
+    assert (labels["pool_bytes"], labels["layerwise_loads"], labels["disk_path"]) == (
+        str(1 << 30),
+        "True",
+        "",
+    )

@@ -53,7 +53,7 @@ INTERNALS = {
     f"{OFFLOADING}.canonical_mapping": "canonical_format_id",
     f"{OFFLOADING}.config": "build_offloading_config",
     f"{OFFLOADING}.events:OffloadingEventsTracker": (
-        "_build_event_metadata record_store record_lookup take_events"
+        "_build_event_metadata _group_specs record_store record_lookup take_events"
     ),
     f"{OFFLOADING}.metrics:OffloadPromMetrics": "_observe_deprecated_metrics",
     f"{OFFLOADING}.scheduler:GroupOffloadConfig": (
@@ -92,7 +92,7 @@ INTERNALS = {
 }
 """Names by their owner, a module or a class in it."""
 
-SINCE = {"_reset_fence": "0.33"}
+SINCE = {"_group_specs": "0.33", "_reset_fence": "0.33"}
 """Those that earlier versions do without."""
 
 ROWS = [(owner, name) for owner, names in INTERNALS.items() for name in names.split()]
