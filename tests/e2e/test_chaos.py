@@ -15,7 +15,8 @@ FAULTS = ("node-actor-killed", "node-actor-frozen", "scheduler-actor-killed")
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("minutes", ["0.1", pytest.param("0.2", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("minutes", ["0.1", "0.2"])
 def test_short_chaos_run_fails_no_request_and_gives_no_wrong_token(
     minutes: str, tmp_path: Path
 ) -> None:

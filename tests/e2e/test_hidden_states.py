@@ -86,6 +86,7 @@ def generate(engine: EngineProcess, prompts: list[list[int]], **options: Any) ->
     return outputs
 
 
+@pytest.mark.versions
 def test_states_equal_those_of_transformers_in_the_file_and_by_reference(
     engine: EngineProcess, tiny_model: Path, folder: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_states_equal_those_of_transformers_in_the_file_and_by_reference(
     assert [each.name for each in folder.iterdir()] == []
 
 
+@pytest.mark.versions
 def test_states_are_complete_after_prefix_hit_and_after_load_from_the_cache(
     engine: EngineProcess, cluster: Cluster, tiny_model: Path
 ) -> None:

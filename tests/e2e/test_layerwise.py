@@ -83,6 +83,7 @@ def check_whole_hits(engine: EngineProcess, cluster: Cluster, lengths: list[int]
     assert engine.tokens(prompts) == reference
 
 
+@pytest.mark.versions
 def test_prompts_that_are_loaded_give_the_tokens_of_prefix_hits(
     engine: EngineProcess, cluster: Cluster
 ) -> None:
@@ -138,6 +139,7 @@ def check_after_harm(engine: EngineProcess, found: list[list[int]], prompts: Any
     engine.reset()
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "harm", ["freeze", "kill", pytest.param("kill in the middle", marks=pytest.mark.extended)]
 )

@@ -88,6 +88,7 @@ def loads_again(engine: EngineProcess, tokens: list[int], expected: list[int]) -
     return bool(engine.call("counters").get("vllm:external_prefix_cache_hits", 0.0) > before)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("length", [8 * BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 1])
 def test_load_gives_tokens_of_prefix_hit_at_chunk_boundary(
     engine: EngineProcess, cluster: Cluster, length: int
@@ -113,6 +114,7 @@ def test_load_gives_tokens_of_prefix_hit_for_many_requests_at_once(
     assert all(output["cached"] >= 288 for output in outputs), outputs
 
 
+@pytest.mark.versions
 def test_generated_tokens_are_found_by_next_turn(engine: EngineProcess, cluster: Cluster) -> None:
     first = prompt(200, 100)
     answer = engine.tokens([first], max_tokens=64)[0]
@@ -197,6 +199,7 @@ def test_paused_cache_is_left_alone_until_resumed(engine: EngineProcess, cluster
     assert engine.tokens(tokens) == reference
 
 
+@pytest.mark.versions
 def test_reset_of_connector_empties_cache(engine: EngineProcess, cluster: Cluster) -> None:
     tokens = [prompt(500, 320)]
     reference = store(engine, cluster, tokens)
@@ -207,6 +210,7 @@ def test_reset_of_connector_empties_cache(engine: EngineProcess, cluster: Cluste
     wait_until(lambda: loads_again(engine, tokens[0], reference[0]), 20.0, "the cache fills again")
 
 
+@pytest.mark.versions
 def test_engine_that_slept_loads_what_it_stored_before(
     engine: EngineProcess, cluster: Cluster
 ) -> None:
@@ -380,6 +384,7 @@ def test_node_actor_killed_while_idle_costs_no_request(
     )
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03])
 def test_node_actor_killed_while_it_copies_costs_no_request(
     engine: EngineProcess, cluster: Cluster, delay_s: float

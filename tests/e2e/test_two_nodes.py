@@ -136,6 +136,7 @@ def loaded(
     return list(output["tokens"])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("length", [BLOCK * 8 - 1, BLOCK * 8, BLOCK * 8 + 1, BLOCK * 40])
 def test_prompt_of_one_node_is_loaded_on_the_other_with_equal_tokens(
     engines: list[EngineProcess], cluster: Cluster, second: LocalNode, length: int
@@ -206,6 +207,7 @@ def test_prefix_that_lies_on_both_nodes_is_put_together(
     engines[1].reset()
 
 
+@pytest.mark.versions
 def test_several_requests_for_one_prompt_share_the_fetch(
     engines: list[EngineProcess], cluster: Cluster, second: LocalNode
 ) -> None:

@@ -118,6 +118,7 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             process.wait(30)
 
 
+@pytest.mark.versions
 def test_completion_is_loaded_after_reset_of_vllm_cache(server: Server) -> None:
     first = server.complete(TEXT)
     wait_until(
@@ -194,6 +195,7 @@ def test_answers_id_leads_to_its_misses_and_metrics_have_their_sum(
     assert server.counter("raykv_prompt_tokens_total") >= record.prompt
 
 
+@pytest.mark.versions
 def test_metrics_of_vllm_and_of_the_actors_tell_the_same(server: Server, cluster: Cluster) -> None:
     text = "Stately, plump Buck Mulligan came from the stairhead, bearing a bowl of lather. " * 6
     first = server.complete(text)
@@ -377,6 +379,7 @@ def test_notebooks_run_from_their_first_cell_to_their_last(
     assert min(images) >= 2, done.stdout
 
 
+@pytest.mark.versions
 def test_interrupt_ends_server_and_leaves_cluster(server: Server, cluster: Cluster) -> None:
     children = psutil.Process(server.process.pid).children(recursive=True)
     assert children
