@@ -55,6 +55,7 @@ from raykv.vllm.internals import (
     check_vllm_version,
     count_by_transfer_type,
     offloading_config,
+    require,
     vllm_version,
     watch_rests,
 )
@@ -145,6 +146,7 @@ class RayKVConnector(OffloadingConnector):
             self.connector_worker.watch(vllm_config)
 
     def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        require(self._tables)
         manager = self.scheduler.manager
         assert isinstance(manager, RayOffloadingManager), manager
         spec = RayKVOffloadingSpec(offloading_config(vllm_config, kv_cache_config))

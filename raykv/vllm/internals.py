@@ -71,16 +71,34 @@ def is_registered(connector: str) -> bool:
 
 
 class Inner:
-    """An attribute of one of vLLM's objects, to be read and set under a name of ours."""
+    """An attribute of one of vLLM's objects, to be read and set under a name of ours.
+
+    Where vLLM's object lacks it, `require` refuses the start.
+    """
 
     def __init__(self, name: str) -> None:
-        self._attribute = name
+        self.attribute = name
 
     def __get__(self, tables: Any, _owner: type) -> Any:
-        return getattr(tables.owner, self._attribute)
+        return getattr(tables.owner, self.attribute)
 
     def __set__(self, tables: Any, value: Any) -> None:
-        setattr(tables.owner, self._attribute, value)
+        setattr(tables.owner, self.attribute, value)
+
+
+def require(tables: SchedulerTables | WorkerTables) -> None:
+    """Refuse a vLLM whose objects lack what RayKV reads or sets in every step.
+
+    Raises:
+        VersionError: with the attribute.
+    """
+    for inner in vars(type(tables)).values():
+        if isinstance(inner, Inner) and not hasattr(tables.owner, inner.attribute):
+            allowed = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+            raise VersionError(
+                f"this vLLM ({vllm_version()}) keeps its offloading otherwise than RayKV knows: "
+                f"{type(tables.owner).__name__} has no {inner.attribute}; install vLLM {allowed}"
+            )
 
 
 @dataclass(eq=False)

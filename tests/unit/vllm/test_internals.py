@@ -7,9 +7,11 @@ import inspect
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 
+from raykv.base.errors import VersionError
 from raykv.vllm import internals
 from raykv.vllm.internals import vllm_version
 from tests.house import SOURCES
@@ -232,3 +234,17 @@ def test_method_that_is_wrapped_stays_wrapped_once() -> None:
     assert [internals.wrap(Owner, "method", one_more) for _ in range(2)] == [True, True]
     assert Owner().method() == 2
     assert not internals.wrap(Owner, "gone", one_more)
+
+
+def inner_names(tables: type) -> list[str]:
+    return [each.attribute for each in vars(tables).values() if isinstance(each, internals.Inner)]
+
+
+@pytest.mark.parametrize("tables", [internals.SchedulerTables, internals.WorkerTables])
+def test_vllm_that_lacks_a_table_is_refused_at_the_start_in_one_sentence(tables: type) -> None:
+    names = inner_names(tables)
+    internals.require(tables(SimpleNamespace(**dict.fromkeys(names))))
+    for name in names:
+        others = SimpleNamespace(**dict.fromkeys(set(names) - {name}))
+        with pytest.raises(VersionError, match=f"has no {name}; install vLLM"):
+            internals.require(tables(others))
