@@ -371,6 +371,13 @@ def wrap_prompts(rendering: Wrapper, rendering_async: Wrapper, processing: Wrapp
         wrap(owner, name, wrapper)
 
 
+def wrap_multi_connector(wrapper: Wrapper) -> bool:
+    """`start(connector, vllm_config, …)` of a connector that has others."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    return wrap(MultiConnector, "__init__", wrapper)
+
+
 def wrap_core(name: str, wrapper: Wrapper) -> bool:
     """A method of `EngineCore`, as `wrap` does it."""
     from vllm.v1.engine.core import EngineCore
