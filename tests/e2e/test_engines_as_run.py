@@ -14,6 +14,7 @@ import pytest
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
+from tests.fixtures.server import served
 from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -108,3 +109,31 @@ def test_load_beside_another_connector_that_fails_costs_no_request(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(node.pid, signal.SIGCONT)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+def test_engines_behind_several_api_servers_load_what_either_has_stored(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Data parallel engines, out of a file of flags."""
+    cluster.down()
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("data-parallel-size: 2\napi-server-count: 2\n")
+    both = ("--config", str(flags))
+    with served(tmp_path, cluster.address, *both, cores="0|1") as server:
+        text = "All happy families are alike. " * 40
+        answers = [server.complete(text)]
+        stored(cluster, 2)
+        for _ in range(4):
+            server.post("/reset_prefix_cache")
+            answers.append(server.complete(text))
+        assert len(set(answers)) == 1
+        loaded = [
+            float(line.rsplit(" ", 1)[1])
+            for line in server.get("/metrics").splitlines()
+            if line.startswith("vllm:prompt_tokens_by_source_total")
+            and 'source="external_kv_transfer"' in line
+        ]
+        assert len(loaded) == 2
+        assert min(loaded) > 0

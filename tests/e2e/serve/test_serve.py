@@ -11,7 +11,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,102 +19,27 @@ import pytest
 from raykv import inspect
 from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
-from raykv.lab.bench.ports import free_port
-from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from raykv.protocol.engine import MissRecord
 from raykv.serve.router.directory import Directory
 from raykv.serve.router.vllm_renderer import VLLMRenderer
 from tests.fixtures.dashboard import metrics_of_all_panels
 from tests.fixtures.metric_lint import complaints
 from tests.fixtures.scrapes import by_label, names_in, scrape
+from tests.fixtures.server import START_DEADLINE_S, Server, served
 from tests.fixtures.truth_of_kv import assert_as_transformers_computes
 from tests.fixtures.waiting import wait_until
 from tests.house import CHILDREN, ROOT
 
 pytestmark = pytest.mark.e2e
 
-START_DEADLINE_S = 180.0
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 6
-
-
-class Server:
-    """A running `raykv serve` with the port that it listens on."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, model: Path) -> None:
-        self.process = process
-        self.port = port
-        self.model = model
-
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """POST as JSON; returns what came back, or None for an empty answer."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=json.dumps(body or {}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            raw = answer.read()
-        return json.loads(raw) if raw else None
-
-    def get(self, path: str) -> str:
-        """The text at a path."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
-            text: str = answer.read().decode()
-        return text
-
-    def is_up(self) -> bool:
-        """Whether it answers."""
-        assert self.process.poll() is None, "the server has ended"
-        try:
-            self.get("/health")
-        except (urllib.error.URLError, OSError):
-            return False
-        return True
-
-    def complete(self, text: str, **extra: Any) -> str:
-        """Greedy completion of a prompt."""
-        body = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0, **extra}
-        answer: str = self.post("/v1/completions", body)["choices"][0]["text"]
-        return answer
-
-    def counter(self, name: str) -> float:
-        """Sum of a Prometheus counter over its labels."""
-        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    from raykv.serve.models import tiny_llama
-
     cluster.down()
-    model = tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)
-    write_tiny_tokenizer(model)
-    port = free_port()
-    command = [str(Path(sys.executable).with_name("raykv")), "serve", str(model)]
-    command += ["--pool-bytes", "128MiB", "--ray-address", cluster.address]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny"]
-    command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
-    command += ["--max-model-len", "2048"]
-    environment = {
-        **os.environ,
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
-    running = Server(process, port, model)
-    try:
-        wait_until(running.is_up, START_DEADLINE_S, f"the server answers; see {log}")
+    with served(tmp_path_factory.mktemp("server"), cluster.address) as running:
         yield running
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait(30)
 
 
 @pytest.mark.versions
