@@ -72,12 +72,14 @@ def download(source: Path, version: str, cache: Path, scratch: Path) -> Path:
 def pip(environment: Path, command: str, *arguments: str | Path, **variables: str) -> None:
     """Run pip of an environment, with the user's arguments for it."""
     wanted = [environment / "bin/python", "-m", "pip", command, "--quiet", *arguments]
-    subprocess.run(
+    done = subprocess.run(
         [*map(str, wanted), *os.environ.get("PIP_ARGS", "").split()],
         env=os.environ | variables,
-        check=True,
+        check=False,
         timeout=1200,
     )
+    if done.returncode:
+        sys.exit(f"pip could not {command} what the other version of vLLM needs: see above")
 
 
 def version_of(sources: Path, wanted: str) -> str:
