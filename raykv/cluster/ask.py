@@ -154,7 +154,7 @@ def ask_all(
 ) -> dict[str, Answer]:
     """Ask actors at the same time, each its question; by name, what came within the deadline.
 
-    `watch` is told once who has not answered after a second, if anybody.
+    `watch` is called once with those that have not answered after a second, if any.
     """
     answers: dict[str, Answer] = {}
     refs: dict[Any, str] = {}

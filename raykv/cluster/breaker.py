@@ -1,4 +1,4 @@
-"""Circuit breakers: who does not answer is left alone for a while, then asked once.
+"""Circuit breakers: a peer that does not answer is left alone for a while, then asked once.
 
                failed                 the pause is over, begin
    CLOSED ───────────────► OPEN ────────────────────────────────► HALF_OPEN
@@ -46,7 +46,7 @@ class BreakerState(Enum):
 class Pauses:
     """In seconds: after the first failure, doubled with each further one, up to the longest.
 
-    A trial whose end nobody told after `trial_s` is over, and another one may begin.
+    A trial without a known end is over after `trial_s`, and another one may begin.
     """
 
     first_s: float

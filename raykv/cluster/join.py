@@ -161,7 +161,7 @@ def _address_of_group(group: int) -> str | None:
 
 
 def _make_token() -> None:
-    """Have Ray's authentication token in the user's folder, unless this user does without."""
+    """Ensure Ray's authentication token in the user's folder, unless this user does without."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
     with contextlib.suppress(subprocess.SubprocessError):
         subprocess.run(command, capture_output=True, timeout=RAY_START_S, check=False)

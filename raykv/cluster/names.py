@@ -50,6 +50,6 @@ def source_name(source: Source) -> str:
 
 
 def node_socket(cluster_address: str, node_id: str) -> str:
-    """Abstract Unix socket name of a node's NodeActor; the same over its restarts."""
+    """Abstract Unix socket name of a node's NodeActor, the same after restarts."""
     cluster = hashlib.sha256(cluster_address.encode()).hexdigest()[:12]
     return f"raykv/{cluster}/{node_id}"

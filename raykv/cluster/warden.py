@@ -72,7 +72,7 @@ class Warden:
 
 @contextmanager
 def ending_what_it_starts() -> Iterator[Warden]:
-    """Have a warden meanwhile; SIGTERM and SIGHUP end the command in order, within
+    """Run a warden meanwhile; SIGTERM and SIGHUP end the command in order, within
     `COMMAND_END_S`. For a command's main thread.
 
     Whoever leaves by an exception may have left something behind: the warden goes on until the
@@ -152,7 +152,7 @@ class _Watch:
             self._known |= _descendants(self._command)
 
     def left(self) -> set[psutil.Process]:
-        """All that still runs, but for the command and the warden."""
+        """All that still runs except the command and the warden."""
         marked = {each for each in psutil.process_iter() if self._is_marked(each)}
         found = {each for each in self._known | marked if each.is_running()}
         for each in list(found):
@@ -210,7 +210,9 @@ def _watch(pid: int, token: str) -> None:
 
 
 def _sweep(watch: _Watch) -> None:
-    """Kill what is left until nothing is: who is killed may just have started another one."""
+    """Kill what is left until nothing is: a process that is killed may just have started another
+    one.
+    """
     give_up_at = time.monotonic() + WARDEN_SWEEP_S
     while (left := watch.left()) and time.monotonic() < give_up_at:
         for each in left:

@@ -208,7 +208,7 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _several(of_what: str, versions: dict[str, str]) -> Iterator[Finding]:
-    """One line if not all are of one version; who tells none does not count."""
+    """One line if not all have one version; those without a version do not count."""
     by_version: dict[str, list[str]] = {}
     for who, version in versions.items():
         if version:

@@ -16,7 +16,7 @@ class Presence(StrEnum):
 
     ANSWERED = "answered"
     SILENT = "silent"
-    """It is there, and did not answer in time."""
+    """It exists but did not answer in time."""
     MISSING = "missing"
     """There is no such actor."""
 
@@ -50,7 +50,9 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class BreakerFact:
-    """A breaker: which part does not ask which, and why. `state` is closed, open or half-open."""
+    """A breaker: which part has stopped asking which, and why. `state` is closed, open or
+    half-open.
+    """
 
     owner: str
     peer: str

@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def pool_region(num_bytes: int) -> Region:
-    """Anonymous memory for a pool, with no page touched yet."""
+    """Anonymous memory for a pool whose pages are still untouched."""
     wanted = wanted_pages(num_bytes)
     if wanted is HugePages.RESERVED:
         try:

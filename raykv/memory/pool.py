@@ -3,15 +3,15 @@
 The journal makes a pool survive its NodeActor, not its host: page cache outlives a killed process
 but not a crash, so a journal that another boot of the host wrote is ignored. A slot is struck off
 *before* its bytes are overwritten and entered *after* they have arrived; a process that is killed
-in between leaves a slot that is not believed. A journal that is damaged anywhere, or that could not
-be written, is not believed at all: what is missing may be that a slot was struck off. It is set
+in between leaves a slot that is not trusted. A journal that is damaged anywhere, or that could not
+be written, is not trusted at all: what is missing may be that a slot was struck off. It is set
 aside, so that one can find out why.
 
 It also has what was cleared, which a scheduler actor that does not know it learns from here.
 
 An entry has which of the chunk's blocks were stored, and the checksum of its bytes. Nothing here
-reads those: that would make the start of a large pool slow. Who serves a chunk that was found
-compares it first.
+reads those: that would make the start of a large pool slow. A chunk that was found is compared
+before it is first served.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _DamagedError(ValueError):
-    """A journal that can't be believed, with why."""
+    """A journal that cannot be trusted, with the reason."""
 
 
 class Journal:
@@ -309,7 +309,7 @@ class Pool:
 
     @property
     def num_set_aside(self) -> int:
-        """Journals that were not believed."""
+        """Journals that were not trusted."""
         return 0 if self._journal is None else self._journal.num_set_aside
 
     def recover(self) -> dict[ChunkName, Seal]:

@@ -23,8 +23,9 @@ from raykv.base.ownership import open_own
 from raykv.memory.limits import is_in_memory
 
 PREFAULT_PIECE_BYTES = 4 << 20
-"""A millisecond or two of page faults: how long who maps or closes something waits for it. On a
-busy machine a thread that yields to all others takes a hundred times as long."""
+"""A millisecond or two of page faults: how long others that map or close something wait for it. On
+a busy machine a thread that yields to all others takes a hundred times as long.
+"""
 
 _LOWEST_PRIORITY = 19
 
@@ -51,7 +52,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def yield_to_others() -> None:
-    """Give the calling thread only the processor time that hardly anybody else wants."""
+    """Give the calling thread only processor time that hardly any other thread wants."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
@@ -183,7 +184,7 @@ class Region:
             os.close(fd)
             raise HandleError(f"the peer's memory has {size} bytes, not {num_bytes} as it said")
         region = cls(fd, num_bytes, "the peer's memory")
-        # A child that this process forks must not hold it when we have let go of it.
+        # A child that this process forks must not keep it after we have released it.
         _libc.madvise(region.address, num_bytes, _MADV_DONTFORK)
         return region
 

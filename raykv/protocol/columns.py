@@ -31,7 +31,7 @@ MAX_KEYS = 2048
 (36-byte key, slot, generation: about 50 bytes a key)."""
 
 MAX_ROWS = 1 << 17
-"""Of any column; honest ones have a few thousand."""
+"""Rows of any column; honest ones have a few thousand."""
 
 MAX_NAME = 4096
 """Characters of an id, a namespace or a name for people."""

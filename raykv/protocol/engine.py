@@ -30,8 +30,7 @@ from raykv.protocol.measures import BreakerReport, HistogramData, KeySketch
 from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
 
 CHUNK_NAME_BYTES = 8
-"""Of a chunk's key in a record. That any two of a million chunks share a name has a probability of
-3e-8."""
+"""Of a chunk's key in a record. Two of a million chunks share a name with a probability of 3e-8."""
 
 MAX_NAMES_BYTES = 32 << 10
 """Of chunks' names in the records that wait for an exchange; further requests have none, or those
@@ -293,5 +292,5 @@ def check_reply(reply: SyncReply, request: SyncRequest, groups: Collection[int])
 
 
 def _share(share: float) -> None:
-    # Of what is no number nothing is true.
+    # Comparisons with NaN are false.
     require(0 <= share <= 1, f"leases of {share} of the pool")

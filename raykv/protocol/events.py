@@ -35,7 +35,7 @@ class NodeJoined(Event, frozen=True, kw_only=True, tag=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True, tag=True):
-    """A NodeActor went silent, or began a new life: nothing that it held is there any more."""
+    """A NodeActor went silent or was restarted: nothing that it held is there any more."""
 
     node_id: str
     node_epoch: int

@@ -1,4 +1,4 @@
-"""Messages as bytes; of one that comes in, first whether its sender speaks our version.
+"""Messages as bytes; of an incoming one, the sender's version is checked first.
 
 Every struct that crosses a process is MessagePack: columns, not lists of records.
 """

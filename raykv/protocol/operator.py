@@ -29,7 +29,7 @@ MAX_ORDERED = 4096
 """Chunks that one order names, at most."""
 
 MAX_PIN_S = 30 * 86_400.0
-"""Of a pin: what nobody unpins must not hold a pool for ever."""
+"""Longest duration of a pin: a forgotten one must not hold a pool for ever."""
 
 MAX_PRIORITY = 9
 """The highest that a pin may have which gives way; the lowest is 1."""

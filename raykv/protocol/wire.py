@@ -89,7 +89,7 @@ def connect(name: str, timeout_s: float) -> socket.socket:
 
 
 def limit_sends(sock: socket.socket, deadline_s: float) -> None:
-    """Have a send that makes no progress for so long fail with an OSError.
+    """Make a send that makes no progress for so long fail with an OSError.
 
     A socket option and not `settimeout`, which would limit another thread's receiving as well.
     """
@@ -111,7 +111,7 @@ def send_with_fds(sock: socket.socket, message: msgspec.Struct, fds: list[int]) 
     raw = frame(message)
     sent = socket.send_fds(sock, [raw], fds)
     if sent < len(raw):
-        # Not for nothing: that fails too when the peer has answered and hung up by now.
+        # This also fails when the peer has answered and hung up by now.
         sock.sendall(raw[sent:])
 
 

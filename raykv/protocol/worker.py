@@ -153,7 +153,7 @@ def check_failures(failed: Sequence[int], refusals: Sequence[int], num_chunks: i
 
 
 def believable(result: JobResult, num_chunks: int) -> JobResult:
-    """A result as it came; an invalid one becomes one by which nothing of the job has happened."""
+    """A result as it came; an invalid one becomes the result of a job that was not carried out."""
     try:
         check_failures(result.failed_chunks, result.refusals, num_chunks)
     except MessageError:
@@ -177,7 +177,7 @@ class ElementOrder(msgspec.Struct, frozen=True, array_like=True):
 class GroupForm(msgspec.Struct, frozen=True):
     """Of a KV group, whose layers have pages of one form; in a chunk they follow in this order.
 
-    With `refusal` set, a sentence, its chunks can't be read as tensors, and nothing else is told.
+    With `refusal` set, a sentence, its chunks cannot be read as tensors, and nothing else is set.
     """
 
     layers: list[str] = []
@@ -245,7 +245,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     Memory of a GPU comes in pieces, of `piece_bytes` each; offsets count through all of them, back
     to back. `device` is the GPU's UUID. `handles` opens them, one each ("cuda-ipc"); "cuda-fd" has
     a descriptor for each instead. `event` is the handle of the event that the worker records on its
-    compute stream before it submits a job. `form`: how KV lies in chunks, for who inspects them.
+    compute stream before it submits a job. `form`: how KV lies in chunks, for inspection.
     `canonical`: where pages are in chunks that any number of ranks shares. Both may say nothing.
     """
 

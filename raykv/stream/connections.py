@@ -19,9 +19,8 @@ _RECEIVED = struct.Struct("=128xQ")
 
 
 def cut_off(ports: Collection[int], most_bytes: int) -> int:
-    """Cut those TCP connections off that came to one of the ports and have sent more than that.
-
-    Their owner sees them end, and gives up what was not whole.
+    """Cut off the TCP connections to one of the ports that have sent more than that. Their owner
+    sees them end and gives up what was incomplete.
 
     Returns:
         How many there were.
@@ -31,7 +30,7 @@ def cut_off(ports: Collection[int], most_bytes: int) -> int:
 
 def _cut_off(fd: int, ports: Collection[int], most_bytes: int) -> bool:
     try:
-        # Its owner may close it meanwhile, and somebody else get its number.
+        # Its owner may close it meanwhile, and its number may go to another one.
         own = os.dup(fd)
     except OSError:
         return False

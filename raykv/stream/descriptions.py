@@ -32,7 +32,7 @@ BOOK_BYTES = 256 << 20
 """Kept by the scheduler actor: about 250,000 chunks of 128 tokens."""
 
 TOLD_BYTES = 32 << 20
-"""Kept by an engine, to tell it to a new scheduler actor."""
+"""Kept by an engine, to repeat them to a new scheduler actor."""
 
 WAITING_BYTES = 8 << 20
 """Waiting in an engine for its next exchanges."""
@@ -213,7 +213,7 @@ class DescriptionOutbox:
         return {"descriptions_dropped": self.num_dropped + self.num_unsound}
 
     def tell_again(self) -> None:
-        """A new scheduler actor knows nothing of what was told."""
+        """A new scheduler actor knows nothing of what was said before."""
         self._again = deque(self._told.rows())
 
     def clear(self) -> None:

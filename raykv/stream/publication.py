@@ -117,7 +117,7 @@ class Publication:
         self._kept: deque[tuple[Stream, int, bytes]] = deque()
         self._kept_bytes = 0
         self._held_bytes = 0
-        # Names for topics: given by the caller, those of models by descriptions too.
+        # Names for topics, given by the caller; those of models by descriptions too.
         self.nodes: dict[NodeId, NodePlace] = {}
         self.models: dict[Namespace, str] = {}
         self.counters = PublicationCounters()
@@ -310,7 +310,7 @@ class Publication:
     # Out
 
     def take_messages(self, wall_time: float) -> list[Message]:
-        """All that is to be published now, in order; kept for `replay`, within bounds."""
+        """Everything to be published now, in order; kept for `replay`, within bounds."""
         messages = []
         for stream in self._streams.values():
             events = stream.take_events()

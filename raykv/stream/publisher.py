@@ -55,11 +55,14 @@ QUESTIONS_HIGH_WATER = 16
 """Questions of one subscriber that wait; while there are so many no more are read from it."""
 
 MAX_MESSAGE_BYTES = 4096
-"""Of a frame that a subscriber sends: a number, a topic. Who sends a longer one is cut off."""
+"""Bytes of a frame that a subscriber sends: a number, a topic. A subscriber that sends a longer one
+is cut off.
+"""
 
 MAX_RECEIVED_BYTES = 16 << 20
-"""Of a connection in all, that is, of 400,000 questions; then it is cut off, and who has more to
-ask makes another one, as ZMQ does by itself."""
+"""Bytes of a connection in all, that is, of 400,000 questions; then it is cut off, and a subscriber
+with more questions makes another one, as ZMQ does by itself.
+"""
 
 MAX_QUEUED = 256
 """Messages between the two threads."""

@@ -30,7 +30,7 @@ MAX_PLACE = (1 << 63) - 1
 """Numbers of epochs and events that can be asked for."""
 
 MAX_SNAPSHOTS_BEGUN = 3
-"""A snapshot that others have pushed out is begun anew so often."""
+"""How often a snapshot that others have displaced is begun anew."""
 
 
 def read_events(

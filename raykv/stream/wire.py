@@ -90,7 +90,7 @@ class Stream:
         return self._form.stored(holding.description)
 
     def remove(self, name: ChunkId, node_id: NodeId) -> Holding | None:
-        """A node has a chunk no more; returns what is not held any more."""
+        """A node has lost a chunk; returns what is not held any more."""
         holding = self.held.get(name)
         if holding is None or node_id not in holding.nodes:
             return None

@@ -61,7 +61,7 @@ PARTS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what is on its way at once; at 50 GB/s it has arrived within 1.5 ms.
+    """Bounds of what is in flight at once; at 50 GB/s it arrives within 1.5 ms.
 
     A batch takes up to 1.5 ms to submit (0.7 µs a run on an H100), before which the device does
     not begin with it: small ones, and some of them in flight. What is gathered takes half a

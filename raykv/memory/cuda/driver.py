@@ -83,7 +83,7 @@ class MemoryDriver(Protocol):
         """An event of another process."""
 
     def destroy_event(self, device: str, event: int) -> None:
-        """Let go of an event, own or opened."""
+        """Release an event, own or opened."""
 
     def register_host(self, device: str, address: int, num_bytes: int) -> None:
         """Page-lock memory for the copies of all GPUs, under the context of this one."""

@@ -83,7 +83,7 @@ class ExportedKV:
         self._driver.record_event(self._event, stream)
 
     def close(self) -> None:
-        """Let go of event and descriptors; a second call does nothing.
+        """Release event and descriptors; a second call does nothing.
 
         Only once nobody attaches with them any more and no copy can wait for the event: CUDA
         forbids it before. A worker at its end leaves that to the end of its process.
