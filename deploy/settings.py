@@ -24,7 +24,8 @@ TOPICS = {
     "The disk tier": "disk_path disk_bytes disk_free_bytes",
     "Which cluster, which node, which weights": "ray_address node_id weights_version",
     "Storing and loading": (
-        "lease_slots kv_handover staging_bytes layerwise_loads durable_stores stop_unused_stores"
+        "lease_slots kv_handover staging_bytes window_share layerwise_loads durable_stores "
+        "stop_unused_stores"
     ),
     "Chunks of other nodes": "fetch_checksums fetch_bytes_per_s prefill_tokens_per_s",
     "Deadlines": (

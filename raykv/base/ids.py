@@ -225,6 +225,8 @@ class MissReason(StrEnum):
     """The scheduler actor did not say in time which node has it."""
     FETCH_SLOWER = "fetch_slower"
     """Another node, or a disk, has it, and computing was measured to be faster than fetching."""
+    WINDOW_MISSING = "window_missing"
+    """The prefix is known, but no window or state with which it could be loaded."""
     FETCH_FAILED = "fetch_failed"
     """Another node, or a disk, had it, and it did not come, or not in time."""
     NODE_LOST = "node_lost"

@@ -118,6 +118,13 @@ def rate(name: str, value: Any) -> float:
     return rate
 
 
+def ratio(name: str, value: Any) -> float:
+    ratio = number(value)
+    if not 0 <= ratio < float("inf"):
+        raise SettingError(f"{name}={shown(value)} must be a number, 0 or above")
+    return ratio
+
+
 def share(name: str, value: Any) -> float:
     share = number(value)
     if not 0 <= share <= MAX_SHARE:

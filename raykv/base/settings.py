@@ -22,6 +22,7 @@ from raykv.base.parsing import (
     parse_size,
     port,
     rate,
+    ratio,
     seconds,
     share,
     shown,
@@ -242,6 +243,13 @@ class Settings:
     )
     hidden_states_client_paths: bool = _setting(
         False, flag, "Requests may name the file of their hidden states: any file of the server"
+    )
+    window_share: float = _setting(
+        0.5,
+        ratio,
+        "Models with sliding windows: RAM for windows between those at the ends of prompts, beside "
+        "what full attention takes, so that prompts which share a beginning find it; 0 stores what "
+        "vLLM keeps for itself",
     )
     describe_chunks: bool = _setting(
         False,

@@ -55,6 +55,8 @@ ADVICE = {
     "query_deadline_s.",
     MissReason.FETCH_SLOWER: "Nothing is wrong: computing is faster than this network. "
     "fetch_bytes_per_s and prefill_tokens_per_s replace what was measured.",
+    MissReason.WINDOW_MISSING: "The prefix is known, but not the sliding windows or states at its "
+    "end: they are stored now, for the next prompt; a larger window_share stores more of them.",
     MissReason.FETCH_FAILED: "The transfer from another node failed or was too slow: look at that "
     "node's load and at fetch_deadline_s.",
     MissReason.NODE_LOST: "A NodeActor ended: its log says why. With pool_path a pool survives it.",

@@ -36,6 +36,7 @@ from raykv.engine.cost import FetchCost
 from raykv.engine.outbox import columns, take
 from raykv.engine.requests import RequestState, token_source
 from raykv.engine.stock import LeaseStock
+from raykv.prompts.prefixes import ChunkGroup, loadable_tokens, needed_chunks
 from raykv.protocol.columns import Handle, Handles, LostReplicas, Replica, Replicas, Source
 from raykv.protocol.peer import FetchResult
 
@@ -49,10 +50,13 @@ MAX_ASKED = 16_384
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Of a KV group: bytes of a slot, and tokens whose KV it holds."""
+    """Of a KV group: bytes of a slot, tokens whose KV it holds, and how many chunks a prefix needs
+    (None: all).
+    """
 
     num_bytes: int = 1
     num_tokens: int = 1
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -267,15 +271,24 @@ class RemoteChunks:
         key: Key,
         now: float,
         stock: LeaseStock,
+        is_here: Callable[[Key], bool] = lambda _key: False,
     ) -> Lookup:
-        """About a key that this node does not have; begins a fetch if another one has it. Args:
-        request: who wants it. key: what. now: seconds, for deadlines. stock: a fetch takes its
-        lease from there.
+        """About a key that this node does not have; begins a fetch if another one has it.
+
+        Args:
+            request: who wants it.
+            key: what.
+            now: seconds, for deadlines.
+            stock: a fetch takes its lease from there.
+            is_here: whether the own node has a chunk, or will have it.
         """
         if key in self._fetching:
             may_wait = request.may_wait(now, self.settings.fetch_deadline_s)
             return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, _LATE)
         if key in request.found:
+            if not request.is_decided:
+                request.is_decided, request.declined = True, self._objection(request, is_here)
+                self.num_declined += len(request.found) if request.declined else 0
             return self._fetch(request, key, now, stock)
         if key not in request.asked:
             self.ask(request, [key])
@@ -301,10 +314,8 @@ class RemoteChunks:
         now: float,
         stock: LeaseStock,
     ) -> Lookup:
-        if request.fetches is None:
-            request.fetches = self._is_worth_it(request)
-        if not request.fetches:
-            return request.missed(key, MissReason.FETCH_SLOWER)
+        if request.declined:
+            return request.missed(key, request.declined)
         if request.has_waited(now, self.settings.fetch_deadline_s):
             return request.missed(key, _LATE)
         handle = stock.take(group_of(key))
@@ -322,22 +333,61 @@ class RemoteChunks:
         request.may_wait(now, self.settings.fetch_deadline_s)
         return Lookup.HIT_PENDING
 
-    def _is_worth_it(self, request: RequestState) -> bool:
-        """Compare the times for all that was found so far, unless computing is what to avoid."""
+    def _objection(
+        self, request: RequestState, is_here: Callable[[Key], bool]
+    ) -> MissReason | None:
+        """Why what was found is not to be fetched: the times are compared for all that is needed of
+        it, unless computing is what to avoid.
+        """
+        needed, num_tokens = self._needed(request, is_here)
+        if not num_tokens:
+            return MissReason.WINDOW_MISSING
         if request.options.prefilled:
-            return True
+            return None
         num_bytes: Counter[TokenSource] = Counter()
-        tokens: Counter[int] = Counter()
-        for key in request.found:
-            size = self.settings.size_of(key)
-            num_bytes[request.source_of(key)] += size.num_bytes
-            tokens[group_of(key)] += size.num_tokens
+        for key in needed:
+            num_bytes[request.source_of(key)] += self.settings.size_of(key).num_bytes
         from_nodes, from_disks = num_bytes[TokenSource.OTHER_NODE], num_bytes[TokenSource.DISK]
         is_worth_it = self.cost.prefers_fetch(
-            from_nodes, max(tokens.values()), self.fetching_bytes, from_disks
+            from_nodes, num_tokens, self.fetching_bytes, from_disks
         )
-        self.num_declined += 0 if is_worth_it else len(request.found)
-        return is_worth_it
+        return None if is_worth_it else MissReason.FETCH_SLOWER
+
+    def _needed(
+        self, request: RequestState, is_here: Callable[[Key], bool]
+    ) -> tuple[list[Key], int]:
+        """What to fetch of the found chunks, and how many tokens longer the prefix that can be
+        loaded is with them.
+        """
+        sizes = self.settings.sizes or {}
+        groups = [
+            ChunkGroup(group, size.num_tokens, size.window)
+            for group, size in sizes.items()
+            if group in request.chunks
+        ]
+        if not groups:
+            tokens: Counter[int] = Counter()
+            for key in request.found:
+                tokens[group_of(key)] += self.settings.size_of(key).num_tokens
+            return list(request.found), max(tokens.values())
+        here = {each.group: [*map(is_here, request.chunks[each.group])] for each in groups}
+        # What is not known yet may turn out to be there.
+        comes = request.found.keys() | request.pending | request.unanswered
+        known = {
+            group: [
+                there or key in comes
+                for there, key in zip(some, request.chunks[group], strict=True)
+            ]
+            for group, some in here.items()
+        }
+        end = loadable_tokens(groups, known)
+        needed = [
+            key
+            for each in groups
+            for key in needed_chunks(each, request.chunks[each.group], end)
+            if key in request.found and not is_here(key)
+        ]
+        return needed, end - loadable_tokens(groups, here)
 
     # Fetches
 

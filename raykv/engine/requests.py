@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ValuesView
+from collections.abc import Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 
 from raykv.base.departures import Departures
@@ -51,8 +51,9 @@ class RequestState:
     `barred` are keys whose load failed for it; they stay a MISS. `waiting_since` is when a lookup
     first found a chunk that was not READY yet. Of the keys that were `asked` for elsewhere some are
     `unanswered`, some `pending` (being stored elsewhere), some `found`; the others are a MISS.
-    `asking_since` is when a lookup first found a key without an answer. `fetches`: whether the
-    found ones are worth a fetch, once that is decided. `unfetched`: found ones that did not come.
+    `asking_since` is when a lookup first found a key without an answer. `chunks`: the prompt's, by
+    KV group. `declined`: why the found ones are not fetched, once that is decided; None: they are.
+    `unfetched`: found ones that did not come.
     `miss` is what the latest lookup that was a MISS did not find. `repeats_left`: how many more
     answers without a sign of some key are not believed.
     """
@@ -65,7 +66,9 @@ class RequestState:
     pending: set[Key] = field(default_factory=set)
     found: dict[Key, tuple[Replica, ...]] = field(default_factory=dict)
     asking_since: float | None = None
-    fetches: bool | None = None
+    chunks: dict[int, Sequence[Key]] = field(default_factory=dict)
+    is_decided: bool = False
+    declined: MissReason | None = None
     unfetched: dict[Key, MissReason] = field(default_factory=dict)
     miss: Miss | None = None
     is_known: bool = True

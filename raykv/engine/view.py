@@ -25,7 +25,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -139,13 +139,16 @@ class EngineView:
         if request is not None:
             self.remote.finish_request(request)
 
-    def ask(self, request_id: str, keys: Iterable[Key]) -> None:
-        """Find out early which nodes have what this one does not; nothing for an unknown
-        request.
+    def ask(self, request_id: str, keys: Sequence[Key]) -> None:
+        """Find out early which nodes have what this one does not; nothing for an unknown request.
+
+        `keys` are all of one KV group that the prompt has.
         """
         request = self.requests.find(request_id)
         if request is None or self.paused or self.has_left or not request.options.load:
             return
+        if keys:
+            request.chunks[group_of(keys[0])] = keys
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
         self.remote.ask(request, islice(absent, MAX_ASKED))
 
@@ -163,11 +166,35 @@ class EngineView:
             self.counters.lookups_timed_out += 1
             self.counters.misses += 1
             return request.missed(key, MissReason.PENDING_TOO_LONG)
-        found = self.remote.lookup(request, key, now, self._stock)
+        found = self.remote.lookup(request, key, now, self._stock, self._has)
         if found is Lookup.MISS:
             self.counters.misses += 1
             explain(request, self._departures, is_attached=self.epoch != 0)
         return found
+
+    def reach(self, request_id: str, keys: Iterable[Key]) -> int:
+        """How many chunks of a prefix are known, without a gap: here, on their way, or elsewhere as
+        far as the request was told.
+        """
+        request = self.requests.get(request_id)
+        if self._off or not request.options.load:
+            return 0
+        count = 0
+        for key in keys:
+            if not (self._has(key) or key in request.found or key in request.pending):
+                break
+            count += 1
+        return count
+
+    def missed_window(self, request_id: str) -> None:
+        """The prefix that a request found is not loaded, since a window or a state is missing."""
+        request = self.requests.get(request_id)
+        if request.miss is not None and request.miss.reason is MissReason.NEVER_STORED:
+            request.missed(request.miss.key, MissReason.WINDOW_MISSING)
+
+    def _has(self, key: Key) -> bool:
+        """Whether the node has a chunk, or will have it."""
+        return key in self._ready or key in self._pending or self.remote.is_fetching(key)
 
     # Fetches
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,13 @@ def loadable_tokens(groups: Sequence[ChunkGroup], is_there: Mapping[int, Sequenc
         if all(_reaches_back(each, runs[each.group], end // each.tokens) for each in groups):
             return end
     return 0
+
+
+def needed_chunks(group: ChunkGroup, chunks: Sequence[T], end: int) -> Sequence[T]:
+    """Those of a group's chunks of a prompt that a prefix of so many tokens needs."""
+    count = end // group.tokens
+    first = 0 if group.window is None else max(0, count - group.window)
+    return chunks[first:count]
 
 
 def _runs(is_there: Sequence[bool]) -> list[int]:

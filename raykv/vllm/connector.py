@@ -71,6 +71,7 @@ from raykv.vllm.spec import (
     use_our_spec,
 )
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayKVWorkerMetadata
+from raykv.vllm.windows import Windows
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.link import LinkTarget
 
@@ -106,6 +107,8 @@ class RayKVConnector(OffloadingConnector):
     _layered: LayeredScheduling | None = None
     # On the scheduler's side, for engines with adapters.
     _adapters: AdapterUses | None = None
+    # On the scheduler's side.
+    _windows: Windows | None = None
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Set up this process's side.
@@ -165,6 +168,9 @@ class RayKVConnector(OffloadingConnector):
         if spec.settings.layerwise_loads:
             refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
             self._layered = LayeredScheduling(manager.layered, self.scheduler)
+        share = spec.settings.window_share
+        self._windows = Windows(self.scheduler, self._chunk_groups(), share)
+        self._windows.keep_states(kv_cache_config)
         self._identity = identity
         self._manager = manager
         describes = spec.settings.describe_chunks or spec.settings.events_endpoint
@@ -386,6 +392,10 @@ class RayKVConnector(OffloadingConnector):
             most = getattr(status, "max_load_tokens", None)
             self._manager.misses.looks(request, num_computed_tokens, most)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._windows is not None and self._manager is not None and found is not None:
+            status = self._tables.requests[request.request_id]
+            here = num_computed_tokens + found
+            self._windows.note_parting(request, here, status, self._manager.view)
         if layered is None or not found:
             return found, is_async
         # vLLM goes on at once and waits in `wait_for_layer_load`.

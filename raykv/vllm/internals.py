@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -152,6 +152,23 @@ class SchedulerTables:
         return True
 
 
+def choose_blocks(scheduler: Any, chosen: Mapping[int, Callable[[Any], Any]]) -> None:
+    """Have others say which blocks of some KV groups vLLM's scheduler side offers to be stored.
+
+    Args:
+        scheduler: vLLM's `OffloadingConnectorScheduler`.
+        chosen: by KV group, what stands for its manager class, given that. Without it only those
+            blocks are stored that vLLM keeps for itself.
+    """
+    groups = [
+        each._replace(manager_cls=chosen[each.group_idx](each.manager_cls))
+        if each.group_idx in chosen
+        else each
+        for each in scheduler.config.kv_group_configs
+    ]
+    scheduler.config = scheduler.config._replace(kv_group_configs=tuple(groups))
+
+
 @dataclass(eq=False)
 class WorkerTables:
     """Of vLLM's `OffloadingConnectorWorker`, the owner."""
@@ -211,6 +228,20 @@ def canonical_format(kv_cache_layout: str) -> str:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
 
     return str(canonical_mapping.canonical_format_id(kv_cache_layout))
+
+
+def window_in_chunks(kv_cache_spec: Any, tokens_per_chunk: int) -> int | None:
+    """How many chunks of a KV group a prefix needs, as vLLM's lookups have it; None: all.
+
+    vLLM 0.33 has moved the function.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config, scheduler
+
+    name = "get_sliding_window_size_in_chunks"
+    found: int | None = (getattr(config, name, None) or getattr(scheduler, name))(
+        kv_cache_spec, tokens_per_chunk
+    )
+    return found
 
 
 def default_hash_seed() -> str:

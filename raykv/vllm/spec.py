@@ -29,7 +29,7 @@ from raykv.engine.remote import ChunkSize, RemoteSettings
 from raykv.engine.requests import StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
-from raykv.vllm.internals import ordinary_gpu_memory
+from raykv.vllm.internals import ordinary_gpu_memory, window_in_chunks
 from raykv.vllm.kv_form import block_bytes, kv_form_of, pages_of
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import metric_definitions
@@ -64,6 +64,13 @@ class Told:
     @property
     def block_bytes(self) -> dict[int, int]:
         return block_bytes(self.vllm, self.kv_cache)
+
+    def window(self, group: int, tokens_per_chunk: int) -> int | None:
+        """How many chunks of a KV group a prefix needs; None: all."""
+        if self.kv_cache is None:
+            return None
+        known = self.kv_cache.kv_cache_groups[group].kv_cache_spec
+        return window_in_chunks(known, tokens_per_chunk)
 
     @property
     def sleeps(self) -> bool:
@@ -170,12 +177,11 @@ class RayKVOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def _remote_settings(self) -> RemoteSettings:
-        sizes = {
-            group.group_id: ChunkSize(
-                self.slot_bytes, group.tokens_per_block * self.blocks_per_chunk
-            )
-            for group in self.config.groups
-        }
+        sizes = {}
+        for group in self.config.groups:
+            tokens = group.tokens_per_block * self.blocks_per_chunk
+            window = self._told.window(group.group_id, tokens)
+            sizes[group.group_id] = ChunkSize(self.slot_bytes, tokens, window)
         return RemoteSettings(
             query_deadline_s=self.settings.query_deadline_s,
             fetch_deadline_s=self.settings.fetch_deadline_s,

@@ -122,6 +122,7 @@ def test_unknown_variable_is_refused_with_the_one_that_was_meant() -> None:
 
 
 BAD = [
+    ("window_share", -0.5),
     ("pool_bytes", "lots"),
     ("pool_path", 5),
     ("disk_path", 1),

@@ -9,7 +9,17 @@ import pytest
 from msgspec.structs import replace
 
 import raykv.engine.view
-from raykv.base.ids import EngineId, Epoch, Generation, Key, Lookup, NodeId, Refusal, Slot
+from raykv.base.ids import (
+    EngineId,
+    Epoch,
+    Generation,
+    Key,
+    Lookup,
+    MissReason,
+    NodeId,
+    Refusal,
+    Slot,
+)
 from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
 from raykv.engine.requests import PREFILLED_REPEATS, RequestOptions
@@ -404,11 +414,11 @@ def test_what_was_found_before_a_clearing_is_not_fetched_once_the_engine_has_att
     view: EngineView,
 ) -> None:
     start(view, "other")
-    learn(view, "ab")
+    learn(view, "ba")
     learn(view, "c", request="other")
     view.declared_leases()
     view.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY, cleared=ord("a") + 1000))
-    assert look(view, "ab") == [MISS, HIT_PENDING]
+    assert look(view, "ba") == [HIT_PENDING, MISS]
     view.declared_leases()
     view.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY, cleared=ord("c") + 1000))
     assert look(view, "c", request="other") == [MISS]
@@ -704,3 +714,58 @@ def test_answer_with_an_earlier_life_of_the_node_holds_until_somebody_clears_the
     apply(view, void=True)
     apply(view, node_epoch=NODE_EPOCH + 1, granted=grant((5, 30)))
     assert look(view, "a") == [MISS]
+
+
+@pytest.fixture
+def mixed() -> EngineView:
+    """A group of full attention and one with a window of two chunks."""
+    sizes = {0: SIZE, 1: ChunkSize(num_bytes=1000, num_tokens=16, window=2)}
+    settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, sizes)
+    cost = FetchCost(Rates(fetch_bytes_per_s=1000, prefill_tokens_per_s=9))
+    made = EngineView(EngineId("engine"), [0, 1], STORE_S, 4, settings, cost, NodeId("own"))
+    made.attached(EngineAttached(EPOCH, NODE_EPOCH, {0: 400, 1: 400}))
+    apply(made, granted=Leases([0] * 4 + [1] * 4, [*range(8)], [*range(10, 18)]))
+    return made
+
+
+def in_window(names: str) -> list[Key]:
+    """The same chunks in the group with the window."""
+    return [Key(each[:-4] + b"\0\0\0\1") for each in keys(names)]
+
+
+def learn_mixed(view: EngineView, full: str, window: str) -> None:
+    """A request asks for the chunks "abcd"; another node has some of each group."""
+    start(view, "r")
+    view.ask("r", keys("abcd"))
+    view.ask("r", in_window("abcd"))
+    question = take(view)
+    answer = Replicas([Source("one")], [80], [], [], [], [], [])
+    for position, raw in enumerate(question.asked):
+        letter = raw[:-4].decode()
+        if letter in (full if raw[-1] == 0 else window):
+            answer.key_index.append(position)
+            answer.source_index.append(0)
+            answer.slots.append(ord(letter))
+            answer.generations.append(ord(letter) + 1000)
+    apply(view, question, replicas=answer)
+
+
+def test_prefix_without_a_window_is_not_fetched(mixed: EngineView) -> None:
+    learn_mixed(mixed, full="abcd", window="")
+    assert look(mixed, "abcd") == [MISS] * 4
+    miss = mixed.requests.take_miss("r")
+    assert miss is not None
+    assert miss.reason is MissReason.WINDOW_MISSING
+    assert not mixed.remote.take_orders()
+
+
+def test_prefix_is_fetched_as_far_as_a_window_reaches(mixed: EngineView) -> None:
+    learn_mixed(mixed, full="abcd", window="bc")
+    assert look(mixed, "abc") == [HIT_PENDING] * 3
+    assert [mixed.lookup("r", each, 0.0) for each in in_window("cb")] == [HIT_PENDING] * 2
+
+
+def test_time_of_a_fetch_counts_what_is_needed_of_the_windows_only(mixed: EngineView) -> None:
+    """Four chunks and two of the window take 6 s, computing 64 tokens 7; all eight would take 8."""
+    learn_mixed(mixed, full="abcd", window="abcd")
+    assert look(mixed, "a") == [HIT_PENDING]

@@ -158,7 +158,9 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def is_hidden(name: str) -> bool:
-    return name.startswith("_") and name.isidentifier() and not name.endswith("__")
+    """Whether a name is not for others; that of every named tuple's method is."""
+    is_ours = name.endswith("__") or name == "_replace"
+    return name.startswith("_") and name.isidentifier() and not is_ours
 
 
 def touches(tree: ast.AST, own: set[str]) -> list[str]:

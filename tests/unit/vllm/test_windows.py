@@ -1,0 +1,119 @@
+"""vLLM's offloading scheduler with RayKV's choice of windows: what is offered, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+
+from raykv.base.ids import EngineId
+from raykv.engine.requests import RequestOptions
+from raykv.engine.view import EngineView
+from raykv.prompts.prefixes import ChunkGroup
+from raykv.protocol.columns import Handles
+from raykv.protocol.engine import EngineAttached, SyncReply
+from raykv.vllm.manager import RayOffloadingManager
+from raykv.vllm.windows import Windows
+from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, PlayedRequest, key, vllm_scheduler
+
+WINDOW = SlidingWindowSpec(
+    block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
+)
+STATE = MambaSpec(
+    block_size=CHUNK,
+    shapes=((2, 2),),
+    dtypes=(torch.float32,),
+    mamba_cache_mode="align",
+)
+
+
+class World:
+    """An engine with full attention and a window of two chunks."""
+
+    def __init__(self, share: float, *kinds: Any) -> None:
+        self.view = EngineView(EngineId("engine"), [0, 1], 1.0, 4)
+        self.view.attached(EngineAttached(1, NODE_EPOCH, {0: 400, 1: 400}))
+        self.scheduler = vllm_scheduler(RayOffloadingManager(self.view), kinds or (FULL, WINDOW))
+        # vLLM's default.
+        self.scheduler.config = self.scheduler.config._replace(retention_interval=0)
+        self.groups = [
+            ChunkGroup(each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
+            for each in self.scheduler.config.kv_group_configs
+        ]
+        self.windows = Windows(self.scheduler, self.groups, share)
+
+    def kept(self, prompt: int, chunks: int) -> list[int]:
+        """Chunks of the window that are offered, of a prompt of so many tokens."""
+        group = self.scheduler.config.kv_group_configs[1]
+        mask = self.scheduler._reachable_store_block_mask(
+            group_config=group,
+            start_chunk_idx=0,
+            end_chunk_idx=chunks,
+            final_segment_end_chunk_idx=None,
+            reachable_boundaries=(prompt - 1,),
+        )
+        return [chunk for chunk in range(chunks) if mask is None or mask[chunk]]
+
+    def asked(self, request: PlayedRequest, *, here: int, found: int) -> int:
+        """Where vLLM believes a request to part, of whose full chunks the first ones are here."""
+        self.view.start_request(request.request_id, RequestOptions())
+        numbers = list(range(1, here + 1))
+        stored = Handles([*map(key, range(here))], numbers, numbers)
+        self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, stored=stored))
+        self.scheduler.on_new_request(request)
+        status = self.scheduler._req_status[request.request_id]
+        status.update_offload_keys()
+        self.windows.note_parting(request, found, status, self.view)
+        return request.shared_prefix_boundary
+
+
+def test_windows_are_stored_at_intervals_and_in_the_tail() -> None:
+    world = World(0.5)
+    tail = range(200 - 64 - 2, 200)
+    expected = {chunk for chunk in range(200) if chunk % 4 in (2, 3)} | set(tail)
+    assert world.kept(200 * CHUNK, 200) == sorted(expected)
+
+
+def test_only_what_vllm_keeps_is_stored_with_a_share_of_zero() -> None:
+    assert World(0).kept(200 * CHUNK, 200) == [197, 198]
+
+
+def test_every_window_is_stored_where_vllm_keeps_every_window() -> None:
+    world = World(0.01)
+    world.scheduler.config = world.scheduler.config._replace(retention_interval=None)
+    assert len(world.kept(200 * CHUNK, 200)) == 200
+
+
+def test_request_parts_where_the_windows_of_a_known_prefix_are_missing() -> None:
+    assert World(0.5).asked(PlayedRequest(), here=3, found=0) == 3 * CHUNK
+
+
+def test_request_parts_nowhere_where_all_that_is_known_is_loaded() -> None:
+    assert World(0.5).asked(PlayedRequest(), here=3, found=3 * CHUNK) == 0
+
+
+def test_place_where_vllm_sees_prompts_part_later_stays() -> None:
+    request = PlayedRequest(shared_prefix_boundary=4 * CHUNK)
+    assert World(0.5).asked(request, here=3, found=0) == 4 * CHUNK
+
+
+def test_prompt_leaves_a_state_behind_before_its_end() -> None:
+    world = World(0.5, FULL, STATE)
+    assert world.asked(PlayedRequest(num_prompt_tokens=40 * CHUNK), here=0, found=0) == 30 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("share", "kind", "interval", "kept"),
+    [(0.5, STATE, 0, None), (0.5, STATE, 64, 64), (0, STATE, 0, 0), (0.5, WINDOW, 0, 0)],
+)
+def test_states_are_kept_at_each_step_unless_the_user_says_when(
+    share: float, kind: Any, interval: int, kept: int | None
+) -> None:
+    config = SimpleNamespace(prefix_cache_retention_interval=interval)
+    World(share, FULL, kind).windows.keep_states(config)
+    assert config.prefix_cache_retention_interval == kept
