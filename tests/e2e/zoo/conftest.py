@@ -1,0 +1,49 @@
+"""An engine for each model of the zoo, with RayKV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from tests.fixtures.zoo import ZOO, build
+from tests.fixtures.zoo_engine import BLOCK, ZooEngine
+
+StartZoo = Callable[..., ZooEngine]
+
+
+@pytest.fixture(scope="session")
+def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zoo")
+
+
+@pytest.fixture(scope="module")
+def start_zoo(
+    cluster: Cluster, zoo_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartZoo]:
+    """Starts an engine of a model over the pool that is there, or over a new one."""
+    running: list[EngineProcess] = []
+
+    def start(
+        name: str, *, anew: bool = True, raykv: dict[str, Any] | None = None, **engine: Any
+    ) -> ZooEngine:
+        if anew:
+            for each in running:
+                each.stop()
+            cluster.down()
+        folder = zoo_folder / name
+        if not folder.exists():
+            build(name, folder)
+        settings = {"ray_address": cluster.address, "pool_bytes": "256MiB", **(raykv or {})}
+        log = tmp_path_factory.mktemp(name) / "log"
+        config = {"max_model_len": 2048, "block_size": BLOCK, **ZOO[name].engine, **engine}
+        running.append(EngineProcess(folder, log, settings, **config))
+        return ZooEngine(name, folder, cluster, running[-1])
+
+    yield start
+    for each in running:
+        each.stop()

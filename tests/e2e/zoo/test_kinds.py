@@ -1,0 +1,145 @@
+"""Each kind of KV, in one engine: loads give what vLLM's own cache gives, and they do happen."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from raykv.lab.bench.prompts import prompt
+from tests.e2e.zoo.conftest import StartZoo
+from tests.fixtures.processes import freeze
+from tests.fixtures.waiting import wait_until
+from tests.fixtures.zoo import WINDOW, ZOO
+from tests.fixtures.zoo_engine import BLOCK, ZooEngine
+
+pytestmark = pytest.mark.e2e
+
+QUICK = ("gemma3", "qwen3-next")
+"""The two that differ most from a plain model; the others are played by `make test-extended`."""
+
+DOCUMENT = 640
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.extended) for name in ZOO
+    ],
+)
+def engine(request: pytest.FixtureRequest, start_zoo: StartZoo) -> ZooEngine:
+    return start_zoo(request.param, raykv={"load_deadline_s": 2.0, "cancel_grace_s": 0.5})
+
+
+def question(number: int, document: int = 7) -> list[int]:
+    return [*prompt(document, DOCUMENT), *prompt(100 + number, 70 + 17 * number)]
+
+
+def chunk_tokens(engine: ZooEngine) -> int:
+    """Tokens of a chunk: linear attention makes vLLM's blocks larger."""
+    return 96 if engine.name == "qwen3-next" else 16 if engine.name == "deepseek" else BLOCK
+
+
+def check_load(engine: ZooEngine, tokens: list[int]) -> int:
+    """A prompt is computed, found in vLLM's own cache, and loaded; how much of it was."""
+    cold = engine.ask(tokens)[0]
+    expected = engine.ask(tokens)[0] if engine.model.has_own_cache else cold
+    engine.settle()
+    (found,) = engine.ask(tokens)
+    engine.check_same(found, expected)
+    engine.process.reset()
+    cached: int = found["cached"]
+    return cached
+
+
+def test_answer_depends_on_early_tokens(engine: ZooEngine) -> None:
+    """Else no wrong KV could show: not in tokens perhaps, but in their probabilities."""
+    opted_out = {"raykv_load": False, "raykv_store": False}
+    tokens = question(0)
+    # As far back as a model of four windows sees.
+    early = DOCUMENT - 2 * WINDOW if engine.name == "mistral" else 0
+    changed = [*tokens[:early], *prompt(8, 2 * BLOCK), *tokens[early + 2 * BLOCK :]]
+    first, other = engine.ask(tokens, changed, params=opted_out)
+    engine.process.reset()
+    gaps = [abs(a - b) for a, b in zip(first["logprobs"], other["logprobs"], strict=True)]
+    assert first["tokens"] != other["tokens"] or max(gaps) > 0.01
+
+
+@pytest.mark.support("load")
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_load_gives_what_vllms_own_hit_gives(engine: ZooEngine, beside: int) -> None:
+    """Around borders of chunks, and of windows."""
+    chunk = chunk_tokens(engine)
+    for length in (2 * WINDOW + beside, 4 * chunk + beside):
+        cached = check_load(engine, prompt(1000 * chunk + length, length))
+        # Of a whole prompt the last token is computed, and behind a window or a state the last
+        # chunk with it.
+        assert cached >= (length - 1) // chunk * chunk
+
+
+@pytest.mark.support("document + question")
+def test_second_question_about_a_document_finds_it(engine: ZooEngine) -> None:
+    cold = [engine.ask(question(number))[0] for number in range(3)]
+    engine.process.reset(connector=True)
+    # A state is offered once, and leases come with the next exchange.
+    engine.ask(prompt(5, 100))
+    engine.settle()
+    found = []
+    for number in range(3):
+        found.append(engine.ask(question(number))[0])
+        engine.settle()
+    for answer, expected in zip(found, cold, strict=True):
+        engine.check_same(answer, expected)
+    chunk = chunk_tokens(engine)
+    assert found[0]["cached"] == 0
+    assert found[1]["cached"] >= engine.model.found * DOCUMENT
+    assert found[2]["cached"] >= DOCUMENT // chunk * chunk
+
+
+@pytest.mark.support("conversation")
+def test_next_turn_finds_the_one_before(engine: ZooEngine) -> None:
+    turn = prompt(300, 200)
+    (answer,) = engine.ask(turn)
+    engine.settle()
+    longer = [*turn, *answer["tokens"], *prompt(301, 40)]
+    (found,) = engine.ask(longer)
+    chunk = chunk_tokens(engine)
+    assert found["cached"] >= (len(turn) - 1) // chunk * chunk
+    expected = engine.ask(longer, params={"raykv_load": False})[0]
+    engine.check_same(found, expected)
+    engine.process.reset()
+
+
+def test_many_prompts_at_once_are_loaded(engine: ZooEngine) -> None:
+    tokens = [prompt(400 + number, 200 + 61 * number) for number in range(6)]
+    engine.ask(*tokens)
+    expected = engine.ask(*tokens)
+    engine.settle()
+    found = engine.ask(*tokens)
+    for answer, before in zip(found, expected, strict=True):
+        engine.check_same(answer, before)
+        assert answer["cached"] >= 192
+    engine.process.reset()
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_node_actor_that_fails_costs_no_answer(engine: ZooEngine, how: str) -> None:
+    tokens = question(0, document=50 + len(how))
+    expected = engine.ask(tokens)[0]
+    engine.settle()
+    (node,) = engine.cluster.status().nodes
+    if how == "kill":
+        os.kill(node.pid, signal.SIGKILL)
+    else:
+        freeze(node.pid)
+    engine.check_same(engine.ask(tokens)[0], expected)
+
+    def is_back() -> bool:
+        engine.process.reset()
+        engine.ask(tokens)
+        engine.process.reset()
+        return bool(engine.ask(tokens)[0]["cached"])
+
+    wait_until(is_back, 60.0, "the prompt is loaded again")
+    engine.process.reset()
