@@ -318,6 +318,16 @@ def test_oversizes_are_named() -> None:
     assert oversizes("def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1), "m") == []
 
 
+def test_class_names_stand_once() -> None:
+    names = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in names.items() if count > 1]
+
+
 def test_every_module_opens_with_its_duty() -> None:
     silent = [str(path) for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent
