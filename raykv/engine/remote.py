@@ -268,9 +268,13 @@ class RemoteChunks:
         now: float,
         stock: LeaseStock,
     ) -> Lookup:
-        """About a key that this node does not have; begins a fetch if another one has it. Args:
-        request: who wants it. key: what. now: seconds, for deadlines. stock: a fetch takes its
-        lease from there.
+        """Answer for a key that this node does not have; a fetch begins if another node has it.
+
+        Args:
+            request: who wants it.
+            key: what is wanted.
+            now: seconds, for deadlines.
+            stock: a fetch takes its lease from there.
         """
         if key in self._fetching:
             may_wait = request.may_wait(now, self.settings.fetch_deadline_s)
