@@ -266,7 +266,7 @@ class SchedulerActor:
         """→ `ClusterMetrics`."""
         now = self._tick()
         meter = self._manager.meter
-        meter.follow(now)
+        meter.follow()
         build = numbers("raykv_build_info", {(__version__, "scheduler"): 1})
         families = meter.families(now, is_paused=self._manager.paused)
         return encode(ClusterMetrics([build, *families]))
@@ -324,8 +324,7 @@ class SchedulerActor:
         try:
             yield began
         finally:
-            now = time.monotonic()
-            self._manager.meter.called(call, now - began, now)
+            self._manager.meter.called(call, time.monotonic() - began)
 
     def _keep_life(self) -> None:
         self._steward.keep_life(KeptLife(self._manager.granting, self._manager.cleared))

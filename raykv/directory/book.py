@@ -181,7 +181,7 @@ class PoolBook:
             self._give_slab(slot_bytes, slab)
         for other in list(self._slabs):
             if other != slot_bytes and self._is_unused(other, slab):
-                self._empty_slab(other, slab)
+                self._take_slab(other, slab)
                 self._give_slab(slot_bytes, slab)
 
     def _is_unused(self, slot_bytes: int, slab: int) -> bool:
@@ -292,7 +292,8 @@ class PoolBook:
         if not movable:
             return False
         slab = self._oldest_slab(donor, movable)
-        self._empty_slab(donor, slab)
+        self._evict_slab(donor, slab, now)
+        self._take_slab(donor, slab)
         self._give_slab(slot_bytes, slab)
         return True
 
@@ -313,24 +314,29 @@ class PoolBook:
         assert first is not None, movable
         return first
 
-    def _empty_slab(self, donor: int, slab: int) -> None:
-        """Evict all that a slab holds and take it out of its class."""
-        slots = self.geometry.slots_of(slab, donor)
+    def _evict_slab(self, slot_bytes: int, slab: int, now: float) -> None:
+        """Evict all that a slab holds."""
+        slots = self.geometry.slots_of(slab, slot_bytes)
         places = list(self.table.places_from(slots[0], len(slots)).places)
-        if places:
-            held, hits = self.table.held_at(places), self.table.uses_at(places).hits
-            for namespace, rows in _by_namespace(held.namespaces, range(len(held))).items():
-                gone = Changes(
-                    False,
-                    namespace,
-                    [held.keys[row] for row in rows],
-                    [held.slots[row] for row in rows],
-                    [held.generations[row] for row in rows],
-                    hits=[hits[row] for row in rows],
-                )
-                for key in gone.keys:
-                    self.table.drop(namespace, Key(key))
-                self._on_changes(gone)
+        if not places:
+            return
+        held, uses = self.table.held_at(places), self.table.uses_at(places)
+        for namespace, rows in _by_namespace(held.namespaces, range(len(held))).items():
+            gone = Changes(
+                False,
+                namespace,
+                [held.keys[row] for row in rows],
+                [held.slots[row] for row in rows],
+                [held.generations[row] for row in rows],
+                hits=[uses.hits[row] for row in rows],
+                ages=[max(0.0, now - uses.stored_at[row]) for row in rows],
+            )
+            for key in gone.keys:
+                self.table.drop(namespace, Key(key))
+            self._on_changes(gone)
+
+    def _take_slab(self, donor: int, slab: int) -> None:
+        """Take a slab, all of whose slots are free, out of its class."""
         self._slabs[donor].remove(slab)
         highest = self.table.take_slab(slab, donor)
         self._floors[slab] = max(self._floors.get(slab, NO_GENERATION), highest)

@@ -431,6 +431,8 @@ class BlockManager:
         if changes.stored:
             self._questions.stored(changes.namespace, changes.keys)
         elif not changes.replaced:
+            if changes.ages:
+                self.meter.evicted(changes.ages)
             self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
             self._questions.gone(node_id, changes)
         self.pins.changed(node_id, changes)
