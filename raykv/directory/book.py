@@ -35,9 +35,16 @@ class PoolBook:
     Args:
         table: of the node's slots, with nothing in it.
         on_changes: called with all chunks that come or go, except those that are cleared.
+        give_way: has chunks of a slot size that are kept by preference be evicted all the same,
+            when nothing else is left: returns how many.
     """
 
-    def __init__(self, table: NodeTable, on_changes: Callable[[Changes], None]) -> None:
+    def __init__(
+        self,
+        table: NodeTable,
+        on_changes: Callable[[Changes], None],
+        give_way: Callable[[int, int], int] = lambda _slot_bytes, _count: 0,
+    ) -> None:
         self.table = table
         self.geometry = table.geometry
         self._on_changes = on_changes
@@ -45,9 +52,7 @@ class PoolBook:
         self._slabs: dict[int, set[int]] = {}
         # The lowest generation that may be stored in a slab after it had other slot sizes.
         self._floors: dict[int, Generation] = {}
-        # Has chunks of a slot size that are kept by preference be evicted all the same, when
-        # nothing else is left: returns how many.
-        self.give_way: Callable[[int, int], int] = lambda _slot_bytes, _count: 0
+        self._give_way = give_way
 
     # Looking
 
@@ -266,7 +271,7 @@ class PoolBook:
         while self.table.num_free(slot_bytes) < count and self._reclaim_slab(slot_bytes, now):
             pass
         missing = count - self.table.num_free(slot_bytes)
-        if missing > 0 and self.give_way(slot_bytes, missing):
+        if missing > 0 and self._give_way(slot_bytes, missing):
             self._evict(slot_bytes, count, now)
 
     def _evict(self, slot_bytes: int, count: int, now: float) -> None:
