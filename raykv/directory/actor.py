@@ -27,7 +27,6 @@ from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace
 from raykv.base.settings import MetricsPlace
 from raykv.base.version import __version__
-from raykv.directory.answers.prefixes import check_prefix_query
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.pins import SHARE
 from raykv.directory.steward import Steward
@@ -64,6 +63,7 @@ from raykv.protocol.reader import (
     PrefixQuery,
     WhereQuery,
     check_chunk_query,
+    check_prefix_query,
     check_where_query,
 )
 from raykv.stream.descriptions import DescriptionBook

@@ -44,7 +44,7 @@ from raykv.node.slots import SlotState
 from raykv.protocol.columns import Handles, LostReplicas, Replica, Source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest, check_partial
+from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest, check_read_reply
 
 logger = logging.getLogger("raykv.node")
 
@@ -309,9 +309,13 @@ class FetchService:
             left = 0.0
         try:
             reply, data = piece.pending.wait(left / 2 if has_others else left)
-            _check(piece, reply, data, fetch.with_checksums)
+            sizes = [chunk.landing.name.slot_bytes for chunk in piece.chunks]
+            check_read_reply(reply, len(data), sizes, with_checksums=fetch.with_checksums)
         except PeerError as error:
             self._failed(fetch, piece, error)
+            return
+        except MessageError as error:
+            self._failed(fetch, piece, PeerError(f"node {piece.source.node_id}: {error}"))
             return
         with self._lock:
             is_back = self.breakers.worked(piece.peer)
@@ -422,29 +426,6 @@ class FetchService:
         for chunk in fetch.own:
             if not chunk.landing.done.is_set():
                 self._settle(chunk, chunk.landing.refusal)
-
-
-def _check(piece: _Piece, reply: ReadReply, data: Bytes, with_checksums: bool) -> None:
-    """Refuse an answer that does not fit what was asked for.
-
-    Raises:
-        PeerError: it does not.
-    """
-    known = {int(refusal) for refusal in Refusal}
-    if len(reply.refusals) == len(piece.chunks) and known.issuperset(reply.refusals):
-        sent = [
-            chunk.landing.name.slot_bytes
-            for chunk, refusal in zip(piece.chunks, reply.refusals, strict=True)
-            if refusal == Refusal.NONE
-        ]
-        num_checksums = len(sent) if with_checksums else 0
-        if len(data) == sum(sent) and len(reply.checksums) == num_checksums:
-            try:
-                check_partial(reply.partial, len(piece.chunks))
-            except MessageError as error:
-                raise PeerError(f"node {piece.source}: {error}") from error
-            return
-    raise PeerError(f"node {piece.source}: the answer does not fit the question")
 
 
 class _Fetch:
