@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -316,6 +317,38 @@ def test_oversizes_are_named() -> None:
     assert oversizes(long_function, "m") == ["m.f has 71 lines"]
     assert oversizes("pass\n" * (MAX_FILE_LINES + 1), "m") == ["m has 701 lines, more than 700"]
     assert oversizes("def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1), "m") == []
+
+
+def test_class_names_stand_once() -> None:
+    names = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in names.items() if count > 1]
+
+
+RUN_ON = re.compile(r"\S +(Args|Returns|Raises|Yields|Invariants):(?!\S)|[.:;] \d+\. [A-Z]")
+"""A section or a numbered sentence that begins in the middle of a line."""
+
+
+def docstrings(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_sections_of_docstrings_begin_on_lines_of_their_own() -> None:
+    assert not [
+        text for path in SOURCES for text in docstrings(path.read_text()) if RUN_ON.search(text)
+    ]
+
+
+def test_sections_that_run_on_are_found() -> None:
+    assert RUN_ON.search("Store it. Args:\nkey: what.")
+    assert RUN_ON.search("1. One holds. 2. Another one.")
+    assert not RUN_ON.search("Store 1 of 2. It counts.\n\nArgs:\n    key: what.")
 
 
 def test_every_module_opens_with_its_duty() -> None:

@@ -13,7 +13,7 @@ from typer.main import get_command
 from deploy import settings
 from raykv.cli import app
 from raykv.metrics.table import METRICS
-from tests.house import HOUSE, ROOT
+from tests.house import HOUSE, ROOT, SOURCES
 
 MAX_README_LINES, MAX_README_CHARACTERS = 120, 9_000
 MAX_ROW = 200
@@ -82,8 +82,10 @@ def test_page_tells_to_install_what_exists(page: Path) -> None:
 
 def test_other_files_tell_to_install_what_exists() -> None:
     files = [path for each in ("deploy", "notebooks") for path in (ROOT / each).rglob("*.*")]
+    files += SOURCES
     texts = {str(path): path.read_text() for path in files if path.is_file()}
     assert not [path for path, text in texts.items() for each in NOT_IN_AN_INDEX if each in text]
+    assert not [path for path, text in texts.items() if re.search(r"raykv\[[a-z,]+\]", text)]
 
 
 @every_page

@@ -181,7 +181,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (_rate("raykv_granted_leases_total"), "leases granted a second"),
         ),
         _panel(
-            "Age of chunks that leave",
+            "Age of evicted chunks",
             "s",
             (_quantile("0.1", "raykv_removed_chunk_age_seconds"), "10 %"),
             (_quantile("0.5", "raykv_removed_chunk_age_seconds"), "median"),

@@ -8,22 +8,32 @@ from typing import Any
 
 from raykv.base.errors import SettingError
 
-_VLLM = "'raykv[gpu]', or 'raykv[cpu]'"
+
+def with_extra(*names: str) -> str:
+    """How to install RayKV with one of some extras: no index has it."""
+    extra = names[0]
+    return (
+        f"install RayKV with its extra {' or '.join(names)}: pip install '.[{extra}]' in a clone "
+        f"of it, or pip install 'raykv-….whl[{extra}]'"
+    )
+
+
+_VLLM = with_extra("gpu", "cpu")
 _INSTALL = {
-    "cbor2": "cbor2",
-    "fastapi": "'raykv[serve]'",
-    "gguf": "'raykv[demo]'",
-    "matplotlib": "'raykv[inspect]'",
-    "pandas": "'raykv[inspect]'",
-    "starlette": "'raykv[serve]'",
-    "tokenizers": "'raykv[demo]'",
-    "torch": f"torch (vLLM brings it: {_VLLM})",
-    "transformers": "'raykv[demo]'",
-    "triton": "triton",
+    "cbor2": "pip install cbor2",
+    "fastapi": with_extra("serve"),
+    "gguf": with_extra("demo"),
+    "matplotlib": with_extra("inspect"),
+    "pandas": with_extra("inspect"),
+    "starlette": with_extra("serve"),
+    "tokenizers": with_extra("demo"),
+    "torch": f"pip install torch, or, since vLLM brings it, {_VLLM}",
+    "transformers": with_extra("demo"),
+    "triton": "pip install triton",
     "vllm": _VLLM,
-    "zmq": "'raykv[events]'",
+    "zmq": with_extra("events"),
 }
-"""What to install with pip, by the name of the module."""
+"""How to install it, by the name of the module."""
 
 
 def load(module: str, purpose: str) -> Any:
@@ -60,4 +70,4 @@ def complaint(error: ModuleNotFoundError, purpose: str) -> str:
     package = (error.name or "").partition(".")[0]
     if package not in _INSTALL:
         return ""
-    return f"{purpose} needs {package}, which is not installed: pip install {_INSTALL[package]}"
+    return f"{purpose} needs {package}, which is not installed: {_INSTALL[package]}"

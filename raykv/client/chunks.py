@@ -16,14 +16,14 @@ import ray
 import xxhash
 
 from raykv.base.deadlines import CHUNK_READ_S, CLIENT_S
-from raykv.base.errors import ClusterError
+from raykv.base.errors import ClusterError, MessageError
 from raykv.base.ids import Generation, Key, Namespace, NodeId, Refusal, Slot
 from raykv.cluster import ask
 from raykv.memory.kv_form import objection
 from raykv.node.peers import Bytes, ObjectRefTransport, PeerError
 from raykv.protocol.columns import Handles, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
-from raykv.protocol.peer import ReadReply, ReadRequest, check_partial
+from raykv.protocol.peer import ReadReply, ReadRequest, check_read_reply
 from raykv.protocol.reader import RequestPage
 from raykv.protocol.worker import KVForm
 
@@ -84,7 +84,8 @@ def read_chunks(places: Sequence[ChunkPlace], slot_bytes: int) -> Iterator[Bytes
         try:
             read = transport.start_read(Source(some[0].node_id), _request(some, slot_bytes))
             reply, data = read.wait(CHUNK_READ_S)
-        except PeerError as error:
+            check_read_reply(reply, data.size, [slot_bytes] * len(some))
+        except (PeerError, MessageError) as error:
             raise ClusterError(f"no chunks could be read: {error}") from error
         _check(some, reply, data, slot_bytes)
         yield from np.asarray(data).reshape(len(some), slot_bytes)
@@ -105,21 +106,18 @@ def _request(places: Sequence[ChunkPlace], slot_bytes: int) -> ReadRequest:
 
 
 def _check(places: Sequence[ChunkPlace], reply: ReadReply, data: Bytes, slot_bytes: int) -> None:
-    """Refuse an answer that is not the bytes that were asked for, of all blocks."""
-    for place, refusal in zip(places, reply.refusals, strict=False):
+    """Refuse a valid answer that is not the bytes that were asked for, of all blocks."""
+    for place, refusal in zip(places, reply.refusals, strict=True):
         if refusal:
             raise ClusterError(
                 f"chunk {place.key.hex()} can't be read on node {place.node_id[:12]}: "
                 f"{Refusal(refusal).name.lower()}; it may have been evicted meanwhile, try again"
             )
-    check_partial(reply.partial, len(places))
     for number, blocks in reply.partial.items():
         raise ClusterError(
             f"chunk {places[number].key.hex()} was stored in part: only {blocks.length} of its "
             f"blocks, from number {blocks.first} on, have KV"
         )
-    if (len(reply.refusals), data.size) != (len(places), len(places) * slot_bytes):
-        raise ClusterError(f"node {places[0].node_id[:12]} sent {data.size} bytes of chunks")
     chunks = np.asarray(data).reshape(len(places), slot_bytes)
     for place, chunk, checksum in zip(places, chunks, reply.checksums, strict=True):
         if xxhash.xxh3_64_intdigest(chunk.data) != checksum:

@@ -43,7 +43,7 @@ from raykv.protocol.operator import (
     TransferOrder,
     TransferResult,
 )
-from raykv.protocol.peer import ReadReply, ReadRequest, check_partial
+from raykv.protocol.peer import ReadReply, ReadRequest, check_read_reply
 from raykv.protocol.reader import DISK, Chunk
 from raykv.protocol.status import NamespaceStatus
 
@@ -275,7 +275,7 @@ def _read_from(
             logger.warning("node %s can't be read: %s", node_id[:12], what)
             return came
         reply = receive(raw, ReadReply, NODE_ACTOR, HERE)
-        check_partial(reply.partial, len(page))
+        check_read_reply(reply, len(data), sizes)
         checksums = iter(reply.checksums)
         end = 0
         for number, (chunk, refusal) in enumerate(zip(page, reply.refusals, strict=True)):

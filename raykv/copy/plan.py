@@ -67,7 +67,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _ChunkSizes:
     """Sizes of a chunk of a KV group: a rank's pages, and all canonical pages if it has such."""
 
     part: int
@@ -79,7 +79,7 @@ class Planner:
 
     def __init__(self, layout: KVLayout, rank: int) -> None:
         self._blocks_per_chunk = layout.blocks_per_chunk
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: dict[int, _ChunkSizes] = {}
         self._tensors: dict[int, list[TensorLayout]] = {}
         # What is copied of a block, by direction: of what several ranks have each stores a share.
         self._groups: dict[Direction, dict[int, _Group]] = {way: {} for way in Direction}
@@ -124,7 +124,7 @@ class Planner:
         chunk = self._chunk_of(group_id)
         return chunk.part * num_ranks if chunk.whole is None else chunk.whole
 
-    def _chunk_of(self, group_id: int) -> _Chunk:
+    def _chunk_of(self, group_id: int) -> _ChunkSizes:
         if group_id not in self._chunks:
             raise PlanError(f"no KV group {group_id}; there are {sorted(self._chunks)}")
         return self._chunks[group_id]
@@ -287,13 +287,13 @@ def _column(numbers: Sequence[int]) -> Column:
     return np.asarray(numbers, dtype=np.int64)
 
 
-def _chunk(layout: KVLayout, index: int) -> _Chunk:
+def _chunk(layout: KVLayout, index: int) -> _ChunkSizes:
     maps = layout.canonical.maps
     whole = None
     if layout.canonical.groups:
         pages = sum(maps[number].page_bytes for number in layout.canonical.groups[index])
         whole = pages * layout.blocks_per_chunk
-    return _Chunk(part_bytes(layout, index), whole)
+    return _ChunkSizes(part_bytes(layout, index), whole)
 
 
 def _group(layout: KVLayout, index: int, rank: int) -> _Group:

@@ -27,7 +27,6 @@ from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace
 from raykv.base.settings import MetricsPlace
 from raykv.base.version import __version__
-from raykv.directory.answers.prefixes import check_prefix_query
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.pins import SHARE
 from raykv.directory.steward import Steward
@@ -64,6 +63,7 @@ from raykv.protocol.reader import (
     PrefixQuery,
     WhereQuery,
     check_chunk_query,
+    check_prefix_query,
     check_where_query,
 )
 from raykv.stream.descriptions import DescriptionBook
@@ -266,7 +266,7 @@ class SchedulerActor:
         """→ `ClusterMetrics`."""
         now = self._tick()
         meter = self._manager.meter
-        meter.follow(now)
+        meter.follow()
         build = numbers("raykv_build_info", {(__version__, "scheduler"): 1})
         families = meter.families(now, is_paused=self._manager.paused)
         return encode(ClusterMetrics([build, *families]))
@@ -324,8 +324,7 @@ class SchedulerActor:
         try:
             yield began
         finally:
-            now = time.monotonic()
-            self._manager.meter.called(call, now - began, now)
+            self._manager.meter.called(call, time.monotonic() - began)
 
     def _keep_life(self) -> None:
         self._steward.keep_life(KeptLife(self._manager.granting, self._manager.cleared))

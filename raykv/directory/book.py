@@ -35,9 +35,16 @@ class PoolBook:
     Args:
         table: of the node's slots, with nothing in it.
         on_changes: called with all chunks that come or go, except those that are cleared.
+        give_way: has chunks of a slot size that are kept by preference be evicted all the same,
+            when nothing else is left: returns how many.
     """
 
-    def __init__(self, table: NodeTable, on_changes: Callable[[Changes], None]) -> None:
+    def __init__(
+        self,
+        table: NodeTable,
+        on_changes: Callable[[Changes], None],
+        give_way: Callable[[int, int], int] = lambda _slot_bytes, _count: 0,
+    ) -> None:
         self.table = table
         self.geometry = table.geometry
         self._on_changes = on_changes
@@ -45,9 +52,7 @@ class PoolBook:
         self._slabs: dict[int, set[int]] = {}
         # The lowest generation that may be stored in a slab after it had other slot sizes.
         self._floors: dict[int, Generation] = {}
-        # Has chunks of a slot size that are kept by preference be evicted all the same, when
-        # nothing else is left: returns how many.
-        self.give_way: Callable[[int, int], int] = lambda _slot_bytes, _count: 0
+        self._give_way = give_way
 
     # Looking
 
@@ -181,7 +186,7 @@ class PoolBook:
             self._give_slab(slot_bytes, slab)
         for other in list(self._slabs):
             if other != slot_bytes and self._is_unused(other, slab):
-                self._empty_slab(other, slab)
+                self._take_slab(other, slab)
                 self._give_slab(slot_bytes, slab)
 
     def _is_unused(self, slot_bytes: int, slab: int) -> bool:
@@ -266,7 +271,7 @@ class PoolBook:
         while self.table.num_free(slot_bytes) < count and self._reclaim_slab(slot_bytes, now):
             pass
         missing = count - self.table.num_free(slot_bytes)
-        if missing > 0 and self.give_way(slot_bytes, missing):
+        if missing > 0 and self._give_way(slot_bytes, missing):
             self._evict(slot_bytes, count, now)
 
     def _evict(self, slot_bytes: int, count: int, now: float) -> None:
@@ -292,7 +297,8 @@ class PoolBook:
         if not movable:
             return False
         slab = self._oldest_slab(donor, movable)
-        self._empty_slab(donor, slab)
+        self._evict_slab(donor, slab, now)
+        self._take_slab(donor, slab)
         self._give_slab(slot_bytes, slab)
         return True
 
@@ -313,24 +319,29 @@ class PoolBook:
         assert first is not None, movable
         return first
 
-    def _empty_slab(self, donor: int, slab: int) -> None:
-        """Evict all that a slab holds and take it out of its class."""
-        slots = self.geometry.slots_of(slab, donor)
+    def _evict_slab(self, slot_bytes: int, slab: int, now: float) -> None:
+        """Evict all that a slab holds."""
+        slots = self.geometry.slots_of(slab, slot_bytes)
         places = list(self.table.places_from(slots[0], len(slots)).places)
-        if places:
-            held, hits = self.table.held_at(places), self.table.uses_at(places).hits
-            for namespace, rows in _by_namespace(held.namespaces, range(len(held))).items():
-                gone = Changes(
-                    False,
-                    namespace,
-                    [held.keys[row] for row in rows],
-                    [held.slots[row] for row in rows],
-                    [held.generations[row] for row in rows],
-                    hits=[hits[row] for row in rows],
-                )
-                for key in gone.keys:
-                    self.table.drop(namespace, Key(key))
-                self._on_changes(gone)
+        if not places:
+            return
+        held, uses = self.table.held_at(places), self.table.uses_at(places)
+        for namespace, rows in _by_namespace(held.namespaces, range(len(held))).items():
+            gone = Changes(
+                False,
+                namespace,
+                [held.keys[row] for row in rows],
+                [held.slots[row] for row in rows],
+                [held.generations[row] for row in rows],
+                hits=[uses.hits[row] for row in rows],
+                ages=[max(0.0, now - uses.stored_at[row]) for row in rows],
+            )
+            for key in gone.keys:
+                self.table.drop(namespace, Key(key))
+            self._on_changes(gone)
+
+    def _take_slab(self, donor: int, slab: int) -> None:
+        """Take a slab, all of whose slots are free, out of its class."""
         self._slabs[donor].remove(slab)
         highest = self.table.take_slab(slab, donor)
         self._floors[slab] = max(self._floors.get(slab, NO_GENERATION), highest)

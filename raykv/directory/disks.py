@@ -276,14 +276,13 @@ class Disks:
         self, replicas: Replicas, position: int, name: Name, own: NodeId, most: int
     ) -> None:
         """Rows for the disks that have a chunk, the node's own first, behind those of pools."""
-        found = sorted(self.find(*name), key=lambda each: each.node_id != own)
-        for each in found[:most]:
-            source = Source(each.node_id, SourceKind.DISK)
-            if source not in replicas.sources:
-                replicas.sources.append(source)
-                replicas.node_epochs.append(int(self._disks[each.node_id].epoch))
+        found = sorted(self.find(*name), key=lambda each: each.node_id != own)[:most]
+        sources = [Source(each.node_id, SourceKind.DISK) for each in found]
+        replicas.source_index.extend(numbered(replicas.sources, sources))
+        for source in replicas.sources[len(replicas.node_epochs) :]:
+            replicas.node_epochs.append(int(self._disks[NodeId(source.node_id)].epoch))
+        for each in found:
             replicas.key_index.append(position)
-            replicas.source_index.append(replicas.sources.index(source))
             replicas.slots.append(each.place)
             replicas.generations.append(each.generation)
 

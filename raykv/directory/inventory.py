@@ -16,7 +16,7 @@ from raykv.protocol.node import FailedStores, Inventory, NodeReport
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Arrived:
     """Chunks of one namespace that came, with their slot sizes."""
 
     came: Changes
@@ -29,14 +29,14 @@ class _Part:
         return (came.namespace, Key(came.keys[number])), chunk
 
 
-def _parts(inventory: Inventory) -> Iterator[_Part]:
+def _arrivals(inventory: Inventory) -> Iterator[_Arrived]:
     """The rows of an inventory, from one change of the namespace to the next."""
     start = 0
     for index, rows in groupby(inventory.namespace_index):
         part = slice(start, start + len(list(rows)))
         namespace = Namespace(inventory.namespaces[index])
         columns = inventory.keys[part], inventory.slots[part], inventory.generations[part]
-        yield _Part(Changes(True, namespace, *columns), inventory.slot_bytes[part])
+        yield _Arrived(Changes(True, namespace, *columns), inventory.slot_bytes[part])
         start = part.stop
 
 
@@ -46,12 +46,12 @@ def take_inventory(node: Node, report: NodeReport, cleared: Clearings) -> None:
     """
     if node.inventory_complete:
         return
-    for part in _parts(report.stored):
-        lowest = cleared.of(part.came.namespace)
-        if min(part.came.generations) > lowest:
-            node.book.claim_slabs(part.came.slots, part.slot_bytes)
-        for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=True):
-            name, chunk = part.row(number)
+    for arrived in _arrivals(report.stored):
+        lowest = cleared.of(arrived.came.namespace)
+        if min(arrived.came.generations) > lowest:
+            node.book.claim_slabs(arrived.came.slots, arrived.slot_bytes)
+        for number in node.book.store(arrived.came, arrived.slot_bytes, lowest, from_free=True):
+            name, chunk = arrived.row(number)
             if chunk.generation > lowest:
                 _take_held(node.book, name, chunk)
     node.inventory_complete = report.last_page
@@ -75,10 +75,10 @@ def take_stored(node: Node, stored: Inventory, cleared: Clearings) -> None:
     void because its namespace was cleared since.
     """
     strange: list[tuple[Name, TableChunk]] = []
-    for part in _parts(stored):
-        lowest = cleared.of(part.came.namespace)
-        for number in node.book.store(part.came, part.slot_bytes, lowest, from_free=False):
-            name, chunk = part.row(number)
+    for arrived in _arrivals(stored):
+        lowest = cleared.of(arrived.came.namespace)
+        for number in node.book.store(arrived.came, arrived.slot_bytes, lowest, from_free=False):
+            name, chunk = arrived.row(number)
             is_void = chunk.generation <= lowest
             if not node.book.is_leased_at(chunk.slot, chunk.generation):
                 strange.append((name, chunk))

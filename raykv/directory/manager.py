@@ -197,7 +197,6 @@ class BlockManager:
             inventory_complete=report.highest_generation == NO_GENERATION,
         )
         self._nodes[node.node_id] = node
-        self.pins.watch(node)
         self._questions.nodes_changed()
         self._log.node_joined(node.node_id, node.epoch)
         return node
@@ -215,7 +214,11 @@ class BlockManager:
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
         geometry = PoolGeometry(report.pool_bytes, report.slab_bytes)
         table = self._table.add_node(node_id, geometry)
-        return PoolBook(table, lambda changes: self._changed(node_id, changes))
+        return PoolBook(
+            table,
+            lambda changes: self._changed(node_id, changes),
+            lambda slot_bytes, count: self.pins.give_way(node_id, slot_bytes, count),
+        )
 
     def _refresh(self, node: Node, report: NodeReport, now: float) -> None:
         node.last_report = now
@@ -431,6 +434,8 @@ class BlockManager:
         if changes.stored:
             self._questions.stored(changes.namespace, changes.keys)
         elif not changes.replaced:
+            if changes.ages:
+                self.meter.evicted(changes.ages)
             self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
             self._questions.gone(node_id, changes)
         self.pins.changed(node_id, changes)

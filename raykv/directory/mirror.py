@@ -2,9 +2,9 @@
 
 Invariants:
 1. A snapshot entry is read when its page is made up, and changes go out after the snapshot: what
-happens meanwhile is sent at least once, and where something older follows something newer, the
-generations show it. 2. The changes kept are bounded: an engine that does not fetch them gets a new
-snapshot.
+   happens meanwhile is sent at least once, and where something older follows something newer, the
+   generations show it.
+2. The changes kept are bounded: an engine that does not fetch them gets a new snapshot.
 """
 
 from __future__ import annotations

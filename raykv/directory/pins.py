@@ -233,7 +233,7 @@ class Pins:
                 change = self._is_clients(name) - was_clients
                 self._client_names += change
                 for node in nodes:
-                    account = self._accounts[node.node_id]
+                    account = self._account(node.node_id)
                     account.client_bytes += change * account.kept.get(name, 0)
                     self._settle(node, name, now)
 
@@ -308,11 +308,6 @@ class Pins:
 
     # What happens to the nodes
 
-    def watch(self, node: Node) -> None:
-        """A node has come, with an empty book."""
-        self._accounts[node.node_id] = _NodeAccount()
-        node.book.give_way = lambda slot_bytes, count: self.give_way(node, slot_bytes, count)
-
     def lost(self, node_id: NodeId) -> None:
         """A node is gone."""
         self._accounts.pop(node_id, None)
@@ -337,12 +332,12 @@ class Pins:
                 if name[0] == namespace:
                     self._forget(account, name)
 
-    def give_way(self, node: Node, slot_bytes: int, count: int) -> int:
+    def give_way(self, node_id: NodeId, slot_bytes: int, count: int) -> int:
         """Let evictions take chunks that have a priority, the lowest first; returns how many.
 
         Called when nothing else of that slot size is left to be evicted.
         """
-        account = self._account(node.node_id)
+        node, account = self._nodes[node_id], self._account(node_id)
         giving = [
             (rank, name)
             for name, size in account.kept.items()

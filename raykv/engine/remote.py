@@ -273,11 +273,11 @@ class RemoteChunks:
         stock: LeaseStock,
         is_here: Callable[[Key], bool] = lambda _key: False,
     ) -> Lookup:
-        """About a key that this node does not have; begins a fetch if another one has it.
+        """Answer for a key that this node does not have; a fetch begins if another node has it.
 
         Args:
             request: who wants it.
-            key: what.
+            key: what is wanted.
             now: seconds, for deadlines.
             stock: a fetch takes its lease from there.
             is_here: whether the own node has a chunk, or will have it.

@@ -72,8 +72,8 @@ class EngineView:
         groups: the KV group indices that are offloaded.
         lookup_deadline_s: how long a request may wait for chunks that are not READY yet.
         lease_slots: most free slots to hold per group.
-        remote: for chunks of other nodes.
-        cost: decides whether to fetch those.
+        remote: chunks of other nodes.
+        sampler: chooses the requests that store; None: all do.
         node_id: the engine's own node.
     """
 
@@ -83,13 +83,12 @@ class EngineView:
         groups: Iterable[int],
         lookup_deadline_s: float,
         lease_slots: int,
-        remote: RemoteSettings | None = None,
-        cost: FetchCost | None = None,
+        remote: RemoteChunks | None = None,
+        sampler: StoreSampler | None = None,
         node_id: NodeId | None = None,
     ) -> None:
-        # All requests that may store do, unless it is replaced.
-        self.sampler = StoreSampler()
-        self.remote = RemoteChunks(remote or RemoteSettings(), cost or FetchCost())
+        self.sampler = sampler or StoreSampler()
+        self.remote = remote or RemoteChunks(RemoteSettings(), FetchCost())
         self.node_id = node_id
         self.engine_id = engine_id
         self.counters = ViewCounters()

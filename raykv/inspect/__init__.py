@@ -6,7 +6,7 @@
         print(raykv.inspect.nodes(cluster))
         print(raykv.inspect.requests(cluster).tail())
 
-Needs the extra `raykv[inspect]` (pandas, matplotlib); tensors need torch. Nothing here changes
+Needs the extra `inspect` (pandas, matplotlib); tensors need torch. Nothing here changes
 the cache: chunks are copied out, and engines are not asked.
 """
 

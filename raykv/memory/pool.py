@@ -66,7 +66,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     slab_bytes: int
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True):
+class _JournalRecord(msgspec.Struct, frozen=True, array_like=True):
     """`slot_bytes` 0 strikes the slot off, or with a generation says up to which one the chunks of
     its namespace were cleared.
     """
@@ -101,13 +101,13 @@ class Journal:
         self._header = _Header(
             JOURNAL_VERSION, _BOOT_ID.read_text().strip(), geometry.pool_bytes, geometry.slab_bytes
         )
-        self._entries: dict[int, _Record] = {}
+        self._entries: dict[int, _JournalRecord] = {}
         self._clearings = Clearings()
         self._num_records = 0
         self._file = -1
         self.num_set_aside = 0
 
-    def open(self) -> list[_Record]:
+    def open(self) -> list[_JournalRecord]:
         """Read what an earlier life left, and start a compact journal with it.
 
         Raises:
@@ -132,7 +132,7 @@ class Journal:
             ) from error
         return list(self._entries.values())
 
-    def _read(self) -> dict[int, _Record]:
+    def _read(self) -> dict[int, _JournalRecord]:
         """Entries of the file by slot; none if there is no file, or the host has booted since.
 
         What was cleared is remembered in any case.
@@ -153,9 +153,9 @@ class Journal:
         expected = self._header
         if msgspec.structs.replace(header, boot_id=expected.boot_id) != expected:
             raise _DamagedError(f"it is of another pool or version, {header}, not {expected}")
-        entries: dict[int, _Record] = {}
+        entries: dict[int, _JournalRecord] = {}
         for payload in payloads[1:]:
-            record = msgspec.msgpack.decode(payload, type=_Record)
+            record = msgspec.msgpack.decode(payload, type=_JournalRecord)
             if record.is_clearing:
                 self._clearings.take({record.namespace: record.generation})
                 continue
@@ -196,9 +196,9 @@ class Journal:
         self._file = fd
         self._num_records = len(self._entries)
 
-    def _floors(self) -> list[_Record]:
+    def _floors(self) -> list[_JournalRecord]:
         floors = self._clearings.told.items()
-        return [_Record(0, generation=floor, namespace=name) for name, floor in floors]
+        return [_JournalRecord(0, generation=floor, namespace=name) for name, floor in floors]
 
     @property
     def cleared(self) -> dict[str, int]:
@@ -215,7 +215,7 @@ class Journal:
         for record in self._floors():
             self._append(record)
 
-    def enter(self, record: _Record) -> None:
+    def enter(self, record: _JournalRecord) -> None:
         """The slot's bytes have arrived."""
         self._entries[record.slot] = record
         self._append(record)
@@ -223,15 +223,15 @@ class Journal:
     def strike(self, slot: Slot) -> None:
         """The slot's bytes are about to change; nothing is written if it was not entered."""
         if self._entries.pop(slot, None) is not None:
-            self._append(_Record(slot))
+            self._append(_JournalRecord(slot))
 
-    def strike_where(self, condition: Callable[[_Record], bool]) -> None:
+    def strike_where(self, condition: Callable[[_JournalRecord], bool]) -> None:
         """Strike off all slots whose entry meets a condition."""
         for record in list(self._entries.values()):
             if condition(record):
                 self.strike(Slot(record.slot))
 
-    def _append(self, record: _Record) -> None:
+    def _append(self, record: _JournalRecord) -> None:
         if self._file < 0:
             return
         try:
@@ -330,7 +330,7 @@ class Pool:
     def remember(self, name: ChunkName, checksum: int, blocks: Blocks = ALL_BLOCKS) -> None:
         """A chunk is READY with these blocks, and its bytes have that checksum."""
         if self._journal is not None:
-            record = _Record(
+            record = _JournalRecord(
                 name.slot,
                 name.slot_bytes,
                 name.generation,
@@ -356,7 +356,7 @@ class Pool:
         self._slab_sizes[slab] = slot_bytes
         self._journal.strike(slot)
 
-    def _slab_of(self, record: _Record) -> int:
+    def _slab_of(self, record: _JournalRecord) -> int:
         return self._geometry.slab_of(Slot(record.slot))
 
     def clear(self, cleared: Mapping[str, int]) -> None:

@@ -101,9 +101,10 @@ class _Server(ThreadingWSGIServer):
 
     request_queue_size = 64
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, family: socket.AddressFamily, host: str, port: int) -> None:
+        self.address_family = family
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(*args, **kwargs)
+        super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
         """See `WSGIServer.server_bind`: but no question of what the host is called."""
@@ -198,15 +199,11 @@ def _bound(host: str, port: str) -> _Server:
     """
     infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family = infos[0][0]
-
-    class Server(_Server):
-        address_family = family
-
     first = 0 if port == "auto" else int(port)
     ports = [0] if not first else range(first, min(first + PORTS_TRIED, 1 << 16))
     for number in ports:
         try:
-            return Server((host, number), _Handler)
+            return _Server(family, host, number)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise OSError(error.errno, f"{host} port {number}: {error.strerror}") from error

@@ -235,8 +235,8 @@ CLUSTER = (
     Metric(
         "raykv_removed_chunk_age_seconds",
         MetricKind.HISTOGRAM,
-        "Age of chunks when they left the directory, evicted or damaged, since they came into it "
-        "or, where older, since this actor's start. One whose age is unknown is left out.",
+        "Age of chunks when they were evicted, since they came into the directory or, where older, "
+        "since this actor's start. Chunks that went for another reason are left out.",
         (),
         AGE_BOUNDS,
     ),

@@ -23,7 +23,6 @@ from raykv.memory.handles import OpenedKV
 from raykv.memory.words import CancelWords, Word
 from raykv.node.devices import Devices
 from raykv.protocol import wire
-from raykv.protocol.columns import MAX_GROUPS, MAX_NAME, MAX_NUMBER, require
 from raykv.protocol.framing import receive
 from raykv.protocol.worker import (
     MAX_PIECES,
@@ -31,10 +30,9 @@ from raykv.protocol.worker import (
     CopyJob,
     JobBatch,
     JobResult,
-    check_device_memory,
+    check_attach_worker,
+    check_batch,
 )
-
-_DIRECTIONS = frozenset(int(direction) for direction in Direction)
 
 
 class AttachedWorker:
@@ -196,7 +194,7 @@ def receive_hello(
                 raise AttachError("too many descriptors came with the first message")
             frames = reader.feed(data[0])
         hello = receive(frames[0], AttachWorker, "the worker", "this NodeActor")
-        _check_hello(hello)
+        check_attach_worker(hello)
         return hello, fds
     except (VersionError, MessageError) as error:
         close_all(fds)
@@ -204,19 +202,6 @@ def receive_hello(
     except BaseException:
         close_all(fds)
         raise
-
-
-def _check_hello(hello: AttachWorker) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
-    is_rank = 0 <= hello.rank < hello.num_ranks <= MAX_GROUPS
-    require(is_rank, f"rank {hello.rank} of {hello.num_ranks}")
-    require(max(len(hello.engine_id), len(hello.namespace)) <= MAX_NAME, "a name that is too long")
-    require(bool(hello.namespace), "a worker without a namespace")
-    has_all_sizes = set(hello.layout.group_ids) <= set(hello.slot_bytes)
-    require(has_all_sizes, "a KV group without a slot size")
-    check_device_memory(hello.layout)
 
 
 def check_parts(worker: AttachedWorker) -> None:
@@ -243,12 +228,7 @@ def read_batch(raw: bytes) -> JobBatch:
         MessageError: it is no job batch, or has invalid jobs.
     """
     batch = receive(raw, JobBatch, "a worker", "this NodeActor")
-    for job in batch.jobs:
-        require(0 <= job.job_id < MAX_NUMBER, f"a job of number {job.job_id}")
-        require(job.direction in _DIRECTIONS, f"a job of direction {job.direction}")
-        is_capture = job.capture is not None
-        is_one = len(job.handles) == len(job.groups) == 1 and job.direction == Direction.STORE
-        require(not is_capture or is_one, "a capture that is not one store")
+    check_batch(batch)
     return batch
 
 

@@ -44,7 +44,7 @@ from raykv.node.slots import SlotState
 from raykv.protocol.columns import Handles, LostReplicas, Replica, Source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest, check_partial
+from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest, check_read_reply
 
 logger = logging.getLogger("raykv.node")
 
@@ -65,7 +65,7 @@ class _Landing:
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk:
+class _WantedChunk:
     """One chunk of a request, and the replicas that were not tried yet."""
 
     landing: _Landing
@@ -87,7 +87,7 @@ class _Piece:
 
     source: Source
     node_epoch: Epoch
-    chunks: list[_Chunk]
+    chunks: list[_WantedChunk]
     replicas: list[Replica]
     pending: PendingRead | None = None
     started_at: float = 0.0
@@ -248,7 +248,7 @@ class FetchService:
             piece.replicas.append(replica)
         return piece
 
-    def _next_replica(self, fetch: _Fetch, chunk: _Chunk) -> Replica | None:
+    def _next_replica(self, fetch: _Fetch, chunk: _WantedChunk) -> Replica | None:
         """The next one whose source is worth asking; it stays in the chunk's list."""
         while chunk.replicas:
             replica = chunk.replicas[0]
@@ -309,9 +309,13 @@ class FetchService:
             left = 0.0
         try:
             reply, data = piece.pending.wait(left / 2 if has_others else left)
-            _check(piece, reply, data, fetch.with_checksums)
+            sizes = [chunk.landing.name.slot_bytes for chunk in piece.chunks]
+            check_read_reply(reply, len(data), sizes, with_checksums=fetch.with_checksums)
         except PeerError as error:
             self._failed(fetch, piece, error)
+            return
+        except MessageError as error:
+            self._failed(fetch, piece, PeerError(f"node {piece.source.node_id}: {error}"))
             return
         with self._lock:
             is_back = self.breakers.worked(piece.peer)
@@ -373,7 +377,7 @@ class FetchService:
     def _finish(
         self,
         fetch: _Fetch,
-        chunk: _Chunk,
+        chunk: _WantedChunk,
         refusal: Refusal,
         checksum: int | None = None,
         blocks: Blocks = ALL_BLOCKS,
@@ -393,14 +397,14 @@ class FetchService:
         with self._lock:
             return self.breakers.report(time.monotonic(), but=names.IMPORT_PREFIX)
 
-    def _is_there(self, chunk: _Chunk) -> bool:
+    def _is_there(self, chunk: _WantedChunk) -> bool:
         """Whether the slot has the chunk already: the request came twice."""
         is_there = self._keeper.begin_load(chunk.landing.name) is Refusal.NONE
         if is_there:
             self._keeper.end_load(chunk.landing.name)
         return is_there
 
-    def _settle(self, chunk: _Chunk, refusal: Refusal) -> None:
+    def _settle(self, chunk: _WantedChunk, refusal: Refusal) -> None:
         """Nobody has to wait for the chunk any more."""
         name = chunk.landing.name
         chunk.landing.refusal = refusal
@@ -424,29 +428,6 @@ class FetchService:
                 self._settle(chunk, chunk.landing.refusal)
 
 
-def _check(piece: _Piece, reply: ReadReply, data: Bytes, with_checksums: bool) -> None:
-    """Refuse an answer that does not fit what was asked for.
-
-    Raises:
-        PeerError: it does not.
-    """
-    known = {int(refusal) for refusal in Refusal}
-    if len(reply.refusals) == len(piece.chunks) and known.issuperset(reply.refusals):
-        sent = [
-            chunk.landing.name.slot_bytes
-            for chunk, refusal in zip(piece.chunks, reply.refusals, strict=True)
-            if refusal == Refusal.NONE
-        ]
-        num_checksums = len(sent) if with_checksums else 0
-        if len(data) == sum(sent) and len(reply.checksums) == num_checksums:
-            try:
-                check_partial(reply.partial, len(piece.chunks))
-            except MessageError as error:
-                raise PeerError(f"node {piece.source}: {error}") from error
-            return
-    raise PeerError(f"node {piece.source}: the answer does not fit the question")
-
-
 class _Fetch:
     """One request on its way: what waits for a source, and what is being written."""
 
@@ -456,14 +437,14 @@ class _Fetch:
         self.give_up_at = give_up_at
         self.num_bytes = 0
         self.lost = LostReplicas([], [], [])
-        self.own: list[_Chunk] = []
+        self.own: list[_WantedChunk] = []
         # When sources failed last, and when they answered.
         self.silent: dict[Source, float] = {}
         self.heard: dict[Source, float] = {}
         # Sources that this fetch asks whether they are back.
         self.trials: set[Source] = set()
-        self.writing: set[_Chunk] = set()
-        self.waiting = deque(_Chunk(_Landing(name), known) for name, known in wanted(request))
+        self.writing: set[_WantedChunk] = set()
+        self.waiting = deque(_WantedChunk(_Landing(name), known) for name, known in wanted(request))
 
     def report_lost(self, replica: Replica, name: ChunkName) -> None:
         """A source says that it does not have the chunk."""

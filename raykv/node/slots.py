@@ -81,7 +81,7 @@ class FailedStore:
 
 
 @dataclass(slots=True)
-class _Record:
+class _SlotRecord:
     """One slot: `writers` are the ranks that copy now, `stored` those that have copied `blocks`."""
 
     generation: Generation = NO_GENERATION
@@ -109,7 +109,7 @@ class _Slab:
     slot_bytes: int
     floor: Generation = NO_GENERATION
     generation: Generation = NO_GENERATION
-    records: dict[Slot, _Record] = field(default_factory=dict)
+    records: dict[Slot, _SlotRecord] = field(default_factory=dict)
 
 
 class SlotTable:
@@ -176,7 +176,7 @@ class SlotTable:
         self._start(name, rank, num_ranks, expires_at)
         return StoreAnswer(Admission.GO)
 
-    def _join(self, record: _Record, name: ChunkName, rank: int, num_ranks: int) -> StoreAnswer:
+    def _join(self, record: _SlotRecord, name: ChunkName, rank: int, num_ranks: int) -> StoreAnswer:
         """Another rank of the store that the slot is at."""
         same = (
             record.generation == name.generation
@@ -198,7 +198,7 @@ class SlotTable:
         slab = self._slabs.setdefault(index, _Slab(name.slot_bytes))
         if name.slot in slab.records:
             self._empty(name.slot, slab)
-        slab.records[name.slot] = _Record(
+        slab.records[name.slot] = _SlotRecord(
             generation=name.generation,
             state=SlotState.WRITING,
             namespace=name.namespace,
@@ -241,14 +241,14 @@ class SlotTable:
             self._make_ready(slot, record)
         return record.state
 
-    def _drop_if_idle(self, slot: Slot, record: _Record) -> SlotState:
+    def _drop_if_idle(self, slot: Slot, record: _SlotRecord) -> SlotState:
         if not record.writers:
             slab = self._slabs[self.geometry.slab_of(slot)]
             self._empty(slot, slab)
             self._failed.append(FailedStore(slot, record.generation, slab.slot_bytes))
         return record.state
 
-    def _make_ready(self, slot: Slot, record: _Record) -> None:
+    def _make_ready(self, slot: Slot, record: _SlotRecord) -> None:
         self._writing.discard(slot)
         if self._clearings.cover(record.namespace, record.generation):
             self._drop_if_idle(slot, record)
@@ -340,7 +340,7 @@ class SlotTable:
 
     # Looking
 
-    def _record(self, slot: Slot) -> _Record | None:
+    def _record(self, slot: Slot) -> _SlotRecord | None:
         slab = self._slabs.get(self.geometry.slab_of(slot))
         return None if slab is None else slab.records.get(slot)
 
@@ -434,7 +434,7 @@ class SlotTable:
         """READY chunks whose restored checksums have not been compared yet."""
         return len(self._unproven)
 
-    def _ready_record(self, name: ChunkName) -> _Record | None:
+    def _ready_record(self, name: ChunkName) -> _SlotRecord | None:
         return self._record(name.slot) if self.is_ready(name) else None
 
     def blocks_of(self, name: ChunkName) -> Blocks:

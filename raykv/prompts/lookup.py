@@ -17,8 +17,9 @@ from raykv.prompts.block_hashes import (
     chunk_keys,
     seed_digest,
 )
-from raykv.prompts.prefixes import ChunkGroup, loadable_tokens, parse_groups
+from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import NodePrefix, PromptChunk, PromptLookup
 from raykv.protocol.status import NamespaceStatus
 

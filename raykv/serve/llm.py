@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from ray.serve import Application
 
 from raykv.base.errors import SettingError, VersionError
+from raykv.base.extras import with_extra
 from raykv.serve.arguments import complaints
 from raykv.serve.command import CONNECTOR
 from raykv.serve.transfer import fill_in, with_raykv
@@ -36,9 +37,9 @@ try:
     from ray.serve import llm as ray_llm
 except ImportError as error:
     raise VersionError(
-        f"Ray {ray.__version__}'s LLM package can't be used ({error}): pip install 'raykv[llm]', "
-        "which brings the version that RayKV was built for; or use raykv.serve.build_app, "
-        "which does not need it."
+        f"Ray {ray.__version__}'s LLM package can't be used ({error}): {with_extra('llm')}, which "
+        "brings the version that RayKV was built for; or use raykv.serve.build_app, which does not "
+        "need it."
     ) from error
 
 _BACKEND = "raykv.serve.llm:RayKVBackend"

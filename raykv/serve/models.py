@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raykv.base.errors import RayKVError
+from raykv.base.extras import with_extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -301,7 +302,7 @@ def _require_conversion_modules() -> None:
     missing = [name for name in _CONVERSION_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelUnavailableError(
-            f"converting {SMOLLM2_NAME} needs {', '.join(missing)}: pip install 'raykv[demo]'"
+            f"converting {SMOLLM2_NAME} needs {', '.join(missing)}: {with_extra('demo')}"
         )
 
 

@@ -10,6 +10,7 @@ import ray
 
 from raykv.base.deadlines import CLIENT_S, PUBLISH_BIND_S, RAY_LOOK_S
 from raykv.base.errors import ClusterError, first_line
+from raykv.base.extras import with_extra
 from raykv.base.settings import Settings
 from raykv.cluster import ask, names
 from raykv.protocol.events import PublisherSettings, PublisherStatus
@@ -42,7 +43,7 @@ def publisher_actor(settings: PublisherSettings) -> Any:
     try:
         from raykv.stream.publisher import PublisherActor
     except ImportError as error:
-        raise ClusterError(f"{error}: publishing needs pyzmq, as in raykv[events]") from error
+        raise ClusterError(f"{error}: publishing needs pyzmq: {with_extra('events')}") from error
     options = {
         "name": names.PUBLISHER,
         "namespace": names.RAY_NAMESPACE,

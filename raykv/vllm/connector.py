@@ -36,7 +36,7 @@ from raykv.base.ids import MissReason
 from raykv.base.settings import Settings, load_settings
 from raykv.base.version import __version__
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
-from raykv.prompts.prefixes import ChunkGroup, groups_text
+from raykv.protocol.groups import ChunkGroup, groups_text
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of

@@ -25,7 +25,7 @@ from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.engine.announcements import Announcements
 from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.hints import Allowed, HintBox
-from raykv.engine.remote import ChunkSize, RemoteSettings
+from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
 from raykv.engine.requests import StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
@@ -163,10 +163,9 @@ class RayKVOffloadingSpec(OffloadingSpec):
                 self.group_ids,
                 settings.lookup_deadline_s,
                 settings.lease_slots,
-                self._remote_settings(),
-                FetchCost(rates),
+                RemoteChunks(self._remote_settings(), FetchCost(rates)),
+                StoreSampler(is_on=settings.stop_unused_stores),
             )
-            view.sampler = StoreSampler(is_on=settings.stop_unused_stores)
             wants_events = self.kv_events_config.enable_kv_cache_events
             self._manager = RayOffloadingManager(
                 view,

@@ -158,7 +158,7 @@ class _Staged:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _JobPart:
     """Chunks [first, last) of a job, and the staging blocks that they use."""
 
     job_id: int
@@ -175,7 +175,7 @@ class StagedLink(FrontLink[WorkerLink]):
         self._memory = memory
         self._settings = settings
         self._jobs: dict[int, _Staged] = {}
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _JobPart] = {}
         self._waiting: deque[int] = deque()
         self._results: list[JobResult] = []
         self._num_parts = 0
@@ -256,7 +256,7 @@ class StagedLink(FrontLink[WorkerLink]):
             return
         request = job.request
         staging_blocks = self._memory.take(sum(request.num_blocks[first:last]))
-        part = _Part(request.job_id, first, last, staging_blocks)
+        part = _JobPart(request.job_id, first, last, staging_blocks)
         job.next_chunk = last
         if request.direction is Direction.STORE and not self._copy(job, part, {}):
             self._memory.give_back(staging_blocks)
@@ -281,7 +281,7 @@ class StagedLink(FrontLink[WorkerLink]):
             )
         )
 
-    def _copy(self, job: _Staged, part: _Part, failed: dict[int, int]) -> bool:
+    def _copy(self, job: _Staged, part: _JobPart, failed: dict[int, int]) -> bool:
         """Copy a part's blocks between KV cache and staging memory, one call per KV group.
 
         If the device refuses, the whole part has failed and the answer is False.
@@ -294,7 +294,7 @@ class StagedLink(FrontLink[WorkerLink]):
             return False
         return True
 
-    def _move(self, job: _Staged, part: _Part, failed: dict[int, int]) -> None:
+    def _move(self, job: _Staged, part: _JobPart, failed: dict[int, int]) -> None:
         is_store = job.request.direction is Direction.STORE
         move = self._memory.gather if is_store else self._memory.scatter
         kv_blocks = job.block_ids(part.first, part.last)
@@ -310,7 +310,7 @@ class StagedLink(FrontLink[WorkerLink]):
         for group_id, (kv, staging) in by_group.items():
             move(group_id, kv, staging)
 
-    def _finish_part(self, part: _Part, result: JobResult) -> None:
+    def _finish_part(self, part: _JobPart, result: JobResult) -> None:
         job = self._jobs[part.job_id]
         columns = zip(result.failed_chunks, result.refusals, strict=True)
         failed = {part.first + chunk: refusal for chunk, refusal in columns}

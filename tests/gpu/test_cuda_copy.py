@@ -162,8 +162,7 @@ class Cache:
         chunk_bytes = NUM_LAYERS * BLOCKS_PER_CHUNK * page
         self.kv = rig.make_kv(NUM_LAYERS * self.num_blocks * page)
         self.pool = rig.make_pool(self.num_chunks * chunk_bytes)
-        self.device = Device(rig.driver, Limits(), lose)
-        self.device.table = always(route)
+        self.device = Device(rig.driver, Limits(), lose, always(route))
         place = Place(self.kv.data_ptr(), self.pool.ctypes.data, rig.event)
         self.backend: CopyBackend = CUDABackend(self.device, place)
         stride = self.num_blocks * page

@@ -1,4 +1,4 @@
-"""`pip install raykv` and nothing else: no vLLM, no torch, none of the extras."""
+"""RayKV's wheel and nothing else: no vLLM, no torch, none of the extras."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raykv.cluster.join import stop_started
 from tests.fixtures.bare import bare_surroundings, build_wheel, make_environment
 from tests.house import CHILDREN
 
-pytest.importorskip("hatchling", reason="raykv[dev] is not installed")
+pytest.importorskip("hatchling", reason="the extra dev is not installed")
 
 pytestmark = pytest.mark.integration
 

@@ -32,7 +32,8 @@ from raykv.base.ids import (
 )
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
-from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.engine.cost import FetchCost
+from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
@@ -166,7 +167,8 @@ def make_engine() -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
     def make(name: str, node_id: str) -> Engine:
-        remote = RemoteSettings(10.0, 10.0, 10.0, sizes={0: ChunkSize(SLOT_ALIGNMENT, 1)})
+        fetching = RemoteSettings(10.0, 10.0, 10.0, sizes={0: ChunkSize(SLOT_ALIGNMENT, 1)})
+        remote = RemoteChunks(fetching, FetchCost())
         view = EngineView(EngineId(name), [0], 10.0, 8, remote=remote, node_id=NodeId(node_id))
         settings = SessionSettings(
             EngineId(name), NodeId(node_id), Namespace(NAMESPACE), "tiny", 1, {0: SLOT_ALIGNMENT}

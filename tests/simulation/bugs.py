@@ -45,10 +45,10 @@ def source_serves_what_is_in_the_slot(patches: pytest.MonkeyPatch) -> None:
 def slot_is_written_under_its_readers(patches: pytest.MonkeyPatch) -> None:
     """A store does not wait for the loads that read its slot."""
 
-    def is_busy(record: slots._Record) -> bool:
+    def is_busy(record: slots._SlotRecord) -> bool:
         return bool(record.writers)
 
-    patches.setattr(slots._Record, "is_busy", property(is_busy))
+    patches.setattr(slots._SlotRecord, "is_busy", property(is_busy))
 
 
 def late_clock_is_believed(patches: pytest.MonkeyPatch) -> None:

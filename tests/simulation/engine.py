@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from raykv.base.ids import NO_GENERATION, ChunkName, Direction, Key, Lookup, Refusal
+from raykv.engine.cost import FetchCost
 from raykv.engine.fetches import fetch_request
-from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handle
@@ -56,11 +57,8 @@ class Engine:
             groups=[0],
             lookup_deadline_s=LOOKUP_DEADLINE_S,
             lease_slots=LEASE_SLOTS,
-            remote=RemoteSettings(
-                REMOTE.query_deadline_s,
-                REMOTE.fetch_deadline_s,
-                REMOTE.pending_deadline_s,
-                sizes={0: ChunkSize(identity.slot_bytes, 1)},
+            remote=RemoteChunks(
+                replace(REMOTE, sizes={0: ChunkSize(identity.slot_bytes, 1)}), FetchCost()
             ),
             node_id=identity.node_id,
         )

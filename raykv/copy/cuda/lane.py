@@ -307,13 +307,20 @@ class Device:
     """A GPU as this process copies to and from it. Made once, and used by all its workers."""
 
     def __init__(
-        self, driver: CopyDriver, limits: Limits | None = None, on_lost: OnLost = end_process
+        self,
+        driver: CopyDriver,
+        limits: Limits | None = None,
+        on_lost: OnLost = end_process,
+        table: Table = USUAL,
     ) -> None:
         self.driver = driver
         self.limits = limits or Limits()
-        self.table = USUAL
-        """Replaced as a whole when the calibration is through."""
+        self.table = table
         self._lanes = {way: Lane(driver, way, self.limits, on_lost) for way in Direction}
+
+    def use_table(self, table: Table) -> None:
+        """Choose the way of small pages by this table from now on, as when a calibration ends."""
+        self.table = table
 
     def copy(self, direction: Direction, rows: BatchRows, place: Place, stop: StopSign) -> bool:
         """Carry out rows; see `CopyBackend.copy`."""

@@ -107,16 +107,17 @@ def calibrate_in_background(
         return None
     kept = load(path, name, mover)
     if kept is not None:
-        device.table = kept
+        device.use_table(kept)
         return None
 
     def run() -> None:
         try:
-            device.table = measured(device.driver)
+            found = measured(device.driver)
         except CUDAError as error:
             logger.warning("%s was not calibrated: %s", name.model, error)
             return
-        save(path, name, mover, device.table)
+        device.use_table(found)
+        save(path, name, mover, found)
 
     thread = SupervisedThread("raykv-cuda-calibration", run, OnFailure.GIVE_UP)
     thread.revive()
@@ -147,7 +148,7 @@ def _rate(
 
     Of parts that follow each other, as the spans of a job do.
     """
-    device.table = always(route)
+    device.use_table(always(route))
     best = 0.0
     for _ in range(1 + REPEATS):
         began = clock()

@@ -11,62 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from raykv.base.errors import MessageError
-from raykv.base.ids import MAX_KEY_BYTES
-from raykv.prompts.prefixes import ChunkGroup, parse_groups
-from raykv.protocol.columns import MAX_KEYS, MAX_NUMBER, require
 from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import PrefixPage, PrefixQuery
 
 MAX_NODES_OF_A_KEY = 32
 """Nodes named per chunk, which bounds what an answer costs. The others look as if they lacked the
 chunk: a little less is sent there.
 """
-
-MAX_CHUNK_TOKENS = 1 << 24
-MAX_NAME = 256
-
-
-def check_prefix_query(query: PrefixQuery) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
-    require(0 < len(query.namespace) <= MAX_NAME, f"a namespace {query.namespace[:MAX_NAME]!r}")
-    require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
-    is_key = all(0 < len(key) <= MAX_KEY_BYTES for key in query.keys)
-    require(is_key, f"keys that are empty, or longer than {MAX_KEY_BYTES} bytes")
-    require(len(query.chunks) <= MAX_NAME, f"chunks described in {len(query.chunks)} letters")
-    num_groups = len(_groups(query.chunks))
-    counts = query.counts
-    require(all(0 <= count <= MAX_KEYS for count in counts), f"counts of keys {counts[:4]}")
-    require(len(counts) <= MAX_KEYS, f"{len(counts)} counts of keys")
-    is_whole = len(counts) % num_groups == 0 and sum(counts) == len(query.keys)
-    require(is_whole, f"{len(counts)} counts that do not fit {len(query.keys)} keys")
-
-
-def _groups(text: str) -> list[ChunkGroup]:
-    try:
-        groups = parse_groups(text)
-    except ValueError as error:
-        raise MessageError(f"invalid message: chunks {text!r} ({error})") from error
-    names = {group.group for group in groups}
-    require(len(names) == len(groups), f"chunks {text!r} with a KV group twice")
-    step = lcm(*(group.tokens for group in groups))
-    require(step <= MAX_CHUNK_TOKENS, f"chunks {text!r}, which end together every {step} tokens")
-    return groups
-
-
-def check_prefix_page(page: PrefixPage, num_prompts: int) -> None:
-    """An answer to a question about so many prompts.
-
-    Raises:
-        MessageError: it is invalid.
-    """
-    require(len(page.anywhere) == num_prompts, f"an answer for {len(page.anywhere)} prompts")
-    is_table = len(page.tokens) == num_prompts * len(page.nodes)
-    require(is_table, f"{len(page.tokens)} numbers for {len(page.nodes)} nodes")
-    is_number = all(0 <= count <= MAX_NUMBER for count in (*page.tokens, *page.anywhere))
-    require(is_number, "invalid numbers of tokens")
 
 
 def prefix_page(

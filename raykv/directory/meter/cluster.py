@@ -1,20 +1,22 @@
 """What the scheduler actor measures, and all that it has to show to Prometheus.
 
 It learns of messages after the block manager has taken them (`synced`, `called`, `read_events`),
-follows the event log by itself (`follow`), and looks at nodes and engines when it is asked. Nothing
-is counted per chunk in Python: events come as columns.
+and of evictions when they happen (`evicted`); it follows the event log by itself (`follow`), and
+looks at nodes and engines when it is asked. Nothing is counted per chunk in Python: events come as
+columns.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
+
+import numpy as np
 
 from raykv.base.ids import EngineId, EventKind, NodeId
 from raykv.directory.log import EventLog
 from raykv.directory.members import Engine, Node
-from raykv.directory.meter.ages import StoreTimes
 from raykv.directory.meter.engines import EngineTally
 from raykv.metrics.breakers import breaker_families
 from raykv.metrics.histogram import Histogram
@@ -87,7 +89,6 @@ class ClusterMeter:
         self._labels = NamespaceLabels()
         self._tally = EngineTally()
         self._followed = log.last_seq
-        self._times = StoreTimes()
         self._ages = Histogram(AGE_BOUNDS)
         self._events: Counter[EventKind] = Counter()
         self._calls = {call: Histogram(LATENCY_BOUNDS) for call in CALLS}
@@ -97,10 +98,10 @@ class ClusterMeter:
 
     # What happens
 
-    def called(self, call: str, seconds: float, now: float) -> None:
+    def called(self, call: str, seconds: float) -> None:
         """A call was answered; what it has changed is taken in."""
         self._calls[call].observe(seconds)
-        self.follow(now)
+        self.follow()
 
     def synced(self, request: SyncRequest, reply: SyncReply) -> None:
         """An engine has reported its numbers, and was answered; repetitions change nothing."""
@@ -115,16 +116,16 @@ class ClusterMeter:
         self._gaps += page.is_gap
         self._lag.see(max(0, page.last_seq - max(0, after)), now)
 
-    def follow(self, now: float) -> None:
+    def evicted(self, ages: Sequence[float]) -> None:
+        """Chunks were given up for lack of room, so long after they came."""
+        self._ages.observe_many(np.asarray(ages, np.float64))
+
+    def follow(self) -> None:
         """Take in what happened to the directory since the last call."""
         if self._followed == self._log.last_seq:
             return
         for run in self._log.runs(self._followed):
             self._events[run.kind] += len(run)
-            if run.kind is EventKind.BLOCK_STORED:
-                self._times.stored(run.generations, now)
-            elif run.kind is EventKind.BLOCK_REMOVED:
-                self._ages.observe_many(self._times.ages(run.generations, now))
         self._followed = self._log.last_seq
 
     # Looking

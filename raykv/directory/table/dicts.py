@@ -321,13 +321,15 @@ class DictNodeTable:
         gone: list[Changes] = []
         for namespace, names in groupby(victims, key=itemgetter(0)):
             keys = [key for _, key in names]
-            hits = [self._records.of((namespace, key)).hits for key in keys]
+            records = [self._records.of((namespace, key)) for key in keys]
+            hits = [record.hits for record in records]
+            ages = [max(0.0, now - record.stored_at) for record in records]
             for key in keys:
                 self._class_of(slot_bytes).evict((namespace, key))
             dropped = [self.drop(namespace, key) for key in keys]
             slots = [chunk.slot for chunk in dropped if chunk is not None]
             generations = [chunk.generation for chunk in dropped if chunk is not None]
-            gone.append(Changes(False, namespace, keys, slots, generations, hits=hits))
+            gone.append(Changes(False, namespace, keys, slots, generations, hits=hits, ages=ages))
         return gone
 
     def candidates(self, slot_bytes: int) -> Iterator[Slot]:

@@ -55,8 +55,9 @@ class Changes:
     """Columns of chunks of one namespace that came to a node (`stored`), or went, in order.
 
     All receivers share the lists: nobody changes them. `replaced`: they went since
-    others of the same keys are about to come. `hits`: of chunks that were evicted, and of no
-    others, how often each was used since it came.
+    others of the same keys are about to come. Of chunks that were evicted, and of no others: how
+    often each was used since it came (`hits`), and seconds since then (`ages`), as far as the
+    table knows.
     """
 
     stored: bool
@@ -66,6 +67,7 @@ class Changes:
     generations: Sequence[int]
     replaced: bool = False
     hits: Sequence[int] = ()
+    ages: Sequence[float] = ()
 
     def __len__(self) -> int:
         return len(self.keys)

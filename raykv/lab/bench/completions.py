@@ -46,7 +46,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Server:
+class ModelServer:
     """At a port of this host; `model` is what it calls its model."""
 
     port: int

@@ -29,7 +29,7 @@ from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import Direction
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import direct, rows_of
-from raykv.copy.cuda.calibration import Route, Table, always
+from raykv.copy.cuda.calibration import USUAL, Route, Table, always
 from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder, Urgency, device_uuids
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.cuda.measure import calibrate_in_background
@@ -105,7 +105,7 @@ def cases(options: Options, side_bytes: int) -> Iterator[DeviceCase]:
 class DeviceSides:
     """A KV cache on a device and a page-locked pool of the same size, and the device's back end."""
 
-    def __init__(self, driver: CopyDriver, side_bytes: int, table: Table | None = None) -> None:
+    def __init__(self, driver: CopyDriver, side_bytes: int, table: Table = USUAL) -> None:
         """Take the memory, less if the device has not as much.
 
         Raises:
@@ -117,14 +117,14 @@ class DeviceSides:
             stack.callback(driver.free, self.kv)
             self.pool = driver.allocate_host(self.num_bytes)
             stack.callback(driver.free_host, self.pool)
-            self.device = Device(driver, on_lost=_give_up)
+            self.device = Device(driver, on_lost=_give_up, table=table)
             stack.callback(self.device.close)
             self.stream = driver.make_stream(Urgency.STORE)
             stack.callback(driver.drop_stream, self.stream)
             self.event = driver.make_event()
             stack.callback(driver.drop_event, self.event)
             self._close = stack.pop_all().close
-        self.table = table or self.device.table
+        self.table = table
         self.backend = CUDABackend(self.device, Place(self.kv, self.pool, None))
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class DeviceSides:
 
     def ours(self, case: DeviceCase, runs: CopyRuns, table: Table) -> float:
         """GB/s with a call for each span of chunks, as a NodeActor does."""
-        self.device.table = table
+        self.device.use_table(table)
         chunks = range(len(runs.chunk_ends))
 
         def copy() -> None:
@@ -155,12 +155,12 @@ class DeviceSides:
 
     def in_one_call(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s of all pages in one call."""
-        self.device.table = self.table
+        self.device.use_table(self.table)
         return self._speed(case, partial(self._copy, case, runs, 0, case.num_pages))
 
     def by_chunk(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s with a call for each chunk."""
-        self.device.table = self.table
+        self.device.use_table(self.table)
 
         def copy() -> None:
             for first, last in pairwise([0, *runs.chunk_ends.tolist()]):
@@ -213,7 +213,7 @@ class DeviceSides:
             while not is_over.is_set():
                 self._copy(case, runs, 0, case.num_pages)
 
-        self.device.table = self.table
+        self.device.use_table(self.table)
         thread = threading.Thread(target=copy)
         thread.start()
         try:

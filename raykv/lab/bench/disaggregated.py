@@ -20,7 +20,7 @@ from typing import Any
 from raykv.base.errors import RayKVError
 from raykv.cluster.ask import end_node_actor
 from raykv.cluster.local_nodes import add_local_node
-from raykv.lab.bench.completions import Completion, Server
+from raykv.lab.bench.completions import Completion, ModelServer
 from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
@@ -118,7 +118,7 @@ class PromptLoad:
         self._next += 1
         return prompt(self._next, length)
 
-    def measure(self, values: Values, subject: str, server: Server, **extra: Any) -> None:
+    def measure(self, values: Values, subject: str, server: ModelServer, **extra: Any) -> None:
         """One repeat of everything."""
         self._check(subject, server.complete(self._fresh(max(self._lengths)), 2, **extra))
         for length in self._lengths:
@@ -137,7 +137,9 @@ class PromptLoad:
         if done.course != expected:
             raise NotApartError(f"{subject}: the prompt's course was {done.course}")
 
-    def _gaps(self, subject: str, server: Server, length: int | None, **extra: Any) -> list[float]:
+    def _gaps(
+        self, subject: str, server: ModelServer, length: int | None, **extra: Any
+    ) -> list[float]:
         """Times between the tokens of the streams, while prompts of that length arrive."""
         ended = threading.Event()
 
@@ -159,7 +161,7 @@ class PromptLoad:
 
 
 @contextmanager
-def _apart(bed: Bed, *, quick: bool) -> Iterator[Server]:
+def _apart(bed: Bed, *, quick: bool) -> Iterator[ModelServer]:
     """A prefill engine on a node of its own, a decode engine on the head node."""
     from raykv.serve import build_disaggregated_app
 
@@ -176,21 +178,21 @@ def _apart(bed: Bed, *, quick: bool) -> Iterator[Server]:
         }
         with _served(build_disaggregated_app(model)) as port:
             bed.wait_for_pools()
-            yield Server(port, "model")
+            yield ModelServer(port, "model")
     finally:
         end_node_actor(node.node_id)
         node.stop()
 
 
 @contextmanager
-def _together(bed: Bed, *, quick: bool) -> Iterator[Server]:
+def _together(bed: Bed, *, quick: bool) -> Iterator[ModelServer]:
     """One engine with both cores."""
     from raykv.serve import build_app
 
     placed = deployment({"node:__internal_head__": 0.001}, cores="0-1")
     with _served(build_app({**_model(bed, quick=quick), "deployment": placed})) as port:
         bed.wait_for_pools()
-        yield Server(port, "model")
+        yield ModelServer(port, "model")
 
 
 def _model(bed: Bed, *, quick: bool) -> dict[str, Any]:

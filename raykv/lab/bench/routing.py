@@ -20,9 +20,9 @@ from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme
 from raykv.prompts.lookup import PromptScheme
-from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptHasher, PromptTokens
 from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.reader import PrefixQuery
 from raykv.serve.router.rank import Candidate, PromptPlace, RecentPrompts, Weights, rank
 

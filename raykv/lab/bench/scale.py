@@ -63,7 +63,7 @@ class _Cluster:
 
     def __init__(self, num_nodes: int) -> None:
         self.manager = manager()
-        self.traffic = _Traffic()
+        self._traffic = _Traffic()
         self.now = 1000.0
         self._keys = itertools.count()
         self._seqs = itertools.count(1)
@@ -83,10 +83,10 @@ class _Cluster:
         """One message to the scheduler actor, and its answer."""
         raw = encode(message)
         answered = exchange(raw, type(message), lambda it: decide(it, self.now))
-        self.traffic.messages += 2
-        self.traffic.num_bytes += len(raw) + len(answered.raw)
-        self.traffic.seconds += answered.core_s + answered.messages_s
-        self.traffic.core_seconds += answered.core_s
+        self._traffic.messages += 2
+        self._traffic.num_bytes += len(raw) + len(answered.raw)
+        self._traffic.seconds += answered.core_s + answered.messages_s
+        self._traffic.core_seconds += answered.core_s
         return decode(answered.raw, kind)
 
     def report(self, node: str) -> None:
@@ -157,14 +157,16 @@ class _Cluster:
     def _new_key(self) -> bytes:
         return next(self._keys).to_bytes(32, "big") + bytes(4)
 
-    def second(self) -> None:
+    def second(self) -> _Traffic:
         """One second of all nodes and engines."""
+        self._traffic = traffic = _Traffic()
         self.now += 1.0
         for engine in self.engines:
             self.serve(engine)
         for node in self._stored:
             self.report(node)
         self.manager.expire(self.now)
+        return traffic
 
 
 def run(options: Options) -> Result:
@@ -177,9 +179,7 @@ def run(options: Options) -> Result:
             cluster.second()
         rows: dict[str, list[float]] = {}
         for _ in range(options.repeats_or(3)):
-            cluster.traffic = _Traffic()
-            cluster.second()
-            traffic = cluster.traffic
+            traffic = cluster.second()
             rows.setdefault("messages/s", []).append(traffic.messages)
             rows.setdefault("MB/s", []).append(traffic.num_bytes / 1e6)
             rows.setdefault("% busy", []).append(100 * traffic.seconds)

@@ -23,7 +23,7 @@ from random import Random
 
 import ray
 
-from raykv.lab.bench.completions import Server
+from raykv.lab.bench.completions import ModelServer
 from raykv.lab.bench.conversations import (
     Answered,
     Conversation,
@@ -172,7 +172,7 @@ def measure(bed: Bed, router: str, load: ConversationLoad, seed: int, *, has_ray
     serve.start(http_options={"port": port})
     try:
         serve.run(app, name=APP, route_prefix="/")
-        server = Server(port, "model")
+        server = ModelServer(port, "model")
         if router == "kv":
             _wait_until_placing(server)
         return sums(_talk(server, load, seed))
@@ -189,7 +189,7 @@ def _kv_bytes(model: Path) -> int:
     return int(per_token * (KV_TOKENS + SPARE_BLOCKS * BLOCK))
 
 
-def _wait_until_placing(server: Server) -> None:
+def _wait_until_placing(server: ModelServer) -> None:
     """Until the router has its tokenizer and knows its namespace: short requests show it."""
     give_up_at = time.monotonic() + READY_S
     while time.monotonic() < give_up_at and not outcomes()["placed"]:
@@ -197,7 +197,7 @@ def _wait_until_placing(server: Server) -> None:
         time.sleep(LOOK_S)
 
 
-def _talk(server: Server, load: ConversationLoad, seed: int) -> list[Answered]:
+def _talk(server: ModelServer, load: ConversationLoad, seed: int) -> list[Answered]:
     """All conversations, by a few clients."""
     waiting: list[Conversation] = conversations(load, seed)
     random, lock = Random(seed), threading.Lock()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from raykv.base.extras import with_extra
 from raykv.memory.cuda.driver import CUDAError, Extent
 from raykv.protocol.worker import CUDA_HANDLE_BYTES
 
@@ -34,8 +35,8 @@ def load() -> CudaMemoryDriver:
     except (ImportError, RuntimeError) as error:
         what = str(error).strip().splitlines() or [type(error).__name__]
         raise CUDAError(
-            f"CUDA can't be used in this process ({what[0]}): install raykv[cuda] and NVIDIA's "
-            "driver there"
+            f"CUDA can't be used in this process ({what[0]}): it needs NVIDIA's driver and "
+            f"cuda-bindings there; {with_extra('cuda')}"
         ) from error
 
 

@@ -16,7 +16,7 @@ Invariants:
 1. A name has one entry at most, in a file that is listed.
 2. `used_bytes` is the sum of the listed files' sizes.
 3. The directory knows each entry or has yet to learn of it; it has yet to learn that a place went
-if it may know that it came.
+   if it may know that it came.
 """
 
 from __future__ import annotations

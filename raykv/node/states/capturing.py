@@ -52,9 +52,9 @@ from raykv.node.states.file import (
     settle,
     write_states,
 )
-from raykv.node.states.index import WIDTHS, CaptureIndex, CaptureState, objection
+from raykv.node.states.index import CaptureIndex, CaptureState
 from raykv.protocol.node import CaptureStats
-from raykv.protocol.worker import Capture
+from raykv.protocol.worker import STATE_WIDTHS, Capture, capture_objection
 
 logger = logging.getLogger("raykv.node")
 
@@ -306,7 +306,7 @@ class Capturing:
         try:
             planner = queued.worker.planner
             layer = planner.layer(job.groups[0], capture.layer)
-            wrong = objection(capture, len(job.block_ids), layer.page_bytes)
+            wrong = capture_objection(capture, len(job.block_ids), layer.page_bytes)
             if wrong:
                 raise PlanError(wrong)
             pages = np.empty((len(job.block_ids), layer.page_bytes), np.uint8)
@@ -452,7 +452,7 @@ def arranged(pages: Bytes, capture: Capture) -> HiddenStates:
         pages: [number of blocks, bytes of a page].
         capture: says how states lie in a page.
     """
-    width = WIDTHS[capture.dtype]
+    width = STATE_WIDTHS[capture.dtype]
     token, state, number = (stride * width for stride in capture.strides)
     shape = (len(pages), capture.block_tokens, capture.num_states, capture.hidden_size)
     strides = (pages.strides[0], token, state, number)

@@ -12,15 +12,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from enum import Enum
-
-from raykv.protocol.worker import Capture
-
-WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a number of each type that states may have."""
 
 _APPENDED = re.compile(r"-[0-9a-f]{8}")
 """To the id that a client knows: what makes it unique."""
@@ -28,38 +22,8 @@ _APPENDED = re.compile(r"-[0-9a-f]{8}")
 _APPENDED_TO_COMPLETION = re.compile(r"-[0-9]+(-[0-9a-f]{8})?|-[0-9a-f]{8}")
 """The completions API puts before that which of its prompts it is."""
 
-MAX_TEXT = 4096
-"""Characters of a path, and of a request's name."""
-
 MAX_ENTRIES = 1 << 16
 """Requests that are known, failed ones included."""
-
-
-def objection(capture: Capture, num_blocks: int, page_bytes: int) -> str:
-    """Why a capture is invalid, in a few words; empty if it is valid.
-
-    Args:
-        capture: what a worker asks for.
-        num_blocks: KV blocks that hold the states.
-        page_bytes: of one of them.
-    """
-    width = WIDTHS.get(capture.dtype)
-    if width is None:
-        return f"states of {capture.dtype[:40]!r}"
-    sizes = (capture.block_tokens, capture.num_states, capture.hidden_size)
-    if min(sizes) < 1 or len(capture.strides) != len(sizes) or min(capture.strides) < 1:
-        return f"states of {sizes} with strides {capture.strides[:9]}"
-    steps = zip(sizes, capture.strides, strict=True)
-    if (sum((size - 1) * stride for size, stride in steps) + 1) * width > page_bytes:
-        return f"states of {sizes} with strides {capture.strides} in a page of {page_bytes} bytes"
-    num_tokens = capture.num_tokens
-    if len(capture.token_ids) % 8 or not 0 < num_tokens <= num_blocks * capture.block_tokens:
-        return f"{num_tokens} tokens in {num_blocks} blocks of {capture.block_tokens}"
-    if not capture.request_id or max(len(capture.request_id), len(capture.path)) > MAX_TEXT:
-        return "a name or path that is empty or too long"
-    if capture.most_bytes < 0 or not (capture.ttl_s > 0 and math.isfinite(capture.ttl_s)):
-        return f"states that are kept for {capture.ttl_s} s"
-    return ""
 
 
 class CaptureState(Enum):

@@ -26,13 +26,12 @@ from raykv.base.deadlines import (
 from raykv.base.errors import ClusterError, first_line
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
-from raykv.directory.answers.prefixes import check_prefix_page
 from raykv.prompts.lookup import choose_namespace, scheme_of
-from raykv.prompts.prefixes import groups_text
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys
 from raykv.protocol.columns import MAX_KEYS, require
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
+from raykv.protocol.groups import groups_text
+from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, check_prefix_page
 from raykv.protocol.status import NamespaceStatus
 
 logger = logging.getLogger("ray.serve")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
+from raykv.protocol.groups import ChunkGroup
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import MOST_KEYS, FoundPrompt
 from raykv.serve.router.rank import Candidate, Choice, PromptPlace, RecentPrompts, rank

@@ -145,8 +145,7 @@ class Driven:
 
     def __init__(self, limits: Limits, seed: int = 0) -> None:
         self.driver = Stepping(seed)
-        self._device = Device(self.driver, limits, never_lost)
-        self._device.table = always(Route.BATCH)
+        self._device = Device(self.driver, limits, never_lost, always(Route.BATCH))
         self._known: set[tuple[int, int]] = set()
         self.world = make_world(make=self._backend)
 

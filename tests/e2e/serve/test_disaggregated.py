@@ -18,7 +18,7 @@ import pytest
 
 from raykv.client.cluster import Cluster
 from raykv.cluster.local_nodes import add_local_node
-from raykv.lab.bench.completions import Server
+from raykv.lab.bench.completions import ModelServer
 from raykv.lab.bench.disaggregated import APART, PromptLoad, Values, deployment
 from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
@@ -230,7 +230,7 @@ def test_client_that_leaves_ends_its_request(application: Application) -> None:
 def test_benchmark_measures_both_kinds_of_engines(application: Application) -> None:
     values: Values = {}
     load = PromptLoad((MIN_PROMPT_TOKENS, 2 * MIN_PROMPT_TOKENS), stream_tokens=6, most_tokens=64)
-    load.measure(values, APART, Server(application.port, "tiny"))
+    load.measure(values, APART, ModelServer(application.port, "tiny"))
     assert len(values) == 5
     print(values)
     assert all(value > 0 for some in values.values() for value in some)

@@ -25,7 +25,7 @@ from tests.fixtures.ray_llm import (
 )
 from tests.fixtures.waiting import wait_for_chunks
 
-pytest.importorskip("pyarrow", reason="raykv[llm] is not installed")
+pytest.importorskip("pyarrow", reason="the extra llm is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(400)]
 
 

@@ -11,7 +11,7 @@ from raykv.client.cluster import Cluster
 from raykv.cluster.local_nodes import LocalNode, add_local_node
 from tests.fixtures.ray_llm import BLOCK, CHUNKS, TEXT, asked, running, talking_model, tried_here
 
-pytest.importorskip("pyarrow", reason="raykv[llm] is not installed")
+pytest.importorskip("pyarrow", reason="the extra llm is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(400)]
 
 CHAT = [{"role": "system", "content": TEXT}, {"role": "user", "content": "Who is in want?"}]

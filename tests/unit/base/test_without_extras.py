@@ -143,7 +143,7 @@ def test_modules_of_the_core_are_imported_without_extras() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["demo", "--tiny"], "raykv demo needs vllm, which is not installed: pip install"),
+        (["demo", "--tiny"], "raykv demo needs vllm, which is not installed: install RayKV with"),
         (["chaos", "--minutes", "1"], "raykv chaos needs vllm, which is not installed"),
         (["bench", "lookup", "--quick"], "this command needs vllm, which is not installed"),
         (["plan", "some/model"], "vLLM is needed to read a model's configuration"),

@@ -132,8 +132,7 @@ def test_device_gets_one_copy_for_neighbouring_chunks_of_a_slab(
     driver.register(kv.ctypes.data, kv.nbytes)
     for slab in range(2):
         driver.register(pool.ctypes.data + slab * SLAB, SLAB)
-    device = Device(driver, Limits(), never_lost)
-    device.table = always(route)
+    device = Device(driver, Limits(), never_lost, always(route))
     backend = CUDABackend(device, Place(kv.ctypes.data, pool.ctypes.data, None))
     before = (kv if direction is Direction.STORE else pool).copy()
     for span in spans(NEIGHBOURS, range(6), SLAB, 1000):

@@ -9,7 +9,7 @@ import pytest
 
 from raykv.base.ids import EngineId, Epoch, Generation, Key, Lookup, MissReason, NodeId, Refusal
 from raykv.engine.cost import FetchCost, Rates
-from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handles, Leases, Replicas, Source
@@ -27,9 +27,8 @@ A, B, C = key("a"), key("b"), key("c")
 
 def new_view(rates: Rates | None = None) -> EngineView:
     settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, {0: ChunkSize(1000, 16)})
-    made = EngineView(
-        EngineId("engine"), [0], STORE_S, 4, settings, FetchCost(rates or Rates()), NodeId("own")
-    )
+    remote = RemoteChunks(settings, FetchCost(rates or Rates()))
+    made = EngineView(EngineId("engine"), [0], STORE_S, 4, remote, node_id=NodeId("own"))
     made.start_request("r", RequestOptions())
     return made
 

@@ -21,7 +21,7 @@ from raykv.base.ids import (
     Slot,
 )
 from raykv.engine.cost import FetchCost, Rates
-from raykv.engine.remote import ChunkSize, FetchOrder, RemoteSettings
+from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import PREFILLED_REPEATS, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import (
@@ -92,7 +92,8 @@ def replica(letter: str, node: str = "one") -> Replica:
 def view() -> Iterator[EngineView]:
     """Attached, with peers, leases and the request "r"."""
     settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, {0: SIZE})
-    made = EngineView(EngineId("engine"), [0], STORE_S, 4, settings, node_id=NodeId("own"))
+    remote = RemoteChunks(settings, FetchCost())
+    made = EngineView(EngineId("engine"), [0], STORE_S, 4, remote, node_id=NodeId("own"))
     made.attached(EngineAttached(EPOCH, NODE_EPOCH, CAPACITY))
     apply(made, granted=grant(*LEASES))
     start(made, "r")

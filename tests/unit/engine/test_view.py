@@ -54,14 +54,19 @@ def reply(
     return SyncReply(stored=stored, removed=removed, granted=granted, **values)
 
 
-@pytest.fixture
-def view() -> Iterator[EngineView]:
+def new_view(sampler: StoreSampler | None = None) -> EngineView:
     """Attached, with the leases (slot, generation) (0, 10) to (3, 13) and one request."""
-    made = EngineView(EngineId("engine"), [0, 1], DEADLINE_S, LEASE_SLOTS)
+    made = EngineView(EngineId("engine"), [0, 1], DEADLINE_S, LEASE_SLOTS, sampler=sampler)
     capacity = {0: CAPACITY, 1: CAPACITY}
     made.attached(EngineAttached(EPOCH, NODE_EPOCH, capacity, lease_share=0.5))
     made.apply(reply(granted=grant((0, 10), (1, 11), (2, 12), (3, 13))))
     made.start_request("r", RequestOptions())
+    return made
+
+
+@pytest.fixture
+def view() -> Iterator[EngineView]:
+    made = new_view()
     yield made
     made.check()
 
@@ -222,8 +227,8 @@ def test_store_takes_nothing_when_the_request_does_not_store(view: EngineView) -
     assert look(view, "a", request="no") == [MISS]
 
 
-def test_few_requests_store_when_the_scheduler_actor_says_so(view: EngineView) -> None:
-    view.sampler = StoreSampler(is_on=True)
+def test_few_requests_store_when_the_scheduler_actor_says_so() -> None:
+    view = new_view(StoreSampler(is_on=True))
     view.apply(reply(store_share=3))
     stored = []
     for number in range(6):

@@ -350,7 +350,7 @@ def test_import_brings_in_neither_pandas_nor_matplotlib_nor_torch() -> None:
 
 def test_missing_package_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(SettingError, match=r"pip install 'raykv\[inspect\]'"):
+    with pytest.raises(SettingError, match=r"pip install '\.\[inspect\]' in a clone"):
         frame("chunks", [])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raykv.lab.bench.completions import AnswerError, Server
+from raykv.lab.bench.completions import AnswerError, ModelServer
 
 CHAT = [
     {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
@@ -50,7 +50,7 @@ def port() -> Iterator[int]:
 
 
 def test_tokens_are_timed_and_what_became_of_the_prompt_is_told(port: int) -> None:
-    done = Server(port, "model").complete([1, 2], 2, kv_transfer_params={"raykv_load": False})
+    done = ModelServer(port, "model").complete([1, 2], 2, kv_transfer_params={"raykv_load": False})
     assert (len(done.tokens), len(done.gaps_s), done.course) == (2, 1, "prefilled")
     assert 0 < done.ttft_s < 10
     path, body = asked[-1]
@@ -61,7 +61,7 @@ def test_tokens_are_timed_and_what_became_of_the_prompt_is_told(port: int) -> No
 
 def test_text_and_cached_tokens_of_a_chat_are_told(port: int) -> None:
     messages = [{"role": "user", "content": "ready?"}]
-    done = Server(port, "model").chat(messages, 3)
+    done = ModelServer(port, "model").chat(messages, 3)
     assert (done.text, done.prompt_tokens, done.cached) == ("token", 9, 8)
     assert len(done.tokens) == 2
     assert asked[-1][0] == "/v1/chat/completions"
@@ -70,4 +70,4 @@ def test_text_and_cached_tokens_of_a_chat_are_told(port: int) -> None:
 
 def test_refusal_is_an_error(port: int) -> None:
     with pytest.raises(AnswerError, match="status 404"):
-        Server(port, "other").complete([1], 1)
+        ModelServer(port, "other").complete([1], 1)

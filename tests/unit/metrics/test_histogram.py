@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.directory.meter.ages import SPAN_BITS, StoreTimes
 from raykv.metrics.histogram import Histogram
 from raykv.protocol.measures import HistogramData
 
@@ -57,26 +56,3 @@ def test_what_counts_backwards_or_has_other_buckets_is_left_out(bad: HistogramDa
     made = Histogram(BOUNDS)
     made.add(bad, HistogramData([1, 0, 0, 0], 2.0))
     assert made.data() == HistogramData([0, 0, 0, 0], 0.0)
-
-
-# Ages
-
-
-def test_age_is_since_the_last_store_of_the_generations_beside_it() -> None:
-    times = StoreTimes(num_spans=64)
-    span = 1 << SPAN_BITS
-    times.stored([5 * span, 5 * span + 1], now=100.0)
-    times.stored([9 * span], now=130.0)
-    assert times.ages([5 * span, 9 * span, 7 * span], now=150.0).tolist() == [50.0, 20.0]
-    times.stored([5 * span + 3], now=140.0)
-    assert times.ages([5 * span], now=150.0).tolist() == [10.0]
-
-
-def test_generation_that_was_forgotten_has_no_age() -> None:
-    times = StoreTimes(num_spans=8)
-    span = 1 << SPAN_BITS
-    times.stored([3 * span], now=1.0)
-    times.stored([(3 + 8) * span], now=2.0)
-    assert times.ages([3 * span], now=5.0).tolist() == []
-    assert times.ages([(3 + 8) * span], now=5.0).tolist() == [3.0]
-    assert times.ages([], now=5.0).tolist() == []

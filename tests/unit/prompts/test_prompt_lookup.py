@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from raykv.base.errors import ClusterError, SettingError
 from raykv.prompts.block_hashes import DEFAULT_SEED, RANDOM, HashScheme, PromptTraits, seed_digest
 from raykv.prompts.lookup import PromptScheme, choose_namespace, look_up, scheme_of
-from raykv.prompts.prefixes import ChunkGroup, groups_text, loadable_tokens, parse_groups
+from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.groups import ChunkGroup, groups_text, parse_groups
 from raykv.protocol.status import NamespaceStatus
 
 FULL = ChunkGroup(0, 32)

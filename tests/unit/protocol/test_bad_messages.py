@@ -59,7 +59,7 @@ from raykv.protocol.peer import (
     ReadReply,
     ReadRequest,
     check_fetched,
-    check_partial,
+    check_read_reply,
 )
 from raykv.protocol.worker import AttachWorker, JobBatch
 from tests.fixtures.tables import TABLES, use_table_in_actors
@@ -534,8 +534,9 @@ def test_blocks_that_no_chunk_of_the_question_can_have_are_refused(
 ) -> None:
     reply = decode(encode(ReadReply(7, [0, 0], [], partial)), ReadReply)
     with pytest.raises(MessageError, match="invalid"):
-        check_partial(reply.partial, 2)
-    check_partial({0: Blocks(2, 2), 1: ALL_BLOCKS}, 2)
+        check_read_reply(reply, 2, [1, 1], with_checksums=False)
+    valid = ReadReply(7, [0, 0], [], {0: Blocks(2, 2), 1: ALL_BLOCKS})
+    check_read_reply(valid, 2, [1, 1], with_checksums=False)
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyarrow", reason="raykv[llm] is not installed")
+pytest.importorskip("pyarrow", reason="the extra llm is not installed")
 pytest.importorskip("vllm")
 
 

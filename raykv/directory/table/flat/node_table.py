@@ -301,7 +301,7 @@ class FlatNodeTable:
         arrays = rows.room_for_ghosts(count)
         out = np.empty(count, np.int64)
         count = batches.evict(arrays, of_class, tick_of(now), rows.cursors, out)
-        return rows.changes(out[:count])
+        return rows.changes(out[:count], now)
 
     def candidates(self, slot_bytes: int) -> Iterator[Slot]:
         of_class = self._class_of(slot_bytes)

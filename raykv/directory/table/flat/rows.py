@@ -279,7 +279,7 @@ class Rows:
         ends = (np.arange(len(rows)) * width + lengths).tolist()
         return [raw[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def changes(self, rows: Array) -> list[Changes]:
+    def changes(self, rows: Array, now: float) -> list[Changes]:
         """What went with rows that have just been evicted."""
         if not len(rows):
             return []
@@ -289,13 +289,14 @@ class Rows:
         slots = self.rows[rows, SLOT].tolist()
         generations = (self.words[rows, GENERATION] - 1).tolist()
         hits = self.rows[rows, HITS].tolist()
+        ages = np.maximum(now - self.rows[rows, STORED] / TICKS_PER_S, 0.0).tolist()
         gone = []
         start = 0
         for end in ends:
             part = slice(start, end)
             namespace = self._namespaces[int(numbers[start])]
             columns = keys[part], slots[part], generations[part]
-            gone.append(Changes(False, namespace, *columns, hits=hits[part]))
+            gone.append(Changes(False, namespace, *columns, hits=hits[part], ages=ages[part]))
             start = end
         return gone
 

@@ -69,8 +69,7 @@ class Memory:
         for side in (self.kv, self.pool):
             driver.register(side.ctypes.data, side.nbytes)
         self.driver = driver
-        self.device = Device(driver, limits, lose)
-        self.device.table = always(route)
+        self.device = Device(driver, limits, lose, always(route))
         place = Place(self.kv.ctypes.data, self.pool.ctypes.data, compute_event)
         self.backend = CUDABackend(self.device, place)
 

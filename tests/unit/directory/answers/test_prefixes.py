@@ -10,11 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError
-from raykv.directory.answers.prefixes import check_prefix_page, check_prefix_query, prefix_page
-from raykv.prompts.prefixes import ChunkGroup, groups_text, loadable_tokens
+from raykv.directory.answers.prefixes import prefix_page
+from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.reader import PrefixPage, PrefixQuery
+from raykv.protocol.groups import ChunkGroup, groups_text
+from raykv.protocol.reader import (
+    PrefixPage,
+    PrefixQuery,
+    check_prefix_page,
+    check_prefix_query,
+)
 
 NODES = ["n0", "n1", "n2"]
 GROUPS = st.lists(

@@ -35,7 +35,7 @@ class Desk:
         message = NodeReport(PROTOCOL_VERSION, "node", 7, self.seq, 8 * PAGE, 8 * PAGE, 0, 0)
         told = NodeStats(**stats)  # type: ignore[arg-type]
         self.manager.node_report(msgspec.structs.replace(message, stored=stored, stats=told), now)
-        self.meter.called("report", 0.001, now)
+        self.meter.called("report", 0.001)
 
     def attach(self, engine: str, namespace: str, model: str) -> None:
         hello = AttachEngine(PROTOCOL_VERSION, engine, "node", namespace, model, 1, {0: PAGE})
@@ -46,7 +46,7 @@ class Desk:
         request = SyncRequest("engine", 1, self.seq, **fields)  # type: ignore[arg-type]
         reply = self.manager.sync(request, now)
         self.meter.synced(request, reply)
-        self.meter.called("sync", 0.001, now)
+        self.meter.called("sync", 0.001)
         return reply
 
     def store(self, now: float, *keys: bytes) -> None:
@@ -83,10 +83,11 @@ LABEL = "namespace-of"
 
 
 def test_evicted_chunks_are_counted_with_their_ages(desk: Desk) -> None:
-    desk.store(10.0, *[b"k%d" % number for number in range(8)])
+    desk.manager.expire(4.0)
+    desk.store(4.0, *[b"k%d" % number for number in range(8)])
     assert desk.series("raykv_directory_chunks") == {(LABEL,): 8}
     assert desk.histogram("raykv_removed_chunk_age_seconds")[()].total == 0
-    desk.sync(110.0, wanted={0: 3})
+    desk.sync(104.0, wanted={0: 3})
     ages = desk.histogram("raykv_removed_chunk_age_seconds")[()]
     assert (sum(ages.counts), ages.total) == (3, 300.0)
     bounds = METRICS["raykv_removed_chunk_age_seconds"].bounds

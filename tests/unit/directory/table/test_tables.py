@@ -130,6 +130,7 @@ class Pair:
     def compare(self) -> None:
         self.now += 1
         for table in self.both:
+            table.set_clock(self.now)
             table.check()
         for ours, flat in self.nodes.values():
             assert ours.leases() == flat.leases()

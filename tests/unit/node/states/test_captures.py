@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.node.states.index import CaptureIndex, CaptureState, objection
-from raykv.protocol.worker import Capture
+from raykv.node.states.index import CaptureIndex, CaptureState
+from raykv.protocol.worker import Capture, capture_objection
 
 TTL_S = 10.0
 
@@ -165,5 +165,5 @@ def test_bytes_are_those_of_what_is_known_and_never_too_many(
 )
 def test_capture_that_cannot_be_meant_is_objected_to(changes: dict[str, object]) -> None:
     page_bytes = 4 * 2 * 8 * 4
-    assert objection(capture(), 2, page_bytes) == ""
-    assert objection(capture(**changes), 2, page_bytes)
+    assert capture_objection(capture(), 2, page_bytes) == ""
+    assert capture_objection(capture(**changes), 2, page_bytes)

@@ -14,10 +14,10 @@ from raykv.base.errors import SettingError
 from raykv.cluster.breaker import Pauses
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
 from raykv.prompts.lookup import PromptScheme
-from raykv.prompts.prefixes import ChunkGroup
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
 from raykv.protocol.status import NamespaceStatus
 from raykv.serve.arguments import ModelArguments
