@@ -36,8 +36,9 @@ from raykv.engine.cost import FetchCost
 from raykv.engine.outbox import columns, take
 from raykv.engine.requests import RequestState, token_source
 from raykv.engine.stock import LeaseStock
-from raykv.prompts.prefixes import ChunkGroup, loadable_tokens, needed_chunks
+from raykv.prompts.prefixes import loadable_tokens, needed_chunks
 from raykv.protocol.columns import Handle, Handles, LostReplicas, Replica, Replicas, Source
+from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.peer import FetchResult
 
 MAX_QUESTIONS = 65_536

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import TypeVar
 
-T = TypeVar("T")
-
 from raykv.protocol.groups import ChunkGroup
+
+T = TypeVar("T")
 
 
 def loadable_tokens(groups: Sequence[ChunkGroup], is_there: Mapping[int, Sequence[bool]]) -> int:

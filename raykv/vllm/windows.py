@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from raykv.engine.view import EngineView
 from raykv.engine.windows import WindowPlan, checkpoint, parting, plan_windows
-from raykv.prompts.prefixes import ChunkGroup
+from raykv.protocol.groups import ChunkGroup
 from raykv.vllm.internals import choose_blocks
 
 

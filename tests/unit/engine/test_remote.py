@@ -723,7 +723,8 @@ def mixed() -> EngineView:
     sizes = {0: SIZE, 1: ChunkSize(num_bytes=1000, num_tokens=16, window=2)}
     settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, sizes)
     cost = FetchCost(Rates(fetch_bytes_per_s=1000, prefill_tokens_per_s=9))
-    made = EngineView(EngineId("engine"), [0, 1], STORE_S, 4, settings, cost, NodeId("own"))
+    remote = RemoteChunks(settings, cost)
+    made = EngineView(EngineId("engine"), [0, 1], STORE_S, 4, remote, node_id=NodeId("own"))
     made.attached(EngineAttached(EPOCH, NODE_EPOCH, {0: 400, 1: 400}))
     apply(made, granted=Leases([0] * 4 + [1] * 4, [*range(8)], [*range(10, 18)]))
     return made

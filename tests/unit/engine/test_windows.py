@@ -13,7 +13,7 @@ from raykv.engine.windows import (
     parting,
     plan_windows,
 )
-from raykv.prompts.prefixes import ChunkGroup
+from raykv.protocol.groups import ChunkGroup
 
 FULL = ChunkGroup(0, 16)
 WINDOWS = [ChunkGroup(number, 16, 64) for number in range(1, 7)]

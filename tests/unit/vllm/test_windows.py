@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from raykv.base.ids import EngineId
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.prompts.prefixes import ChunkGroup
 from raykv.protocol.columns import Handles
 from raykv.protocol.engine import EngineAttached, SyncReply
+from raykv.protocol.groups import ChunkGroup
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.windows import Windows
 from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, PlayedRequest, key, vllm_scheduler
