@@ -96,9 +96,13 @@ def epoch_of(generation: Generation) -> Epoch:
     return Epoch(generation >> _COUNTER_BITS)
 
 
+GROUP_BYTES = 4
+"""At the end of a key: where vLLM packs the KV group index."""
+
+
 def group_of(key: Key) -> int:
-    """The KV group index that vLLM packs into the last four bytes of an offload key."""
-    return int.from_bytes(key[-4:], "big")
+    """The KV group index of an offload key."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 class Lookup(Enum):

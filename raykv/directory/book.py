@@ -7,8 +7,8 @@
 
 The slots themselves are in a table (`table/protocol.py`); this module knows which slab has which
 slot size, which reports about a slot to believe, and who is informed. Chunks that another node has
-too are given up first, the others by the policy. A slot size gets slabs from others up to its fair
-share, and all there are from one that lies idle.
+too are given up first, the others by the policy, and with each those that serve no prefix any more.
+A slot size gets slabs from others up to its fair share, and all there are from one that lies idle.
 
 Invariants:
 1. Per slot size: free + leased + held slots are all slots of the slabs of that size.
@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from raykv.base.clearings import Clearings
 from raykv.base.ids import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
 from raykv.directory.table.protocol import Changes, Lease, Name, NodeTable, TableChunk
+from raykv.prompts.prefixes import companions
 from raykv.protocol.columns import Handles, Leases
+from raykv.protocol.groups import ChunkGroup
 
 IDLE_S = 60.0
 """Chunks of a slot size that nobody has stored or loaded for so long must make room for others."""
@@ -37,6 +39,7 @@ class PoolBook:
         on_changes: called with all chunks that come or go, except those that are cleared.
         give_way: has chunks of a slot size that are kept by preference be evicted all the same,
             when nothing else is left: returns how many.
+        groups_of: the KV groups of a namespace, as far as they are known.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class PoolBook:
         table: NodeTable,
         on_changes: Callable[[Changes], None],
         give_way: Callable[[int, int], int] = lambda _slot_bytes, _count: 0,
+        groups_of: Callable[[Namespace], Sequence[ChunkGroup]] = lambda _namespace: (),
     ) -> None:
         self.table = table
         self.geometry = table.geometry
@@ -53,6 +57,7 @@ class PoolBook:
         # The lowest generation that may be stored in a slab after it had other slot sizes.
         self._floors: dict[int, Generation] = {}
         self._give_way = give_way
+        self._groups_of = groups_of
 
     # Looking
 
@@ -275,10 +280,23 @@ class PoolBook:
             self._evict(slot_bytes, count, now)
 
     def _evict(self, slot_bytes: int, count: int, now: float) -> None:
-        missing = count - self.table.num_free(slot_bytes)
-        if missing > 0:
-            for changes in self.table.evict(slot_bytes, missing, now):
-                self._on_changes(changes)
+        # One chunk may take those of all other KV groups along.
+        most = max((len(self._groups_of(name)) for name in self.table.sizes()), default=1)
+        while (missing := count - self.table.num_free(slot_bytes)) > 0:
+            evicted = self.table.evict(slot_bytes, -(-missing // max(1, most)), now)
+            if not evicted:
+                break
+            for changes in evicted:
+                self._gave_up(changes, now)
+
+    def _gave_up(self, changes: Changes, now: float) -> None:
+        """Chunks were evicted: so are those that serve no prefix without them."""
+        self._on_changes(changes)
+        groups = self._groups_of(changes.namespace)
+        if len(groups) > 1:
+            others = companions(groups, changes.keys)
+            for more in self.table.evict_keys(changes.namespace, others, now):
+                self._on_changes(more)
 
     # Slabs
 
@@ -338,7 +356,7 @@ class PoolBook:
             )
             for key in gone.keys:
                 self.table.drop(namespace, Key(key))
-            self._on_changes(gone)
+            self._gave_up(gone, now)
 
     def _take_slab(self, donor: int, slab: int) -> None:
         """Take a slab, all of whose slots are free, out of its class."""

@@ -218,6 +218,7 @@ class BlockManager:
             table,
             lambda changes: self._changed(node_id, changes),
             lambda slot_bytes, count: self.pins.give_way(node_id, slot_bytes, count),
+            self.catalog.groups_of,
         )
 
     def _refresh(self, node: Node, report: NodeReport, now: float) -> None:

@@ -7,10 +7,11 @@ it needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 from typing import TypeVar
 
+from raykv.base.ids import GROUP_BYTES, Key, group_of
 from raykv.protocol.groups import ChunkGroup
 
 T = TypeVar("T")
@@ -38,6 +39,26 @@ def needed_chunks(group: ChunkGroup, chunks: Sequence[T], end: int) -> Sequence[
     count = end // group.tokens
     first = 0 if group.window is None else max(0, count - group.window)
     return chunks[first:count]
+
+
+def companions(groups: Sequence[ChunkGroup], keys: Iterable[bytes]) -> list[Key]:
+    """What is worth nothing once chunks are gone, without which no prefix can end where they end.
+
+    Keys of one place in a prompt differ in the group only. Without a chunk of full attention none
+    of the place's others serves; without one of a window, none of the other windows does, but those
+    of full attention are needed for what comes behind.
+    """
+    windows = {each.group: each.window for each in groups}
+    found = []
+    for key in keys:
+        gone = group_of(Key(key))
+        needs_all = windows.get(gone, 0) is None
+        found += [
+            Key(key[:-GROUP_BYTES] + group.to_bytes(GROUP_BYTES, "big"))
+            for group, window in windows.items()
+            if group != gone and gone in windows and (needs_all or window is not None)
+        ]
+    return found
 
 
 def _runs(is_there: Sequence[bool]) -> list[int]:

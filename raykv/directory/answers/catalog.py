@@ -24,6 +24,7 @@ from raykv.directory.table.protocol import ChunkTable, Name, Stretch, Uses
 from raykv.protocol.columns import Source, SourceKind, numbered
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import (
     DISK,
     MAX_PAGE,
@@ -58,6 +59,7 @@ class _Introduction:
     model: str
     slot_bytes: int
     traits: dict[str, str]
+    groups: list[ChunkGroup]
 
 
 class Catalog:
@@ -84,10 +86,19 @@ class Catalog:
         """An engine has been attached: what it said of its namespace outlives it."""
         namespace = Namespace(message.namespace)
         size = max(message.slot_bytes.values(), default=0)
-        self._introductions[namespace] = _Introduction(message.model, size, message.traits)
+        try:
+            groups = parse_groups(message.traits.get("chunks", ""))
+        except ValueError:
+            groups = []
+        self._introductions[namespace] = _Introduction(message.model, size, message.traits, groups)
         self._introductions.move_to_end(namespace)
         if len(self._introductions) > MAX_NAMESPACES:
             self._introductions.popitem(last=False)
+
+    def groups_of(self, namespace: Namespace) -> list[ChunkGroup]:
+        """The KV groups of a namespace, as its engines have said; empty if they have not."""
+        known = self._introductions.get(namespace)
+        return [] if known is None else known.groups
 
     # Sums
 

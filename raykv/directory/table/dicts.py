@@ -318,6 +318,14 @@ class DictNodeTable:
             name = (Namespace(namespace), Key(key))
             if self._pinned.get(name, now) <= now:
                 victims.append(name)
+        return self._evict(victims, now)
+
+    def evict_keys(self, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[Changes]:
+        held = self._chunks.get(namespace, {})
+        names = [(namespace, Key(key)) for key in dict.fromkeys(keys) if key in held]
+        return self._evict([name for name in names if self._pinned.get(name, now) <= now], now)
+
+    def _evict(self, victims: Sequence[Name], now: float) -> list[Changes]:
         gone: list[Changes] = []
         for namespace, names in groupby(victims, key=itemgetter(0)):
             keys = [key for _, key in names]
@@ -325,7 +333,7 @@ class DictNodeTable:
             hits = [record.hits for record in records]
             ages = [max(0.0, now - record.stored_at) for record in records]
             for key in keys:
-                self._class_of(slot_bytes).evict((namespace, key))
+                self._class_of(self.held(namespace, key).slot_bytes).evict((namespace, key))
             dropped = [self.drop(namespace, key) for key in keys]
             slots = [chunk.slot for chunk in dropped if chunk is not None]
             generations = [chunk.generation for chunk in dropped if chunk is not None]

@@ -219,6 +219,9 @@ class NodeTable(Protocol):
     def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
         """Drop up to `count` chunks in eviction order, but none that is pinned after `now`."""
 
+    def evict_keys(self, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[Changes]:
+        """Drop those of these chunks that are held and not pinned after `now`."""
+
     def candidates(self, slot_bytes: int) -> Iterator[Slot]:
         """Slots in eviction order; not valid after a change."""
 

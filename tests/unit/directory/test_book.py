@@ -8,6 +8,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import EngineId, Generation, Key, Namespace, NodeId
 from raykv.directory.book import PoolBook
 from raykv.directory.table.protocol import Changes, TableChunk
+from raykv.protocol.groups import parse_groups
 from tests.fixtures.directory import PAGE
 from tests.fixtures.tables import TABLES, open_table
 
@@ -62,3 +63,64 @@ def test_dropped_chunks_have_no_age(book: Book) -> None:
     book.drop(MODEL, Key(b"a"))
     (gone,) = book.gone
     assert (gone.hits, gone.ages) == ((), ())
+
+
+class Mixed(PoolBook):
+    """Three chunks of a prompt in a group of full attention, 0, and in two with windows, 1 and 2.
+
+    The policy gives them up in the order of their numbers, the groups of each one after another.
+    """
+
+    def __init__(self, kind: str) -> None:
+        table = open_table(kind)
+        groups = parse_groups("0:16 1:16/2 2:16/2")
+        super().__init__(
+            table.add_node(NodeId("n"), PoolGeometry(16 * PAGE, 16 * PAGE)),
+            lambda _: None,
+            groups_of=lambda _: groups,
+        )
+        self.make_room(PAGE, 9, 0.0)
+        slots = self.table.lend(PAGE, 9, EngineId("engine"), 0, Generation(1))
+        for at, slot in enumerate(slots):
+            name = self.key(at // 3, at % 3)
+            self.hold((MODEL, name), TableChunk(slot, Generation(at + 1), PAGE))
+
+    @staticmethod
+    def key(number: int, group: int) -> Key:
+        return Key(b"chunk %d" % number + group.to_bytes(4, "big"))
+
+    @property
+    def held(self) -> set[tuple[int, int]]:
+        every = {(number, group) for number in range(3) for group in range(3)}
+        return {each for each in every if self.find(MODEL, self.key(*each))}
+
+
+@pytest.fixture(params=TABLES)
+def mixed(request: pytest.FixtureRequest) -> Mixed:
+    return Mixed(request.param)
+
+
+def test_chunk_of_full_attention_takes_the_windows_that_end_with_it_along(mixed: Mixed) -> None:
+    mixed.make_room(PAGE, 8, 0.0)
+    assert mixed.held == {(number, group) for number in (1, 2) for group in range(3)}
+    mixed.check()
+
+
+def test_window_takes_the_other_windows_along_and_leaves_full_attention(mixed: Mixed) -> None:
+    mixed.table.touch(MODEL, [mixed.key(0, 0)])
+    mixed.make_room(PAGE, 8, 0.0)
+    assert not {(0, 1), (0, 2)} & mixed.held
+    assert (0, 0) in mixed.held
+    mixed.check()
+
+
+def test_companions_that_are_pinned_stay(mixed: Mixed) -> None:
+    mixed.table.pin(MODEL, [mixed.key(0, 2)], 10.0)
+    mixed.make_room(PAGE, 8, 5.0)
+    assert {number for number, group in mixed.held if group == 2} == {0, 1, 2}
+    assert not {(0, 0), (0, 1)} & mixed.held
+
+
+def test_no_more_is_evicted_than_what_makes_room(mixed: Mixed) -> None:
+    mixed.make_room(PAGE, 13, 0.0)
+    assert len(mixed.held) == 3

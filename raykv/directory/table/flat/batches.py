@@ -269,6 +269,22 @@ def evict(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Array) -
     return count
 
 
+@outer(INT(ARRAYS, KEYS, COLUMN, INT, INT, COLUMN))
+def evict_keys(arrays: Arrays, keys: Array, names: Array, node: int, now: int, out: Array) -> int:
+    """Free the slots of chunks on a node that are not pinned after `now`; their rows come into
+    `out`. Returns how many.
+    """
+    count = 0
+    for position in range(len(names)):
+        row = find(arrays, keys, position, names[position], node)
+        if row >= 0 and arrays.rows[row, PIN] <= now:
+            give_up(arrays, row)
+            out[count] = row
+            drop(arrays, out[count : count + 1])
+            count += 1
+    return count
+
+
 @outer(INT(ARRAYS, INT, INT, INT, INT, COLUMN))
 def lend(arrays: Arrays, of_class: int, engine: int, group: int, first: int, out: Array) -> int:
     """Lease the first free slots of a class, as many as `out` has room; returns how many."""

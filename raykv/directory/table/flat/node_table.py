@@ -303,6 +303,15 @@ class FlatNodeTable:
         count = batches.evict(arrays, of_class, tick_of(now), rows.cursors, out)
         return rows.changes(out[:count], now)
 
+    def evict_keys(self, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[Changes]:
+        rows = self._rows
+        batch = rows.batch(namespace, keys)
+        out = np.empty(len(keys), np.int64)
+        arrays = rows.room_for_ghosts(len(keys))
+        columns = (batch.keys, batch.names, self.number)
+        count = batches.evict_keys(arrays, *columns, tick_of(now), out)
+        return rows.changes(out[:count], now)
+
     def candidates(self, slot_bytes: int) -> Iterator[Slot]:
         of_class = self._class_of(slot_bytes)
         cursors, out = np.empty(order.NUM_CURSORS, np.int64), np.empty(WALK, np.int64)

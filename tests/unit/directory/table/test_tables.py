@@ -109,6 +109,8 @@ class Pair:
             node.touch(space, keys)
             node.pin(space, keys[:5], self.now + 3)
             node.protect(space, keys[3:12], self.now + until)
+        gone = [node.evict_keys(space, [*keys[8:16], keys[9]], self.now) for node in nodes]
+        assert gone[0] == gone[1]
 
     def ask(self) -> None:
         space = self.rng.choice(SPACES)
