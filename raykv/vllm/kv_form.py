@@ -175,6 +175,19 @@ def layer_specs(group: Any) -> list[Any]:
     return [by_layer.get(name, group.kv_cache_spec) for name in group.layer_names]
 
 
+def keeps_every_block(kv_cache_config: Any) -> bool:
+    """Whether a request has all blocks of its tokens, in one KV group: then the tokens before a
+    block are there. Of windows, chunks and states only the last ones are.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
+
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and all(
+        isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec)
+        for spec in layer_specs(groups[0])
+    )
+
+
 def whole_spec(vllm_config: Any, spec: Any) -> Any:
     """The spec of a layer as an engine of one rank has it.
 

@@ -25,6 +25,7 @@ from raykv.protocol.measures import BreakerReport
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.identity.weight_changes import WeightWatch, watch_worker
 from raykv.vllm.internals import WorkerTables, require
+from raykv.vllm.kv_form import keeps_every_block
 from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.spec import RayKVOffloadingSpec
 from raykv.vllm.transfers import (
@@ -62,8 +63,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._numbers: dict[str, int] | None = None
         self._reported_epoch = 0
         self._reported_line = BreakerReport()
-        # With several KV groups block ids are ambiguous: then whole requests are reported.
-        self._by_request = len(kv_cache_config.kv_cache_groups) > 1
+        # Else a request can't go on from a block that did not come: with several KV groups block
+        # ids are ambiguous, and before a window there is nothing. Then it is reported as a whole.
+        self._by_request = not keeps_every_block(kv_cache_config)
         self._invalid_block_ids: set[int] = set()
         self._failed_recving: set[str] = set()
         self._stranded: set[str] = set()

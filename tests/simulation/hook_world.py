@@ -285,7 +285,7 @@ class HookWorld(World):
         self.line = Line(self.blocks, self.rng)
         for _, handle in self.view._lease_rows():
             self.line.leased[handle.slot] = handle.generation
-        self.worker_side = worker_side(self.line, len(kinds))
+        self.worker_side = worker_side(self.line, kinds)
         # How often a chunk is evicted from the pool.
         self.evicting = 0.01
         # What each step has told of its loads.
@@ -379,14 +379,14 @@ class HookWorld(World):
         return ModelRunnerOutput(names, numbers, sampled, kv_connector_output=told)
 
 
-def worker_side(line: Line, num_groups: int) -> RayKVConnector:
+def worker_side(line: Line, kinds: Sequence[KVCacheSpec]) -> RayKVConnector:
     """The worker's side, without vLLM's configuration and with this line."""
     parallel = SimpleNamespace(rank=0)
     config = SimpleNamespace(canonical_layout=False, parallel=parallel, extra_config={})
     spec: Any = SimpleNamespace(replicated_layout=False, config=config)
-    numbers = list(range(num_groups))
+    numbers = list(range(len(kinds)))
     vllm_config: Any = None
-    worker = RayKVConnectorWorker(spec, vllm_config, kv_cache_config([FULL] * num_groups))
+    worker = RayKVConnectorWorker(spec, vllm_config, kv_cache_config(kinds))
     tensors = [TensorLayout(0, 10, 64, 64) for _ in numbers]
     layout = KVLayout("memfd", 1, 1, tensors, numbers, [[at] for at in numbers])
     link: Any = line

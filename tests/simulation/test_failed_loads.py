@@ -26,9 +26,14 @@ WINDOW = SlidingWindowSpec(
 
 SEVERAL = (FULL, WINDOW)
 
+ALONE = (WINDOW,)
+
+KINDS = [(FULL,), SEVERAL, ALONE]
+NAMES = ["one_group", "several_groups", "window_alone"]
+
 DOCUMENT = prompt(1, 6 * CHUNK + 3)
 
-NUM_LOADED = {(FULL,): 6, SEVERAL: 6 + 2}
+NUM_LOADED = {(FULL,): 6, SEVERAL: 6 + 2, ALONE: 2}
 """Chunks that the document's second request loads; of the window its own alone."""
 
 
@@ -54,7 +59,7 @@ def told_as_failed(world: HookWorld) -> tuple[set[str], set[int]]:
     return set().union(*requests), set().union(*(told.invalid_block_ids for told in world.told))
 
 
-@pytest.mark.parametrize("kinds", [(FULL,), SEVERAL], ids=["one_group", "several_groups"])
+@pytest.mark.parametrize("kinds", KINDS, ids=NAMES)
 def test_document_is_loaded_and_not_told_as_failed_when_all_of_it_comes(
     model: Path, kinds: tuple[KVCacheSpec, ...]
 ) -> None:
@@ -66,10 +71,12 @@ def test_document_is_loaded_and_not_told_as_failed_when_all_of_it_comes(
     assert told_as_failed(world) == (set(), set())
 
 
-def test_failed_load_of_several_groups_is_told_by_its_request_which_is_computed(
-    model: Path,
+@pytest.mark.parametrize("kinds", [SEVERAL, ALONE], ids=["several_groups", "window_alone"])
+def test_failed_load_is_told_by_its_request_which_is_computed(
+    model: Path, kinds: tuple[KVCacheSpec, ...]
 ) -> None:
-    world = stored(model, SEVERAL)
+    """Before the blocks that were to be loaded for a window there are none to go on from."""
+    world = stored(model, kinds)
     world.line.failing = 1.0
     request_id = world.add(DOCUMENT)
     world.run()
@@ -104,7 +111,7 @@ def test_request_of_several_groups_whose_load_fails_ends_where_vllm_is_to_fail_i
     world.check_rest()
 
 
-@pytest.mark.parametrize("kinds", [(FULL,), SEVERAL], ids=["one_group", "several_groups"])
+@pytest.mark.parametrize("kinds", KINDS, ids=NAMES)
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_are_right_whichever_chunks_do_not_come(
     model: Path, kinds: tuple[KVCacheSpec, ...], seed: int
@@ -119,4 +126,4 @@ def test_answers_are_right_whichever_chunks_do_not_come(
     world.check()
     world.check_rest()
     assert world.line.num_loaded
-    assert told_as_failed(world)[0 if len(kinds) > 1 else 1]
+    assert told_as_failed(world)[1 if kinds == (FULL,) else 0]

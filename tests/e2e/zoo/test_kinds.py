@@ -42,9 +42,14 @@ def chunk_tokens(engine: ZooEngine) -> int:
 
 
 def check_load(engine: ZooEngine, tokens: list[int]) -> int:
-    """A prompt is computed, found in vLLM's own cache, and loaded; how much of it was."""
-    cold = engine.ask(tokens)[0]
-    expected = engine.ask(tokens)[0] if engine.model.has_own_cache else cold
+    """A prompt is computed, found in vLLM's own cache, and loaded; how much of it was.
+
+    What has no cache of its own is loaded twice.
+    """
+    engine.ask(tokens)
+    if not engine.model.is_steady:
+        engine.settle()
+    (expected,) = engine.ask(tokens)
     engine.settle()
     (found,) = engine.ask(tokens)
     engine.check_same(found, expected)
@@ -118,7 +123,8 @@ def test_many_prompts_at_once_are_loaded(engine: ZooEngine) -> None:
     engine.settle()
     found = engine.ask(*tokens)
     for answer, before in zip(found, expected, strict=True):
-        engine.check_same(answer, before)
+        if engine.model.is_steady:
+            engine.check_same(answer, before)
         assert answer["cached"] >= 192
     engine.process.reset()
 
