@@ -245,7 +245,7 @@ class Settings:
         False, flag, "Requests may name the file of their hidden states: any file of the server"
     )
     window_share: float = _setting(
-        0.5,
+        0.25,
         ratio,
         "Models with sliding windows: RAM for windows between those at the ends of prompts, beside "
         "what full attention takes, so that prompts which share a beginning find it; 0 stores what "
