@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-import raykv.directory.answers.misses
-from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Namespace
-from raykv.directory.answers.misses import MAX_RECORDS, MAX_TOLD
+from raykv.base.errors import MessageError
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Namespace, NodeId
+from raykv.directory.actor import SchedulerActor
+from raykv.directory.answers import misses
+from raykv.directory.answers.misses import MAX_RECORDS, MAX_TOLD, MissLog
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.engine import AttachEngine, MissRecord, SyncReply, SyncRequest
+from raykv.directory.members import Engine
+from raykv.directory.mirror import Mirror
+from raykv.engine.accounts import MAX_NAMED
+from raykv.protocol.engine import (
+    CHUNK_NAME_BYTES,
+    MAX_NAMES_BYTES,
+    AttachEngine,
+    EngineAttached,
+    MissRecord,
+    SyncReply,
+    SyncRequest,
+    check_sync,
+)
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
-from raykv.protocol.reader import Explanations
+from raykv.protocol.reader import Explanations, RequestPage
 from tests.fixtures.keys import named_key as key
 from tests.fixtures.tables import TABLES, use_table
 
 EXPIRY_S = 10.0
 NUM_SLOTS = 4
-
-
-@pytest.fixture(params=TABLES, autouse=True)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_table(monkeypatch, request.param)
 
 
 class Desk:
@@ -82,8 +91,9 @@ class Desk:
         return decode(encode(self.manager.why_miss(beginning, self.now)), Explanations)
 
 
-@pytest.fixture
-def desk() -> Desk:
+@pytest.fixture(params=TABLES)
+def desk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    use_table(monkeypatch, request.param)
     return Desk()
 
 
@@ -204,12 +214,12 @@ def test_nodes_that_came_to_have_the_other_namespace_are_seen_after_a_while(desk
     assert "never_stored" in desk.reason("a")
     desk.attach("other", "two", "other model")
     desk.store("other", "two", "other model", "a")
-    desk.now += raykv.directory.answers.misses.PLACES_S
+    desk.now += misses.PLACES_S
     assert "other_namespace" in desk.reason("a")
 
 
 def test_search_in_other_namespaces_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.directory.answers.misses, "MAX_PLACES", 0)
+    monkeypatch.setattr(misses, "MAX_PLACES", 0)
     desk.attach("other", "two", "other model")
     desk.store("other", "two", "other model", "a")
     assert "never_stored" in desk.reason("a")
@@ -244,3 +254,117 @@ def test_engine_is_told_what_was_known_better_once_for_each_message(desk: Desk) 
 def test_chunk_that_is_here_since_is_not_taken_for_one_of_another_namespace(desk: Desk) -> None:
     desk.store("far", "two", "model", "a")
     assert desk.reason("a") == {"never_stored": 64, "incomplete_chunk": 5}
+
+
+# Pages of all requests
+
+
+def numbered_key(number: int) -> bytes:
+    return number.to_bytes(32, "big")[::-1] + bytes(4)
+
+
+def chunk_names(*numbers: int) -> bytes:
+    return b"".join(numbered_key(number)[:CHUNK_NAME_BYTES] for number in numbers)
+
+
+ENGINE = Engine(
+    EngineId("e"),
+    NodeId("n"),
+    Namespace("space"),
+    "tiny",
+    1,
+    {0: SLOT_ALIGNMENT},
+    0.0,
+    0.0,
+    Mirror(None, Namespace("space")),
+)
+
+
+def told(number: int, num_chunks: int = 2) -> MissRecord:
+    return MissRecord(f"r{number}", 64, 0, 64, {}, b"", chunk_names(*range(num_chunks)), 32)
+
+
+def log_of(*records: MissRecord) -> MissLog:
+    log = MissLog({})
+    log.take(ENGINE, records, now=5.0)
+    return log
+
+
+def read(log: MissLog) -> list[str]:
+    """All pages, as a client reads them."""
+    found: list[str] = []
+    after = 0
+    while True:
+        page = log.page(epoch=1, after=after, now=7.0)
+        found += [each.record.request_id for each in page.found]
+        after = page.first + len(page.found) - 1
+        if not page.found or after >= page.last:
+            return found
+
+
+def test_page_has_what_followed_with_names_and_age() -> None:
+    page = log_of(told(1), told(2), told(3)).page(epoch=9, after=1, now=7.0)
+    assert (page.epoch, page.first, page.last) == (9, 2, 3)
+    assert [each.record.request_id for each in page.found] == ["r2", "r3"]
+    assert page.found[0].record.chunks == chunk_names(0, 1)
+    assert page.found[0].age_s == 2.0
+
+
+@pytest.mark.parametrize("after", [0, -5])
+def test_pages_tell_every_request_once_in_order(after: int) -> None:
+    log = log_of(*map(told, range(misses.MAX_PAGE * 2 + 3)))
+    assert read(log) == [f"r{number}" for number in range(misses.MAX_PAGE * 2 + 3)]
+    assert log.page(1, after, 7.0).first == 1
+
+
+def test_nothing_follows_the_newest() -> None:
+    page = log_of(told(1)).page(epoch=1, after=1, now=7.0)
+    assert (page.found, page.first, page.last) == ([], 2, 1)
+    assert log_of(told(1)).page(epoch=1, after=1 << 60, now=7.0).found == []
+    assert log_of().page(epoch=1, after=0, now=7.0).found == []
+
+
+def test_page_stays_small_whatever_its_requests_name() -> None:
+    log = log_of(*(told(number, MAX_NAMED) for number in range(40)))
+    page = log.page(epoch=1, after=0, now=7.0)
+    assert 1 <= len(page.found) < 40
+    assert len(encode(page)) < 100 << 10
+    assert read(log) == [f"r{number}" for number in range(40)]
+
+
+def test_log_forgets_the_oldest_by_number_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misses, "MAX_RECORDS", 3)
+    log = log_of(*map(told, range(5)))
+    assert read(log) == ["r2", "r3", "r4"]
+    assert log.page(1, 0, 7.0).first == 3
+    monkeypatch.setattr(misses, "MAX_NAMES_BYTES", 5 * CHUNK_NAME_BYTES)
+    log.take(ENGINE, [told(9)], now=6.0)
+    assert read(log) == ["r4", "r9"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        MissRecord("r", 1, 0, 1, chunks=b"1234567"),
+        MissRecord("r", 1, 0, 1, chunks=bytes(MAX_NAMES_BYTES + CHUNK_NAME_BYTES)),
+        MissRecord("r", -1, 0, 1),
+        MissRecord("r", 1, 0, 1, chunk_tokens=-1),
+        MissRecord("r" * 5000, 1, 0, 1),
+    ],
+)
+def test_record_that_can_not_be_meant_is_refused(bad: MissRecord) -> None:
+    with pytest.raises(MessageError):
+        check_sync(SyncRequest("e", 1, 1, finished=[bad]))
+
+
+def test_scheduler_actor_tells_requests() -> None:
+    actor = SchedulerActor("here", "lru")
+    epoch = actor._manager.epoch
+    actor.report(encode(NodeReport(PROTOCOL_VERSION, "n", 1, 1, 1 << 20, 1 << 16, 0, 0)))
+    message = AttachEngine(PROTOCOL_VERSION, "e", "n", "space", "m", 1, {0: SLOT_ALIGNMENT})
+    assert not decode(actor.attach(encode(message)), EngineAttached).error
+    actor.sync(encode(SyncRequest("e", epoch, 1, finished=[told(1)])))
+    page = decode(actor.requests(0), RequestPage)
+    assert [each.record for each in page.found] == [told(1)]
+    with pytest.raises(MessageError):
+        actor.requests("all")  # type: ignore[arg-type]

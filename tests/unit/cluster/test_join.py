@@ -1,4 +1,4 @@
-"""Which cluster is joined; no Ray is started."""
+"""Which cluster is joined, and what is printed of what Ray says; no Ray is started."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
+from raykv.cluster.join import log_errors
 from raykv.lab.bench.ports import free_port
 
 
@@ -64,3 +65,26 @@ def test_fresh_randomness_is_that_of_no_other_process_and_leaves_the_seeded_one_
         fresh = [random.random() for _ in range(4)]
     assert fresh != seeded
     assert [random.random() for _ in range(4)] == seeded
+
+
+ERROR = {"lines": ["a raylet's error"], "pid": "raylet", "is_err": False}
+
+
+OUTPUT = {"lines": ["a worker's line"], "pid": 17, "ip": "10.0.0.1", "job": "01", "is_err": False}
+
+
+def test_errors_are_logged_once_and_not_printed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from ray._private import worker
+
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    log_errors()
+    log_errors()
+    with caplog.at_level("INFO", "raykv.ray"):
+        worker.print_to_stdstream(ERROR, ignore_prefix=False)
+        worker.print_to_stdstream(OUTPUT, ignore_prefix=True)
+    assert caplog.messages == ["Ray says: a raylet's error"]
+    assert capsys.readouterr().out.strip() == "a worker's line"

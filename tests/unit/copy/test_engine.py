@@ -1,11 +1,14 @@
-"""The queue of copy jobs: what each lane does next, who goes first, and when it is full."""
+"""Copy jobs: what each lane does next, when the queue is full, and what stops a copy that runs."""
 
 from __future__ import annotations
+
+import ctypes
 
 import pytest
 
 from raykv.base.ids import Direction
-from raykv.copy.engine import HOST, JobQueue, LaneName
+from raykv.copy.engine import HOST, JobQueue, LaneName, StopSign
+from raykv.memory.words import Word
 
 LOAD, STORE = LaneName(HOST, Direction.LOAD), LaneName(HOST, Direction.STORE)
 GPU_LOAD, GPU_STORE = LaneName("gpu", Direction.LOAD), LaneName("gpu", Direction.STORE)
@@ -111,3 +114,19 @@ def test_queue_is_idle_when_nothing_waits_or_runs() -> None:
     assert (len(jobs), jobs.is_idle) == (0, False)
     jobs.end(LOAD)
     assert jobs.is_idle
+
+
+def test_sign_without_words_is_never_set() -> None:
+    sign = StopSign()
+    assert not sign()
+    assert sign.rows.shape == (0, 2)
+
+
+def test_sign_is_set_while_any_of_its_words_has_its_value() -> None:
+    words = (ctypes.c_uint64 * 2)(0, 2**64 - 1)
+    first = ctypes.addressof(words)
+    sign = StopSign([Word(first, 3), Word(first + 8, 4)])
+    assert sign.rows.tolist() == [[first, 3], [first + 8, 4]]
+    for number, value, expected in [(0, 3, True), (0, 2, False), (1, 4, True), (1, 3, False)]:
+        words[number] = value
+        assert sign() is expected

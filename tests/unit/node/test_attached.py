@@ -1,17 +1,15 @@
-"""What ends a copy that runs: a word that somebody has set, whoever it was."""
+"""What ends the copies of an attached worker."""
 
 from __future__ import annotations
 
-import ctypes
 import socket
 from collections.abc import Iterator
 
 import pytest
 
-from raykv.copy.engine import StopSign
 from raykv.memory.handles import MEMFD, open_kv
 from raykv.memory.region import Region
-from raykv.memory.words import NUM_WORDS, CancelWords, Word
+from raykv.memory.words import NUM_WORDS, CancelWords
 from raykv.node.attached import AttachedWorker
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
@@ -37,22 +35,6 @@ def worker() -> Iterator[AttachedWorker]:
     attached.unmap()
     here.close()
     there.close()
-
-
-def test_sign_without_words_is_never_set() -> None:
-    sign = StopSign()
-    assert not sign()
-    assert sign.rows.shape == (0, 2)
-
-
-def test_sign_is_set_while_any_of_its_words_has_its_value() -> None:
-    words = (ctypes.c_uint64 * 2)(0, 2**64 - 1)
-    first = ctypes.addressof(words)
-    sign = StopSign([Word(first, 3), Word(first + 8, 4)])
-    assert sign.rows.tolist() == [[first, 3], [first + 8, 4]]
-    for number, value, expected in [(0, 3, True), (0, 2, False), (1, 4, True), (1, 3, False)]:
-        words[number] = value
-        assert sign() is expected
 
 
 @pytest.mark.parametrize("job_id", [0, 7, NUM_WORDS + 7])

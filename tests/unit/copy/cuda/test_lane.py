@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -24,18 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.backend import CUDABackend, OpenDevices
+from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import batches, rows_of
-from raykv.copy.cuda.calibration import Route, Table, always
-from raykv.copy.cuda.driver import Copies, CopyDriver, SourceOrder, Urgency
+from raykv.copy.cuda.calibration import Route, always
+from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
-from raykv.copy.cuda.measure import calibrate_in_background, measure
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
 from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait
-from tests.fixtures.cuda.memory import UUID
 from tests.house import ROOT
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -632,113 +629,6 @@ def test_copies_of_many_threads_do_not_mix() -> None:
         thread.join(60)
     assert ends == [True] * 80
     assert driver.num_pending == 0
-
-
-# Devices and their calibration
-
-
-def test_device_is_opened_once_however_its_uuid_is_written() -> None:
-    opened = []
-
-    def open_device(uuid: str) -> Device:
-        opened.append(uuid)
-        if len(opened) == 1:
-            raise CUDAError("not yet")
-        return Device(FakeDriver())
-
-    devices = OpenDevices(open_device)
-    with pytest.raises(CUDAError, match="not yet"):
-        devices.get(UUID)
-    first = devices.get(UUID)
-    for same in (UUID, UUID[4:], UUID[4:].upper(), UUID[4:].replace("-", "")):
-        assert devices.get(same) is first
-    assert devices.get(UUID.replace("3f", "4f")) is not first
-    assert len(opened) == 3
-
-
-@pytest.mark.parametrize("uuid", ["", "GPU-", "0", UUID + "0", UUID.replace("3", "x")])
-def test_text_that_is_no_uuid_is_refused(uuid: str) -> None:
-    devices = OpenDevices(lambda _: Device(FakeDriver()))
-    with pytest.raises(CUDAError, match="no UUID of a GPU"):
-        devices.get(uuid)
-
-
-def quick(driver: CopyDriver) -> Table:
-    return measure(driver, pages=(8, 64), counts=(2, 5))
-
-
-def test_calibration_measures_both_ways_and_gives_everything_back() -> None:
-    driver = FakeDriver()
-    table = quick(driver)
-    kinds = {(point.direction, point.page_bytes, point.num_runs) for point in table.points}
-    assert len(kinds) == len(table.points) == 8
-    assert all(min(point.batch_rate, point.gather_rate) > 0 for point in table.points)
-    assert driver.calls_of("move_pages")
-    assert driver.num_allocations == 0
-    assert not driver.streams
-    assert driver.num_pending == 0
-
-
-@pytest.mark.parametrize("name", ["allocate", "copy_batch", "move_pages", "record"])
-def test_calibration_that_fails_gives_everything_back(name: str) -> None:
-    driver = FakeDriver()
-    for number in range(3):
-        driver.fail_at[name, 1 + number] = "cudaErrorMemoryAllocation"
-    if name == "allocate":
-        with pytest.raises(CUDAError):
-            quick(driver)
-    else:
-        with pytest.raises(CUDAError, match="cudaErrorMemoryAllocation"):
-            quick(driver)
-    assert driver.num_allocations == 0
-    assert not driver.streams
-
-
-def test_calibration_is_measured_once_and_kept(tmp_path: Path) -> None:
-    device = Device(FakeDriver())
-    usual = device.table
-    thread = calibrate_in_background(device, tmp_path, quick)
-    assert thread is not None
-    thread.join(60)
-    assert len(device.table.points) == 8
-    assert usual.points == ()
-    again = Device(FakeDriver())
-    assert calibrate_in_background(again, tmp_path, quick) is None
-    assert again.table == device.table
-
-
-def test_device_that_cant_be_calibrated_keeps_the_usual_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = Device(FakeDriver())
-    usual = device.table
-
-    def fail(_: CopyDriver) -> Table:
-        raise CUDAError("no memory")
-
-    with caplog.at_level(logging.WARNING):
-        thread = calibrate_in_background(device, tmp_path, fail)
-        assert thread is not None
-        thread.join(60)
-    assert device.table is usual
-    assert "Fake GPU was not calibrated: no memory" in caplog.text
-    assert not list(tmp_path.iterdir())
-
-
-def test_device_whose_mover_fails_is_not_calibrated(tmp_path: Path) -> None:
-    driver = FakeDriver()
-    driver.is_mover_good = False
-    device = Device(driver)
-    thread = calibrate_in_background(device, tmp_path, quick)
-    assert thread is not None
-    thread.join(60)
-    assert device.table.points == ()
-    assert not list(tmp_path.iterdir())
-
-
-def test_device_where_nothing_moves_pages_is_not_calibrated(tmp_path: Path) -> None:
-    assert calibrate_in_background(Device(FakeDriver(mover=None)), tmp_path, quick) is None
-    assert not list(tmp_path.iterdir())
 
 
 def test_batches_of_the_usual_limits_are_small() -> None:

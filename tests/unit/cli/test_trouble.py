@@ -1,8 +1,10 @@
-"""The command `raykv why-miss`, with a cluster that is only played."""
+"""The commands `raykv why-miss` and `raykv doctor`, without a cluster."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -150,3 +152,17 @@ def test_advice_is_about_the_largest_reason_but_the_prompts_end(
     missed: dict[str, int], expected: str
 ) -> None:
     assert advice(MissRecord("r", 1000, 0, 0, missed)) == expected
+
+
+def test_doctor_ends_with_2_when_no_cluster_can_be_reached() -> None:
+    # Port 1 of this host: nobody listens there.
+    code = "import sys; from raykv.cli import main; sys.argv = ['raykv', *sys.argv[1:]]; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--ray-address", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+        check=False,
+    )
+    assert done.returncode == 2, done
+    assert "no Ray cluster can be reached at '127.0.0.1:1'" in done.stderr
