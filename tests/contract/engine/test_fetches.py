@@ -29,8 +29,8 @@ from raykv.engine.remote import FetchOrder
 from raykv.protocol.columns import Handle, Replica, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.peer import FetchRequest, FetchResult
-from tests.fixtures.engine import Actor, handle, order
-from tests.fixtures.peers import LONG_S, NAMESPACE
+from tests.fixtures.engine.scheduler import Actor, handle, order
+from tests.fixtures.node.peers import LONG_S, NAMESPACE
 from tests.fixtures.waiting import wait_until
 
 DEADLINE_S = 0.3

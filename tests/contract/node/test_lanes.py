@@ -36,8 +36,8 @@ from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("vllm")
 
-from tests.fixtures import honest_worker
-from tests.fixtures.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
+from tests.fixtures.node import honest_worker
+from tests.fixtures.node.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 

@@ -26,7 +26,7 @@ from raykv.protocol.worker import (
 )
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkTarget, WorkerLink
-from tests.fixtures.links import (
+from tests.fixtures.node.links import (
     LONG_S,
     NUM_BLOCKS,
     PATIENT,

@@ -17,7 +17,7 @@ from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.protocol.columns import Handles
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
-from tests.fixtures.links import result_of
+from tests.fixtures.node.links import result_of
 from tests.fixtures.waiting import wait_until
 
 torch = pytest.importorskip("torch")

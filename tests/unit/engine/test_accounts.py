@@ -10,12 +10,12 @@ from raykv.base.ids import Key, MissReason
 from raykv.engine.accounts import MAX_NAMED, MAX_RECORDS, MAX_WAITING, Accounts, TokenAccount
 from raykv.engine.requests import Miss
 from raykv.protocol.engine import (
-    CHUNK_NAME_BYTES,
     MAX_NAMES_BYTES,
     MissRecord,
     SyncRequest,
 )
 from raykv.protocol.framing import encode
+from tests.fixtures.keys import chunk_names, hashed_key
 
 CHUNK = 32
 EVICTED = Miss(Key(b"first gone\x00\x00\x00\x00"), MissReason.EVICTED)
@@ -234,17 +234,9 @@ def test_refined_reasons_move_tokens_and_change_no_sum() -> None:
     assert accounts.take_refined() == {}
 
 
-def numbered_key(number: int) -> bytes:
-    return number.to_bytes(32, "big")[::-1] + bytes(4)
-
-
-def chunk_names(*numbers: int) -> bytes:
-    return b"".join(numbered_key(number)[:CHUNK_NAME_BYTES] for number in numbers)
-
-
 def recorded(accounts: Accounts, request_id: str, num_chunks: int) -> MissRecord:
     accounts.open(request_id, 32 * num_chunks)
-    record = accounts.close(request_id, [numbered_key(number) for number in range(num_chunks)])
+    record = accounts.close(request_id, [hashed_key(number) for number in range(num_chunks)])
     assert record is not None
     return record
 

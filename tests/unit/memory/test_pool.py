@@ -14,21 +14,14 @@ import pytest
 
 import raykv.memory.pool
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, Generation, Key, Namespace, Refusal, Slot
+from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, Refusal, Slot
 from raykv.memory.pool import Pool
 from raykv.node.keeper import PoolKeeper
+from tests.fixtures.keys import chunk
 
 PAGE = SLOT_ALIGNMENT
 GEOMETRY = PoolGeometry(16 * PAGE, 4 * PAGE)
 CHECKSUM = (1 << 64) - 1
-
-
-def chunk(
-    generation: int, slot: int = 0, key: bytes = b"k", namespace: str = "model", pages: int = 1
-) -> ChunkName:
-    return ChunkName(
-        Namespace(namespace), Key(key), Slot(slot), Generation(generation), pages * PAGE
-    )
 
 
 @pytest.fixture

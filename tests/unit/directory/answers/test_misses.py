@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from raykv.base.errors import MessageError
@@ -24,64 +26,40 @@ from raykv.protocol.engine import (
     check_sync,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.node import Inventory, NodeReport
+from raykv.protocol.node import NodeReport
 from raykv.protocol.reader import Explanations, RequestPage
+from tests.fixtures.directory.desk import Desk as PlainDesk
+from tests.fixtures.directory.tables import TABLES, use_table
+from tests.fixtures.keys import chunk_names
 from tests.fixtures.keys import named_key as key
-from tests.fixtures.tables import TABLES, use_table
 
 EXPIRY_S = 10.0
-NUM_SLOTS = 4
 
 
-class Desk:
+class Desk(PlainDesk):
     """Two nodes of four slots each; the engine "e" is on the first, "far" on the second."""
 
     def __init__(self) -> None:
         settings = ManagerSettings(
             engine_expiry_s=EXPIRY_S, node_expiry_s=EXPIRY_S, settle_s=0.0, pin_s=0.0
         )
-        self.manager = BlockManager(Epoch(1), settings)
-        self.now = 100.0
-        self._seq = 0
+        super().__init__(BlockManager(Epoch(1), settings))
         for node in ("one", "two"):
             self.report(node)
         self.attach("e", "one", "model")
         self.attach("far", "two", "model")
 
-    def report(self, node: str, stored: Inventory = Inventory()) -> None:  # noqa: B008
-        self._seq += 1
-        size = NUM_SLOTS * SLOT_ALIGNMENT
-        message = NodeReport(PROTOCOL_VERSION, node, 7, self._seq, size, size, 0, 0, stored)
-        self.manager.node_report(message, self.now)
+    def key(self, letter: str) -> bytes:
+        return key(letter)
 
-    def attach(self, engine: str, node: str, namespace: str) -> None:
-        message = AttachEngine(
-            PROTOCOL_VERSION, engine, node, namespace, "tiny", 1, {0: SLOT_ALIGNMENT}
-        )
-        assert not self.manager.attach_engine(message, self.now).error
-
-    def sync(self, engine: str, *finished: MissRecord, seq: int = 0, wanted: int = 0) -> SyncReply:
-        self._seq += 1
-        raw = encode(
-            SyncRequest(engine, 1, seq or self._seq, wanted={0: wanted}, finished=list(finished))
-        )
-        return self.manager.sync(decode(raw, SyncRequest), self.now)
-
-    def store(self, engine: str, node: str, namespace: str, *names: str) -> None:
-        """The engine stores chunks; what is in the way is evicted."""
-        granted = self.sync(engine, wanted=len(names)).granted
-        assert len(granted.slots) == len(names)
-        rows: list[bytes] = [key(name) for name in names]
-        sizes, indices = [SLOT_ALIGNMENT] * len(rows), [0] * len(rows)
-        self.report(
-            node,
-            Inventory([namespace], indices, rows, granted.slots, granted.generations, sizes),
-        )
+    def end(self, engine: str, *records: MissRecord, **fields: Any) -> SyncReply:
+        """Requests have ended."""
+        return self.sync(engine, finished=list(records), **fields)
 
     def reason(self, name: str) -> dict[str, int]:
         """Those of a request of the engine "e" that knows nothing of a chunk."""
         missed = {"never_stored": 64, "incomplete_chunk": 5}
-        self.sync("e", MissRecord("r", 69, 0, 0, missed, key(name)))
+        self.end("e", MissRecord("r", 69, 0, 0, missed, key(name)))
         newest = self.find("r").found[0].record
         assert sum(newest.missed.values()) == 69
         return newest.missed
@@ -105,7 +83,7 @@ def record(request_id: str) -> MissRecord:
 
 
 def test_record_is_told_as_it_came_with_where_it_came_from(desk: Desk) -> None:
-    desk.sync("e", record("cmpl-7-0-abcd"))
+    desk.end("e", record("cmpl-7-0-abcd"))
     desk.now += 3.0
     known = desk.find("cmpl-7")
     (only,) = known.found
@@ -115,7 +93,7 @@ def test_record_is_told_as_it_came_with_where_it_came_from(desk: Desk) -> None:
 
 
 def test_newest_come_first_and_only_so_many(desk: Desk) -> None:
-    desk.sync("e", *(record(f"cmpl-{number}") for number in range(MAX_TOLD + 5)))
+    desk.end("e", *(record(f"cmpl-{number}") for number in range(MAX_TOLD + 5)))
     found = [each.record.request_id for each in desk.find("cmpl-").found]
     assert found == [f"cmpl-{MAX_TOLD + 4 - i}" for i in range(MAX_TOLD)]
 
@@ -134,26 +112,26 @@ def test_newest_come_first_and_only_so_many(desk: Desk) -> None:
 def test_ids_are_known_by_their_beginning(
     desk: Desk, request_id: str, beginning: str, is_found: bool
 ) -> None:
-    desk.sync("e", record(request_id))
+    desk.end("e", record(request_id))
     assert bool(desk.find(beginning).found) is is_found
 
 
 def test_oldest_are_forgotten(desk: Desk) -> None:
-    desk.sync("e", record("first"))
+    desk.end("e", record("first"))
     for start in range(0, MAX_RECORDS, 256):
-        desk.sync("e", *(record(f"later-{start + i}") for i in range(256)))
+        desk.end("e", *(record(f"later-{start + i}") for i in range(256)))
     known = desk.find("first")
     assert (known.found, known.num_known) == ([], MAX_RECORDS)
 
 
 def test_message_that_comes_again_is_counted_once(desk: Desk) -> None:
     for _ in range(2):
-        desk.sync("e", record("r"), seq=77)
+        desk.end("e", record("r"), seq=77)
     assert len(desk.find("r").found) == 1
 
 
 def test_engine_that_is_not_attached_is_not_believed(desk: Desk) -> None:
-    assert desk.sync("stranger", record("r")).attach
+    assert desk.end("stranger", record("r")).attach
     assert desk.find("r").found == []
 
 
@@ -161,25 +139,25 @@ def test_engine_that_is_not_attached_is_not_believed(desk: Desk) -> None:
 
 
 def test_chunk_that_nobody_ever_had_was_never_stored(desk: Desk) -> None:
-    desk.store("far", "two", "model", "a")
+    desk.store("two", "a", "far")
     assert desk.reason("b") == {"never_stored": 64, "incomplete_chunk": 5}
 
 
 def test_chunk_that_was_given_up_on_another_node_was_evicted(desk: Desk) -> None:
-    desk.store("far", "two", "model", "a")
-    desk.store("far", "two", "model", *"bcde")
+    desk.store("two", "a", "far")
+    desk.store("two", "bcde", "far")
     assert desk.reason("a") == {"evicted": 64, "incomplete_chunk": 5}
 
 
 def test_chunk_that_was_stored_twice_was_not_evicted(desk: Desk) -> None:
     """Two engines of a node had computed it, neither of which knew of the other."""
-    desk.store("e", "one", "model", "a")
-    desk.store("e", "one", "model", "a")
+    desk.store("one", "a", "e")
+    desk.store("one", "a", "e")
     assert desk.reason("a") == {"never_stored": 64, "incomplete_chunk": 5}
 
 
 def test_chunk_of_a_node_that_is_gone_was_lost_with_it(desk: Desk) -> None:
-    desk.store("far", "two", "model", "a", "b")
+    desk.store("two", "ab", "far")
     desk.now += EXPIRY_S + 1.0
     desk.report("one")
     desk.sync("e")
@@ -190,7 +168,7 @@ def test_chunk_of_a_node_that_is_gone_was_lost_with_it(desk: Desk) -> None:
 
 
 def test_chunk_that_an_operator_removed_was_cleared(desk: Desk) -> None:
-    desk.store("far", "two", "model", "a")
+    desk.store("two", "a", "far")
     desk.manager.clear(Namespace("model"))
     assert desk.reason("a") == {"cleared": 64, "incomplete_chunk": 5}
     assert "never_stored" in desk.reason("b")
@@ -198,14 +176,14 @@ def test_chunk_that_an_operator_removed_was_cleared(desk: Desk) -> None:
 
 def test_chunk_of_the_same_tokens_in_another_namespace_is_named(desk: Desk) -> None:
     desk.attach("other", "two", "other model")
-    desk.store("other", "two", "other model", "a")
+    desk.store("two", "a", "other", "other model")
     assert desk.reason("a") == {"other_namespace": 64, "incomplete_chunk": 5}
     assert "never_stored" in desk.reason("b")
 
 
 def test_what_went_in_another_namespace_says_nothing_of_this_one(desk: Desk) -> None:
     desk.attach("other", "two", "other model")
-    desk.store("other", "two", "other model", "a")
+    desk.store("two", "a", "other", "other model")
     desk.manager.clear(Namespace("other model"))
     assert "never_stored" in desk.reason("a")
 
@@ -213,7 +191,7 @@ def test_what_went_in_another_namespace_says_nothing_of_this_one(desk: Desk) -> 
 def test_nodes_that_came_to_have_the_other_namespace_are_seen_after_a_while(desk: Desk) -> None:
     assert "never_stored" in desk.reason("a")
     desk.attach("other", "two", "other model")
-    desk.store("other", "two", "other model", "a")
+    desk.store("two", "a", "other", "other model")
     desk.now += misses.PLACES_S
     assert "other_namespace" in desk.reason("a")
 
@@ -221,50 +199,42 @@ def test_nodes_that_came_to_have_the_other_namespace_are_seen_after_a_while(desk
 def test_search_in_other_namespaces_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(misses, "MAX_PLACES", 0)
     desk.attach("other", "two", "other model")
-    desk.store("other", "two", "other model", "a")
+    desk.store("two", "a", "other", "other model")
     assert "never_stored" in desk.reason("a")
 
 
 def test_other_reasons_stay_as_the_engine_gave_them(desk: Desk) -> None:
-    desk.store("far", "two", "model", "a")
-    desk.store("far", "two", "model", *"bcde")
-    desk.sync("e", MissRecord("r", 10, 0, 0, {"pool_full": 10}, key("a")))
+    desk.store("two", "a", "far")
+    desk.store("two", "bcde", "far")
+    desk.end("e", MissRecord("r", 10, 0, 0, {"pool_full": 10}, key("a")))
     assert desk.find("r").found[0].record.missed == {"pool_full": 10}
 
 
 def test_refined_reason_joins_tokens_that_have_it_already(desk: Desk) -> None:
-    desk.store("far", "two", "model", "a")
-    desk.store("far", "two", "model", *"bcde")
+    desk.store("two", "a", "far")
+    desk.store("two", "bcde", "far")
     missed = {"never_stored": 6, "evicted": 4}
-    desk.sync("e", MissRecord("r", 10, 0, 0, missed, key("a")))
+    desk.end("e", MissRecord("r", 10, 0, 0, missed, key("a")))
     assert desk.find("r").found[0].record.missed == {"evicted": 10}
 
 
 def test_engine_is_told_what_was_known_better_once_for_each_message(desk: Desk) -> None:
-    desk.store("far", "two", "model", "a")
-    desk.store("far", "two", "model", *"bcde")
+    desk.store("two", "a", "far")
+    desk.store("two", "bcde", "far")
     known = MissRecord("r1", 10, 0, 0, {"never_stored": 7, "incomplete_chunk": 3}, key("a"))
     unknown = MissRecord("r2", 10, 0, 0, {"never_stored": 10}, key("z"))
     for _ in range(2):
-        assert desk.sync("e", known, unknown, seq=77).refined == {"evicted": 7}
-    assert desk.sync("e", unknown, seq=78).refined == {}
-    assert desk.sync("e", seq=79).refined == {}
+        assert desk.end("e", known, unknown, seq=77).refined == {"evicted": 7}
+    assert desk.end("e", unknown, seq=78).refined == {}
+    assert desk.end("e", seq=79).refined == {}
 
 
 def test_chunk_that_is_here_since_is_not_taken_for_one_of_another_namespace(desk: Desk) -> None:
-    desk.store("far", "two", "model", "a")
+    desk.store("two", "a", "far")
     assert desk.reason("a") == {"never_stored": 64, "incomplete_chunk": 5}
 
 
 # Pages of all requests
-
-
-def numbered_key(number: int) -> bytes:
-    return number.to_bytes(32, "big")[::-1] + bytes(4)
-
-
-def chunk_names(*numbers: int) -> bytes:
-    return b"".join(numbered_key(number)[:CHUNK_NAME_BYTES] for number in numbers)
 
 
 ENGINE = Engine(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from raykv.base.ids import Key, Namespace, NodeId
+from raykv.base.ids import Namespace, NodeId
 from raykv.directory.table.dicts import ReplicaIndex
-from raykv.directory.table.protocol import Name
+from tests.fixtures.directory.desk import name
 
 ONE, TWO, THREE = NodeId("one"), NodeId("two"), NodeId("three")
 MODEL, SECOND = Namespace("model"), Namespace("second")
-
-
-def name(letter: str, namespace: Namespace = MODEL) -> Name:
-    return namespace, Key(letter.encode())
 
 
 def index_of(**letters: str) -> ReplicaIndex:

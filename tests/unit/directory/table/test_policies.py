@@ -15,7 +15,7 @@ from raykv.directory.table.worth import Worth
 from raykv.lab.bench.arc import ARC
 from raykv.lab.bench.policy import COMPARED
 from raykv.lab.bench.s3fifo import S3FIFO
-from tests.fixtures.eviction import add_all, give_up, order
+from tests.fixtures.directory.eviction import add_all, give_up, order
 
 A, B, C, D = (("model", name) for name in (b"a", b"b", b"c", b"d"))
 

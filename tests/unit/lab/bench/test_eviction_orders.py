@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raykv.lab.bench.arc import ARC
 from raykv.lab.bench.s3fifo import S3FIFO
-from tests.fixtures.eviction import add_all, give_up, order, touch_all
+from tests.fixtures.directory.eviction import add_all, give_up, order, touch_all
 
 C, A = ("model", b"c"), ("model", b"a")
 

@@ -26,7 +26,7 @@ from raykv.node.states.file import (
     settle,
     write_states,
 )
-from tests.fixtures.states_reader import DisappointedReader
+from tests.fixtures.node.states_reader import DisappointedReader
 
 torch = pytest.importorskip("torch")
 
