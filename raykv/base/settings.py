@@ -333,4 +333,4 @@ def _unknown(what: str, name: str, allowed: set[str]) -> str:
 
 
 ANY_PORT = MetricsPlace()
-"""For the metrics of actors that nobody has settings for."""
+"""Where actors show their metrics that nobody has settings for."""

@@ -50,9 +50,7 @@ def plan(
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str | int | bool]:
-    """Raises:
-    SettingError: one is not NAME=VALUE.
-    """
+    """Split each NAME=VALUE; anything else is a SettingError."""
     found: dict[str, str | int | bool] = {}
     for each in given:
         name, equals, value = each.partition("=")

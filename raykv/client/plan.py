@@ -148,9 +148,7 @@ def _reason(error: Exception) -> str:
 
 
 def _refuse_unknown_kinds(model: str, config: Any) -> None:
-    """Raises:
-    SettingError: naming the kind.
-    """
+    """Raise a SettingError that names a kind of model whose KV can't be planned."""
     layers = set(getattr(config.hf_text_config, "layer_types", None) or ())
     kind = ""
     if config.is_attention_free or config.is_hybrid:
