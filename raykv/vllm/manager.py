@@ -44,7 +44,13 @@ from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handle
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.stream.descriptions import DescriptionOutbox
-from raykv.vllm.internals import SchedulerTables, described_chunk, is_resting, silent
+from raykv.vllm.internals.engine import is_resting
+from raykv.vllm.internals.offloading import (
+    SchedulerTables,
+    described_chunk,
+    is_windowed,
+    silent,
+)
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import hint_of, request_options
 from raykv.vllm.transfers import PoolSpec
@@ -404,21 +410,20 @@ class ChunkTracker(OffloadingEventsTracker):
         outbox = self._outbox
         if outbox is None or outbox.knows(self._identity.namespace, key):
             return
-        if group_config.sliding_window_size_in_chunks is not None or has_other_input(req):
+        if is_windowed(group_config) or has_other_input(req):
             return
-        meta = described_chunk(self, req, group_config, chunk_idx)
-        parent = meta.parent_block_hash
+        text = described_chunk(self, req, group_config, chunk_idx)
         outbox.add(
             Description(
                 namespace=self._identity.namespace,
                 key=bytes(key),
-                parent=None if parent is None else bytes(parent),
-                inner=b"".join(meta.block_hashes[:-1]),
-                tokens=pack_tokens(meta.token_ids),
-                block_size=meta.block_size,
+                parent=None if text.parent is None else bytes(text.parent),
+                inner=b"".join(text.hashes[:-1]),
+                tokens=pack_tokens(text.token_ids),
+                block_size=text.block_size,
                 model=self._identity.model,
-                kind=meta.kv_cache_spec.kv_cache_spec_kind or "",
-                lora=meta.lora_name,
+                kind=text.kind,
+                lora=text.lora,
             )
         )
 
@@ -431,7 +436,7 @@ def has_other_input(req: Any) -> bool:
 
 
 def track_chunks(
-    scheduler: Any,
+    tables: SchedulerTables,
     config: Any,
     identity: EngineIdentity,
     outbox: DescriptionOutbox | None,
@@ -441,5 +446,5 @@ def track_chunks(
     if outbox is None and announcements is None:
         return
     tracker = ChunkTracker(config, identity, outbox, announcements)
-    if not SchedulerTables(scheduler).replace_tracker(tracker, OffloadingEventsTracker):
+    if not tables.replace_tracker(tracker, OffloadingEventsTracker):
         logger.warning("this vLLM does not tell what chunks are made of: they are not described")

@@ -30,8 +30,10 @@ from raykv.protocol.columns import Handles, Leases
 from raykv.protocol.engine import SyncReply
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
-from raykv.vllm import internals, mending
+from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.internals import engine as engine_internals
+from raykv.vllm.internals import offloading as offloading_internals
 from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
@@ -128,10 +130,12 @@ def is_within(code: CodeType) -> bool:
     path = Path(code.co_filename)
     if not (path.is_relative_to(OURS) or path.is_relative_to(THEIRS)):
         return False
-    return path.name not in _TRUSTED_FILES and code not in _safe_answers()
+    return path not in _TRUSTED_FILES and code not in _safe_answers()
 
 
-_TRUSTED_FILES = {Path(inspect.getfile(each)).name for each in (guard, internals, mending)}
+_TRUSTED_FILES = {
+    Path(inspect.getfile(each)) for each in (guard, mending, engine_internals, offloading_internals)
+}
 
 _SAFE = {
     RayKVConnector: (

@@ -280,7 +280,7 @@ def make_connector(
     connector._stranded_blocks = []
     connector._connector_metadata = None
     connector.__dict__["_bounding_group_ids"] = ()
-    connector._layered = LayeredScheduling(manager.layered, connector.scheduler)
+    connector._layered = LayeredScheduling(manager.layered, connector._tables)
     manager.view.accounts.tokens_per_chunk = CHUNK
     connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
     scheduler.connector = connector

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raykv.base.errors import SettingError, VersionError
-from raykv.vllm.internals import check_vllm_version
+from raykv.vllm.internals.names import check_vllm_version
 
 pytest.importorskip("vllm")
 
