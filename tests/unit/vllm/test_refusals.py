@@ -44,6 +44,14 @@ def parallel(**fields: Any) -> Any:
     return SimpleNamespace(**{**values, **fields})
 
 
+def test_vllms_loads_within_the_step_are_refused_before_any_process_starts() -> None:
+    from raykv.vllm.connector import RayKVConnector
+
+    given = {"sync_load_budget_bytes": 1 << 20}
+    with pytest.raises(SettingError, match=r"sync_load_budget_bytes is not .*layerwise_loads=true"):
+        RayKVConnector.requires_piecewise_for_cudagraph(given)
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
