@@ -2,6 +2,11 @@
 
 All methods run on EngineCore's scheduler thread. None calls Ray, none raises: each has a safe
 value, which costs a recomputation at most.
+
+From 0.33 on vLLM holds a manager's `lock` over each step. The default, which locks nothing, is
+right here: no other thread calls the manager, and what its answers rest on changes on this thread
+alone, between steps (`EngineView` says what the exchange thread may touch). `on_reset_flushed` has
+nothing to do either: a slot that a late job still writes is not known by that generation any more.
 """
 
 from __future__ import annotations

@@ -195,9 +195,10 @@ def _safe_answers() -> frozenset[CodeType]:
 
 
 class Line:
-    """A line to a NodeActor that is slow, and carries out each job when it ends."""
+    """A line to a NodeActor that is slow, and carries out each job when it ends.
 
-    node_epoch = NODE_EPOCH
+    `node_epoch` 0: that one is dead, and every job fails.
+    """
 
     def __init__(self, blocks: dict[int, list[int]], rng: random.Random) -> None:
         # How often a chunk does not come.
@@ -211,6 +212,7 @@ class Line:
         self.ended: list[JobResult] = []
         self.num_loaded = 0
         self.is_closed = False
+        self.node_epoch = NODE_EPOCH
 
     def submit(self, request: JobRequest) -> None:
         assert request.job_id not in self.waiting
@@ -232,8 +234,12 @@ class Line:
         self.wait(job_ids)
 
     def _carry_out(self, request: JobRequest) -> JobResult:
-        failed = []
         handles = request.handles
+        if not self.node_epoch:
+            every = list(range(len(handles.keys)))
+            lost = [int(Refusal.NODE_LOST)] * len(every)
+            return JobResult(request.job_id, 0, 0.0, every, lost)
+        failed = []
         columns = zip(handles.keys, handles.slots, handles.generations, strict=True)
         for at, (key, slot, generation) in enumerate(columns):
             block = request.block_ids[at]
@@ -292,6 +298,7 @@ class HookWorld(World):
         self.worker_side = worker_side(self.line, len(kinds))
         # How often a chunk is evicted from the pool.
         self.evicting = 0.01
+        self.num_steps = 0
         # What each step has told of its loads.
         self.told: list[KVConnectorOutput] = []
         for hooks, connector in (
@@ -302,6 +309,7 @@ class HookWorld(World):
                 setattr(connector, name, faults.within(name, getattr(connector, name)))
 
     def step(self, *aborted: str) -> None:
+        self.num_steps += 1
         super().step(*aborted)
         self._exchange()
 
