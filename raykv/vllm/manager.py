@@ -132,8 +132,20 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(lambda *_: LookupResult.MISS)
     def _lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        request = self.view.requests.get(req_context.req_id)
+        miss = request.miss
         found = self.view.lookup(req_context.req_id, Key(key), time.monotonic())
+        if found is Lookup.MISS and self._is_tail(key, req_context):
+            # It is looked up behind the chunks, and does not tell why one of them is missing.
+            request.miss = miss
         return _RESULTS[found]
+
+    def _is_tail(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Whether the key names the beginning of a block, which vLLM stores with recurrent states
+        too.
+        """
+        end = req_context.get_offload_key_position(key)
+        return end is not None and end % self.view.remote.settings.size_of(Key(key)).num_tokens != 0
 
     @guarded(lambda *_: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -394,11 +406,15 @@ class ChunkTracker(OffloadingEventsTracker):
         self._outbox = outbox
         self._announcements = announcements
 
+    def _expect(self, key: Any) -> None:
+        """vLLM remembers what the chunk is made of, until it is said to have gone."""
+        if self._announcements is not None:
+            self._announcements.expect(Key(key), time.monotonic())
+
     @guarded(nothing)
     def record_store(self, req: Any, group_config: Any, chunk_idx: int, offload_key: Any) -> None:
         super().record_store(req, group_config, chunk_idx, offload_key)
-        if self._announcements is not None:
-            self._announcements.expect(Key(offload_key), time.monotonic())
+        self._expect(offload_key)
         if self._outbox is not None:
             self._describe(req, group_config, chunk_idx, offload_key)
 
@@ -406,10 +422,28 @@ class ChunkTracker(OffloadingEventsTracker):
     def record_lookup(self, req: Any, group_config: Any, chunk_idx: int, offload_key: Any) -> None:
         """See `OffloadingEventsTracker.record_lookup`: the chunk is on this node."""
         super().record_lookup(req, group_config, chunk_idx, offload_key)
-        if self._announcements is not None:
-            self._announcements.expect(Key(offload_key), time.monotonic())
+        self._expect(offload_key)
         if self._outbox is not None and not self._outbox.is_busy:
             self._describe(req, group_config, chunk_idx, offload_key)
+
+    @guarded(nothing)
+    def record_partial_store(
+        self, req: Any, group_config: Any, boundary_tokens: int, offload_key: Any
+    ) -> None:
+        """See `OffloadingEventsTracker.record_partial_store`: the beginning of a block is stored.
+
+        The readers of RayKV's events do not get such chunks described.
+        """
+        super().record_partial_store(req, group_config, boundary_tokens, offload_key)
+        self._expect(offload_key)
+
+    @guarded(nothing)
+    def record_partial_lookup(
+        self, req: Any, group_config: Any, boundary_tokens: int, offload_key: Any
+    ) -> None:
+        """See `OffloadingEventsTracker.record_partial_lookup`; as `record_partial_store`."""
+        super().record_partial_lookup(req, group_config, boundary_tokens, offload_key)
+        self._expect(offload_key)
 
     def _describe(self, req: Any, group_config: Any, chunk_idx: int, key: Any) -> None:
         outbox = self._outbox
