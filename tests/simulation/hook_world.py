@@ -283,10 +283,10 @@ class HookWorld(World):
         faults: Faults | None = None,
         num_blocks: int = 40,
         kinds: Sequence[KVCacheSpec] = (FULL,),
-        *,
-        is_async: bool = False,
+        **more: Any,
     ) -> None:
-        super().__init__(model, seed, 0.0, num_blocks, kinds, is_async=is_async)
+        """`more` as `World` takes it."""
+        super().__init__(model, seed, 0.0, num_blocks, kinds, **more)
         faults = faults or Faults(("nowhere", 0))
         self.faults = faults
         self.connector._layered = None
