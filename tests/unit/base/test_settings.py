@@ -105,7 +105,7 @@ def test_unknown_key_is_refused_with_all_that_are_known_when_none_is_near() -> N
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
-        ("sync_load_budget_bytes", "layerwise_loads"),
+        ("sync_load_budget_bytes", "layerwise_loads=true"),
         ("cpu_bytes_to_use", "pool_bytes"),
         ("secondary_tiers", "disk_path"),
         ("store_threshold", "stop_unused_stores"),
