@@ -21,7 +21,7 @@ LIVE_TESTS := tests/e2e
 PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
 	$(CALM_CONTRACTS)
 # What faces vLLM, and runs on the other version too.
-FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy tests/simulation
+FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy tests/simulation tests/contract/serve
 
 # Once per invocation, not at every use.
 PYTHON := $(PYTHON)
