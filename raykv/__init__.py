@@ -10,7 +10,6 @@ from raykv.base.version import __version__
 if TYPE_CHECKING:
     from raykv.client.capacity import Plan
     from raykv.client.cluster import Cluster, clear, connect, events, hidden_states
-    from raykv.client.plan import plan
     from raykv.node.states.file import HiddenStates, cleanup_hidden_states, load_hidden_states
     from raykv.prompts.block_hashes import PromptTraits
     from raykv.protocol.events import (
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     )
     from raykv.protocol.reader import Chunk, PromptLookup
     from raykv.stream.replay import Replay
+    from raykv.vllm.plan import plan
 
 _CLIENT = ("Cluster", "clear", "connect", "events", "hidden_states")
 _EVENTS = (
@@ -47,7 +47,7 @@ _OTHERS = {
     "Replay": "stream.replay",
     "cleanup_hidden_states": "node.states.file",
     "load_hidden_states": "node.states.file",
-    "plan": "client.plan",
+    "plan": "vllm.plan",
 }
 
 __all__ = [

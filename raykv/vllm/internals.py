@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from types import SimpleNamespace
 from typing import Any
 
 from raykv.base.errors import VersionError
@@ -244,6 +245,38 @@ def window_in_chunks(kv_cache_spec: Any, tokens_per_chunk: int) -> int | None:
     return found
 
 
+def offload_config(spec: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
+    """What vLLM's `OffloadingConnectorScheduler` works by: KV groups, their chunks and windows."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    return scheduler.SchedulerOffloadConfig.from_spec(spec, vllm_config, kv_cache_config)
+
+
+def offered_chunks(scheduler: Any, group_config: Any, prompt: int) -> int:
+    """How many chunks of a KV group vLLM offers to be stored, of a prompt of so many tokens.
+
+    `scheduler` is vLLM's `OffloadingConnectorScheduler`, or has its `config`. Of recurrent states
+    it is not asked where `requires_cow_source` is set.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllms
+
+    config = scheduler.config
+    chunks = prompt // group_config.tokens_per_chunk
+    is_dense = config.retention_interval is None
+    mask = vllms.OffloadingConnectorScheduler._reachable_store_block_mask(
+        scheduler,
+        group_config=group_config,
+        start_chunk_idx=0,
+        end_chunk_idx=chunks,
+        final_segment_end_chunk_idx=chunks if is_dense else None,
+        reachable_boundaries=() if is_dense else (prompt - 1,),
+    )
+    if mask is None:
+        return chunks
+    step = config.blocks_per_chunk
+    return sum(any(mask[at : at + step]) for at in range(0, len(mask), step))
+
+
 def default_hash_seed() -> str:
     """Root of block hashes that are cryptographic, unless the user names one."""
     from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
@@ -339,6 +372,99 @@ def _changed(change: Callable[[str], None], before: str, to: str) -> Iterator[No
         yield
     finally:
         change(before)
+
+
+# What an engine would do, without one
+
+
+def engine_config(arguments: Mapping[str, Any]) -> Any:
+    """vLLM's configuration for arguments of its server's engine; nothing is started."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    return EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def planned_kv_cache(vllm_config: Any) -> tuple[Any, Any]:
+    """The KV cache that an engine would have: as its scheduler is told, and as its workers are.
+
+    The model is made of shapes without memory, on torch's meta device, and vLLM's own start asks
+    its layers what they keep. The configuration changes as an engine's does.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.engine.core import EngineCore
+
+    with _first_of_its_ranks(vllm_config.parallel_config), set_current_vllm_config(vllm_config):
+        with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+            initialize_model(vllm_config)
+        current_platform.update_block_size_for_backend(vllm_config)
+        executor = _WithoutWorkers(vllm_config)
+        core: Any = SimpleNamespace(model_executor=executor)
+        return EngineCore._initialize_kv_caches(core, vllm_config), executor.kv_cache_configs[0]
+
+
+class _WithoutWorkers:
+    """Stands for an engine's executor: answers for workers with a model of shapes."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._cache_config = vllm_config.cache_config
+        self._config = vllm_config
+        self._num_ranks = vllm_config.parallel_config.world_size
+        self.kv_cache_configs: list[Any] = []
+
+    def get_kv_cache_specs(self) -> list[Any]:
+        from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+        return [get_kv_cache_spec(self._config) for _ in range(self._num_ranks)]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+
+        layouts = get_supported_kv_cache_layouts(get_current_attn_backends(self._config))
+        return [[layout.name for layout in layouts]] * self._num_ranks
+
+    def set_kv_cache_layout(self, layout: str, *_more: Any) -> None:
+        self._cache_config.kv_cache_layout = layout
+
+    def determine_available_memory(self) -> list[int]:
+        """Enough for any model: nothing is allocated."""
+        return [1 << 60] * self._num_ranks
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        self.kv_cache_configs = kv_cache_configs
+
+    def compile_or_warm_up_model(self) -> None:
+        """There is nothing to compile."""
+
+
+@contextmanager
+def _first_of_its_ranks(parallel: Any) -> Iterator[None]:
+    """vLLM believes that this process is the first of an engine's ranks; nobody is spoken to."""
+    from torch.distributed import ProcessGroup
+    from vllm.distributed import parallel_state
+
+    sizes = dict.fromkeys(("_WORLD", "_INNER_DP_WORLD", "_EP", "_EPLB"), parallel.world_size)
+    sizes |= dict.fromkeys(("_TP", "_ETP"), parallel.tensor_parallel_size)
+    sizes |= dict.fromkeys(("_PP", "_PCP", "_DP", "_ENGRAM_DP"), 1)
+    sizes["_DCP"] = parallel.decode_context_parallel_size
+    before = {name: getattr(parallel_state, name) for name in sizes}
+    try:
+        for name, size in sizes.items():
+            group = object.__new__(parallel_state.GroupCoordinator)
+            group.world_size, group.ranks = size, list(range(size))
+            group.rank = group.rank_in_group = group.local_rank = 0
+            group.cpu_group = group.device_group = ProcessGroup(0, size)
+            group.device_communicator = group.mq_broadcaster = None
+            setattr(parallel_state, name, group)
+        yield
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
 
 
 # Methods that are wrapped in vLLM's processes

@@ -100,7 +100,7 @@ def plan(
     longest = planned.shape.max_model_len
     lengths = sorted({longest, *(count("prompts", each) for each in prompts if each < longest)})
     stored = [planned.stored(each, checked.window_share) for each in lengths]
-    return make_plan(planned.shape, stored, _wishes(checked), planned.notes)
+    return make_plan(planned.shape, stored, _wishes(checked), planned.note)
 
 
 def _wishes(settings: Settings) -> PoolWishes:
@@ -150,7 +150,7 @@ class Planned:
             slot_bytes=self._spec.slot_bytes,
             num_ranks=self._spec.config.parallel.world_size,
             num_parts=self._spec.num_parts,
-            groups=[self._group(each) for each in self._groups],
+            groups=tuple(self._group(each) for each in self._groups),
         )
 
     def _group(self, group: ChunkGroup) -> KVGroup:
@@ -170,28 +170,27 @@ class Planned:
         )
 
     @property
-    def notes(self) -> list[str]:
-        """What to know of recurrent states."""
-        states = [
-            (group.tokens, each.kv_cache_spec.mamba_cache_mode)
+    def note(self) -> str:
+        """What to know of recurrent states; empty: there are none."""
+        modes = {
+            group.tokens: each.kv_cache_spec.mamba_cache_mode
             for group, each in zip(self._groups, self._offload.kv_group_configs, strict=True)
             if hasattr(each.kv_cache_spec, "mamba_cache_mode")
-        ]
-        if not states:
-            return []
-        tokens, mode = states[0]
-        if mode == "none":
-            return [
+        }
+        if not modes:
+            return ""
+        if "none" in modes.values():
+            return (
                 "vLLM keeps no states of this model where prompts may part, and RayKV can store "
                 "none: give its engine enable_prefix_caching=True"
-            ]
-        step = self._step_tokens
-        return [
+            )
+        tokens, step = max(modes), self._step_tokens
+        return (
             f"a state takes a chunk of {tokens:,} tokens, and is stored where both a chunk and a "
             f"step of the engine end, every {max(tokens, step // tokens * tokens):,} tokens with "
             f"max_num_batched_tokens={step}: more of these store fewer states, and of prompts of "
             f"fewer than {tokens:,} tokens nothing is stored"
-        ]
+        )
 
     def stored(self, prompt: int, share: float) -> StoredPrompt:
         """What is stored of a prompt of so many tokens, of which nothing is known."""
@@ -287,12 +286,13 @@ def _quiet() -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     """The part of vLLM's message that says something."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.strip().removeprefix("Value error, ") for line in str(error).splitlines()]
     said = [line for line in lines if line and "validation error" not in line]
     if not said:
         return type(error).__name__
-    # pydantic names the field on a line of its own.
-    return said[0] if " " in said[0] else ": ".join(said[:2])
+    # pydantic names the field on a line of its own, and repeats the input behind what it says.
+    reason = said[0] if " " in said[0] else ": ".join(said[:2])
+    return reason.partition(" [type=")[0]
 
 
 def _refuse_others(model: str, config: Any) -> None:

@@ -59,37 +59,51 @@ INTERNALS = {
     ),
     f"{OFFLOADING}.metrics:OffloadPromMetrics": "_observe_deprecated_metrics",
     f"{OFFLOADING}.scheduler:GroupOffloadConfig": (
-        "group_idx tokens_per_block tokens_per_chunk sliding_window_size_in_chunks"
+        "group_idx requires_cow_source tokens_per_block tokens_per_chunk "
+        "sliding_window_size_in_chunks"
     ),
     f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler": (
         "_block_id_to_pending_jobs _chunks_being_loaded _current_batch_allocated_block_ids "
         "_current_batch_jobs_to_flush _current_batch_load_jobs _events_tracker _job_counter _jobs "
-        "_req_status _reset_fence _stale_job_threshold config manager"
+        "_reachable_store_block_mask _req_status _reset_fence _stale_job_threshold config manager"
     ),
     f"{OFFLOADING}.scheduler:RequestGroupState": "block_ids offload_keys",
     f"{OFFLOADING}.scheduler:RequestOffloadState": (
         "finished_signaled group_states max_load_tokens max_offload_tokens req req_context "
         "transfer_jobs update_offload_keys"
     ),
-    f"{OFFLOADING}.scheduler:SchedulerOffloadConfig": "kv_group_configs tokens_per_hash",
+    f"{OFFLOADING}.scheduler:SchedulerOffloadConfig": (
+        "blocks_per_chunk from_spec kv_group_configs retention_interval tokens_per_hash"
+    ),
     f"{OFFLOADING}.scheduler:TransferJobStatus": (
         "deferred_fence_block_ids fenced_block_ids is_store keys req_id"
     ),
     f"{OFFLOADING}.worker:OffloadingConnectorWorker": (
         "_connector_worker_meta _is_store_writer _load_jobs _unsubmitted_store_jobs worker"
     ),
+    "vllm.distributed.kv_transfer.kv_connector.utils": "get_current_attn_backends",
+    "vllm.distributed.parallel_state": (
+        "_WORLD _INNER_DP_WORLD _TP _ETP _EP _EPLB _DCP _PCP _PP _DP _ENGRAM_DP GroupCoordinator"
+    ),
+    "vllm.engine.arg_utils": "EngineArgs",
     "vllm.lora.worker_manager:WorkerLoRAManager": "_load_adapter lora_config",
+    "vllm.model_executor.model_loader.utils": "initialize_model",
     "vllm.renderers.base:BaseRenderer": "_process_tokens _process_tokens_async config",
+    "vllm.usage.usage_lib": "UsageContext",
     "vllm.utils.import_utils": "resolve_obj_by_qualname",
+    "vllm.utils.torch_utils": "set_default_torch_dtype",
     "vllm.v1.attention.backends.cpu_attn": "_get_attn_isa",
+    "vllm.v1.attention.backends.utils": "get_supported_kv_cache_layouts",
     "vllm.v1.attention.selector": "get_attn_backend get_mamba_attn_backend",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "evict_blocks",
     "vllm.v1.core.kv_cache_utils": "DEFAULT_NONE_HASH_SEED _gen_lora_extra_hash_keys",
     "vllm.v1.engine.core:EngineCore": (
-        "_reset_caches collective_rpc model_executor scheduler set_weight_version sleep"
+        "_initialize_kv_caches _reset_caches collective_rpc model_executor scheduler "
+        "set_weight_version sleep"
     ),
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs vllm_config",
     "vllm.v1.executor.abstract:Executor": "collective_rpc is_sleeping",
+    "vllm.v1.worker.gpu.attn_utils": "get_kv_cache_spec",
     "vllm.v1.worker.gpu_worker:Worker": "compile_or_warm_up_model get_model vllm_config",
 }
 """Names by their owner, a module or a class in it."""
