@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,7 +276,8 @@ def _quiet() -> Iterator[None]:
     level, before = logging.root.manager.disable, dict(os.environ)
     try:
         logging.disable(logging.CRITICAL)
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)

@@ -43,7 +43,7 @@ def question(number: int, document: int = 7) -> list[int]:
 
 def chunk_tokens(engine: ZooEngine) -> int:
     """Tokens of a chunk: linear attention makes vLLM's blocks larger."""
-    return 96 if engine.name == "qwen3-next" else 16 if engine.name == "deepseek" else BLOCK
+    return {"qwen3-next": 96, "qwen3.5": 96, "deepseek": 16}.get(engine.name, BLOCK)
 
 
 def check_load(engine: ZooEngine, tokens: list[int]) -> int:
