@@ -15,7 +15,9 @@ CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client
 	tests/contract/node/test_integrity.py tests/contract/node/test_read.py \
 	tests/contract/worker/test_device_link.py tests/contract/worker/test_handover.py
 TIMED_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*.py))
-LIVE_TESTS := tests/integration tests/e2e
+# Mostly wait, each for something else: Ray's actors in the one, engines in the other.
+CALM_LIVE_TESTS := tests/integration
+LIVE_TESTS := tests/e2e
 PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
 	$(CALM_CONTRACTS)
 # What faces vLLM, and runs on the other version too.
@@ -67,13 +69,15 @@ test: lint $(OVERLAY_STAMP)
 	@mkdir -p build
 	@{ nice -n 10 $(PYTEST_PURE); pure=$$?; \
 		nice -n 10 $(ON_OTHER_VLLM) --numprocesses 2 $(FACING_VLLM) && exit $$pure; } \
-		>build/pure-tests.log 2>&1 & pure=$$!; \
-	trap 'kill $$pure 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
-	$(TEST_BIN)/pytest $(TIMED_TESTS) $(LIVE_TESTS); live=$$?; \
+		>build/pure-tests.log 2>&1 & pure=$$!; calm=; \
+	trap 'kill $$pure $$calm 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	$(TEST_BIN)/pytest $(TIMED_TESTS); timed=$$?; \
+	$(TEST_BIN)/pytest $(CALM_LIVE_TESTS) >build/calm-tests.log 2>&1 & calm=$$!; \
+	$(TEST_BIN)/pytest $(LIVE_TESTS); live=$$?; \
 	$(ON_OTHER_VLLM) -m versions tests/e2e; other=$$?; \
-	wait $$pure; pure=$$?; trap - EXIT; \
-	cat build/pure-tests.log; \
-	test $$live -eq 0 && test $$other -eq 0 && test $$pure -eq 0
+	wait $$calm; calm=$$?; wait $$pure; pure=$$?; trap - EXIT; \
+	cat build/calm-tests.log build/pure-tests.log; \
+	test $$timed -eq 0 && test $$live -eq 0 && test $$other -eq 0 && test $$calm -eq 0 && test $$pure -eq 0
 else
 test: lint $(OVERLAY_STAMP)
 	$(TEST_BIN)/pytest $(PYTEST_ARGS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from raykv.base.geometry import aligned
 from raykv.client.capacity import (
     MOST_LEASE_SLOTS,
-    KVGroup,
+    GroupShape,
     KVShape,
     Plan,
     PoolWishes,
@@ -46,7 +46,7 @@ def _full_attention(
         num_ranks=1,
         num_parts=1,
         groups=(
-            KVGroup(
+            GroupShape(
                 kind="full attention",
                 layers=layers,
                 tokens_per_chunk=chunk_tokens,

@@ -39,15 +39,15 @@ _EVENTS = (
 )
 
 _OTHERS = {
-    "Chunk": "protocol.reader",
-    "HiddenStates": "node.states.file",
-    "Plan": "client.capacity",
-    "PromptLookup": "protocol.reader",
-    "PromptTraits": "prompts.block_hashes",
-    "Replay": "stream.replay",
-    "cleanup_hidden_states": "node.states.file",
-    "load_hidden_states": "node.states.file",
-    "plan": "vllm.plan",
+    "Chunk": "raykv.protocol.reader",
+    "HiddenStates": "raykv.node.states.file",
+    "Plan": "raykv.client.capacity",
+    "PromptLookup": "raykv.protocol.reader",
+    "PromptTraits": "raykv.prompts.block_hashes",
+    "Replay": "raykv.stream.replay",
+    "cleanup_hidden_states": "raykv.node.states.file",
+    "load_hidden_states": "raykv.node.states.file",
+    "plan": "raykv.vllm.plan",
 }
 
 __all__ = [
@@ -88,5 +88,5 @@ def __getattr__(name: str) -> Any:
 
         return getattr(events, name)
     if name in _OTHERS:
-        return getattr(import_module(f"raykv.{_OTHERS[name]}"), name)
+        return getattr(import_module(_OTHERS[name]), name)
     raise AttributeError(f"module 'raykv' has no attribute {name!r}")

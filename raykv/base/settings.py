@@ -48,8 +48,8 @@ INSTEAD = {
     "secondary_tiers": "a disk is set with disk_path",
     "store_threshold": "stop_unused_stores leaves out stores that do not pay",
     "sync_load_budget_bytes": (
-        "after a failed load within a step, wrong tokens would stay in vLLM's prefix cache; "
-        "layerwise_loads=true is as fast and safe"
+        "when a load within a step fails, vLLM leaves blocks that did not come in its prefix "
+        "cache; layerwise_loads=true loads within the step too, and takes them out"
     ),
 }
 """Keys of vLLM's own offloading that RayKV does not take, and what to set instead."""
@@ -333,4 +333,4 @@ def _unknown(what: str, name: str, allowed: set[str]) -> str:
 
 
 ANY_PORT = MetricsPlace()
-"""For the metrics of actors that nobody has settings for."""
+"""Where actors show their metrics that nobody has settings for."""

@@ -15,7 +15,7 @@ from raykv.memory.room import human_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from raykv.client.capacity import KVGroup, Plan
+    from raykv.client.capacity import GroupShape, Plan
 
 
 @app.command()
@@ -60,9 +60,7 @@ def plan(
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str | int | bool]:
-    """Raises:
-    SettingError: one is not NAME=VALUE.
-    """
+    """Split each NAME=VALUE; anything else is a SettingError."""
     found: dict[str, str | int | bool] = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -99,7 +97,7 @@ def _print(found: Plan) -> None:
         say(f"hint: {hint}", "yellow")
 
 
-def _groups(groups: Sequence[KVGroup]) -> Table:
+def _groups(groups: Sequence[GroupShape]) -> Table:
     """A row for KV groups that are alike and follow each other."""
     rows = table("KV group", "kind", "layers", "a chunk", "of it KV", "a prefix needs")
     for _, alike in groupby(enumerate(groups), key=lambda pair: pair[1]):

@@ -148,7 +148,7 @@ def _pool_size(shape: KVShape, prompts: Sequence[PromptSize], pool_bytes: int) -
     )
 
 
-class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
+class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     """Layers whose KV vLLM keeps in the same blocks, and RayKV in the same chunks.
 
     Attributes:
@@ -184,7 +184,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int
     num_ranks: int
     num_parts: int
-    groups: tuple[KVGroup, ...]
+    groups: tuple[GroupShape, ...]
 
     @property
     def bytes_per_token(self) -> int:

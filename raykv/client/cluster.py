@@ -464,7 +464,7 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
             SettingError: the path is in use or can't be written (the files that are there are
-                whole), a key is none, or no chunk was found.
+                whole), a key is invalid, or no chunk was found.
         """
         return self._shipping.export_chunks(path, keys, pin_id, namespace, most_bytes)
 

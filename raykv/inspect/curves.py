@@ -21,7 +21,7 @@ NUM_SIZES = 8
 """How many pools are simulated unless sizes are given."""
 
 UNLIMITED = "unlimited"
-"""In place of a policy's name: a pool in which everything has room."""
+"""Stands in place of a policy's name for a pool in which everything has room."""
 
 Numbers = npt.NDArray[np.int64]
 Chunk = tuple[str, str]
@@ -74,7 +74,7 @@ def sizing(
 
 
 def _sizes(most: int, chunk_bytes: int) -> list[int]:
-    """From a small share of the chunks to all of them, each the same factor larger."""
+    """Sizes of pools from a small share of the chunks to all, growing by a constant factor."""
     counts = np.geomspace(max(1, most // 64), most, NUM_SIZES).round().astype(int)
     return [int(count) * chunk_bytes for count in dict.fromkeys(counts.tolist())]
 
@@ -93,7 +93,8 @@ def _size_row(trace: Trace, size: int, policy: str, hits: Sequence[int]) -> dict
 
 
 def stack_distances(uses: Sequence[int]) -> Numbers:
-    """For each use how many other chunks were used since the last use of the same; -1: never.
+    """For each use, the number of other chunks used since the same chunk's last use; -1: it is the
+    first.
 
     An LRU pool finds a chunk if it has room for more chunks than that. (R. L. Mattson and others,
     1970. With p the place of the last use, the uses between p and here whose own last use was not
@@ -110,7 +111,7 @@ def stack_distances(uses: Sequence[int]) -> Numbers:
 
 
 def _num_not_above_before(values: Numbers) -> Numbers:
-    """For each value how many of those before it are not above it; merges, widths doubling."""
+    """For each value, how many before it are not larger; counted by merging, widths doubling."""
     count = len(values)
     counts = np.zeros(count, np.int64)
     # Each run's values are lifted above those of the runs before it: one sorted array to search.

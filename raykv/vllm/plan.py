@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from raykv.base.errors import RayKVError, SettingError, first_line
@@ -22,7 +21,7 @@ from raykv.base.parsing import count
 from raykv.base.settings import Settings, load_settings
 from raykv.client.capacity import (
     STATE,
-    KVGroup,
+    GroupShape,
     KVShape,
     Plan,
     PoolWishes,
@@ -33,14 +32,13 @@ from raykv.engine.windows import state_ends
 from raykv.memory.limits import disk_limit, is_in_memory, memory_limit
 from raykv.memory.room import PoolNeeds, default_pool_bytes, objection
 from raykv.protocol.groups import ChunkGroup
-from raykv.vllm.internals import (
-    check_vllm_version,
+from raykv.vllm.internals.names import check_vllm_version, vllm_version
+from raykv.vllm.internals.offloading import SchedulerTables, offloading_config
+from raykv.vllm.internals.planning import (
     engine_config,
     offered_chunks,
-    offload_config,
-    offloading_config,
     planned_kv_cache,
-    vllm_version,
+    planned_tables,
 )
 
 ENGINE_KEYS = (
@@ -133,12 +131,15 @@ class Planned:
         self._config = vllm_config
         self._kv_cache, self._workers_kv_cache = kv_caches
         self._spec = spec
-        self._offload = offload_config(spec, vllm_config, self._kv_cache)
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._kinds = self._tables().kinds
         self._groups = [
-            ChunkGroup(each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
-            for each in self._offload.kv_group_configs
+            ChunkGroup(each.group_id, each.tokens_per_chunk, each.window)
+            for each in self._tables().groups
         ]
+
+    def _tables(self) -> SchedulerTables:
+        return planned_tables(self._spec, self._config, self._kv_cache)
 
     @property
     def shape(self) -> KVShape:
@@ -154,14 +155,14 @@ class Planned:
             groups=tuple(self._group(each) for each in self._groups),
         )
 
-    def _group(self, group: ChunkGroup) -> KVGroup:
+    def _group(self, group: ChunkGroup) -> GroupShape:
         from raykv.vllm.kv_form import layer_specs
 
         layers = layer_specs(self._workers_kv_cache.kv_cache_groups[group.group])
         of_a_block = sum(each.real_page_size_bytes for each in layers)
         blocks = self._spec.blocks_per_chunk * self._spec.num_parts
         kind, window_tokens = _kind(layers[0])
-        return KVGroup(
+        return GroupShape(
             kind=kind,
             layers=len(layers),
             tokens_per_chunk=group.tokens,
@@ -174,18 +175,17 @@ class Planned:
     def note(self) -> str:
         """What to know of recurrent states; empty: there are none."""
         modes = {
-            group.tokens: each.kv_cache_spec.mamba_cache_mode
-            for group, each in zip(self._groups, self._offload.kv_group_configs, strict=True)
-            if hasattr(each.kv_cache_spec, "mamba_cache_mode")
+            number: getattr(kind, "mamba_cache_mode", "") for number, kind in self._kinds.items()
         }
-        if not modes:
+        states = {each.tokens: modes[each.group] for each in self._groups if modes[each.group]}
+        if not states:
             return ""
-        if "none" in modes.values():
+        if "none" in states.values():
             return (
                 "vLLM keeps no states of this model where prompts may part, and RayKV can store "
                 "none: give its engine enable_prefix_caching=True"
             )
-        tokens, step = max(modes), self._step_tokens
+        tokens, step = max(states), self._step_tokens
         return (
             f"a state takes a chunk of {tokens:,} tokens, and is stored where both a chunk and a "
             f"step of the engine end, every {max(tokens, step // tokens * tokens):,} tokens with "
@@ -204,13 +204,12 @@ class Planned:
     def _stored(self, prompt: int, share: float) -> list[int]:
         from raykv.vllm.windows import Windows
 
-        scheduler = SimpleNamespace(config=self._offload)
-        Windows(scheduler, self._groups, share)
+        tables = self._tables()
+        Windows(tables, share)
         states = len(state_ends(self._groups, prompt, self._step_tokens, share))
-        return [
-            states if each.requires_cow_source else offered_chunks(scheduler, each, prompt)
-            for each in scheduler.config.kv_group_configs
-        ]
+        offered = offered_chunks(tables, prompt)
+        counts = [offered[each.group] for each in self._groups]
+        return [states if count is None else count for count in counts]
 
 
 def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Planned:
@@ -298,9 +297,7 @@ def _reason(error: Exception) -> str:
 
 
 def _refuse_others(model: str, config: Any) -> None:
-    """Raises:
-    SettingError: naming the kind.
-    """
+    """Raise a SettingError that names a kind of model that RayKV is not tried with."""
     kind = ""
     if config.is_encoder_decoder:
         kind = "has an encoder and a decoder"

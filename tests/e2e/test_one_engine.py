@@ -21,7 +21,7 @@ from raykv.lab.bench.prompts import prompt
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.status import NodeStatus
-from tests.fixtures.processes import freeze
+from tests.fixtures.processes import freeze, signal_after
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
@@ -476,12 +476,3 @@ def test_engine_says_at_start_what_it_joined(engine: EngineProcess, cluster: Clu
     for word in words:
         assert word in line
     assert cluster.status().engines[0].versions in line
-
-
-def signal_after(pid: int, number: signal.Signals, delay_s: float) -> None:
-    """Send a signal in a moment; which moment of a copy it meets is up to the machine."""
-    import threading
-
-    timer = threading.Timer(delay_s, os.kill, (pid, number))
-    timer.start()
-    timer.join()

@@ -81,6 +81,7 @@ class World:
         num_blocks: of the KV cache.
         kinds: of attention, one for each KV group.
         is_async: the scheduler is the one that runs a step ahead.
+        retention_interval: vLLM's `prefix_cache_retention_interval`; its own default is 0.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class World:
         kinds: Sequence[KVCacheSpec] = (FULL,),
         *,
         is_async: bool = False,
+        retention_interval: int | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.failing = failing
         self.kinds = kinds
-        self.scheduler = make_scheduler(model, num_blocks, kinds, is_async=is_async)
+        retention = retention_interval
+        self.scheduler = make_scheduler(model, num_blocks, kinds, retention, is_async=is_async)
         groups = range(len(kinds))
         self.view = EngineView(EngineId("engine"), groups, 1.0, NUM_SLOTS)
         num_slots = dict.fromkeys(groups, NUM_SLOTS)
@@ -105,7 +108,7 @@ class World:
         granted = Leases([slot % len(kinds) for slot in slots], slots, slots)
         self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
         self.manager = RayOffloadingManager(self.view)
-        self.connector = make_connector(self.manager, self.scheduler, kinds)
+        self.connector = make_connector(self.manager, self.scheduler, kinds, retention)
         self.asked: dict[str, Asked] = {}
         self.blocks: dict[int, list[int]] = {}
         self.pool: dict[bytes, list[int]] = {}
@@ -239,7 +242,12 @@ _CONFIGS: dict[tuple[Path, bool], Any] = {}
 
 
 def make_scheduler(
-    model: Path, num_blocks: int, kinds: Sequence[KVCacheSpec], *, is_async: bool
+    model: Path,
+    num_blocks: int,
+    kinds: Sequence[KVCacheSpec],
+    retention_interval: int | None,
+    *,
+    is_async: bool,
 ) -> Scheduler:
     """No more than 64 tokens a step."""
     if (model, is_async) not in _CONFIGS:
@@ -259,18 +267,28 @@ def make_scheduler(
     groups = [KVCacheGroupSpec([f"l{at}"], kind) for at, kind in enumerate(kinds)]
     return (AsyncScheduler if is_async else Scheduler)(
         config,
-        KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=groups,
+            prefix_cache_retention_interval=retention_interval,
+        ),
         StructuredOutputManager(config),
         block_size=CHUNK,
     )
 
 
 def make_connector(
-    manager: RayOffloadingManager, scheduler: Scheduler, kinds: Sequence[KVCacheSpec]
+    manager: RayOffloadingManager,
+    scheduler: Scheduler,
+    kinds: Sequence[KVCacheSpec],
+    retention_interval: int | None,
 ) -> RayKVConnector:
     """The scheduler's side, without Ray, in the place where vLLM puts it."""
     connector: Any = RayKVConnector.__new__(RayKVConnector)
-    connector.connector_scheduler = vllm_scheduler(manager, kinds)
+    connector.connector_scheduler = vllm_scheduler(
+        manager, kinds, retention_interval=retention_interval
+    )
     connector.connector_worker = None
     connector._manager = manager
     connector._runtime = None
@@ -280,7 +298,7 @@ def make_connector(
     connector._stranded_blocks = []
     connector._connector_metadata = None
     connector.__dict__["_bounding_group_ids"] = ()
-    connector._layered = LayeredScheduling(manager.layered, connector.scheduler)
+    connector._layered = LayeredScheduling(manager.layered, connector._tables)
     manager.view.accounts.tokens_per_chunk = CHUNK
     connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
     scheduler.connector = connector

@@ -30,7 +30,7 @@ STEP = 8192
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """KV groups of a model; `has_states`: those beside full attention are recurrent states."""
 
     groups: tuple[ChunkGroup, ...]
@@ -42,11 +42,14 @@ class Kind:
 
 
 FULL = ChunkGroup(0, CHUNK)
+STATES = tuple(ChunkGroup(1 + at, CHUNK, 1) for at in range(3))
 KINDS = {
-    "Gemma 3, 27B": Kind((FULL, *(ChunkGroup(1 + at, CHUNK, 2) for at in range(6)))),
-    "GPT-OSS": Kind((FULL, ChunkGroup(1, CHUNK, 1))),
-    "Mistral 7B": Kind((ChunkGroup(0, CHUNK, 8),)),
-    "Qwen3-Next": Kind((FULL, *(ChunkGroup(1 + at, CHUNK, 1) for at in range(3))), has_states=True),
+    "Gemma 3, 27B": ModelKind((FULL, *(ChunkGroup(1 + at, CHUNK, 2) for at in range(6)))),
+    "GPT-OSS": ModelKind((FULL, ChunkGroup(1, CHUNK, 1))),
+    "Mistral 7B": ModelKind((ChunkGroup(0, CHUNK, 8),)),
+    "Qwen3-Next": ModelKind(
+        (FULL, *(ChunkGroup(1 + at, CHUNK, 1) for at in range(3))), has_states=True
+    ),
 }
 
 DEFAULT_SHARE = Settings().window_share
@@ -66,12 +69,12 @@ def run(options: Options) -> Result:
     return result
 
 
-def _measure(result: Result, case: str, kind: Kind, requests: Sequence[Request]) -> None:
+def _measure(result: Result, case: str, kind: ModelKind, requests: Sequence[Request]) -> None:
     tokens = sum(map(len, requests)) * CHUNK
-    subjects = {"vLLM's default": Pool(kind, 0.0)}
-    subjects |= {f"window_share={share}": Pool(kind, share) for share in SHARES}
+    subjects = {"vLLM's default": UnlimitedPool(kind, 0.0)}
+    subjects |= {f"window_share={share}": UnlimitedPool(kind, share) for share in SHARES}
     if not kind.has_states:
-        subjects["every window"] = Pool(kind, 0.0, keeps_all=True)
+        subjects["every window"] = UnlimitedPool(kind, 0.0, keeps_all=True)
     found: dict[str, float] = {}
     for subject, pool in subjects.items():
         found[subject] = sum(map(pool.serve, requests)) / tokens
@@ -84,10 +87,10 @@ def _measure(result: Result, case: str, kind: Kind, requests: Sequence[Request])
     result.verdicts.append(Verdict(budget, ours, found["vLLM's default"], is_most=False))
 
 
-class Pool:
+class UnlimitedPool:
     """All that one engine has stored; see the module's docstring."""
 
-    def __init__(self, kind: Kind, share: float, *, keeps_all: bool = False) -> None:
+    def __init__(self, kind: ModelKind, share: float, *, keeps_all: bool = False) -> None:
         self._kind = kind
         self._share = share
         self._keeps_all = keeps_all

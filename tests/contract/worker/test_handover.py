@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from raykv.vllm.internals import ordinary_gpu_memory
+from raykv.vllm.internals.engine import ordinary_gpu_memory
 from raykv.vllm.spec import TOLD, RayKVOffloadingSpec
 from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep
 from raykv.worker.staging import StagedLink

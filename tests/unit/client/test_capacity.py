@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from raykv.client.capacity import (
-    KVGroup,
+    GroupShape,
     KVShape,
     Plan,
     PoolWishes,
@@ -18,8 +18,8 @@ from raykv.client.capacity import (
 )
 
 MIB = 1 << 20
-FULL = KVGroup(kind="full attention", layers=32, tokens_per_chunk=64, chunk_bytes=32 * 4096 * 64)
-WINDOW = KVGroup(
+FULL = GroupShape(kind="full attention", layers=32, tokens_per_chunk=64, chunk_bytes=32 * 4096 * 64)
+WINDOW = GroupShape(
     kind="sliding window",
     layers=30,
     tokens_per_chunk=64,
