@@ -295,7 +295,8 @@ def test_only_rank_0_stores_what_all_have_and_the_others_confirm() -> None:
 
     for rank in range(2):
         spec = RayKVOffloadingSpec(offloading_config(rank, 2, replicated=True))
-        config = SimpleNamespace(kv_cache_groups=[None])
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(), layer_names=[])
+        config = SimpleNamespace(kv_cache_groups=[group])
         worker = RayKVConnectorWorker(spec, None, config)
         entry = SimpleNamespace(src_spec=None, dst_spec=None)
         metadata = OffloadingConnectorMetadata({}, {5: entry}, None)
