@@ -38,7 +38,7 @@ def test_every_kind_of_fault_happens_in_every_round_and_none_kills_the_heads_ray
     for start in range(0, len(drawn), len(KINDS)):
         assert {fault.kind for fault in drawn[start : start + len(KINDS)]} == set(KINDS)
     assert all(fault.node == 1 for fault in drawn if fault.kind is FaultKind.RAYLET_KILLED)
-    assert all((fault.frozen_s > 0) == fault.kind.freezes for fault in drawn)
+    assert all((fault.lasts_s > 0) == fault.kind.lasts for fault in drawn)
 
 
 def test_prompts_share_beginnings_and_probes_share_none() -> None:
