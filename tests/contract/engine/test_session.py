@@ -18,7 +18,8 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import EngineId
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
-from raykv.engine.runtime import EngineRuntime, leave_ray
+from raykv.engine.place import leave_ray
+from raykv.engine.runtime import EngineRuntime
 from raykv.engine.session import Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
@@ -202,7 +203,7 @@ import atexit, time
 import ray._private.worker
 calls = []
 ray._private.worker.disconnect = lambda *_: time.sleep(60)
-from raykv.engine.runtime import leave_ray
+from raykv.engine.place import leave_ray
 import ray
 assert not leave_ray(ray.shutdown, 0.2)
 """
