@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fixtures.hosts.network import Network, networked, objection
+from raykv.lab.hosts.network import Network, networked, objection
 
 
 @pytest.fixture(scope="session", autouse=True)

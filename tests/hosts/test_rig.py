@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fixtures.hosts.network import Host, Network
+from raykv.lab.hosts.network import Host, Network
 from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.hosts

@@ -14,9 +14,10 @@ import pytest
 
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.hosts.cluster import HostEngine, raylet_of
+from raykv.lab.hosts.network import Host, networked
 from raykv.serve.models import tiny_llama
-from tests.fixtures.hosts.cluster import HostCluster, HostEngine, raylet_of
-from tests.fixtures.hosts.network import Host, networked
+from tests.fixtures.hosts import HostCluster
 from tests.fixtures.waiting import wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
@@ -83,7 +84,9 @@ def world() -> Iterator[World]:
 
         def start(host: Host, core: str) -> EngineProcess:
             pool = {"pool_path": str(host.disk / "pool")}
-            made.engines[host.name] = engine = cluster.engine(host, model, core, **SETTINGS, **pool)
+            made.engines[host.name] = engine = cluster.small_engine(
+                host, model, core, **SETTINGS, **pool
+            )
             return engine
 
         started_together(partial(start, a, "0"), partial(start, b, "1"))

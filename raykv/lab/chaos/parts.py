@@ -59,7 +59,7 @@ class Parts(Protocol):
     def afflict(self, fault: Fault) -> AbstractContextManager[None]:
         """What is wrong with a node's host, until the context ends."""
 
-    def num_bytes_moved(self) -> Moved:
+    def num_bytes_moved(self) -> BytesMoved:
         """What all nodes have stored and fetched."""
 
     def end(self, *, is_headless: bool) -> None:
@@ -67,7 +67,7 @@ class Parts(Protocol):
 
 
 @dataclass(frozen=True)
-class Moved:
+class BytesMoved:
     """Bytes of all nodes."""
 
     stored: int
@@ -128,9 +128,9 @@ class LocalParts:
     def afflict(self, fault: Fault) -> AbstractContextManager[None]:
         raise ClusterError(f"{fault.kind}: all nodes are on one host")
 
-    def num_bytes_moved(self) -> Moved:
+    def num_bytes_moved(self) -> BytesMoved:
         nodes = self._cluster.status().nodes
-        return Moved(
+        return BytesMoved(
             sum(node.bytes_stored for node in nodes), sum(node.bytes_fetched for node in nodes)
         )
 

@@ -45,6 +45,7 @@ from raykv.lab.chaos.parts import (
 from raykv.lab.chaos.plan import BLOCK, MAX_TOKENS, Fault, FaultKind, batches, faults, prompts
 from raykv.lab.chaos.report import ChaosAnswer, ChaosReport, FaultSeen, Process, show
 from raykv.lab.chaos.watch import ChaosWatch
+from raykv.lab.hosts.network import objection
 from raykv.serve.models import tiny_llama
 
 CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
@@ -143,7 +144,7 @@ class _Chaos:
         self._is_headless = False
         self._parts: Parts
         if options.on_hosts:
-            self._parts = HostParts(options.num_nodes, self._folder)
+            self._parts = HostParts(options.num_nodes)
         else:
             self._parts = LocalParts(options.num_nodes, self._folder)
         stack.callback(lambda: self._parts.end(is_headless=self._is_headless))
@@ -309,7 +310,8 @@ class _Chaos:
         seen.waited = True
         for engine in self._engines:
             engine.watch = watch
-        give_up_at = time.monotonic() + MENDED_DEADLINE_S
+        deadline_s = AWAY_DEADLINE_S if self._options.on_hosts else MENDED_DEADLINE_S
+        give_up_at = time.monotonic() + deadline_s
         while not watch.wait(0.5) and time.monotonic() < give_up_at:
             self._check_threads()
         for engine in self._engines:
