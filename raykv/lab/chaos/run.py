@@ -136,7 +136,11 @@ class _Chaos:
         self._options = options
         self._console = console
         self._report = report
-        folder = tempfile.TemporaryDirectory(prefix="raykv-chaos-", ignore_cleanup_errors=True)
+        # Hosts have a /tmp of their own each.
+        place = "/var/tmp" if options.on_hosts else None
+        folder = tempfile.TemporaryDirectory(
+            prefix="raykv-chaos-", dir=place, ignore_cleanup_errors=True
+        )
         self._folder = Path(stack.enter_context(folder))
         self._logs = options.logs or self._folder
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -217,7 +221,7 @@ class _Chaos:
         settings: dict[str, Any] = {
             "pool_bytes": POOL_CHUNKS * CHUNK_BYTES,
             "disk_bytes": DISK_CHUNKS * CHUNK_BYTES,
-            "disk_free_bytes": 0,
+            "disk_free_bytes": 1,
             # However fast this model computes: what is wanted is that it fetches.
             "fetch_bytes_per_s": 1e15,
             "prefill_tokens_per_s": 1.0,
