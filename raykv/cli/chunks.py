@@ -253,7 +253,8 @@ def _print_lookup(found: PromptLookup) -> None:
         nodes.add_row(node.node_id[:12], *(f"{count:,}" for count in counts))
     console().print(nodes)
     chunks = table("tokens", "group", "key", "nodes", "disks")
-    for chunk in found.chunks:
+    told = [each for each in found.chunks if each.is_needed or each.nodes or each.disks]
+    for chunk in told:
         chunks.add_row(
             f"{chunk.first_token:,} to {chunk.end_token - 1:,}",
             str(chunk.group),
@@ -262,3 +263,6 @@ def _print_lookup(found: PromptLookup) -> None:
             ", ".join(node[:12] for node in chunk.disks) or "-",
         )
     console().print(chunks)
+    if len(told) < len(found.chunks):
+        left_out = len(found.chunks) - len(told)
+        say(f"{left_out:,} chunks of windows and states are nowhere, and not needed", "dim")

@@ -352,7 +352,8 @@ class BlockManager:
             return self._quiet_reply(engine, node, request)
         if engine.reply is not None and request.seq == engine.reply.seq:
             return engine.reply
-        self._reuse.count(engine, node, request.counters, num_nodes=len(self._by_node))
+        groups = self.catalog.groups_of(engine.namespace)
+        self._reuse.count(engine, node, request.counters, groups, num_nodes=len(self._by_node))
         count_stored(engine, request.counters, self._engines_beside(engine))
         engine.take_news(request)
         self._take_request(engine, node, request, now)

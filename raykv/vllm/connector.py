@@ -172,7 +172,7 @@ class RayKVConnector(OffloadingConnector):
             model=spec.config.model.name,
             num_ranks=spec.num_parts,
             slot_bytes=spec.slot_bytes_by_group(),
-            traits={**traits_of(facts), "chunks": groups_text(self._chunk_groups())},
+            traits={**traits_of(facts), **self._chunk_traits()},
             versions=f"RayKV {__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
         )
         if spec.settings.layerwise_loads:
@@ -209,12 +209,16 @@ class RayKVConnector(OffloadingConnector):
         node_id = node_of_ranks(parallel_config, current_platform.ray_device_key)
         return replace(settings, node_id=settings.node_id or node_id)
 
-    def _chunk_groups(self) -> list[ChunkGroup]:
-        """The KV groups, from which a client works out how much of a prompt can be loaded."""
-        return [
+    def _chunk_traits(self) -> dict[str, str]:
+        """From which a client works out how much of a prompt can be loaded: what the chunks of
+        each KV group are, and which of them are recurrent states.
+        """
+        groups = [
             ChunkGroup(each.group_id, each.tokens_per_chunk, each.window)
             for each in self._tables.groups
         ]
+        states = " ".join(map(str, self._tables.states))
+        return {"chunks": groups_text(groups)} | ({"states": states} if states else {})
 
     def _tokens_per_chunk(self) -> list[int]:
         """For each KV group that is loaded as whole prefixes; for all if there is none."""

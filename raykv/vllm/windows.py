@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from raykv.engine.view import EngineView
 from raykv.engine.windows import WindowPlan, checkpoint, parting, plan_windows
@@ -61,7 +61,7 @@ class Windows:
         ]
         self._is_on = share > 0 and any(each.window is not None for each in self._groups)
         kinds = tables.kinds
-        self._has_states = any(isinstance(each, MambaSpec) for each in kinds.values())
+        self._has_states = bool(tables.states)
         sliding = [group for group, kind in kinds.items() if isinstance(kind, SlidingWindowSpec)]
         tokens = {each.group: each.tokens for each in self._groups}
         plans = plan_windows(self._groups, sliding, share)

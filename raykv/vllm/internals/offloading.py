@@ -131,6 +131,13 @@ class SchedulerTables:
         return {each.group_idx: each.kv_cache_spec for each in self.owner.config.kv_group_configs}
 
     @property
+    def states(self) -> list[int]:
+        """The KV groups with recurrent states."""
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return [group for group, kind in self.kinds.items() if isinstance(kind, MambaSpec)]
+
+    @property
     def blocks_per_chunk(self) -> int:
         """How many of vLLM's blocks a chunk has."""
         return int(self.owner.config.blocks_per_chunk)
