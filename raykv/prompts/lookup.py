@@ -78,7 +78,7 @@ def scheme_of(space: NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme
         algorithm, digest = traits["hash_algorithm"], traits["hash_seed"]
         if size < 1 or any(group.tokens % size for group in groups):
             raise ValueError(f"chunks {groups} of blocks of {size}")
-        states = frozenset(map(int, traits.get("states", "").split()))
+        states = frozenset(map(int, traits.get("state_groups", "").split()))
     except (KeyError, ValueError) as error:
         raise ClusterError(
             f"how namespace {space.namespace[:12]} cuts and hashes prompts is not known: no engine "

@@ -218,7 +218,7 @@ class RayKVConnector(OffloadingConnector):
             for each in self._tables.groups
         ]
         states = " ".join(map(str, self._tables.states))
-        return {"chunks": groups_text(groups)} | ({"states": states} if states else {})
+        return {"chunks": groups_text(groups)} | ({"state_groups": states} if states else {})
 
     def _tokens_per_chunk(self) -> list[int]:
         """For each KV group that is loaded as whole prefixes; for all if there is none."""
