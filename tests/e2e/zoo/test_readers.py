@@ -220,7 +220,10 @@ def test_known_prefix_without_its_window_is_missed_for_that_reason(engine: ZooEn
     missed = generate(engine, tokens)
     assert missed["cached"] == told.cached_tokens
     wait_until(lambda: bool(explained(engine, missed)), 10.0, "the record has come")
-    assert explained(engine, missed)[MissReason.WINDOW_MISSING] >= 90
+    why = explained(engine, missed)
+    chunk = groups_of(engine)[0].tokens
+    assert why[MissReason.WINDOW_MISSING] == DOCUMENT - missed["cached"]
+    assert why[MissReason.NEVER_STORED] == len(tokens) // chunk * chunk - DOCUMENT
     # It was stored with the request that missed it.
     assert generate(engine, question(8, 2))["cached"] >= DOCUMENT
 
