@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import raykv
+from raykv.client.cluster import Cluster
+from raykv.cluster import join
+from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.lab.bench.engine import EngineError
 from raykv.lab.bench.prompts import prompt
 from tests.e2e.zoo.conftest import StartZoo
@@ -130,3 +134,37 @@ def test_hidden_states_come_with_what_is_loaded(
         engine.settle()
     assert cached[0] == 0
     assert cached[1] >= 4 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def second(cluster: Cluster) -> Iterator[LocalNode]:
+    node = add_local_node(cluster.address)
+    yield node
+    node.stop()
+
+
+@pytest.mark.support("prefetch")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "qwen3-next"])
+def test_prefetch_brings_all_that_a_prompt_needs(
+    name: str, cluster: Cluster, second: LocalNode, start_zoo: StartZoo
+) -> None:
+    nodes = (join.resolve_node_id(""), second.node_id)
+    engine = start_zoo(name, raykv={"node_id": nodes[0]})
+    other = start_zoo(name, anew=False, raykv={"node_id": nodes[1]}, cores="1")
+    engine.ask(prompt(5, 100))
+    check_loads(engine, tokens := prompt(4, LENGTH))
+    most = cluster.lookup(tokens=tokens).cached_tokens
+    keys = cluster.lookup(tokens=tokens[: most + 1]).keys
+    brought = cluster.prefetch(keys, nodes[1])
+    assert (brought.came + brought.there, brought.nowhere) == (len(keys), 0)
+
+    def fetched() -> int:
+        return sum(node.bytes_fetched for node in cluster.status().nodes)
+
+    before = fetched()
+    told = {each.node_id: each.tokens for each in cluster.lookup(tokens=tokens).nodes}
+    assert told == dict.fromkeys(nodes, most)
+    (expected,) = engine.ask(tokens)
+    (found,) = other.ask(tokens)
+    other.check_same(found, expected)
+    assert (found["cached"], fetched()) == (most, before)

@@ -109,7 +109,9 @@ def test_keys_of_a_lookup_are_the_chunks_that_are_loaded(engine: ZooEngine) -> N
     before = node.bytes_loaded
     assert generate(engine, loadable)["cached"] == told.cached_tokens
     (node,) = engine.cluster.status().nodes
-    assert len(told.keys) == (node.bytes_loaded - before) // slot_bytes(engine)
+    loaded = (node.bytes_loaded - before) // slot_bytes(engine)
+    # Of local chunks vLLM wants to find all, and loads those since the last border of one.
+    assert loaded == len(told.keys) or (engine.name == "llama4" and loaded < len(told.keys))
 
 
 @pytest.mark.support("lookup")
@@ -146,17 +148,20 @@ def test_kv_of_chunks_is_read_group_by_group(engine: ZooEngine) -> None:
     told = look_up(engine, tokens)
     for group in groups_of(engine):
         keys = [each.key for each in told.chunks if each.nodes and each.group == group.group]
-        if engine.name in ("deepseek", "qwen3-next") and group.window != 0:
+        is_state = engine.name == "qwen3-next" and group.window is not None
+        if is_state or engine.name == "deepseek":
             with pytest.raises(ClusterError, match="can't be read as K and V"):
                 read_all(engine, keys, told, tokens)
-            return
-        read_all(engine, keys, told, tokens)
+        elif keys:
+            read_all(engine, keys, told, tokens)
 
 
 def read_all(engine: ZooEngine, keys: list[bytes], told: PromptLookup, tokens: list[int]) -> None:
     found = inspect.kv(engine.cluster, keys)
     first = next(each.first_token for each in told.chunks if each.key == keys[0])
-    assert found.tokens == tokens[first : first + found.num_tokens]
+    is_described = any(each.window is None for each in groups_of(engine))
+    expected = tokens[first : first + found.num_tokens]
+    assert found.tokens == (expected if is_described else None)
     if engine.name == QUICK:
         assert_as_transformers_computes(engine, found, tokens, first)
 
@@ -240,8 +245,8 @@ def explained(engine: ZooEngine, answer: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.support("pin")
 def test_pinned_prompt_outlives_others_with_all_that_it_needs(engine: ZooEngine) -> None:
     pinned, other = question(20, 0), question(21, 0)
+    # What was used goes later than what was not.
     for tokens in (pinned, other):
-        generate(engine, tokens)
         generate(engine, tokens)
     told = look_up(engine, pinned)
     keys = look_up(engine, pinned[: told.cached_tokens + 1]).keys

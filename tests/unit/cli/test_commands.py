@@ -208,11 +208,11 @@ def test_chunk_is_shown_with_what_its_group_is(
 def test_lookup_leaves_out_windows_that_are_nowhere_and_not_needed(
     cluster: PlayedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = {"group": 1, "first_token": 0, "end_token": 32}
     rows = [
-        PromptChunk(key=b"w" * 36, nodes=["n"], is_needed=False, **window),
-        PromptChunk(key=b"x" * 36, nodes=[], is_needed=False, **window),
-        PromptChunk(key=b"y" * 36, nodes=[], **window),
+        PromptChunk(
+            key=name * 36, group=1, first_token=0, end_token=32, nodes=nodes, is_needed=is_needed
+        )
+        for name, nodes, is_needed in ((b"w", ["n"], False), (b"x", [], False), (b"y", [], True))
     ]
     cluster.found = [CHUNK]
     told = msgspec.structs.replace(cluster.lookup(), chunks=rows)
