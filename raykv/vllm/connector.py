@@ -384,7 +384,9 @@ class RayKVConnector(OffloadingConnector):
         known = self._tables.find(request.request_id)
         assert known is not None, request.request_id
         known.name_chunks()
-        for keys in known.keys:
+        # What windows serve nothing without comes first: a hint may be cut off.
+        columns = zip(self._tables.groups, known.keys, strict=True)
+        for _, keys in sorted(columns, key=lambda pair: pair[0].window is not None):
             self._manager.ask(request.request_id, keys)
 
     def _nothing_matched(self, request: Any, _num_computed_tokens: int) -> tuple[int | None, bool]:

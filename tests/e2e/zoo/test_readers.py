@@ -27,7 +27,8 @@ QUICK = "gemma3"
 KINDS = ("llama", "mistral", QUICK, "gemma3-groups", "gpt-oss", "llama4", "deepseek", "qwen3-next")
 
 PARTS_STORED = (QUICK, "gemma3-groups", "gpt-oss", "qwen3-next")
-"""Those of which little is stored between a prompt's beginning and its end."""
+"""Those of which little is stored between a prompt's beginning and its end, but for the chunks of
+full attention."""
 
 DOCUMENT = 576
 """Tokens: a whole number of chunks of every kind."""
@@ -216,19 +217,21 @@ def test_chunks_of_full_attention_are_described_with_their_tokens(engine: ZooEng
 
 @pytest.mark.support("why-miss")
 def test_known_prefix_without_its_window_is_missed_for_that_reason(engine: ZooEngine) -> None:
-    if engine.name not in PARTS_STORED:
-        pytest.skip("every window of it is stored, or none is needed")
     generate(engine, question(8, 0, length=1200))
     tokens = question(8, 1)
     told = look_up(engine, tokens)
-    assert told.cached_tokens < DOCUMENT
+    assert (told.cached_tokens < DOCUMENT) == (engine.name in (*PARTS_STORED, "mistral"))
     missed = generate(engine, tokens)
     assert missed["cached"] == told.cached_tokens
     wait_until(lambda: bool(explained(engine, missed)), 10.0, "the record has come")
     why = explained(engine, missed)
     chunk = groups_of(engine)[0].tokens
-    assert why[MissReason.WINDOW_MISSING] == DOCUMENT - missed["cached"]
-    assert why[MissReason.NEVER_STORED] == len(tokens) // chunk * chunk - DOCUMENT
+    window, rest = DOCUMENT - missed["cached"], len(tokens) // chunk * chunk - DOCUMENT
+    if engine.name == "mistral":
+        # With windows alone nobody knows what the prefix was.
+        window, rest = 0, window + rest
+    assert why.get(MissReason.WINDOW_MISSING, 0) == window
+    assert why.get(MissReason.NEVER_STORED, 0) == rest
     # It was stored with the request that missed it.
     assert generate(engine, question(8, 2))["cached"] >= DOCUMENT
 
