@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from typing import Any
@@ -13,9 +14,12 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import Key, MissReason, group_of
 from raykv.inspect import ChunkKV
 from raykv.lab.bench.prompts import prompt
+from raykv.prompts.block_hashes import PLAIN
+from raykv.prompts.prompt_keys import PromptTokens
 from raykv.protocol.events import BlockRemoved, BlockStored
 from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import PromptLookup
+from raykv.serve.router.directory import Directory
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.waiting import wait_until
 from tests.fixtures.zoo_engine import ZooEngine
@@ -115,7 +119,27 @@ def test_keys_of_a_lookup_are_the_chunks_that_are_loaded(engine: ZooEngine) -> N
     assert loaded == len(told.keys) or (engine.name == "llama4" and loaded < len(told.keys))
 
 
-@pytest.mark.support("lookup")
+@pytest.mark.support("routing")
+def test_router_is_told_what_the_engine_would_load(engine: ZooEngine) -> None:
+    (node,) = engine.cluster.status().nodes
+
+    async def routed(tokens: list[int]) -> int:
+        directory = Directory(str(engine.folder))
+        directory.learn([node.node_id])
+        while directory.hasher is None:
+            await asyncio.sleep(0.02)
+        # Time is what this machine may lack.
+        for _ in range(20):
+            found = await directory.find([directory.hasher.keys(PromptTokens(tokens, PLAIN), 1024)])
+            if found is not None:
+                return found[0].on_nodes.get(node.node_id, 0)
+        raise AssertionError("the directory does not answer")
+
+    for tokens in (question(1, 0), question(1, 3), prompt(2, 4 * 96), prompt(4, 90)):
+        assert asyncio.run(routed(tokens)) == look_up(engine, tokens).cached_tokens
+
+
+@pytest.mark.support("listing")
 def test_listing_has_the_chunks_of_each_group(engine: ZooEngine) -> None:
     counts = engine.chunks()
     for group in groups_of(engine):
