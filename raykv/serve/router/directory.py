@@ -40,7 +40,7 @@ MOST_KEYS = 1024
 """Of one request; `PromptHasher` says which."""
 
 MOST_WAITING = 256
-"""Prompts whose question is not out yet."""
+"""Prompts whose question is not out yet: with so many, no further request is asked about."""
 
 SCHEDULER = "the scheduler actor"
 
@@ -136,7 +136,7 @@ class Directory:
 
     async def find(self, prompts: Sequence[PromptKeys]) -> list[FoundPrompt] | None:
         """Where prompts are; None: the directory has not answered in time."""
-        if self._space is None or len(self._waiting) + len(prompts) > MOST_WAITING:
+        if self._space is None or len(self._waiting) >= MOST_WAITING:
             return None
         questions = [_question(prompt) for prompt in prompts]
         for question in questions:
