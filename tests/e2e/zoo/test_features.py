@@ -16,6 +16,7 @@ from raykv.lab.bench.prompts import prompt
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.truth_of_states import hidden_states_by_transformers
 from tests.fixtures.waiting import wait_until
+from tests.fixtures.zoo import ZOO
 from tests.fixtures.zoo_engine import BLOCK, ZooEngine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
@@ -110,7 +111,8 @@ def test_hidden_states_come_with_what_is_loaded(
     name: str, start_zoo: StartZoo, tmp_path: Path
 ) -> None:
     """Of Gemma vLLM extracts none, and beside recurrent states it needs Triton for it."""
-    layers = [1, 2]
+    # Of the last one transformers shows what has been normalized.
+    layers = list(range(1, ZOO[name].shape["num_hidden_layers"]))
     engine = start_zoo(
         name,
         raykv={"hidden_states_path": str(tmp_path), "durable_stores": True},
