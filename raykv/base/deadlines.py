@@ -301,6 +301,11 @@ RAY_LOOK_S = 0.1
 REPLACE_PAUSE_S = 0.5
 """For Ray to forget the name of an actor that was ended."""
 
+INHERIT_S = 60.0
+"""For what an earlier life has left: without it, what was cleared could come back. Longer than a
+busy head node takes; where it is gone, nobody could make the actor.
+"""
+
 RECONCILE_PAUSES_S = (2.0, 60.0)
 """Between two searches for nodes that lack their NodeActor, first, and longest while Ray's head
 node does not answer: each search occupies a thread.
