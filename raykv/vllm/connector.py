@@ -607,6 +607,8 @@ class RayKVConnector(OffloadingConnector):
         # vLLM's must not get any of an earlier reset, or of a hook that failed.
         flushed = set(self._tables.flushed)
         self._tables.flushed.clear()
+        # vLLM offers all blocks of running requests anew.
+        self._tables.forget_blocks_left_behind()
         try:
             return super().reset_cache()
         finally:

@@ -142,6 +142,20 @@ class SchedulerTables:
             state = scheduler.RequestOffloadState(self.owner.config, request, context, nothing)
             self.requests[request.request_id] = state
 
+    def forget_blocks_left_behind(self) -> None:
+        """Have no block offered again that a window has left behind: others may have it by now.
+
+        vLLM keeps the ids of those that it has offered, and does not notice when they are given
+        away.
+        """
+        config = self.owner.config
+        for status in self.requests.values():
+            for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
+                if group.sliding_window_size_in_chunks is not None:
+                    offered = state.next_stored_chunk_idx * config.blocks_per_chunk
+                    count = min(offered, len(state.block_ids))
+                    state.block_ids[:count] = [0] * count
+
     def replace_tracker(self, tracker: Any, kind: type) -> bool:
         """Replace the tracker that vLLM calls for chunks; False: vLLM calls none."""
         if not isinstance(getattr(self.owner, "_events_tracker", None), kind):

@@ -275,8 +275,9 @@ class HookWorld(World):
         kinds: Sequence[KVCacheSpec] = (FULL,),
         *,
         is_async: bool = False,
+        share: float | None = None,
     ) -> None:
-        super().__init__(model, seed, 0.0, num_blocks, kinds, is_async=is_async)
+        super().__init__(model, seed, 0.0, num_blocks, kinds, is_async=is_async, share=share)
         faults = faults or Faults(("nowhere", 0))
         self.faults = faults
         self.connector._layered = None
@@ -361,6 +362,7 @@ class HookWorld(World):
         side, meta = self.worker_side, output.kv_connector_metadata
         side.handle_preemptions(meta)
         side.bind_connector_metadata(meta)
+        self._take_blocks(output)
         sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
         side.start_load_kv(SimpleNamespace())
         side.wait_for_save()
