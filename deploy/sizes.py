@@ -9,7 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from raykv.client.capacity import MOST_LEASE_SLOTS, KVShape, Plan, PoolWishes, make_plan
+from raykv.base.geometry import aligned
+from raykv.client.capacity import (
+    MOST_LEASE_SLOTS,
+    GroupShape,
+    KVShape,
+    Plan,
+    PoolWishes,
+    make_plan,
+    stored_whole,
+)
 from raykv.memory.room import MEMORY_USAGE_THRESHOLD, RESERVE_BYTES, human_bytes
 
 MIB = 1 << 20
@@ -22,28 +31,33 @@ RAY_BYTES = 2 * GIB
 """Ray's processes on a node and RayKV's actors, without the pool and the object store. On an idle
 node 0.5 GiB were seen; work that others give to Ray comes on top."""
 
-SMOLLM2_135M = KVShape(
-    model="HuggingFaceTB/SmolLM2-135M-Instruct",
-    dtype="bfloat16",
-    layers=30,
-    layer_bytes=2 * 3 * 64 * 2,
-    is_latent=False,
-    window_tokens=None,
-    max_model_len=4096,
-    tokens_per_block=128,
-    num_ranks=1,
-)
-QWEN3_8B = KVShape(
-    model="Qwen/Qwen3-8B",
-    dtype="bfloat16",
-    layers=36,
-    layer_bytes=2 * 8 * 128 * 2,
-    is_latent=False,
-    window_tokens=None,
-    max_model_len=32768,
-    tokens_per_block=16,
-    num_ranks=1,
-)
+
+def _full_attention(
+    model: str, layers: int, kv_heads: int, head_size: int, max_model_len: int, chunk_tokens: int
+) -> KVShape:
+    """Of a model with nothing but full attention in bfloat16, and an engine of one rank."""
+    chunk_bytes = layers * 2 * kv_heads * head_size * 2 * chunk_tokens
+    return KVShape(
+        model=model,
+        dtype="bfloat16",
+        layers=layers,
+        max_model_len=max_model_len,
+        slot_bytes=aligned(chunk_bytes),
+        num_ranks=1,
+        num_parts=1,
+        groups=(
+            GroupShape(
+                kind="full attention",
+                layers=layers,
+                tokens_per_chunk=chunk_tokens,
+                chunk_bytes=chunk_bytes,
+            ),
+        ),
+    )
+
+
+SMOLLM2_135M = _full_attention("HuggingFaceTB/SmolLM2-135M-Instruct", 30, 3, 64, 4096, 128)
+QWEN3_8B = _full_attention("Qwen/Qwen3-8B", 36, 8, 128, 32768, 16)
 
 
 @dataclass(frozen=True)
@@ -111,12 +125,8 @@ class Sizes:
         """What `raykv plan` says of it."""
         return make_plan(
             self.shape,
-            PoolWishes(
-                self.container.pool_bytes,
-                blocks_per_chunk=1,
-                lease_slots=self.lease_slots,
-                staging_bytes=None,
-            ),
+            [stored_whole(self.shape, self.shape.max_model_len)],
+            PoolWishes(self.container.pool_bytes, self.lease_slots, staging_bytes=None),
         )
 
 

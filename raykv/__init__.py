@@ -10,7 +10,6 @@ from raykv.base.version import __version__
 if TYPE_CHECKING:
     from raykv.client.capacity import Plan
     from raykv.client.cluster import Cluster, clear, connect, events, hidden_states
-    from raykv.client.plan import plan
     from raykv.node.states.file import HiddenStates, cleanup_hidden_states, load_hidden_states
     from raykv.prompts.block_hashes import PromptTraits
     from raykv.protocol.events import (
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     )
     from raykv.protocol.reader import Chunk, PromptLookup
     from raykv.stream.replay import Replay
+    from raykv.vllm.plan import plan
 
 _CLIENT = ("Cluster", "clear", "connect", "events", "hidden_states")
 _EVENTS = (
@@ -39,15 +39,15 @@ _EVENTS = (
 )
 
 _OTHERS = {
-    "Chunk": "protocol.reader",
-    "HiddenStates": "node.states.file",
-    "Plan": "client.capacity",
-    "PromptLookup": "protocol.reader",
-    "PromptTraits": "prompts.block_hashes",
-    "Replay": "stream.replay",
-    "cleanup_hidden_states": "node.states.file",
-    "load_hidden_states": "node.states.file",
-    "plan": "client.plan",
+    "Chunk": "raykv.protocol.reader",
+    "HiddenStates": "raykv.node.states.file",
+    "Plan": "raykv.client.capacity",
+    "PromptLookup": "raykv.protocol.reader",
+    "PromptTraits": "raykv.prompts.block_hashes",
+    "Replay": "raykv.stream.replay",
+    "cleanup_hidden_states": "raykv.node.states.file",
+    "load_hidden_states": "raykv.node.states.file",
+    "plan": "raykv.vllm.plan",
 }
 
 __all__ = [
@@ -88,5 +88,5 @@ def __getattr__(name: str) -> Any:
 
         return getattr(events, name)
     if name in _OTHERS:
-        return getattr(import_module(f"raykv.{_OTHERS[name]}"), name)
+        return getattr(import_module(_OTHERS[name]), name)
     raise AttributeError(f"module 'raykv' has no attribute {name!r}")

@@ -46,8 +46,8 @@ HOUSE = {
     "engine": Room(7, "msgspec ray", "fetches runtime session"),
     "client": Room(
         7,
-        "msgspec numpy prometheus_client psutil ray torch transformers vllm xxhash",
-        "chunks cluster import_source listing plan pools scheduler ship states transfers",
+        "msgspec numpy prometheus_client psutil ray torch transformers xxhash",
+        "chunks cluster import_source listing pools scheduler ship states transfers",
     ),
     "directory": Room(
         6,

@@ -55,6 +55,17 @@ LOADERS = {
 """Which modules may import one of those, inside a function."""
 
 
+OTHERWISE_NAMED = {"deploy", "vllm"}
+"""Folders of unit tests: of files beside the package, and of vLLM's hooks one by one."""
+SPANNING = {
+    "base/test_hashes", "base/test_without_extras", "cli/test_commands", "cli/test_silent_commands",
+    "cluster/test_silent_actors", "directory/table/test_tables", "directory/test_spares",
+    "engine/test_miss_reasons", "lab/bench/test_eviction_orders", "lab/test_chaos",
+    "protocol/test_bad_events", "protocol/test_bad_messages",
+}  # fmt: skip
+"""Unit tests of what several modules do together."""
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported module, or a name in one; `at_start`: when its module is imported."""
@@ -373,6 +384,18 @@ def test_small_files_have_more_than_one_user() -> None:
     }
     assert small
     assert not [module for module in small if users[module] == 1]
+
+
+def test_unit_tests_are_named_for_the_module_that_they_test() -> None:
+    unit = ROOT / "tests" / "unit"
+    tests = [path.relative_to(unit) for path in unit.rglob("test_*.py")]
+    odd = {
+        str(path.with_suffix(""))
+        for path in tests
+        if path.parts[0] not in OTHERWISE_NAMED
+        and not (ROOT / "raykv" / path.with_name(path.name.removeprefix("test_"))).exists()
+    }
+    assert odd == SPANNING
 
 
 def test_files_are_named_for_a_noun() -> None:

@@ -37,16 +37,17 @@ NO_GENERATION = Generation(0)
 """Older than any generation that is ever granted: a load that names it is refused."""
 
 MAX_KEY_BYTES = 128
-"""Of an offload key; vLLM's longest has 36."""
+"""Bytes of an offload key; vLLM's longest has 36."""
 
 MAX_BLOCKS = 1 << 32
-"""Of a chunk."""
+"""Blocks of a chunk."""
 
 _COUNTER_BITS = 32
 
 GENERATIONS_PER_EPOCH = 1 << 31
-"""Of the generations of one epoch so many are granted before the next one begins: half of what
-the counter can count. 85,000 a second, what one scheduler actor can do at most, take 7 hours."""
+"""So many are granted in an epoch before the next one begins: half of what the counter can count.
+At 85,000 a second, the most that one scheduler actor can grant, they last 7 hours.
+"""
 
 LAST_EPOCH = (1 << 31) - 2
 """The last one whose generations, and the one after each, are below 2**63."""
@@ -80,7 +81,7 @@ class Blocks(NamedTuple):
 
 
 ALL_BLOCKS = Blocks(0, MAX_BLOCKS)
-"""Of a chunk that is whole, however many it has."""
+"""All blocks of a chunk, however many it has."""
 
 NO_BLOCKS = Blocks(0, 0)
 
@@ -165,7 +166,7 @@ class Refusal(IntEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the chunk is to be forgotten by every engine, not only by this job's.
+        """Whether every engine should forget the chunk, not only this job's.
 
         That is so of a chunk that lacks blocks, too: nobody would store it whole while it is known.
         """

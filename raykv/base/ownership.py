@@ -71,9 +71,7 @@ def make_own_folder(path: Path) -> None:
 
 
 def require_own_folder(path: Path) -> None:
-    """Raises:
-    OSError: there is none, or it is another's.
-    """
+    """Refuse a folder that is not there, or is another's, with an OSError."""
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
         is_link = stat.S_ISLNK(found.st_mode)

@@ -32,7 +32,7 @@ MAX_COUNT = 1 << 30
 """More than any machine has."""
 
 MAX_SHARE = 0.75
-"""Of a pool: the rest is for everybody."""
+"""Share of a pool: the rest is for everybody."""
 
 MAX_SHOWN = 200
 """Characters of a wrong value that are repeated to the user."""

@@ -48,8 +48,8 @@ INSTEAD = {
     "secondary_tiers": "a disk is set with disk_path",
     "store_threshold": "stop_unused_stores leaves out stores that do not pay",
     "sync_load_budget_bytes": (
-        "after a failed load within a step, wrong tokens would stay in vLLM's prefix cache; "
-        "layerwise_loads=true is as fast and safe"
+        "when a load within a step fails, vLLM leaves blocks that did not come in its prefix "
+        "cache; layerwise_loads=true loads within the step too, and takes them out"
     ),
 }
 """Keys of vLLM's own offloading that RayKV does not take, and what to set instead."""
@@ -245,7 +245,7 @@ class Settings:
         False, flag, "Requests may name the file of their hidden states: any file of the server"
     )
     window_share: float = _setting(
-        0.5,
+        0.25,
         ratio,
         "Models with sliding windows: RAM for windows between those at the ends of prompts, beside "
         "what full attention takes, so that prompts which share a beginning find it; 0 stores what "
@@ -333,4 +333,4 @@ def _unknown(what: str, name: str, allowed: set[str]) -> str:
 
 
 ANY_PORT = MetricsPlace()
-"""For the metrics of actors that nobody has settings for."""
+"""Where actors show their metrics that nobody has settings for."""

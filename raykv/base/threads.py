@@ -29,7 +29,7 @@ logger = logging.getLogger("raykv.threads")
 T = TypeVar("T")
 
 MAX_FAILURES = 5
-"""Of an actor's thread, none of which came after it had run well: then another process is tried."""
+"""Failures in a row of an actor's thread that never ran well: then another process is tried."""
 
 _counting = threading.Lock()
 _num_failed = 0

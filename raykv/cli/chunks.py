@@ -222,9 +222,7 @@ def read_prompt(prompt: str, form: Form) -> dict[str, Any]:
 
 
 def _traits(given: Sequence[str]) -> PromptTraits:
-    """Raises:
-    SettingError: a trait is unknown.
-    """
+    """Read what a prompt has besides its tokens; an unknown trait is a SettingError."""
     salt = name = path = ""
     for trait in given:
         kind, _, value = trait.partition("=")

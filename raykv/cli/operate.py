@@ -112,7 +112,7 @@ def up(
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
-    """On standard error, and only if that is a terminal."""
+    """Show bars on standard error, if that is a terminal."""
     errors = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"),

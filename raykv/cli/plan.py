@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,9 @@ from raykv.cli.base import AsJson, ExitCode, app, console, print_json, say, tabl
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
-    from raykv.client.capacity import Plan
+    from rich.table import Table
+
+    from raykv.client.capacity import GroupShape, Plan
 
 
 @app.command()
@@ -30,6 +33,10 @@ def plan(
             help="An argument of vLLM's engine, like tensor_parallel_size=2; repeatable.",
         ),
     ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Length of a prompt, to say what is stored of it; repeatable.", min=1),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how large a model's KV cache is, what pools hold of it, and whether settings fit.
@@ -39,9 +46,12 @@ def plan(
 
     Example: raykv plan Qwen/Qwen3-8B --set pool_bytes=64GiB --engine block_size=16
     """
-    from raykv.client.plan import plan as make_plan
+    from raykv.vllm.plan import PROMPTS
+    from raykv.vllm.plan import plan as make_plan
 
-    found = make_plan(model, _pairs("--set", settings or []), _pairs("--engine", engine or []))
+    found = make_plan(
+        model, _pairs("--set", settings or []), _pairs("--engine", engine or []), tokens or PROMPTS
+    )
     if as_json:
         print_json(found)
     else:
@@ -50,9 +60,7 @@ def plan(
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str | int | bool]:
-    """Raises:
-    SettingError: one is not NAME=VALUE.
-    """
+    """Split each NAME=VALUE; anything else is a SettingError."""
     found: dict[str, str | int | bool] = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -67,28 +75,76 @@ def _pairs(option: str, given: Sequence[str]) -> dict[str, str | int | bool]:
 
 def _print(found: Plan) -> None:
     shape = found.shape
-    kind = "latent attention, " if shape.is_latent else ""
     say(
-        f"{shape.model}: {shape.layers} layers, {kind}{shape.dtype}, prompts of up to "
-        f"{shape.max_model_len:,} tokens, {shape.num_ranks} ranks"
+        f"{shape.model}: {shape.layers} layers, {shape.dtype}, prompts of up to "
+        f"{shape.max_model_len:,} tokens, {shape.num_ranks} rank{'s' * (shape.num_ranks > 1)}"
     )
-    say(f"a token     {human_bytes(found.bytes_per_token)}")
-    say(f"a chunk     {found.tokens_per_chunk} tokens, {human_bytes(found.slot_bytes)}")
+    console().print(_groups(shape.groups))
+    say(f"a slot      {human_bytes(shape.slot_bytes)}, whatever KV group its chunk is of")
+    if found.bytes_per_token:
+        say(f"a token     {human_bytes(found.bytes_per_token)} of layers that need all of a prefix")
+    if found.window_bytes:
+        say(f"a window    {human_bytes(found.window_bytes)} of windows and states, with a prefix")
     say(
-        f"lease_slots {found.lease_slots}: {human_bytes(found.lease_slots * found.slot_bytes)} "
+        f"lease_slots {found.lease_slots}: {human_bytes(found.lease_slots * shape.slot_bytes)} "
         f"per engine and KV group at most; {found.sensible_lease_slots} would do"
     )
-    pools = table("pool_bytes", "chunks", "tokens", f"prompts of {shape.max_model_len:,}")
-    for size in sorted([found.pool, *found.pools], key=lambda size: size.pool_bytes):
-        mark = " (this one)" if size is found.pool else ""
-        pools.add_row(
-            f"{human_bytes(size.pool_bytes)}{mark}",
-            f"{size.chunks:,}",
-            f"{size.tokens:,}",
-            f"{size.longest_prompts:,}",
-        )
-    console().print(pools)
+    console().print(_prompts(found))
+    console().print(_pools(found))
     for problem in found.problems:
         say(f"wrong: {problem}", "red")
     for hint in found.hints:
         say(f"hint: {hint}", "yellow")
+
+
+def _groups(groups: Sequence[GroupShape]) -> Table:
+    """A row for KV groups that are alike and follow each other."""
+    rows = table("KV group", "kind", "layers", "a chunk", "of it KV", "a prefix needs")
+    for _, alike in groupby(enumerate(groups), key=lambda pair: pair[1]):
+        numbers, (group, *_) = zip(*alike, strict=True)
+        window = "" if group.window_tokens is None else f" of {group.window_tokens:,} tokens"
+        needs = "all" if group.window_chunks is None else f"the last {group.window_chunks:,}"
+        rows.add_row(
+            f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}",
+            f"{group.kind}{window}",
+            f"{group.layers}" if len(numbers) == 1 else f"{group.layers} each",
+            f"{group.tokens_per_chunk:,} tokens",
+            human_bytes(group.chunk_bytes),
+            needs,
+        )
+    return rows
+
+
+def _prompts(found: Plan) -> Table:
+    """What is stored of prompts; without windows and states that is what vLLM stores too."""
+    heads = ["chunks", "stored", "a token"]
+    if found.window_bytes:
+        heads = ["whole", "windows, states", "stored", "a token", "vLLM alone (window_share=0)"]
+    rows = table("of a prompt of", *heads)
+    for size in found.prompts:
+        pairs = list(zip(found.shape.groups, size.chunks, strict=True))
+        whole = sum(count for group, count in pairs if group.window_chunks is None)
+        cells = [
+            f"{whole:,} chunks",
+            human_bytes(size.num_bytes),
+            human_bytes(size.bytes_per_token),
+        ]
+        if found.window_bytes:
+            cells.insert(1, f"{sum(size.chunks) - whole:,} chunks")
+            cells.append(f"{human_bytes(size.default_bytes)}, {size.default_share:.0%}")
+        rows.add_row(f"{size.tokens:,} tokens", *cells)
+    return rows
+
+
+def _pools(found: Plan) -> Table:
+    lengths = [f"prompts of {size.tokens:,}" for size in found.prompts]
+    rows = table("pool_bytes", "chunks", "tokens", *lengths)
+    for size in sorted([found.pool, *found.pools], key=lambda size: size.pool_bytes):
+        mark = " (this one)" if size is found.pool else ""
+        rows.add_row(
+            f"{human_bytes(size.pool_bytes)}{mark}",
+            f"{size.chunks:,}",
+            f"{size.tokens:,}",
+            *(f"{count:,}" for count in size.prompts),
+        )
+    return rows

@@ -98,7 +98,7 @@ def stop(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
 
 def _checked(given: dict[str, str]) -> PublisherSettings:
-    """As an engine's settings are checked."""
+    """Check a publisher's settings as an engine's are checked."""
     settings = load_settings(given, {})
     if not settings.events_endpoint:
         raise ClusterError("no endpoint is given: name one like tcp://*:5557")

@@ -60,7 +60,7 @@ def token_sources(engines: Iterable[EngineStatus]) -> TokenSources:
 
 
 def transfers_of(node: NodeStatus) -> MovedBytes:
-    """Since the NodeActor's start."""
+    """What a node has moved since its NodeActor's start."""
     return MovedBytes(node.bytes_stored, node.bytes_loaded, node.bytes_fetched, node.bytes_sent)
 
 

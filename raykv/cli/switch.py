@@ -105,9 +105,7 @@ def down(
 
 
 def refuse_without_place(kept: list[Kept]) -> None:
-    """Raises:
-    SettingError: what a node has would be lost.
-    """
+    """Raise a SettingError if a node would lose what it has."""
     for each in kept:
         is_lost = each.left and not each.place
         if is_lost or each.problem:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import msgspec
 
-from raykv.base.geometry import PoolGeometry, aligned
+from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.memory.room import human_bytes
 
@@ -18,6 +20,9 @@ MOST_LEASE_SLOTS = 1024
 COMPARED = (8 << 30, 32 << 30, 128 << 30, 512 << 30)
 """Pools that are usual."""
 
+STATE = "recurrent state"
+"""The kind of layers that keep one state, and not something of each token."""
+
 
 @dataclass(frozen=True)
 class PoolWishes:
@@ -27,61 +32,72 @@ class PoolWishes:
     """
 
     pool_bytes: int
-    blocks_per_chunk: int
     lease_slots: int
     staging_bytes: int | None
     objection: str = ""
 
 
-def make_plan(shape: KVShape, wishes: PoolWishes) -> Plan:
-    """Sizes, and what is wrong with them."""
-    token_bytes = shape.layers * shape.layer_bytes
-    chunk_tokens = shape.tokens_per_block * wishes.blocks_per_chunk
-    slot_bytes = aligned(token_bytes * chunk_tokens)
-    pool = _pool_size(shape, chunk_tokens, slot_bytes, wishes.pool_bytes)
-    sensible = max(1, min(MOST_LEASE_SLOTS, pool.chunks // LEAST_SHARE))
-    problems = _problems(slot_bytes, wishes, shape.num_ranks)
-    hints = []
-    if not problems and pool.longest_prompts < 1:
-        whole = human_bytes(token_bytes * shape.max_model_len)
-        hints.append(
-            f"a prompt of {shape.max_model_len:,} tokens takes {whole}, more than the pool: it "
-            "pushes its own beginning out"
-        )
-    if not problems and wishes.lease_slots > max(1, pool.chunks // 2):
-        hints.append(
-            f"lease_slots={wishes.lease_slots} is more than half of the pool's {pool.chunks:,} "
-            f"slots, and leased slots hold nothing: {sensible} would do"
-        )
-    if shape.window_tokens is not None:
-        hints.append(
-            f"attention looks back {shape.window_tokens:,} tokens only: of a prompt no more than "
-            "the last of that is loaded"
-        )
+def make_plan(
+    shape: KVShape, stored: Sequence[StoredPrompt], wishes: PoolWishes, note: str = ""
+) -> Plan:
+    """Sizes, and what is wrong with them.
+
+    Args:
+        shape: the model's.
+        stored: what is stored of prompts of some lengths, the last one of the longest prompt.
+        wishes: settings.
+        note: a hint that is known already.
+    """
+    prompts = [_prompt_size(shape, each) for each in stored]
+    pool = _pool_size(shape, prompts, wishes.pool_bytes)
+    num_groups = len(shape.groups)
+    problems = _problems(shape, wishes)
+    sensible = max(1, min(MOST_LEASE_SLOTS, pool.chunks // LEAST_SHARE // num_groups))
+    hints = [] if problems else _hints(shape, prompts[-1], pool, wishes, sensible)
     return Plan(
         shape=shape,
-        bytes_per_token=token_bytes,
-        tokens_per_chunk=chunk_tokens,
-        slot_bytes=slot_bytes,
+        bytes_per_token=shape.bytes_per_token,
+        window_bytes=shape.window_bytes,
+        prompts=prompts,
         pool=pool,
-        pools=[_pool_size(shape, chunk_tokens, slot_bytes, size) for size in COMPARED],
+        pools=[_pool_size(shape, prompts, size) for size in COMPARED],
         lease_slots=wishes.lease_slots,
         sensible_lease_slots=sensible,
         problems=problems,
-        hints=hints,
+        hints=[*hints, *([note] if note else [])],
     )
 
 
-def _problems(slot_bytes: int, wishes: PoolWishes, num_ranks: int) -> list[str]:
+def stored_whole(shape: KVShape, tokens: int) -> StoredPrompt:
+    """Of a prompt of which every whole chunk is stored: there is full attention alone."""
+    chunks = [tokens // each.tokens_per_chunk for each in shape.groups]
+    return StoredPrompt(tokens=tokens, chunks=chunks, default_chunks=chunks)
+
+
+def _prompt_size(shape: KVShape, stored: StoredPrompt) -> PromptSize:
+    num_bytes = sum(stored.chunks) * shape.slot_bytes
+    default_bytes = sum(stored.default_chunks) * shape.slot_bytes
+    return PromptSize(
+        tokens=stored.tokens,
+        chunks=stored.chunks,
+        num_bytes=num_bytes,
+        bytes_per_token=round(num_bytes / max(1, stored.tokens)),
+        default_bytes=default_bytes,
+        default_share=round(default_bytes / num_bytes, 3) if num_bytes else 1.0,
+    )
+
+
+def _problems(shape: KVShape, wishes: PoolWishes) -> list[str]:
     found = []
-    if wishes.pool_bytes < slot_bytes:
+    if wishes.pool_bytes < shape.slot_bytes:
         found.append(
             f"a pool of {human_bytes(wishes.pool_bytes)} has no room for a chunk of "
-            f"{human_bytes(slot_bytes)}: set a larger pool_bytes, or a smaller blocks_per_chunk"
+            f"{human_bytes(shape.slot_bytes)}: set a larger pool_bytes, or a smaller "
+            "blocks_per_chunk"
         )
     elif wishes.objection:
         found.append(wishes.objection)
-    part = slot_bytes // num_ranks
+    part = shape.slot_bytes // shape.num_parts
     if wishes.staging_bytes is not None and wishes.staging_bytes < part:
         found.append(
             f"staging_bytes={wishes.staging_bytes} has no room for a rank's part of a chunk, "
@@ -90,66 +106,161 @@ def _problems(slot_bytes: int, wishes: PoolWishes, num_ranks: int) -> list[str]:
     return found
 
 
-def _pool_size(shape: KVShape, chunk_tokens: int, slot_bytes: int, pool_bytes: int) -> PoolSize:
+def _hints(
+    shape: KVShape, longest: PromptSize, pool: PoolSize, wishes: PoolWishes, sensible: int
+) -> list[str]:
+    found = []
+    if longest.num_bytes > pool.chunks * shape.slot_bytes:
+        found.append(
+            f"a prompt of {longest.tokens:,} tokens takes {human_bytes(longest.num_bytes)}, more "
+            "than the pool: it pushes its own beginning out"
+        )
+    num_groups = len(shape.groups)
+    if wishes.lease_slots * num_groups > max(1, pool.chunks // 2):
+        each = f" for each of {num_groups} KV groups" if num_groups > 1 else ""
+        found.append(
+            f"lease_slots={wishes.lease_slots}{each} is more than half of the pool's "
+            f"{pool.chunks:,} slots, and leased slots hold nothing: {sensible} would do"
+        )
+    windows = [each.window_tokens for each in shape.groups if each.window_tokens is not None]
+    if len(windows) == num_groups:
+        found.append(
+            f"attention looks back {max(windows):,} tokens only: of a prompt no more than the last "
+            "of that is loaded"
+        )
+    return found
+
+
+def _pool_size(shape: KVShape, prompts: Sequence[PromptSize], pool_bytes: int) -> PoolSize:
     chunks = 0
-    if pool_bytes >= max(slot_bytes, SLOT_ALIGNMENT):
-        chunks = PoolGeometry.for_pool(pool_bytes, slot_bytes).capacity(slot_bytes)
-    tokens = chunks * chunk_tokens
+    if pool_bytes >= max(shape.slot_bytes, SLOT_ALIGNMENT):
+        geometry = PoolGeometry.for_pool(pool_bytes, shape.slot_bytes)
+        chunks = geometry.capacity(shape.slot_bytes)
+    counts = [sum(each.chunks) for each in prompts]
+    # Tokens at a prompt's end that fill no chunk are not held.
+    step = lcm(*(each.tokens_per_chunk for each in shape.groups))
+    whole = prompts[-1].tokens // step * step
     return PoolSize(
         pool_bytes=pool_bytes,
         chunks=chunks,
-        tokens=tokens,
-        longest_prompts=round(tokens / max(1, shape.max_model_len), 1),
+        tokens=chunks * whole // counts[-1] if counts[-1] else 0,
+        prompts=[round(chunks / count, 1) if count else 0.0 for count in counts],
     )
 
 
-class KVShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's KV cache as one engine has it: all layers in one KV group.
+class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers whose KV vLLM keeps in the same blocks, and RayKV in the same chunks.
 
     Attributes:
-        layer_bytes: of a token in one layer, all ranks together.
-        is_latent: the layers share one latent vector for all heads (MLA).
-        window_tokens: how far attention looks back; None: to the beginning.
-        tokens_per_block: vLLM's.
+        kind: of its layers, in words.
+        layers: how many.
+        tokens_per_chunk: from one chunk to the next.
+        chunk_bytes: what a chunk has of KV; the rest of its slot is empty.
+        window_tokens: how far attention looks back; None: to the beginning, or there is a state.
+        window_chunks: how many of its last chunks a prefix needs; None: all.
+    """
+
+    kind: str
+    layers: int
+    tokens_per_chunk: int
+    chunk_bytes: int
+    window_tokens: int | None = None
+    window_chunks: int | None = None
+
+
+class KVShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's KV cache as one engine has it.
+
+    Attributes:
+        slot_bytes: of a chunk of any KV group, all ranks together, rounded up to whole pages.
         num_ranks: of the engine.
+        num_parts: of a chunk: one for each rank, or one where all ranks have the same bytes.
     """
 
     model: str
     dtype: str
     layers: int
-    layer_bytes: int
-    is_latent: bool
-    window_tokens: int | None
     max_model_len: int
-    tokens_per_block: int
+    slot_bytes: int
     num_ranks: int
+    num_parts: int
+    groups: tuple[GroupShape, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the layers that look back to the beginning."""
+        whole = [each for each in self.groups if each.window_chunks is None]
+        return sum(each.chunk_bytes // each.tokens_per_chunk for each in whole)
+
+    @property
+    def window_bytes(self) -> int:
+        """Slots of the windows and states that a prefix needs beside that."""
+        return sum(each.window_chunks or 0 for each in self.groups) * self.slot_bytes
+
+
+class StoredPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """How many chunks of each KV group are stored of a prompt; `default_chunks`: by vLLM alone."""
+
+    tokens: int
+    chunks: list[int]
+    default_chunks: list[int]
+
+
+class PromptSize(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt of `tokens` takes of a pool, if nothing of it was stored before.
+
+    Attributes:
+        chunks: by KV group.
+        default_bytes: what vLLM alone, with `window_share=0`, would store of it.
+        default_share: the same, as a share of `num_bytes`.
+    """
+
+    tokens: int
+    chunks: list[int]
+    num_bytes: int
+    bytes_per_token: int
+    default_bytes: int
+    default_share: float
 
 
 class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool of `pool_bytes` holds: chunks, tokens, and prompts of the longest length."""
+    """What a pool of `pool_bytes` holds.
+
+    Attributes:
+        chunks: of any KV group.
+        tokens: of prompts of the longest length that have nothing in common.
+        prompts: of each length in `Plan.prompts`, likewise.
+    """
 
     pool_bytes: int
     chunks: int
     tokens: int
-    longest_prompts: float
+    prompts: list[float]
+
+    @property
+    def longest_prompts(self) -> float:
+        return self.prompts[-1]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes that follow from a model and settings; nothing was started for it.
 
     Attributes:
-        slot_bytes: a chunk's, rounded up to whole pages.
+        bytes_per_token: of the layers that look back to the beginning.
+        window_bytes: what a prefix needs of windows and states beside that.
+        prompts: what is stored of prompts of some lengths; the last one is the longest.
         pool: the one that the settings ask for, or the default on this machine.
         pools: others to compare it with.
-        lease_slots: as it is set; `sensible_lease_slots` is an eighth of the pool's at most.
+        lease_slots: as it is set; with `sensible_lease_slots` an engine leases an eighth of the
+            pool at most.
         problems: what would stop the start, or keep chunks from being stored.
         hints: what may be meant, and is worth a look.
     """
 
     shape: KVShape
     bytes_per_token: int
-    tokens_per_chunk: int
-    slot_bytes: int
+    window_bytes: int
+    prompts: list[PromptSize]
     pool: PoolSize
     pools: list[PoolSize]
     lease_slots: int

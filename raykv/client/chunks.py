@@ -28,7 +28,7 @@ from raykv.protocol.reader import RequestPage
 from raykv.protocol.worker import KVForm
 
 MAX_READ_BYTES = 64 << 20
-"""Of chunks in one read, unless one alone is larger."""
+"""Bytes of chunks in one read, unless one alone is larger."""
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,9 @@ from raykv.base.deadlines import (
 from raykv.base.errors import ClusterError
 from raykv.base.settings import load_settings
 from raykv.client import pools, states
-from raykv.client.capacity import Plan
 from raykv.client.chunks import read_requests
 from raykv.client.listing import Reader
 from raykv.client.pins import PIN_S, Pinning
-from raykv.client.plan import plan
 from raykv.client.scheduler import Scheduler
 from raykv.client.ship import Shipping
 from raykv.client.transfers import Moving, Watch
@@ -216,15 +214,6 @@ class Cluster:
             SettingError: the engines' hashes can't be made here, or there is no such tokenizer.
         """
         return self._reader.lookup(tokens, text, messages, model, namespace, traits)
-
-    def plan(
-        self,
-        model: str,
-        settings: Mapping[str, Any] | None = None,
-        engine: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """`raykv.plan`: it asks nobody in the cluster."""
-        return plan(model, settings, engine)
 
     def why_miss(self, request_id: str) -> list[Explanation]:
         """Why tokens of a request were not loaded; known about a second after it has ended.
@@ -475,7 +464,7 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
             SettingError: the path is in use or can't be written (the files that are there are
-                whole), a key is none, or no chunk was found.
+                whole), a key is invalid, or no chunk was found.
         """
         return self._shipping.export_chunks(path, keys, pin_id, namespace, most_bytes)
 

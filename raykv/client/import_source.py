@@ -28,10 +28,10 @@ from raykv.protocol.framing import encode, receive
 from raykv.protocol.peer import ReadRequest, check_read
 
 EPOCH = 1
-"""Of every such actor: it has one life."""
+"""The epoch of every such actor: it has one life."""
 
 GENERATION = 1
-"""Of every chunk in files: these do not change."""
+"""The generation of every chunk in files: these do not change."""
 
 MAX_SLAB_BYTES = 1 << 40
 
@@ -46,7 +46,7 @@ class ImportSource:
                 self._chunks[chunk.key] = (path, chunk)
 
     def num_chunks(self) -> int:
-        """In all files."""
+        """Number of chunks in all files."""
         return len(self._chunks)
 
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:

@@ -160,10 +160,10 @@ def _the_one(what: str, beginning: str, names: set[str]) -> str:
 
 
 def _whole_bytes(digits: str) -> bytes:
-    """What hexadecimal digits begin with.
+    """The bytes that hexadecimal digits begin with.
 
     Raises:
-        ClusterError: they are none, or too many.
+        ClusterError: they are invalid, or too many.
     """
     try:
         whole = bytes.fromhex(digits[: len(digits) // 2 * 2])
@@ -238,8 +238,6 @@ def sources_of(
 
 
 def _ask(scheduler: Any, method: str, query: msgspec.Struct, kind: type[S]) -> S:
-    """Raises:
-    ClusterError: the scheduler actor does not answer in time, or refuses.
-    """
+    """Ask the scheduler actor; no answer in time, or a refusal, is a ClusterError."""
     raw = answer(scheduler, method, encode(query), timeout_s=CLIENT_S)
     return receive(raw, kind, SCHEDULER, HERE)

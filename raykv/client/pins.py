@@ -84,7 +84,7 @@ def raw_keys(keys: Sequence[bytes | str]) -> list[bytes]:
     """Offload keys as bytes.
 
     Raises:
-        SettingError: one is none.
+        SettingError: one is invalid.
     """
     raw: list[bytes] = []
     for key in keys:
@@ -98,10 +98,10 @@ def raw_keys(keys: Sequence[bytes | str]) -> list[bytes]:
 
 
 def ordered(keys: Sequence[bytes | str]) -> list[bytes]:
-    """Offload keys of one order, each once.
+    """The offload keys of one order, each once.
 
     Raises:
-        SettingError: one is none, or there are none, or too many.
+        SettingError: one is invalid, or there are none, or too many.
     """
     raw = raw_keys(keys)
     if not 0 < len(raw) <= MAX_ORDERED:

@@ -48,10 +48,10 @@ from raykv.protocol.reader import DISK, Chunk
 from raykv.protocol.status import NamespaceStatus
 
 FILE_BYTES = 256 << 20
-"""Of chunks in one file of a folder."""
+"""Bytes of chunks in one file of a folder."""
 
 PIECE_BYTES = 16 << 20
-"""Of one read."""
+"""Bytes of one read."""
 
 logger = logging.getLogger("raykv")
 
@@ -201,7 +201,7 @@ class Shipping:
         return result
 
     def _geometry(self, node_id: str) -> PoolGeometry | None:
-        """Of a node's pool, if it is known."""
+        """Geometry of a node's pool, if it is known."""
         known = [node for node in self.scheduler.status().nodes if node.node_id == node_id]
         if not known or not 0 < known[0].slab_bytes <= known[0].pool_bytes:
             return None
@@ -221,9 +221,7 @@ def _only(source: Source) -> Replicas:
 
 
 def _chosen(keys: Sequence[bytes | str]) -> set[Key]:
-    """Raises:
-    SettingError: one is none, or there are none.
-    """
+    """The keys, each once; none at all, or one that is invalid, is a SettingError."""
     if not (chosen := set(map(Key, raw_keys(keys)))):
         raise SettingError("no keys: a prompt that is shorter than a chunk has none")
     return chosen

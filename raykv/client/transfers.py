@@ -43,7 +43,7 @@ from raykv.protocol.peer import FetchRequest, FetchResult
 logger = logging.getLogger("raykv")
 
 PAGE_CHUNKS = 256
-"""Of a transfer, in one go: progress is reported after each."""
+"""Chunks of a transfer that go at once: progress is reported after each page."""
 
 Watch = Callable[[TransferResult], None]
 

@@ -135,7 +135,7 @@ def named_actors() -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question, or why there is none. `came_at` is in Unix seconds.
+    """The answer to one question, or why there is none. `came_at` is in Unix seconds.
 
     `is_dead`: Ray says that nobody is there to answer.
     """

@@ -44,7 +44,8 @@ class BreakerState(Enum):
 
 @dataclass(frozen=True)
 class Pauses:
-    """In seconds: after the first failure, doubled with each further one, up to the longest.
+    """How long a peer is left alone: `first_s` after its first failure, twice as long after each
+    further one, up to `longest_s`.
 
     A trial without a known end is over after `trial_s`, and another one may begin.
     """
@@ -248,7 +249,7 @@ def without(report: BreakerReport, peer: str) -> BreakerReport:
 
 
 def sentences(report: BreakerReport) -> list[str]:
-    """For people, one for each breaker that is not closed."""
+    """A sentence for people about each breaker that is not closed."""
     columns = zip(
         report.peers, report.states, report.failures, report.seconds, report.reasons, strict=True
     )

@@ -162,7 +162,7 @@ class DeathWatch:
 
 
 def _pidfd_of(sock: socket.socket, pid: int) -> int:
-    """Of the process at the other end.
+    """A pidfd of the process at the other end.
 
     Raises:
         ProcessLookupError: it has ended.

@@ -236,7 +236,7 @@ def _fresh_randomness() -> Iterator[None]:
 
 @contextmanager
 def _keeping_handlers() -> Iterator[None]:
-    """Who handles SIGTERM goes on to do so: Ray's own handler would end the process on the spot."""
+    """Keep the handler of SIGTERM: Ray's own would end the process on the spot."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -298,7 +298,7 @@ def resolve_node_id(node_id: str) -> str:
 
 
 def log_errors() -> None:
-    """From now on such messages go to the log `raykv.ray`; all else is printed as before."""
+    """Send such messages to the log `raykv.ray` from now on; print all others as before."""
     try:
         from ray._private import worker
 

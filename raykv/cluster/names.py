@@ -10,7 +10,7 @@ RAY_NAMESPACE = "raykv"
 """The Ray namespace of all actors; always passed explicitly."""
 
 NODE_PREFIX = "node:"
-"""Of the names of all NodeActors; the node's id follows."""
+"""How the names of all NodeActors begin; the node's id follows."""
 
 SCHEDULER = "scheduler"
 """The SchedulerActor."""
@@ -19,7 +19,7 @@ PUBLISHER = "events"
 """The PublisherActor, where events are published."""
 
 IMPORT_PREFIX = "import:"
-"""Of the names of actors that serve files of chunks while they are imported."""
+"""How the names begin of actors that serve files of chunks while they are imported."""
 
 OWN_NODE_FETCHES = "own node (fetches)"
 """How an engine calls its NodeActor in reports of its breakers, when it asks it for fetches."""

@@ -22,7 +22,7 @@ MAX_QUEUED_JOBS = 4096
 all lanes together: stores that stand must leave room for loads."""
 
 HOST = ""
-"""In place of a device's UUID: KV caches in the host's memory."""
+"""Stands in place of a device's UUID for KV caches in the host's memory."""
 
 
 class LaneName(NamedTuple):

@@ -22,7 +22,7 @@ from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 Column = npt.NDArray[np.int64]
 
 MAX_SLOTS = 1 << 32
-"""Of a pool; with them all arithmetic stays within 63 bits."""
+"""Slots of a pool; with them all arithmetic stays within 63 bits."""
 
 
 class PlanError(ValueError):

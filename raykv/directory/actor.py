@@ -347,7 +347,7 @@ def _collected(here: Any) -> list[MetricFamily]:
 
 
 def _targets(here: Any) -> list[str]:
-    """In a thread of this actor, like `_collected`."""
+    """Called in a thread of this actor, like `_collected`."""
     found: list[str] = ray.get(here.targets.remote(), timeout=METRICS_COLLECT_S)
     return found
 

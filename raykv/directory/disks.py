@@ -38,7 +38,7 @@ MAX_DEMOTED = 4096
 """Chunks of a node that wait to be offered to its disk; beyond it the oldest are lost."""
 
 MAX_ORDERED = 512
-"""Of them in one answer: about 40 KiB."""
+"""Such chunks in one answer: about 40 KiB."""
 
 MAX_SWEPT = 4096
 """Entries of what is gone that one report takes away: 2 to 4 ms."""
@@ -75,7 +75,8 @@ class DiskStretch:
 
 @dataclass(slots=True)
 class _Disk:
-    """Of one life of a NodeActor. `names` by place; `places` has some that are gone, too.
+    """The disk of a NodeActor in one of its lives. `names` by place; `places` may name some that
+    are gone.
 
     `num_demoted` counts all that ever waited in `demoted`.
     """
@@ -311,7 +312,7 @@ class Disks:
 
     @property
     def num_disks(self) -> int:
-        """That are known: no chunk is on more."""
+        """The number of known disks: no chunk is on more."""
         return len(self._disks)
 
     def holds_any(self, namespace: Namespace) -> bool:
@@ -323,7 +324,7 @@ class Disks:
         return {str(name): len(keys) for name, keys in self._chunks.items()}
 
     def namespaces(self) -> set[Namespace]:
-        """Those that have chunks on any disk, or had some a moment ago."""
+        """The namespaces that have chunks on any disk, or had some a moment ago."""
         return set(self._chunks)
 
     # Losses

@@ -140,12 +140,12 @@ class BlockManager:
 
     @property
     def granting(self) -> Epoch:
-        """That of the generations that are granted now: this life's own epoch, or a later one."""
+        """The epoch of the generations that are granted now: this life's own, or a later one."""
         return self._generations.epoch
 
     @property
     def cleared(self) -> dict[str, int]:
-        """By namespace, the generation up to which its chunks are void; a copy."""
+        """The generation up to which each namespace's chunks are void; a copy."""
         return self._clearings.told
 
     # Nodes

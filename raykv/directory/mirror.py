@@ -18,7 +18,8 @@ from raykv.directory.table.protocol import Changes, NodeTable
 from raykv.protocol.columns import MAX_KEYS, Handles
 
 MAX_PENDING_CHANGES = 262_144
-"""Per engine. The columns are the event log's own, which keeps the latest of them anyway."""
+"""Changes per engine. The columns are the event log's own, which keeps the latest of them anyway.
+"""
 
 
 class Mirror:

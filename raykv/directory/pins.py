@@ -47,7 +47,7 @@ SHARE = 0.25
 """Share of a pool that pins may take by default."""
 
 LOOK_S = 1.0
-"""Between two searches for wishes that have expired; the table itself is exact."""
+"""Pause between two searches for wishes that have expired; the table itself is exact."""
 
 _FIRM_HINT, _FAVOUR_HINT = "hint: pin", "hint: priority"
 """Holder of the wishes of all requests, in place of a pin's id."""

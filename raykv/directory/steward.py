@@ -88,7 +88,7 @@ class Steward:
         self._write(PIN + order.pin_id, encode(KeptPin(order, time.time() + order.ttl_s)))
 
     def forget_pin(self, pin_id: str) -> None:
-        """It has ended."""
+        """Forget a pin that has ended."""
         self._write(PIN + pin_id, None)
 
     def set_wish(self, wish: PoolWish) -> None:

@@ -49,7 +49,7 @@ OWNER = EngineId("transfers")
 """The holder of the leases of all transfers."""
 
 MAX_TRANSFERS = 64
-"""At a time; a page each."""
+"""Transfers at a time; each is a page."""
 
 MAX_SOURCES = 2
 """Replicas named per chunk: one to fetch from, and one for when that fails."""
@@ -80,7 +80,7 @@ class _Series:
     latest: list[Key] = field(default_factory=list)
 
     def add(self, keys: list[Key]) -> None:
-        """Of a page; a series that is longer than any pool should be is not kept whole."""
+        """Note the keys of a page; a series that is longer than any pool should be is cut off."""
         self.latest = keys
         if len(self.keys) < _MAX_SERIES:
             self.keys.update(dict.fromkeys(keys))
@@ -312,7 +312,9 @@ class Transfers:
                 self._nodes[transfer.node_id].book.end_lease(slot, lease)
 
     def _leases_of(self, transfer: _Transfer) -> list[tuple[Slot, Lease]]:
-        """Those that are not over, because the chunk has come, or the node has gone."""
+        """A transfer's leases that are not over: its chunk has not come, and the node is still
+        there.
+        """
         node = self._nodes.get(transfer.node_id)
         if node is None or node.epoch != transfer.node_epoch:
             return []

@@ -32,7 +32,7 @@ SMALL_SHM_BYTES = 400 << 20
 MiB. RayKV's pools are not in `/dev/shm`."""
 
 MANY_STORED = 1024
-"""Chunks: by then one that is asked for again has been, where prompts have anything in common."""
+"""By so many stored chunks one would have been loaded, where prompts have anything in common."""
 
 MEANT = ("weights_version", "weights", "config", "quantization", "draft", "code")
 """Traits that differ when two engines serve two models under one name."""
@@ -51,7 +51,7 @@ def diagnose(facts: ClusterFacts) -> list[Finding]:
 
 
 def _missing(check: str, facts: ClusterFacts) -> str:
-    """Whose silence keeps a check from being complete; empty if nobody's."""
+    """Why a check can't be complete: who has not answered; empty if everybody has."""
     if check in ("placement", "hashes") and facts.scheduler.presence is Presence.SILENT:
         return "the scheduler actor does not answer"
     silent = [
@@ -373,7 +373,7 @@ def _shared_memory(facts: ClusterFacts) -> Iterator[Finding]:
 # Disks
 
 LONG_UNOWNED_S = 3600.0
-"""What nobody has held for less may be of a cluster that starts anew."""
+"""What nobody has held for a shorter time may belong to a cluster that is just starting."""
 
 
 def _disks(facts: ClusterFacts) -> Iterator[Finding]:
@@ -459,7 +459,7 @@ def _threads(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _use(facts: ClusterFacts) -> Iterator[Finding]:
-    """Of a namespace as a whole: an engine that only prefills stores for others to load."""
+    """Judge a namespace as a whole: an engine that only prefills stores for others to load."""
     spaces: dict[str, list[EngineStatus]] = {}
     for engine in facts.engines:
         spaces.setdefault(engine.namespace, []).append(engine)

@@ -70,7 +70,7 @@ def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
 
 
 def refusals(known: set[str], deadline_s: float = DOCTOR_S) -> dict[str, str]:
-    """By node: why NodeActors that are not among the `known` nodes have no pool."""
+    """Why NodeActors that are not among the `known` nodes have no pool, by node."""
     wanted = [
         name
         for name in ask_ray(named_actors)
@@ -89,7 +89,7 @@ def refusals(known: set[str], deadline_s: float = DOCTOR_S) -> dict[str, str]:
 
 
 def _breakers(status: ClusterStatus) -> list[BreakerFact]:
-    """Those of nodes and engines that are not closed."""
+    """The breakers of nodes and engines that are not closed."""
     owners = [(f"node {node.node_id[:12]}", node.breakers) for node in status.nodes]
     owners += [(f"engine {engine.engine_id[:12]}", engine.breakers) for engine in status.engines]
     return [

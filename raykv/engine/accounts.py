@@ -49,7 +49,7 @@ class MissStage(Enum):
 
 @dataclass(slots=True)
 class TokenAccount:
-    """Of one request, in tokens.
+    """The account of one request, in tokens.
 
     `own`: in vLLM's cache. `loaded`: is being loaded, or was. `fetched`: of those, what another
     node had, and `disk` what a disk had. `failed`: should have been, but was not. `miss`: what the
@@ -145,7 +145,7 @@ def _positive(counts: dict[MissReason, int]) -> dict[MissReason, int]:
 
 @dataclass(slots=True)
 class Accounts:
-    """Of all requests of an engine.
+    """The accounts of all requests of an engine.
 
     `tokens_per_chunk`: loads are whole numbers of so many tokens.
     """

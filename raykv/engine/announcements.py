@@ -67,7 +67,7 @@ class Announcements:
         self._news.stored.append(key)
 
     def take(self, loadable: Collection[Key], now: float) -> News:
-        """What is to be announced; looks at the next few chunks of the round."""
+        """Take what to announce; looks at the next few chunks of the round."""
         for _ in range(min(MAX_LOOKS, len(self._round))):
             key = self._round.popleft()
             until = self._known[key]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WEIGHT = 0.2
-"""Of the newest measurement in the running mean."""
+"""Weight of the newest measurement in the running mean."""
 
 MIN_PREFILL_TOKENS = 64
 """Smaller steps say nothing about prefill."""

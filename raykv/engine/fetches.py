@@ -36,10 +36,10 @@ MAX_QUEUED = 1024
 """Requests that wait for the thread; beyond it they fail at once."""
 
 MAX_CHUNKS = 512
-"""Per request: with two sources each it stays under Ray's 100 KiB inline limit."""
+"""Chunks of a request: with two sources each it stays under Ray's 100 KiB inline limit."""
 
 MAX_BYTES = 64 << 20
-"""Per request: the first chunks of a long prefix are READY before the last ones have come."""
+"""Bytes of a request: a long prefix's first chunks are READY before its last ones have come."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class FetchClient:
         future.add_done_callback(lambda done: self._end(number, done))
 
     def _end(self, number: int, done: Any) -> None:
-        """In a thread of Ray."""
+        """Take the NodeActor's answer; called in a thread of Ray."""
         try:
             result = receive(done.result(), FetchResult, "the NodeActor", "the engine")
             with self._lock:

@@ -44,7 +44,7 @@ class Allowed(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Of one request: pin its prompt for so long, or prefer it to what has less priority."""
+    """What one request asks for its prompt: to be pinned for so long, or a priority over others."""
 
     pin_s: float | None = None
     priority: int | None = None
@@ -118,7 +118,7 @@ class HintBox:
         )
 
     def counter_values(self) -> dict[str, int]:
-        """Since the start: wishes of requests that were not allowed, and chunks of the others."""
+        """Counts since the start: wishes that were not allowed, and chunks of the others."""
         return {
             "hints_ignored": self._ignored,
             "hinted_chunks": self._queued,

@@ -48,7 +48,7 @@ class LayeredLoads:
         self._loads[load.request_id] = load
 
     def must_wait(self, hashes: Sequence[bytes]) -> bool:
-        """Whether a request that found these blocks in vLLM's cache is to be looked up later."""
+        """Whether a request that found these blocks in vLLM's cache should be looked up later."""
         return any(not load.hashes.isdisjoint(hashes) for load in self._loads.values())
 
     @property
@@ -86,7 +86,7 @@ class LayeredLoads:
         return self._to_evict | invalid
 
     def evicted(self) -> None:
-        """It has left the prefix cache: requests that wait may be asked about again."""
+        """Note that it has left the prefix cache: waiting requests may be asked about again."""
         self._loads.clear()
         self._to_evict.clear()
 

@@ -44,7 +44,7 @@ class Outbox:
             queue.clear()
 
     def fields(self) -> dict[str, Any]:
-        """Those of the next `SyncRequest`."""
+        """Fields of the next `SyncRequest`."""
         return {
             "touched": take(self.touched, MAX_KEYS // 2),
             "pinned": take(self.pinned, MAX_KEYS // 2),

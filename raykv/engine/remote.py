@@ -51,8 +51,8 @@ MAX_ASKED = 16_384
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Of a KV group: bytes of a slot, tokens whose KV it holds, and how many chunks a prefix needs
-    (None: all).
+    """Size of a KV group's chunks: bytes of a slot, tokens whose KV it holds, and how many chunks a
+    prefix needs (None: all).
     """
 
     num_bytes: int = 1
@@ -70,7 +70,7 @@ class RemoteSettings:
     sizes: dict[int, ChunkSize] | None = None
 
     def size_of(self, key: Key) -> ChunkSize:
-        """Of the chunk's group."""
+        """Size of the chunks of a key's group."""
         return (self.sizes or {}).get(group_of(key), ChunkSize())
 
 
@@ -191,7 +191,7 @@ class RemoteChunks:
         return bool(self._repeated)
 
     def announce(self, key: Key, handle: Handle) -> None:
-        """The chunk is being stored: who asks for it should wait."""
+        """Note that the chunk is being stored, so that whoever asks for it waits."""
         if self.has_peers:
             self._announced.append((key, handle))
 

@@ -137,7 +137,7 @@ class StorePlan:
 
 @dataclass(slots=True)
 class ViewCounters:
-    """Since the engine's start."""
+    """Counters since the engine's start."""
 
     hits: int = 0
     misses: int = 0
@@ -224,7 +224,7 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def get(self, request_id: str) -> RequestState:
-        """For an unknown request, a state that is not kept."""
+        """The state of a request; one that is unknown gets a state that is not kept."""
         found = self._requests.get(request_id)
         return RequestState(RequestOptions(), is_known=False) if found is None else found
 

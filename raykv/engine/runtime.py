@@ -49,7 +49,7 @@ logger = logging.getLogger("raykv")
 
 @dataclass(frozen=True)
 class EngineIdentity:
-    """Who the engine is to the actors; `slot_bytes` by KV group index.
+    """What the engine tells the actors of itself; `slot_bytes` by KV group index.
 
     `versions` is for people: of RayKV, vLLM and Ray. `traits` as in `AttachEngine`.
     """
@@ -269,7 +269,7 @@ class EngineRuntime:
                 self._stopped.wait(REPLACE_PAUSE_S)
 
     def _keep_describing(self) -> None:
-        """Until the NodeActor has said where it listens; the socket's name never changes then."""
+        """Ask the NodeActor until it has said where it listens; the socket's name never changes."""
         said = False
         while self.node is None and not self._stopped.wait(self._settings.heartbeat_s):
             try:

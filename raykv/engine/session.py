@@ -60,7 +60,7 @@ MAX_INBOX = 4
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Who the engine is, and times in seconds; `traits` as in `AttachEngine`."""
+    """What the engine tells of itself, and times in seconds; `traits` as in `AttachEngine`."""
 
     engine_id: str
     node_id: str
@@ -244,7 +244,7 @@ class Session:
         self._wanted.note(keys)
 
     def take_lines(self, reports: dict[int, BreakerReport]) -> None:
-        """By rank, what the workers report of their connections to the NodeActor."""
+        """Take what the workers report of their connections to the NodeActor, by rank."""
         now = time.monotonic()
         self._lines |= {rank: (now, report) for rank, report in reports.items()}
 
@@ -381,7 +381,7 @@ class Session:
                 return not reply.more
 
     def _keep(self, request: SyncRequest, reply: SyncReply) -> None:
-        """For the engine's thread; of answers without changes only the last one matters."""
+        """Keep an answer for the engine's thread: of those without changes, the last one only."""
         if request.idle:
             self._standing = reply
         else:

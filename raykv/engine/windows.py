@@ -69,7 +69,7 @@ def plan_windows(
     windows = {number: each.window for number, each in wanted.items() if each.window}
     if not windows or share <= 0:
         return dict.fromkeys(wanted, WindowPlan())
-    step = lcm(*(each.tokens for each in known.values()))
+    step = _step(known.values())
     prefixes = [1 / each.tokens for each in known.values() if each.window is None]
     dense = sum(1 / each.tokens for each in wanted.values())
     interval = sum(windows.values()) / (share * (sum(prefixes) or dense))
@@ -103,7 +103,36 @@ def checkpoint(groups: Sequence[ChunkGroup], prompt: int) -> int:
     return _floored(groups, prompt - min(TAIL_TOKENS, prompt // 4))
 
 
+def state_ends(
+    groups: Sequence[ChunkGroup], prompt: int, step_tokens: int, share: float
+) -> list[int]:
+    """Where states of a prompt are stored of which nothing is known, and which is computed alone.
+
+    Args:
+        groups: all KV groups.
+        prompt: length in tokens; the last one is always computed.
+        step_tokens: how many tokens the engine computes in a step, at most.
+        share: as of `plan_windows`. 0: vLLM keeps the last state alone.
+    """
+    last = _floored(groups, prompt - 1)
+    if share <= 0:
+        return [last] if last else []
+    # A step ends where chunks of all groups do; one that is longer than a step takes several.
+    step = max(_floored(groups, step_tokens), _step(groups))
+    ends, at = [], 0
+    for stop in sorted({checkpoint(groups, prompt), last}):
+        while at < stop:
+            at = min(stop, at + step)
+            ends.append(at)
+    return ends
+
+
 def _floored(groups: Sequence[ChunkGroup], tokens: int) -> int:
     """The last place up to there at which chunks of all groups end."""
-    step = lcm(*(each.tokens for each in groups))
+    step = _step(groups)
     return tokens // step * step
+
+
+def _step(groups: Iterable[ChunkGroup]) -> int:
+    """Tokens between places at which chunks of all groups end."""
+    return lcm(*(each.tokens for each in groups))

@@ -21,7 +21,7 @@ NUM_SIZES = 8
 """How many pools are simulated unless sizes are given."""
 
 UNLIMITED = "unlimited"
-"""In place of a policy's name: a pool in which everything has room."""
+"""Stands in place of a policy's name for a pool in which everything has room."""
 
 Numbers = npt.NDArray[np.int64]
 Chunk = tuple[str, str]
@@ -40,11 +40,13 @@ def sizing(
     """What pools of other sizes would have found of a trace: a row for each size and policy.
 
     The trace is replayed through one pool that begins empty, so the first use of a chunk is a miss
-    at any size. Hits in vLLM's own cache are not taken out: these are hits of the pool alone.
+    at any size. Hits in vLLM's own cache are not taken out: these are hits of the pool alone. Of
+    models with windows or states they are the most that there can be: as if prompts never parted
+    where none is stored.
 
     Args:
         trace: which chunks were asked for.
-        chunk_bytes: of a chunk of all KV groups, as `bytes_per_chunk` returns it.
+        chunk_bytes: of a chunk with its share of windows and states, as `bytes_per_chunk` has it.
         pool_bytes: sizes to try; None: some, up to where everything has room.
         policies: worth, lru.
 
@@ -72,7 +74,7 @@ def sizing(
 
 
 def _sizes(most: int, chunk_bytes: int) -> list[int]:
-    """From a small share of the chunks to all of them, each the same factor larger."""
+    """Sizes of pools from a small share of the chunks to all, growing by a constant factor."""
     counts = np.geomspace(max(1, most // 64), most, NUM_SIZES).round().astype(int)
     return [int(count) * chunk_bytes for count in dict.fromkeys(counts.tolist())]
 
@@ -91,7 +93,8 @@ def _size_row(trace: Trace, size: int, policy: str, hits: Sequence[int]) -> dict
 
 
 def stack_distances(uses: Sequence[int]) -> Numbers:
-    """For each use how many other chunks were used since the last use of the same; -1: never.
+    """For each use, the number of other chunks used since the same chunk's last use; -1: it is the
+    first.
 
     An LRU pool finds a chunk if it has room for more chunks than that. (R. L. Mattson and others,
     1970. With p the place of the last use, the uses between p and here whose own last use was not
@@ -108,7 +111,7 @@ def stack_distances(uses: Sequence[int]) -> Numbers:
 
 
 def _num_not_above_before(values: Numbers) -> Numbers:
-    """For each value how many of those before it are not above it; merges, widths doubling."""
+    """For each value, how many before it are not larger; counted by merging, widths doubling."""
     count = len(values)
     counts = np.zeros(count, np.int64)
     # Each run's values are lifted above those of the runs before it: one sorted array to search.

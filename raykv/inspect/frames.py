@@ -42,7 +42,7 @@ def pandas() -> Any:
 
 @dataclass(frozen=True)
 class Column:
-    """Of a frame; `dtype` is pandas' name, `meaning` has the unit."""
+    """A column of a frame; `dtype` is pandas' name, `meaning` has the unit."""
 
     name: str
     dtype: str

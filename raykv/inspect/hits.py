@@ -24,7 +24,7 @@ def num_distinct(requests: Sequence[Request]) -> int:
 
 
 def unlimited_hits(requests: Sequence[Request]) -> list[int]:
-    """Of each request how many chunks of its prefix are held, if nothing is ever given up."""
+    """For each request, how many chunks of its prefix are held if nothing is ever given up."""
     held: set[int] = set()
     hits = []
     for request in requests:
@@ -86,7 +86,7 @@ def replay(
 def prefix_hits(
     requests: Sequence[Request], policy: EvictionPolicy[tuple[str, bytes]], capacity: int
 ) -> list[int]:
-    """Of each request how many chunks of its prefix are held when it comes."""
+    """For each request, how many chunks of its prefix are held when it comes."""
     pool = _Pool(policy, capacity)
     hits = []
     for request in requests:

@@ -18,7 +18,7 @@ SHORT_ID = 8
 """Characters of an id in a plot."""
 
 MAX_BARS = 20_000
-"""Of a prefix tree; those of the rarest chunks are left out."""
+"""Bars of a prefix tree; those of the rarest chunks are left out."""
 
 MIB, GIB = 1 << 20, 1 << 30
 SOURCES = {

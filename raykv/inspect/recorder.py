@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("raykv.inspect")
 
 MAX_ROWS = 500_000
-"""Of a kind; beyond it the oldest are forgotten."""
+"""Rows of a kind; beyond it the oldest are forgotten."""
 
 MAX_ERRORS = 100
 """What went wrong while recording; the oldest are forgotten."""

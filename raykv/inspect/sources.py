@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from raykv.protocol.events import Event
 
 MAX_PAGES = 1024
-"""Of requests that are read at once: more than the scheduler actor remembers."""
+"""Pages of requests that are read at once: more than the scheduler actor remembers."""
 
 Row = dict[str, Any]
 

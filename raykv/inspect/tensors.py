@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,14 +14,16 @@ from raykv.base.errors import ClusterError
 from raykv.base.extras import load
 from raykv.base.ids import Namespace, group_of
 from raykv.client.chunks import ChunkPlace, kv_form, read_chunks
-from raykv.inspect.sources import chunk_places, known_tokens
+from raykv.inspect.sources import chunk_places, chunk_rows, known_tokens
 from raykv.memory.kv_form import LayerElements, layers_of, tokens_per_chunk
+from raykv.protocol.groups import parse_groups
 from raykv.protocol.worker import GroupForm, KVForm
 
 if TYPE_CHECKING:
     import torch
 
     from raykv.client.cluster import Cluster
+    from raykv.protocol.status import ClusterStatus
 
 SHORTEST_BEGINNING = 4
 """Hex digits of a key that are enough, if no other chunk's key begins so."""
@@ -93,7 +96,11 @@ def kv(
 
 
 def bytes_per_chunk(cluster: Cluster, namespace: str | None = None) -> int:
-    """Bytes that a chunk of tokens takes in a pool: the slots of all KV groups together.
+    """Bytes that a chunk of tokens takes in pools, with what is stored of windows and states.
+
+    A pool has a few of those beside the chunks of whole prefixes: how many is counted in the pools
+    that there are. Where nothing is stored yet, or a model has windows or states alone, they count
+    as if all were stored.
 
     Args:
         cluster: from `raykv.connect()`.
@@ -114,7 +121,25 @@ def bytes_per_chunk(cluster: Cluster, namespace: str | None = None) -> int:
     form = kv_form(Namespace(meant[0]), [node.node_id for node in known.nodes])
     if not form.groups:
         raise ClusterError(_unknown(meant[0]))
-    return sum(form.slot_bytes.values())
+    whole = _whole_group(known, meant[0])
+    if whole is None:
+        return sum(form.slot_bytes.values())
+    counts = Counter(int(row["group"]) for row in chunk_rows(cluster, meant[0], None))
+    if not counts[whole]:
+        return sum(form.slot_bytes.values())
+    num_bytes = sum(counts[group] * size for group, size in form.slot_bytes.items())
+    return round(num_bytes / counts[whole])
+
+
+def _whole_group(known: ClusterStatus, namespace: str) -> int | None:
+    """The first KV group that needs whole prefixes, which traces have the chunks of; None: there is
+    none, or no other.
+    """
+    told = [each.traits for each in known.spaces if each.namespace == namespace]
+    text = next((traits["chunks"] for traits in told if "chunks" in traits), "")
+    groups = parse_groups(text) if text else []
+    whole = [each.group for each in groups if each.window is None]
+    return whole[0] if whole and len(whole) < len(groups) else None
 
 
 def _unknown(namespace: str) -> str:

@@ -42,7 +42,7 @@ def read_trace(path: str) -> list[Request]:
 
 
 def _hash_ids(line: str, place: str) -> list[Hashable]:
-    """In order, each once: a chunk that is there twice is one chunk."""
+    """The chunks in order, each once: a chunk that is there twice is one chunk."""
     try:
         row: Any = json.loads(line)
     except ValueError as error:

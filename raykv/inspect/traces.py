@@ -111,5 +111,5 @@ def trace(
 
 
 def prompts_of(trace: Trace) -> list[Sequence[int]]:
-    """Of each request the chunks that are looked up."""
+    """The chunks that each request looks up."""
     return [chunks[:asked] for chunks, asked in zip(trace.requests, trace.num_asked, strict=True)]

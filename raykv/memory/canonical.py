@@ -72,7 +72,7 @@ def fragments_of(page: PageMap) -> Fragments:
 
 
 def clipped(found: Fragments, span: PageSpan) -> Fragments:
-    """Those parts of fragments that are in a span of the rank's page."""
+    """The parts of fragments that lie in a span of the rank's page."""
     begin = np.maximum(found.own, span.begin)
     end = np.minimum(found.own + found.size, span.end)
     some = end > begin

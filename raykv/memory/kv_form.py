@@ -40,7 +40,7 @@ class LayerElements:
 
 
 class Forms:
-    """Those of the namespaces that were reported, at most `MAX_FORMS`."""
+    """The forms of namespaces that were reported, at most `MAX_FORMS`."""
 
     def __init__(self) -> None:
         # The one that was reported the longest ago first.

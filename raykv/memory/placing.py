@@ -56,7 +56,7 @@ class Placing(Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """On which NUMA nodes a pool's pages should be."""
+    """The NUMA nodes on which a pool's pages should be."""
 
     placing: Placing
     nodes: tuple[int, ...] = ()

@@ -366,7 +366,7 @@ class Pool:
 
     @property
     def cleared(self) -> dict[str, int]:
-        """What a pool file says of that; nothing where there is none."""
+        """The generation up to which each namespace was cleared, in earlier lives too."""
         return {} if self._journal is None else self._journal.cleared
 
     def prefault(self, has_room: Callable[[], bool] = lambda: True) -> None:

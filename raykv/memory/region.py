@@ -214,7 +214,7 @@ class Region:
                 return
 
     def _touch(self, offset: int, size: int) -> None:
-        """For kernels without MADV_POPULATE_WRITE: read one byte of each page.
+        """Read one byte of each page, where the kernel has no MADV_POPULATE_WRITE.
 
         A read fault of shared memory allocates the page as well, and changes nothing in it.
         """

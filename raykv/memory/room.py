@@ -36,7 +36,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class MonitorSettings:
-    """Of Ray's memory monitor. `min_free_bytes` below 0: not set."""
+    """Settings of Ray's memory monitor. `min_free_bytes` below 0: not set."""
 
     is_on: bool = True
     threshold: float = MEMORY_USAGE_THRESHOLD
@@ -167,7 +167,7 @@ def _advice(fitting_bytes: int) -> str:
 
 
 def human_bytes(num_bytes: float) -> str:
-    """For people: "8.0 GiB"."""
+    """Bytes as people read them: "8.0 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

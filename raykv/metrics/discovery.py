@@ -25,10 +25,7 @@ FILE_NAME = "raykv_metrics_sd.json"
 
 
 class TargetsFile:
-    """Args:
-    path: where it is; its folder must be there.
-    cluster: the address of the cluster.
-    """
+    """A file at `path`, whose folder must be there; `cluster` is the cluster's address."""
 
     def __init__(self, path: Path, cluster: str) -> None:
         self.path = path
@@ -97,7 +94,7 @@ class Discovery:
 
 
 def default_path() -> Path | None:
-    """Beside Ray's own `prom_metrics_service_discovery.json`; None where Ray has no such folder."""
+    """A file beside Ray's `prom_metrics_service_discovery.json`; None where Ray has no folder."""
     from ray._private import worker
 
     node = worker._global_node

@@ -24,7 +24,7 @@ _RANK_BITS = 64 - BITS
 MAX_RANK = _RANK_BITS + 1
 
 _KEY_BYTES = 40
-"""Of a key that count; vLLM's longest has 36."""
+"""Bytes of a key that count; vLLM's longest has 36."""
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 Registers = np.ndarray[Any, np.dtype[np.uint8]]
@@ -91,7 +91,7 @@ class HyperLogLog:
 
 
 def _sigma(x: float) -> float:
-    """Of the share of registers that nothing chose; algorithm 5 of Ertl's."""
+    """Algorithm 5 of Ertl's, for the share of registers that nothing chose."""
     if x == 1.0:
         return math.inf
     power, total, before = 1.0, x, -1.0
@@ -104,7 +104,7 @@ def _sigma(x: float) -> float:
 
 
 def _tau(x: float) -> float:
-    """Of the share of registers that are not full; algorithm 6 of Ertl's."""
+    """Algorithm 6 of Ertl's, for the share of registers that are not full."""
     if x in (0.0, 1.0):
         return 0.0
     power, total, before = 1.0, 1.0 - x, -1.0

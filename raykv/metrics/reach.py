@@ -23,7 +23,7 @@ MAX_WAITING = 4096
 """Requests whose keys were not counted yet; beyond it the oldest are left out of both numbers."""
 
 MAX_REGISTERS = 4096
-"""In one message: 12 KiB. What has changed beyond it comes with the next one."""
+"""Registers in one message: 12 KiB. What has changed beyond it comes with the next one."""
 
 
 MAX_AT_ONCE = 4096
@@ -32,7 +32,7 @@ meanwhile, a third of a millisecond."""
 
 
 class WantedKeys:
-    """Of one engine. `note` is for the engine's thread, `take` for one other thread."""
+    """The keys that one engine wants. `note` is for its own thread, `take` for one other thread."""
 
     def __init__(self) -> None:
         self._waiting: deque[Sequence[bytes]] = deque(maxlen=MAX_WAITING)
@@ -70,7 +70,7 @@ class WantedKeys:
 
 @dataclass(slots=True)
 class Reach:
-    """Of one namespace, over all its engines."""
+    """How many chunks the engines of one namespace want, and how many different ones."""
 
     num_wanted: int = 0
     _sketch: HyperLogLog = field(default_factory=HyperLogLog)

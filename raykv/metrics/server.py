@@ -38,10 +38,10 @@ from raykv.protocol.measures import MetricFamily, MetricRow
 logger = logging.getLogger("raykv.metrics")
 
 MAX_CONNECTIONS = 8
-"""At a time; Prometheus keeps one open for each of its servers that scrape."""
+"""Connections at a time; Prometheus keeps one open for each of its servers that scrape."""
 
 PORTS_TRIED = 16
-"""From a port that was named upwards: other actors on the host may have it."""
+"""Ports tried, from the named one upwards: other actors on the host may have it."""
 
 Collect = Callable[[], list[MetricFamily]]
 

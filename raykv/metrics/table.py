@@ -52,7 +52,7 @@ OTHER = "other"
 
 
 class MetricKind(StrEnum):
-    """Of Prometheus' types."""
+    """Prometheus' types."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

@@ -456,7 +456,7 @@ class NodeActor:
         return max(self._service.keeper.highest_generation, on_disk)
 
     def _cleared(self) -> dict[str, int]:
-        """Of the pool and of the disk, where that of an earlier life is known."""
+        """Floors of the pool and of the disk, where that of an earlier life is known."""
         cleared = Clearings({} if self._disk is None else self._disk.cleared())
         cleared.take(self._service.keeper.cleared())
         return cleared.told

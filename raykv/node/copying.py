@@ -111,7 +111,7 @@ class Copying:
     def _parts(
         self, queued: QueuedJob, some: Iterable[Span], begun: deque[Span]
     ) -> Iterator[CopyRuns]:
-        """What is to be copied, noted as begun when the back end takes it."""
+        """The parts to copy, each noted as begun when the back end takes it."""
         for span in some:
             self._give_way(queued)
             begun.append(span)

@@ -63,7 +63,7 @@ class Devices:
 
     @property
     def locked_bytes(self) -> int:
-        """Of the pool, from its start."""
+        """Bytes of the pool that are page-locked, from its start."""
         return 0 if self._locker is None else self._locker.locked_bytes
 
     def driver(self) -> MemoryDriver:

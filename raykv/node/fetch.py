@@ -49,7 +49,7 @@ from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadReques
 logger = logging.getLogger("raykv.node")
 
 PIECE_BYTES = 16 << 20
-"""Of one read. Ray moves 2 MiB objects at a third of the speed of large ones."""
+"""Bytes of one read. Ray moves 2 MiB objects at a third of the speed of large ones."""
 
 WINDOW = 3
 """Pieces of one fetch that are under way at a time."""
@@ -73,8 +73,8 @@ class _WantedChunk:
     was_asked: bool = False
 
     def skip_source(self) -> None:
-        """Skip the next source, which is left alone now; that is the reason if none was asked
-        before.
+        """Skip the next source, which is left alone now; a chunk that nobody was asked for fails
+        for that reason.
         """
         self.replicas.popleft()
         if not self.was_asked:
@@ -100,7 +100,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class FetchCounters:
-    """Since the start."""
+    """Counters since the start."""
 
     bytes_fetched: int = 0
     chunks_fetched: int = 0
@@ -475,7 +475,7 @@ def wanted(request: FetchRequest) -> list[tuple[ChunkName, deque[Replica]]]:
 
 
 def _bounded(deadline_s: float) -> float:
-    """Between 0 and `FETCH_MOST_S`; NaN counts as 0."""
+    """The deadline, between 0 and `FETCH_MOST_S`; NaN counts as 0."""
     return min(deadline_s, FETCH_MOST_S) if deadline_s > 0 else 0.0
 
 

@@ -29,7 +29,7 @@ MAX_PLACES = 64
 """Ports that are tried for one question; of more, the first ones."""
 
 _PROBES = 16
-"""Of them at a time."""
+"""Such places that are tried at a time."""
 
 
 def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFacts:

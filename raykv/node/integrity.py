@@ -89,7 +89,7 @@ class Integrity:
         return True
 
     def _checksum(self, name: ChunkName, is_cancelled: Callable[[], bool]) -> int | None:
-        """Of the bytes in the pool, whose reader the caller is."""
+        """Checksum of a chunk's bytes in the pool; the caller is a reader of its slot."""
         place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
         data = memoryview((ctypes.c_ubyte * name.slot_bytes).from_address(place)).cast("B")
         hasher = xxhash.xxh3_64()

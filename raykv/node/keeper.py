@@ -246,7 +246,7 @@ class PoolKeeper:
         return failed_columns(failed)
 
     def only_ready(self, names: list[ChunkName]) -> list[ChunkName]:
-        """Those of the chunks that are still there."""
+        """The chunks among `names` that are still there."""
         with self.lock:
             return [name for name in names if self.table.is_ready(name)]
 
@@ -271,7 +271,7 @@ class PoolKeeper:
                 self.pool.clear(self.table.cleared)
 
     def cleared(self) -> dict[str, int]:
-        """By namespace, the generation up to which chunks were discarded."""
+        """The generation up to which each namespace's chunks were discarded."""
         with self.lock:
             return self.table.cleared
 

@@ -103,7 +103,7 @@ def _free_bytes_on(node_id: str) -> int:
 
 
 def _free_bytes() -> int:
-    """In a worker process of a node: what its memory limits leave."""
+    """What memory limits leave on a node; called in a worker process there."""
     from raykv.memory.limits import worker_limits
 
     return tightest(worker_limits()).free_bytes

@@ -35,7 +35,7 @@ class PoolContents:
 
 @dataclass
 class NodeMeter:
-    """Since the start."""
+    """What a NodeActor has measured since its start."""
 
     queue: dict[Direction, Histogram] = field(default_factory=_by_direction)
     copy: dict[Direction, Histogram] = field(default_factory=_by_direction)

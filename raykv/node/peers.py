@@ -51,7 +51,7 @@ class PeerTransport(Protocol):
 
 
 class ObjectRefTransport:
-    """Through the named actors, whose handles are kept until a call fails."""
+    """Reads by calling the named actors, whose handles are kept until a call fails."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -35,7 +35,7 @@ MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
 
 BUFFER_BYTES = 16 << 20
-"""Of each buffer: as much as one read asks for, as a rule."""
+"""Bytes of each buffer: as much as one read asks for, as a rule."""
 
 MAX_KEPT = 8
 """Buffers that wait for their next use: 128 MiB at most."""

@@ -339,7 +339,7 @@ class NodeService:
     def _take_captures(
         self, worker: AttachedWorker, batch: JobBatch, fds: list[int], now: float
     ) -> None:
-        """Those of a batch; raises MessageError if a lock that should have come has not."""
+        """Queue a batch's captures; a lock that should have come and has not is a MessageError."""
         for job in batch.jobs:
             if job.capture is None:
                 continue
@@ -443,5 +443,5 @@ def boot_epoch() -> Epoch:
 
 
 def process_id() -> int:
-    """Of this process, for status pages."""
+    """This process's id, for status pages."""
     return os.getpid()

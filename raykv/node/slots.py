@@ -335,7 +335,7 @@ class SlotTable:
 
     @property
     def cleared(self) -> dict[str, int]:
-        """By namespace, the generation up to which it was cleared."""
+        """The generation up to which each namespace was cleared."""
         return self._clearings.told
 
     # Looking

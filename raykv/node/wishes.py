@@ -11,7 +11,7 @@ from raykv.protocol.operator import PoolWish
 ALL = "all"
 
 LEAST_SLAB_BYTES = 64 << 20
-"""Of a pool that is made before an engine says how large its chunks are: most chunks fit."""
+"""Slabs of a pool that is made before an engine says how large its chunks are: most fit."""
 
 LEAST_SLABS = 8
 """A small pool is cut into so many all the same."""
@@ -28,7 +28,7 @@ class RayNode:
 
 
 def wants(wish: PoolWish, node: RayNode) -> bool:
-    """Whether a node is to have a NodeActor."""
+    """Whether a node should have a NodeActor."""
     if wish.node_ids:
         return node.node_id in wish.node_ids
     if wish.on == ALL:
@@ -45,6 +45,6 @@ def usual_nodes(nodes: Iterable[RayNode]) -> str:
 
 
 def geometry_of(wish: PoolWish, pool_bytes: int) -> PoolGeometry:
-    """Of a pool that has that size."""
+    """Geometry of a pool of that size."""
     slab_bytes = wish.slab_bytes or min(LEAST_SLAB_BYTES, pool_bytes // LEAST_SLABS)
     return PoolGeometry.for_pool(pool_bytes, max(1, slab_bytes))

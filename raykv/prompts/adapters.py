@@ -23,7 +23,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt"})
 
 MAX_BYTES = 4 << 30
-"""Of an adapter whose files are read: some seconds. A larger one has no name."""
+"""Bytes of an adapter whose files are read: some seconds. A larger one has no name."""
 
 SETTLED_NS = 2_000_000_000
 """The coarsest times of a file system are those of FAT, in steps of 2 s."""

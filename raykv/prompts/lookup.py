@@ -83,8 +83,8 @@ def scheme_of(space: NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme
 def choose_namespace(
     spaces: Sequence[NamespaceStatus], model: str | None, beginning: str | None
 ) -> NamespaceStatus:
-    """The one namespace of a model, or whose name begins so; the only one if neither is named.
-    What only lies on disks is meant where there is no other.
+    """The one namespace of a model, or the one whose name begins so; with neither, the only one
+    there is. One that only lies on disks counts where there is no other.
 
     Raises:
         ClusterError: there is none, or there are several.
@@ -179,8 +179,8 @@ def _prefix(
 def _tokens_on_disk(
     chunks: Sequence[PromptChunk], groups: Sequence[ChunkGroup], cached_tokens: int
 ) -> int:
-    """Of the first tokens, those of which a chunk is in no pool, of whatever group that needs it:
-    one with a window looks back from the last of them.
+    """How many of the first tokens need a chunk that is on a disk and in no pool. A group with a
+    window looks back from the last of them.
     """
     windows = {each.group: each.window for each in groups}
     tokens: set[int] = set()

@@ -53,7 +53,7 @@ class PromptHasher:
         return len(self._known)
 
     def keys(self, prompt: PromptTokens, most_keys: int) -> PromptKeys:
-        """At most so many keys, of chunks from the beginning on, evenly over the KV groups."""
+        """The first keys of a prompt, at most so many, evenly over the KV groups."""
         hashes = self._hashes(prompt.tokens[: self._covered(most_keys)], prompt.traits)
         size = self.scheme.hashing.tokens_per_hash
         keys = {

@@ -10,7 +10,7 @@ from raykv.base.extras import load
 
 
 def tokens_of_text(tokenizer: str, text: str) -> list[int]:
-    """As `/v1/completions` does it, special tokens included.
+    """Tokens of a text, special ones included, as `/v1/completions` has them.
 
     Args:
         tokenizer: a model's name or folder.
@@ -23,7 +23,8 @@ def tokens_of_text(tokenizer: str, text: str) -> list[int]:
 
 
 def tokens_of_chat(tokenizer: str, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """As `/v1/chat/completions` does it: with the model's template, up to where it would answer.
+    """Tokens of messages with the model's template, up to where it would answer, as
+    `/v1/chat/completions` has them.
 
     Raises:
         SettingError: there is no such tokenizer here, or it has no template for such messages.

@@ -59,7 +59,7 @@ class Description(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory or in a message; the names are shared."""
+        """About how many bytes it takes in memory or in a message; the names are shared."""
         parent = 0 if self.parent is None else len(self.parent)
         return len(self.key) + parent + len(self.inner) + len(self.tokens)
 
@@ -77,9 +77,8 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 class Descriptions(msgspec.Struct, frozen=True, array_like=True):
-    """Columns of `Description`s; what ends in `_index` points into `names`, "" for none.
-
-    A parent of no bytes is none.
+    """Columns of `Description`s; columns called `…_index` point into `names`, where "" stands for
+    no name. A chunk without a parent has an empty one.
     """
 
     names: list[str] = []
@@ -98,9 +97,7 @@ class Descriptions(msgspec.Struct, frozen=True, array_like=True):
 
 
 def check_descriptions(page: Descriptions) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid page of descriptions with a MessageError."""
     check_keys("keys of descriptions", page.keys)
     check_rows("descriptions", page.keys, page.parents, page.inner, page.tokens)
     check_rows("descriptions", page.keys, page.block_sizes, page.namespace_index, page.model_index)

@@ -30,7 +30,9 @@ from raykv.protocol.measures import BreakerReport, HistogramData, KeySketch
 from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
 
 CHUNK_NAME_BYTES = 8
-"""Of a chunk's key in a record. Two of a million chunks share a name with a probability of 3e-8."""
+"""Bytes of a chunk's key in a record. Two of a million chunks share them with a probability of
+3e-8.
+"""
 
 MAX_NAMES_BYTES = 32 << 10
 """Of chunks' names in the records that wait for an exchange; further requests have none, or those
@@ -114,9 +116,7 @@ class AttachEngine(msgspec.Struct, frozen=True):
 
 
 def check_attach(message: AttachEngine) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an engine's invalid introduction with a MessageError."""
     check_names("a name", (message.engine_id, message.node_id, message.namespace, message.model))
     require(bool(message.engine_id), "an engine without an id")
     require(bool(message.namespace), "an engine without a namespace")
@@ -196,9 +196,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
 
 
 def check_sync(request: SyncRequest) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid exchange with a MessageError."""
     check_numbers("a message's numbers", (request.seq, request.clear, request.epoch), 0, MAX_NUMBER)
     check_rows("wanted KV groups", request.wanted)
     check_numbers("wanted leases", request.wanted.values(), 0, MAX_NUMBER)

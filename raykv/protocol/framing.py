@@ -43,7 +43,7 @@ class Introduction(msgspec.Struct, frozen=True):
 
 
 def introduction(raw: bytes) -> Introduction:
-    """Of a message that may be of any version, or none at all."""
+    """The beginning of a message that may be of any version, or no message at all."""
     try:
         return msgspec.msgpack.decode(raw, type=Introduction)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):

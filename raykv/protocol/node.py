@@ -216,9 +216,7 @@ class NodeReport(msgspec.Struct, frozen=True):
 
 
 def check_report(report: NodeReport) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse a NodeActor's invalid report with a MessageError."""
     check_names("a name", (report.node_id, report.hostname, report.raykv_version))
     check_names(
         "an address of metrics", (report.stats.metrics_address, report.stats.metrics_problem)

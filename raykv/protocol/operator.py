@@ -51,9 +51,7 @@ class PinOrder(msgspec.Struct, frozen=True):
 
 
 def check_pin(order: PinOrder) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid order to pin with a MessageError."""
     _ordered("a pin", order.pin_id, order.namespace, order.keys)
     require(0 < order.ttl_s <= MAX_PIN_S, f"a pin for {order.ttl_s} s")
     require(order.priority is None or 1 <= order.priority <= MAX_PRIORITY, "a pin's priority")
@@ -137,9 +135,7 @@ class TransferOrder(msgspec.Struct, frozen=True):
 
 
 def check_transfer(order: TransferOrder) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid order to lend slots with a MessageError."""
     _ordered("a transfer", order.transfer_id, order.namespace, order.keys)
     check_names("a node", [order.node_id, order.series_id])
     check_sizes(set(order.slot_bytes))
@@ -181,9 +177,7 @@ class TransferEnd(msgspec.Struct, frozen=True):
 
 
 def check_end(message: TransferEnd) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid end of a transfer with a MessageError."""
     check_names("a name", [message.transfer_id, message.namespace])
     check_rows("slots", message.came)
     check_lost(message.lost)
@@ -199,15 +193,13 @@ class ReleaseOrder(msgspec.Struct, frozen=True):
 
 
 def check_release(order: ReleaseOrder) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid order to give chunks up with a MessageError."""
     _ordered("a release", order.node_id, order.namespace, order.keys)
 
 
 class Released(msgspec.Struct, frozen=True):
-    """Answer to `ReleaseOrder`, in replicas: `kept` are pinned where they are. `absent` chunks are
-    not on the node that is to have them, so theirs stay.
+    """Answer to `ReleaseOrder`, in replicas: `kept` are pinned where they are, `absent` stay since
+    the node that should have them does not.
     """
 
     version: int
@@ -260,9 +252,7 @@ class PoolWish(msgspec.Struct, frozen=True):
 
 
 def check_wish(wish: PoolWish) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid wish for pools with a MessageError."""
     check_names("a name", (wish.on, wish.pool_path, *wish.node_ids, *wish.metrics))
     check_rows("nodes", wish.node_ids)
     for size in (wish.pool_bytes, wish.slab_bytes):

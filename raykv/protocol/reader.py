@@ -81,9 +81,7 @@ class ChunkQuery(msgspec.Struct, frozen=True):
 
 
 def check_chunk_query(query: ChunkQuery) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid question for chunks with a MessageError."""
     check_names("a name", (query.namespace, query.node_id, query.from_node))
     require(len(query.key) <= MAX_KEY_BYTES, f"a key of {len(query.key)} bytes")
     require(query.is_known, f"the order {query.order!r}, the tier {query.tier!r}")
@@ -189,9 +187,7 @@ class WhereQuery(msgspec.Struct, frozen=True):
 
 
 def check_where_query(query: WhereQuery) -> None:
-    """Raises:
-    MessageError: it is invalid.
-    """
+    """Refuse an invalid question of where keys are with a MessageError."""
     check_names("a namespace", (query.namespace,))
     require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
     check_keys("keys", query.keys)
@@ -237,11 +233,7 @@ class PrefixQuery(msgspec.Struct, frozen=True):
 
 
 def check_prefix_query(query: PrefixQuery) -> None:
-    """A router's question.
-
-    Raises:
-        MessageError: it is invalid.
-    """
+    """Refuse a router's invalid question with a MessageError."""
     require(0 < len(query.namespace) <= MAX_TEXT, f"a namespace {query.namespace[:MAX_TEXT]!r}")
     require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
     is_key = all(0 < len(key) <= MAX_KEY_BYTES for key in query.keys)
@@ -350,7 +342,7 @@ class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keys(self) -> list[bytes]:
-        """Those of all its chunks, as `Cluster.pin`, `prefetch` and `move` take them."""
+        """The keys of all its chunks, as `Cluster.pin`, `prefetch` and `move` take them."""
         return [chunk.key for chunk in self.chunks]
 
 
@@ -404,7 +396,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 class Explanations(msgspec.Struct, frozen=True):
-    """Those of all requests whose ids were asked for, newest first.
+    """What became of all requests whose ids were asked for, newest first.
 
     `num_known` requests are remembered at all.
     """

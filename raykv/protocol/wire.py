@@ -156,7 +156,7 @@ def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[list[bytes], l
 
 
 def wait_readable(fds: list[int], timeout_s: float) -> set[int]:
-    """Those of the descriptors that can be read, or have ended; waits until there is one.
+    """Wait until a descriptor can be read or has ended; returns all that can or have.
 
     Not `select.select`, which fails for descriptors above 1023: vLLM may have so many.
     """

@@ -22,12 +22,13 @@ from raykv.protocol.columns import (
 )
 
 MAX_PIECES = 240
-"""Of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors travel with one message."""
+"""Pieces of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors go with a message.
+"""
 
 MAX_PIECE_BYTES = 1 << 46
 
 CUDA_HANDLE_BYTES = 64
-"""Of a handle of memory or of an event: the size that CUDA gives both."""
+"""Bytes of a handle of memory or of an event: CUDA gives both the same size."""
 
 DEVICE_TEXT = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """A GPU's UUID, as torch writes it too."""
@@ -121,11 +122,7 @@ class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
 
 
 def check_attach_worker(hello: AttachWorker) -> None:
-    """A worker's first message.
-
-    Raises:
-        MessageError: it is invalid.
-    """
+    """Refuse a worker's invalid introduction with a MessageError."""
     is_rank = 0 <= hello.rank < hello.num_ranks <= MAX_GROUPS
     require(is_rank, f"rank {hello.rank} of {hello.num_ranks}")
     require(max(len(hello.engine_id), len(hello.namespace)) <= MAX_NAME, "a name that is too long")
@@ -164,11 +161,7 @@ class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
 
 
 def check_batch(batch: JobBatch) -> None:
-    """Jobs, as far as a planner does not check them.
-
-    Raises:
-        MessageError: one is invalid.
-    """
+    """Refuse a batch with an invalid job with a MessageError; planners check more."""
     for job in batch.jobs:
         require(0 <= job.job_id < MAX_NUMBER, f"a job of number {job.job_id}")
         require(job.direction in _DIRECTIONS, f"a job of direction {job.direction}")
@@ -246,7 +239,8 @@ class ElementOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupForm(msgspec.Struct, frozen=True):
-    """Of a KV group, whose layers have pages of one form; in a chunk they follow in this order.
+    """Form of a KV group, whose layers have pages of one form; in a chunk they follow in this
+    order.
 
     With `refusal` set, a sentence, its chunks cannot be read as tensors, and nothing else is set.
     """
@@ -260,7 +254,7 @@ class GroupForm(msgspec.Struct, frozen=True):
 
 
 class KVForm(msgspec.Struct, frozen=True):
-    """Of a namespace: its groups by KV group index, and what chunks of all groups share.
+    """Form of a namespace's chunks: its groups by KV group index, and what all groups share.
 
     A chunk has a part per rank; a part has a region per layer, a region `blocks_per_chunk` pages.
     `head_copies` ranks that follow each other have the same heads. `slot_bytes` by KV group index.

@@ -101,9 +101,7 @@ def one_model(given: Any) -> Any:
 
 
 def check_distinct(models: Sequence[ModelArguments]) -> None:
-    """Raises:
-    ValueError: two have the same name.
-    """
+    """Raise a ValueError if two models have the same name."""
     for what, names in (
         ("deployment", [model.deployment_name for model in models]),
         ("served model", [name for model in models for name in model.served_names]),
@@ -114,7 +112,7 @@ def check_distinct(models: Sequence[ModelArguments]) -> None:
 
 
 class AppArguments(Strict):
-    """Of `build_app`: either `models`, or one model's arguments beside `ingress`."""
+    """Arguments of `build_app`: either `models`, or one model's arguments beside `ingress`."""
 
     models: list[ModelArguments] = Field(min_length=1)
     ingress: IngressArguments = Field(default_factory=IngressArguments)
@@ -144,7 +142,7 @@ def parse(kind: type[_Arguments], args: Mapping[str, Any]) -> _Arguments:
 
 
 def _place(loc: tuple[int | str, ...], args: Any) -> str:
-    """Where it is in what was written: one model's arguments need not stand in a list."""
+    """Where a mistake is in what was written: one model's arguments need not stand in a list."""
     if isinstance(args, Mapping) and "models" not in args and loc[:2] == ("models", 0):
         loc = loc[2:]
     return ".".join(map(str, loc)) or "args"

@@ -35,7 +35,7 @@ CONNECTORS = (CONNECTOR, "RayKVHiddenStatesConnector")
 """Names of RayKV's connectors in vLLM."""
 
 SMALL_MODEL = "smollm2"
-"""In place of a model: a real one of 135 million parameters."""
+"""Stands in place of a model: a real one of 135 million parameters."""
 
 _EXTRA = "kv_connector_extra_config"
 _TRANSFER_FLAG = "--kv-transfer-config"

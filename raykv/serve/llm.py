@@ -77,7 +77,7 @@ if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
 
 
 class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
-    """In each replica: gives its engine its place, and shapes requests for prefill and decode.
+    """Gives the engine of each replica its place, and shapes requests for prefill and decode.
 
     They find each other's chunks by their keys: no request has an address.
     """

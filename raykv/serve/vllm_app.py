@@ -8,7 +8,8 @@ from typing import Any
 
 from raykv.base.errors import SettingError
 from raykv.serve.http.exchange import AsgiApp
-from raykv.vllm.internals import serve_flags
+from raykv.vllm.internals.engine import serve_flags
+from raykv.vllm.internals.names import SERVE, require
 
 
 async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiApp]:
@@ -22,7 +23,9 @@ async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiA
 
     Raises:
         SettingError: vLLM refuses the flags.
+        VersionError: RayKV does not know this vLLM.
     """
+    require(SERVE)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app

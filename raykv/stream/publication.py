@@ -72,7 +72,7 @@ class Message:
 
 @dataclass
 class PublicationCounters:
-    """Since the publisher's start; of chunks, but for messages and restarts."""
+    """Counts of chunks since the publisher's start; `messages` and `restarts` count those."""
 
     messages: int = 0
     undescribed: int = 0
@@ -199,7 +199,7 @@ class Publication:
     def answer(
         self, asked: Sequence[ChunkId], rows: Mapping[ChunkId, Description], now: float
     ) -> None:
-        """What is known of chunks that were asked for; those that can be told are told."""
+        """Take what is known of chunks that were asked for, and tell those that can be told."""
         for name, known in rows.items():
             # Before any of them is published: a stream keeps the name under which it first was.
             if known.model:
@@ -214,7 +214,7 @@ class Publication:
             self._tell_in_order(name, now)
 
     def _tell_in_order(self, name: ChunkId, now: float) -> None:
-        """Tell a chunk if it can be told, and then those that waited for it."""
+        """Publish a chunk if it may be, and then those that waited for it."""
         due = [name]
         while due:
             each = due.pop()

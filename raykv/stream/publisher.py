@@ -179,7 +179,7 @@ class Sockets:
                 self._send(out, message)
 
     def _send(self, out: zmq.Socket[bytes], message: Message) -> None:
-        """To all subscribers; those that are full go without."""
+        """Send to all subscribers; those that are full go without."""
         frames = _frames(message)
         out.setsockopt(zmq.XPUB_NODROP, 1)
         try:
@@ -224,7 +224,7 @@ def place(socket: zmq.Socket[bytes], endpoint: str) -> str:
 
 
 def _port(endpoint: str) -> int:
-    """Of an address of TCP; 0 for any other."""
+    """Port of a TCP address; 0 for any other."""
     port = endpoint.rpartition(":")[2]
     return int(port) if endpoint.startswith("tcp://") and port.isdigit() else 0
 
@@ -368,6 +368,6 @@ def _node_places() -> Mapping[NodeId, NodePlace]:
 
 
 def _models() -> Mapping[Namespace, str]:
-    """By namespace: the model that engines serve in it."""
+    """The model that engines serve in each namespace."""
     status = ask.status(ask.find_scheduler_actor(), CLIENT_S)
     return {Namespace(engine.namespace): engine.model for engine in status.engines}

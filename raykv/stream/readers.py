@@ -146,9 +146,7 @@ def describe(
 
 
 def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: Any) -> S:
-    """Raises:
-    VersionError: the scheduler actor's answers can't be read here.
-    """
+    """Ask; an answer that can't be read here is a VersionError."""
     raw = _ask(find, method, *arguments)
     try:
         return receive(raw, kind, SCHEDULER, HERE)

@@ -126,7 +126,7 @@ class Stream:
                 self.events.append(self._form.removed(group, page))
 
     def take_events(self) -> list[Any]:
-        """What is to be published."""
+        """Take the events to publish."""
         events, self.events = self.events, []
         return events
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import ray
@@ -49,15 +49,23 @@ from raykv.vllm.identity.placement import (
     refuse_several_hosts,
 )
 from raykv.vllm.identity.weight_changes import watch_calls
-from raykv.vllm.internals import (
-    SchedulerTables,
-    cache_manager_of,
+from raykv.vllm.internals.engine import watch_rests
+from raykv.vllm.internals.names import (
+    LAYERWISE,
+    SCHEDULER,
+    WORKER,
     check_vllm_version,
-    count_by_transfer_type,
-    offloading_config,
     require,
     vllm_version,
-    watch_rests,
+)
+from raykv.vllm.internals.offloading import (
+    SchedulerTables,
+    count_by_transfer_type,
+    evict_blocks,
+    offloading_config,
+    replace_worker_side,
+    scheduler_side,
+    worker_side,
 )
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
@@ -144,13 +152,15 @@ class RayKVConnector(OffloadingConnector):
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler_side(vllm_config, kv_cache_config)
         if role != KVConnectorRole.SCHEDULER:
-            plain: Any = self.__dict__["connector_worker"]
-            self.connector_worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
-            self.connector_worker.watch(vllm_config)
+            plain = worker_side(self)
+            require(WORKER, self, plain)
+            worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
+            replace_worker_side(self, worker)
+            worker.watch(vllm_config)
 
     def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        require(self._tables)
-        manager = self.scheduler.manager
+        require(SCHEDULER, self, scheduler_side(self))
+        manager = self._tables.manager
         assert isinstance(manager, RayOffloadingManager), manager
         spec = RayKVOffloadingSpec(offloading_config(vllm_config, kv_cache_config))
         facts = engine_facts(
@@ -167,9 +177,9 @@ class RayKVConnector(OffloadingConnector):
         )
         if spec.settings.layerwise_loads:
             refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
-            self._layered = LayeredScheduling(manager.layered, self.scheduler)
-        share = spec.settings.window_share
-        self._windows = Windows(self.scheduler, self._chunk_groups(), share)
+            require(LAYERWISE, self)
+            self._layered = LayeredScheduling(manager.layered, self._tables)
+        self._windows = Windows(self._tables, spec.settings.window_share)
         self._windows.keep_states(kv_cache_config)
         self._identity = identity
         self._manager = manager
@@ -184,7 +194,7 @@ class RayKVConnector(OffloadingConnector):
         )
         manager.start(self._runtime.session)
         track_chunks(
-            *(self.scheduler, spec.kv_events_config, identity, described, manager.announcements)
+            *(self._tables, spec.kv_events_config, identity, described, manager.announcements)
         )
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
@@ -202,14 +212,14 @@ class RayKVConnector(OffloadingConnector):
     def _chunk_groups(self) -> list[ChunkGroup]:
         """The KV groups, from which a client works out how much of a prompt can be loaded."""
         return [
-            ChunkGroup(each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
-            for each in self.scheduler.config.kv_group_configs
+            ChunkGroup(each.group_id, each.tokens_per_chunk, each.window)
+            for each in self._tables.groups
         ]
 
     def _tokens_per_chunk(self) -> list[int]:
         """For each KV group that is loaded as whole prefixes; for all if there is none."""
-        groups = self.scheduler.config.kv_group_configs
-        prefixes = [each for each in groups if each.sliding_window_size_in_chunks is None]
+        groups = self._tables.groups
+        prefixes = [each for each in groups if each.window is None]
         return [each.tokens_per_chunk for each in prefixes or groups]
 
     @classmethod
@@ -245,7 +255,7 @@ class RayKVConnector(OffloadingConnector):
 
     @property
     def _worker(self) -> RayKVConnectorWorker:
-        worker = self.connector_worker
+        worker = worker_side(self)
         assert isinstance(worker, RayKVConnectorWorker), worker
         return worker
 
@@ -343,13 +353,13 @@ class RayKVConnector(OffloadingConnector):
 
     @cached_property
     def _tables(self) -> SchedulerTables:
-        return SchedulerTables(self.scheduler)
+        return SchedulerTables(scheduler_side(self))
 
     @cached_property
     def _mender(self) -> Mender:
-        manager = self.scheduler.manager
+        manager = self._tables.manager
         assert isinstance(manager, RayOffloadingManager), manager
-        return Mender(self.scheduler, manager)
+        return Mender(self._tables, manager)
 
     def _adopt(self, request: Any) -> None:
         self._mender.adopt(request)
@@ -367,10 +377,11 @@ class RayKVConnector(OffloadingConnector):
             super().on_new_request(request)
         if self._manager is None or request.skip_reading_prefix_cache:
             return
-        status = self._tables.requests[request.request_id]
-        status.update_offload_keys()
-        for group in status.group_states:
-            self._manager.ask(request.request_id, group.offload_keys)
+        known = self._tables.find(request.request_id)
+        assert known is not None, request.request_id
+        known.name_chunks()
+        for keys in known.keys:
+            self._manager.ask(request.request_id, keys)
 
     def _nothing_matched(self, request: Any, _num_computed_tokens: int) -> tuple[int | None, bool]:
         """Blocks in vLLM's own cache may be used, or are asked about again with the next step."""
@@ -388,14 +399,13 @@ class RayKVConnector(OffloadingConnector):
         if self._manager is not None and request.request_id in self._manager.barred:
             return 0, False
         if self._manager is not None:
-            status = self._tables.requests.get(request.request_id)
-            most = getattr(status, "max_load_tokens", None)
+            known = self._tables.find(request.request_id)
+            most = None if known is None else known.most_loaded
             self._manager.misses.looks(request, num_computed_tokens, most)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._windows is not None and self._manager is not None and found is not None:
-            status = self._tables.requests[request.request_id]
             here = num_computed_tokens + found
-            self._windows.note_parting(request, here, status, self._manager.view)
+            self._windows.note_parting(request, here, self._manager.view)
         if layered is None or not found:
             return found, is_async
         # vLLM goes on at once and waits in `wait_for_layer_load`.
@@ -547,7 +557,7 @@ class RayKVConnector(OffloadingConnector):
     def _end_layered_step(self, invalid_block_ids: set[int]) -> None:
         """While it fails, requests that would have hit these blocks go on waiting."""
         if self._layered is not None:
-            self._layered.end_step(invalid_block_ids or set(), cache_manager_of(self))
+            self._layered.end_step(invalid_block_ids or set(), partial(evict_blocks, self))
 
     def _fenced(self, *_arguments: Any) -> tuple[bool, dict[str, Any] | None]:
         """Blocks that are still read are known to be, before vLLM frees them."""
@@ -575,13 +585,12 @@ class RayKVConnector(OffloadingConnector):
     @guarded(lambda *_: ())
     def _chunks_of(self, request_id: str) -> Sequence[bytes]:
         """Keys of a request's chunks, of the first group that is loaded as whole prefixes."""
-        status = self._tables.requests.get(request_id)
-        groups = [] if status is None else status.group_states
-        configs = self.scheduler.config.kv_group_configs
-        windows = [each.sliding_window_size_in_chunks is not None for each in configs]
-        prefixes = [each for each, has in zip(groups, windows, strict=False) if not has]
-        keys: Sequence[bytes] = next(iter(prefixes or groups)).offload_keys if groups else ()
-        return keys
+        known = self._tables.find(request_id)
+        if known is None:
+            return ()
+        columns = zip(known.keys, self._tables.groups, strict=True)
+        prefixes = [keys for keys, group in columns if group.window is None]
+        return next(iter(prefixes or known.keys))
 
     @guarded(nothing)
     def weights_changed(self, what: str) -> None:

@@ -492,10 +492,7 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         """Whether a load of the request is under way: then its blocks hold nothing yet, and vLLM
         frees them when the load's end is reported.
         """
-        status = self._tables.requests.get(request_id)
-        jobs = () if status is None else status.transfer_jobs
-        known = self._tables.jobs
-        return any(job_id in known and not known[job_id].is_store for job_id in jobs)
+        return self._tables.is_loading(request_id)
 
     def _untold(self, request: Any, _block_ids: list[int]) -> None:
         self._planner.withdraw(request.request_id)

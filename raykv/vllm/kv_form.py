@@ -24,7 +24,7 @@ import numpy.typing as npt
 from raykv.base.errors import SettingError
 from raykv.memory.kv_form import ELEMENT_BYTES, objection
 from raykv.protocol.worker import CanonicalPages, ElementOrder, GroupForm, KVForm, PageMap
-from raykv.vllm.internals import cpu_writer
+from raykv.vllm.internals.engine import cpu_writer
 
 logger = logging.getLogger("raykv")
 

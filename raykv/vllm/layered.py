@@ -7,7 +7,7 @@ is done here; see `raykv.engine.layered`.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from raykv.base.errors import SettingError
 from raykv.base.settings import Settings
 from raykv.engine.layered import LayeredLoad, LayeredLoads
-from raykv.vllm.internals import SchedulerTables
+from raykv.vllm.internals.offloading import OffloadedRequest, SchedulerTables
 
 PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """KV caches of numbers alone: a page that is loaded and computed at once has either one's."""
@@ -130,18 +130,18 @@ class LayeredScheduling:
 
     Args:
         loads: shared with the manager, which stores nothing of a request that is loading.
-        scheduler: vLLM's `OffloadingConnectorScheduler`.
+        tables: of vLLM's offloading scheduler.
     """
 
-    def __init__(self, loads: LayeredLoads, scheduler: Any) -> None:
+    def __init__(self, loads: LayeredLoads, tables: SchedulerTables) -> None:
         self.loads = loads
-        self._tables = SchedulerTables(scheduler)
-        self._tokens_per_hash = scheduler.config.tokens_per_hash
-        self._tokens_per_block = scheduler.config.kv_group_configs[0].tokens_per_block
+        self._tables = tables
+        self._tokens_per_hash = self._tables.tokens_per_hash
+        self._tokens_per_block = self._tables.groups[0].tokens_per_block
         # How many tokens vLLM's own cache has of requests that were asked about last.
         self._num_local: dict[str, int] = {}
         # What users allowed requests to store, while they must not.
-        self._allowed: list[tuple[Any, int | None]] = []
+        self._allowed: list[tuple[OffloadedRequest, int | None]] = []
 
     def must_wait(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether vLLM's own prefix hit has blocks that are not to be trusted yet."""
@@ -187,19 +187,20 @@ class LayeredScheduling:
         """Make vLLM offer nothing of the request in this step: the manager would refuse it, and
         vLLM would warn of that.
         """
-        status = self._tables.requests[request.request_id]
-        self._allowed.append((status, status.max_offload_tokens))
-        status.max_offload_tokens = 0
+        known = self._tables.find(request.request_id)
+        assert known is not None, request.request_id
+        self._allowed.append((known, known.most_stored))
+        known.most_stored = 0
 
-    def end_step(self, invalid: Set[int], kv_cache_manager: Any) -> None:
+    def end_step(self, invalid: Set[int], evict: Callable[[Set[int]], None]) -> None:
         """The step has ended. Blocks of requests that have ended as well are free, but not given
         away yet; evicting one that is in use only removes its name.
         """
         while self._allowed:
-            status, num_tokens = self._allowed.pop()
-            status.max_offload_tokens = num_tokens
+            known, num_tokens = self._allowed.pop()
+            known.most_stored = num_tokens
         self._num_local.clear()
         blocks = self.loads.end_step(invalid)
         if blocks:
-            kv_cache_manager.evict_blocks(blocks)
+            evict(blocks)
         self.loads.evicted()

@@ -2,6 +2,11 @@
 
 All methods run on EngineCore's scheduler thread. None calls Ray, none raises: each has a safe
 value, which costs a recomputation at most.
+
+From 0.33 on vLLM holds a manager's `lock` over each step. The default, which locks nothing, is
+right here: no other thread calls the manager, and what its answers rest on changes on this thread
+alone, between steps (`EngineView` says what the exchange thread may touch). `on_reset_flushed` has
+nothing to do either: a slot that a late job still writes is not known by that generation any more.
 """
 
 from __future__ import annotations
@@ -44,7 +49,13 @@ from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handle
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.stream.descriptions import DescriptionOutbox
-from raykv.vllm.internals import SchedulerTables, described_chunk, is_resting, silent
+from raykv.vllm.internals.engine import is_resting
+from raykv.vllm.internals.offloading import (
+    SchedulerTables,
+    described_chunk,
+    is_windowed,
+    silent,
+)
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import hint_of, request_options
 from raykv.vllm.transfers import PoolSpec
@@ -121,8 +132,20 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(lambda *_: LookupResult.MISS)
     def _lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        request = self.view.requests.get(req_context.req_id)
+        miss = request.miss
         found = self.view.lookup(req_context.req_id, Key(key), time.monotonic())
+        if found is Lookup.MISS and self._is_tail(key, req_context):
+            # It is looked up behind the chunks, and does not tell why one of them is missing.
+            request.miss = miss
         return _RESULTS[found]
+
+    def _is_tail(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Whether the key names the beginning of a block, which vLLM stores with recurrent states
+        too.
+        """
+        end = req_context.get_offload_key_position(key)
+        return end is not None and end % self.view.remote.settings.size_of(Key(key)).num_tokens != 0
 
     @guarded(lambda *_: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -383,11 +406,15 @@ class ChunkTracker(OffloadingEventsTracker):
         self._outbox = outbox
         self._announcements = announcements
 
+    def _expect(self, key: Any) -> None:
+        """vLLM remembers what the chunk is made of, until it is said to have gone."""
+        if self._announcements is not None:
+            self._announcements.expect(Key(key), time.monotonic())
+
     @guarded(nothing)
     def record_store(self, req: Any, group_config: Any, chunk_idx: int, offload_key: Any) -> None:
         super().record_store(req, group_config, chunk_idx, offload_key)
-        if self._announcements is not None:
-            self._announcements.expect(Key(offload_key), time.monotonic())
+        self._expect(offload_key)
         if self._outbox is not None:
             self._describe(req, group_config, chunk_idx, offload_key)
 
@@ -395,30 +422,47 @@ class ChunkTracker(OffloadingEventsTracker):
     def record_lookup(self, req: Any, group_config: Any, chunk_idx: int, offload_key: Any) -> None:
         """See `OffloadingEventsTracker.record_lookup`: the chunk is on this node."""
         super().record_lookup(req, group_config, chunk_idx, offload_key)
-        if self._announcements is not None:
-            self._announcements.expect(Key(offload_key), time.monotonic())
+        self._expect(offload_key)
         if self._outbox is not None and not self._outbox.is_busy:
             self._describe(req, group_config, chunk_idx, offload_key)
+
+    @guarded(nothing)
+    def record_partial_store(
+        self, req: Any, group_config: Any, boundary_tokens: int, offload_key: Any
+    ) -> None:
+        """See `OffloadingEventsTracker.record_partial_store`: the beginning of a block is stored.
+
+        The readers of RayKV's events do not get such chunks described.
+        """
+        super().record_partial_store(req, group_config, boundary_tokens, offload_key)
+        self._expect(offload_key)
+
+    @guarded(nothing)
+    def record_partial_lookup(
+        self, req: Any, group_config: Any, boundary_tokens: int, offload_key: Any
+    ) -> None:
+        """See `OffloadingEventsTracker.record_partial_lookup`; as `record_partial_store`."""
+        super().record_partial_lookup(req, group_config, boundary_tokens, offload_key)
+        self._expect(offload_key)
 
     def _describe(self, req: Any, group_config: Any, chunk_idx: int, key: Any) -> None:
         outbox = self._outbox
         if outbox is None or outbox.knows(self._identity.namespace, key):
             return
-        if group_config.sliding_window_size_in_chunks is not None or has_other_input(req):
+        if is_windowed(group_config) or has_other_input(req):
             return
-        meta = described_chunk(self, req, group_config, chunk_idx)
-        parent = meta.parent_block_hash
+        text = described_chunk(self, req, group_config, chunk_idx)
         outbox.add(
             Description(
                 namespace=self._identity.namespace,
                 key=bytes(key),
-                parent=None if parent is None else bytes(parent),
-                inner=b"".join(meta.block_hashes[:-1]),
-                tokens=pack_tokens(meta.token_ids),
-                block_size=meta.block_size,
+                parent=None if text.parent is None else bytes(text.parent),
+                inner=b"".join(text.hashes[:-1]),
+                tokens=pack_tokens(text.token_ids),
+                block_size=text.block_size,
                 model=self._identity.model,
-                kind=meta.kv_cache_spec.kv_cache_spec_kind or "",
-                lora=meta.lora_name,
+                kind=text.kind,
+                lora=text.lora,
             )
         )
 
@@ -431,7 +475,7 @@ def has_other_input(req: Any) -> bool:
 
 
 def track_chunks(
-    scheduler: Any,
+    tables: SchedulerTables,
     config: Any,
     identity: EngineIdentity,
     outbox: DescriptionOutbox | None,
@@ -441,5 +485,5 @@ def track_chunks(
     if outbox is None and announcements is None:
         return
     tracker = ChunkTracker(config, identity, outbox, announcements)
-    if not SchedulerTables(scheduler).replace_tracker(tracker, OffloadingEventsTracker):
+    if not tables.replace_tracker(tracker, OffloadingEventsTracker):
         logger.warning("this vLLM does not tell what chunks are made of: they are not described")

@@ -18,7 +18,7 @@ from typing import Any
 
 from raykv.base import guard
 from raykv.base.ids import Key
-from raykv.vllm.internals import SchedulerTables
+from raykv.vllm.internals.offloading import OffloadJob, SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
 
 
@@ -39,12 +39,12 @@ class Mender:
     """See the module's docstring.
 
     Args:
-        scheduler: vLLM's `OffloadingConnectorScheduler`.
+        tables: of vLLM's offloading scheduler.
         manager: ours, below it.
     """
 
-    def __init__(self, scheduler: Any, manager: RayOffloadingManager) -> None:
-        self._tables = SchedulerTables(scheduler)
+    def __init__(self, tables: SchedulerTables, manager: RayOffloadingManager) -> None:
+        self._tables = tables
         self._manager = manager
         # Jobs from this one on have not gone out to the workers.
         self._first_unsent = 0
@@ -61,10 +61,12 @@ class Mender:
         Stores may still read some of those blocks, which nobody may have noted.
         """
         self._manager.barred.add(request_id)
-        made_up = {**self._tables.loads, **self._unsent()}
-        for job_id, job in made_up.items():
-            if job.req_id == request_id and not getattr(job, "is_store", False):
-                self._drop(job_id)
+        made_up = self._tables.loads_of(request_id)
+        for job_id, job in self._unsent().items():
+            if job.request_id == request_id and not job.is_store:
+                made_up.append(job_id)
+        for job_id in made_up:
+            self._drop(job_id)
         self._flush_stores()
         self.mend()
 
@@ -84,18 +86,20 @@ class Mender:
             self._drop(job_id)
         # Their blocks may never have been noted, or may belong to others now.
         self._manager.barred.update(output.num_scheduled_tokens)
-        for request_id, status in tables.requests.items():
-            if has_blocks(status) and not status.finished_signaled:
+        for request_id, request in tables.known_requests().items():
+            if request.has_blocks and not request.is_signaled:
                 self._manager.barred.add(request_id)
         for request_id in output.finished_req_ids or ():
-            if (status := tables.requests.get(request_id)) is not None:
-                status.finished_signaled = True
-                self._manager.on_request_finished(status.req_context)
+            if (known := tables.find(request_id)) is not None:
+                known.is_signaled = True
+                self._manager.on_request_finished(known.context)
         self._flush_stores()
         self.mend()
         flushed = set(tables.flushed)
         tables.loads, tables.flushed, tables.allocated = {}, set(), set()
-        return BareStep(loads, flushed, [job.req_id for job in lost.values() if not job.is_store])
+        return BareStep(
+            loads, flushed, [job.request_id for job in lost.values() if not job.is_store]
+        )
 
     def end_step(self, output: Any) -> None:
         """The metadata of a step go out."""
@@ -120,36 +124,36 @@ class Mender:
             self._manager.view.drop_all()
         self.mend()
 
-    def _unsent(self) -> dict[int, Any]:
-        jobs = self._tables.jobs
+    def _unsent(self) -> dict[int, OffloadJob]:
+        jobs = self._tables.known_jobs()
         return {job_id: job for job_id, job in jobs.items() if job_id >= self._first_unsent}
 
     def _drop(self, job_id: int) -> None:
         """Another rank may still be copying: that is waited for before its blocks are reused."""
-        job = self._tables.jobs.pop(job_id, None)
-        self._tables.loads.pop(job_id, None)
+        job = self._tables.pop_job(job_id)
         if job is not None and job.is_store:
             self._tables.flushed.add(job_id)
 
     def _flush_stores(self) -> None:
-        jobs = self._tables.jobs
+        jobs = self._tables.known_jobs()
         stores = [job_id for job_id, job in jobs.items() if job.is_store]
         self._tables.flushed.update(stores)
 
     def mend(self) -> None:
         """Derive from the jobs that are left what should have become of everything else."""
         self._failures = guard.failures.total()
-        statuses, jobs = self._tables.requests, self._tables.jobs
-        first = self._tables.first_job
-        for job_id in [i for i, job in jobs.items() if i < first or job.req_id not in statuses]:
-            self._drop(job_id)
-        for status in statuses.values():
-            status.transfer_jobs.clear()
+        requests, first = self._tables.known_requests(), self._tables.first_job
+        for job_id, job in self._tables.known_jobs().items():
+            if job_id < first or job.request_id not in requests:
+                self._drop(job_id)
+        jobs = self._tables.known_jobs()
+        for request in requests.values():
+            request.jobs.clear()
         for job_id, job in jobs.items():
-            statuses[job.req_id].transfer_jobs.add(job_id)
-        for request_id, status in list(statuses.items()):
-            if status.finished_signaled and not status.transfer_jobs:
-                del statuses[request_id]
+            requests[job.request_id].jobs.add(job_id)
+        for request_id, request in requests.items():
+            if request.is_signaled and not request.jobs:
+                del self._tables.requests[request_id]
         if self._tables.loading is not None:
             loads = (job.keys for job in jobs.values() if not job.is_store)
             self._tables.loading = set().union(*loads)
@@ -160,15 +164,11 @@ class Mender:
     def _fences(self) -> dict[int, set[int]]:
         """Blocks that stores read and vLLM may give to another request, as vLLM keeps them."""
         fences: dict[int, set[int]] = {}
-        for job_id, job in self._tables.jobs.items():
-            blocks = [*(job.fenced_block_ids or ())]
-            if self._tables.requests[job.req_id].req.is_finished():
-                blocks += job.deferred_fence_block_ids or ()
+        requests = self._tables.known_requests()
+        for job_id, job in self._tables.known_jobs().items():
+            blocks = [*(job.fenced or ())]
+            if requests[job.request_id].request.is_finished():
+                blocks += job.fenced_at_end or ()
             for block in blocks:
                 fences.setdefault(block, set()).add(job_id)
         return fences
-
-
-def has_blocks(status: Any) -> bool:
-    """Whether vLLM's offloading scheduler has noted blocks of this request."""
-    return any(state.block_ids for state in status.group_states)

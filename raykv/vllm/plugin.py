@@ -6,17 +6,45 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from raykv.base.parent import end_with_parent
 from raykv.vllm.identity.media import is_ours, watch_prompts
-from raykv.vllm.internals import is_registered, wrap_multi_connector
+from raykv.vllm.internals.engine import wrap_multi_connector
+from raykv.vllm.internals.names import check_vllm_version, refusal_of, vllm_version
+from raykv.vllm.internals.offloading import is_registered
 
 logger = logging.getLogger("raykv")
 
 
 REPLICA_VARIABLE = "_RAYKV_REPLICA"
 """Environment variable with the process id of the Serve replica that has started vLLM."""
+
+
+CONNECTORS = {
+    "RayKVConnector": "raykv.vllm.connector",
+    "RayKVHiddenStatesConnector": "raykv.vllm.hidden_states",
+}
+"""Classes, and the modules that they are in."""
+
+
+def __getattr__(name: str) -> Any:
+    """A connector's class, which vLLM gets from here when it is first used.
+
+    Raises:
+        AttributeError: it is no connector.
+        VersionError: RayKV does not know this vLLM, or it has no module that a connector needs.
+    """
+    if name not in CONNECTORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_vllm_version(vllm_version())
+    try:
+        return getattr(import_module(CONNECTORS[name]), name)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "vllm":
+            raise
+        raise refusal_of(str(error)) from error
 
 
 def register() -> None:
@@ -30,17 +58,14 @@ def register() -> None:
         # EngineCore looks after its workers; nobody but its replica looks after EngineCore.
         end_with_parent(int(replica))
     try:
-        KVConnectorFactory.register_connector(
-            "RayKVConnector", "raykv.vllm.connector", "RayKVConnector"
-        )
-        KVConnectorFactory.register_connector(
-            "RayKVHiddenStatesConnector",
-            "raykv.vllm.hidden_states",
-            "RayKVHiddenStatesConnector",
-        )
+        for name in CONNECTORS:
+            KVConnectorFactory.register_connector(name, __name__, name)
     except ValueError:
         logger.debug("RayKVConnector is registered already")
-    wrap_multi_connector(recomputing)
+    try:
+        wrap_multi_connector(recomputing)
+    except ImportError as error:
+        logger.debug("this vLLM has no MultiConnector where it was: %s", error)
     try:
         watch_prompts()
     except (AttributeError, ImportError) as error:

@@ -29,7 +29,8 @@ from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
 from raykv.engine.requests import StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
-from raykv.vllm.internals import ordinary_gpu_memory, window_in_chunks
+from raykv.vllm.internals.engine import ordinary_gpu_memory
+from raykv.vllm.internals.offloading import window_in_chunks
 from raykv.vllm.kv_form import block_bytes, kv_form_of, pages_of
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import metric_definitions

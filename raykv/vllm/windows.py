@@ -6,7 +6,6 @@ be stored. Here that class is asked as before, and what RayKV keeps is added to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from raykv.engine.view import EngineView
 from raykv.engine.windows import WindowPlan, checkpoint, parting, plan_windows
 from raykv.protocol.groups import ChunkGroup
-from raykv.vllm.internals import choose_blocks
+from raykv.vllm.internals.offloading import SchedulerTables, hand_over_every_state
 
 
 @dataclass(frozen=True)
@@ -51,55 +50,55 @@ class Windows:
     """On the scheduler's side of an engine with sliding windows or recurrent states.
 
     Args:
-        scheduler: vLLM's `OffloadingConnectorScheduler`; from now on it stores more.
-        groups: its KV groups, as clients know them.
+        tables: of vLLM's scheduler side, which stores more from now on.
         share: the setting `window_share`; 0 leaves everything to vLLM.
     """
 
-    def __init__(self, scheduler: Any, groups: Sequence[ChunkGroup], share: float) -> None:
-        self._groups = groups
-        self._is_on = share > 0 and any(each.window is not None for each in groups)
-        config = scheduler.config
-        kinds = {each.group_idx: each.kv_cache_spec for each in config.kv_group_configs}
+    def __init__(self, tables: SchedulerTables, share: float) -> None:
+        self._tables = tables
+        self._groups = [
+            ChunkGroup(each.group_id, each.tokens_per_chunk, each.window) for each in tables.groups
+        ]
+        self._is_on = share > 0 and any(each.window is not None for each in self._groups)
+        kinds = tables.kinds
         self._has_states = any(isinstance(each, MambaSpec) for each in kinds.values())
         sliding = [group for group, kind in kinds.items() if isinstance(kind, SlidingWindowSpec)]
-        tokens = {each.group: each.tokens for each in groups}
-        chosen = {
-            group: partial(
-                KeptBlocks,
-                plan=plan,
-                blocks_per_chunk=config.blocks_per_chunk,
-                chunk_tokens=tokens[group],
-            )
-            for group, plan in plan_windows(groups, sliding, share).items()
-            if plan.interval
-        }
-        choose_blocks(scheduler, chosen)
+        tokens = {each.group: each.tokens for each in self._groups}
+        plans = plan_windows(self._groups, sliding, share)
+        tables.choose_blocks(
+            {
+                group: partial(
+                    KeptBlocks,
+                    plan=plan,
+                    blocks_per_chunk=tables.blocks_per_chunk,
+                    chunk_tokens=tokens[group],
+                )
+                for group, plan in plans.items()
+                if plan.interval
+            }
+        )
 
     def keep_states(self, kv_cache_config: Any) -> None:
-        """Have vLLM hand over the state at the end of each step, where by default it does so at the
-        ends of prompts only; before it makes its cache.
-        """
-        is_default = kv_cache_config.prefix_cache_retention_interval == 0
-        if self._is_on and self._has_states and is_default:
-            kv_cache_config.prefix_cache_retention_interval = None
+        """Have vLLM hand over more states, unless its user has said when."""
+        if self._is_on and self._has_states:
+            hand_over_every_state(kv_cache_config)
 
-    def note_parting(self, request: Any, found: int, status: Any, view: EngineView) -> None:
+    def note_parting(self, request: Any, found: int, view: EngineView) -> None:
         """Where a request parts from what the cluster has, windows and states are stored: vLLM
         takes it as a place where prompts part.
 
         Args:
             request: vLLM's.
             found: tokens that are in vLLM's cache or are loaded.
-            status: what vLLM's offloading scheduler knows of the request.
             view: the engine's.
         """
-        if not self._is_on:
+        known = self._tables.find(request.request_id)
+        if not self._is_on or known is None:
             return
         prompt = request.num_prompt_tokens
         reach = {
-            each.group: view.reach(request.request_id, state.offload_keys)
-            for each, state in zip(self._groups, status.group_states, strict=True)
+            each.group: view.reach(request.request_id, keys)
+            for each, keys in zip(self._groups, known.keys, strict=True)
             if each.window is None
         }
         at = parting(self._groups, reach, prompt)

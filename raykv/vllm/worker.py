@@ -24,7 +24,7 @@ from raykv.engine.requests import FailedLoad
 from raykv.protocol.measures import BreakerReport
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.identity.weight_changes import WeightWatch, watch_worker
-from raykv.vllm.internals import WorkerTables, require
+from raykv.vllm.internals.offloading import WorkerTables
 from raykv.vllm.kv_form import keeps_every_block
 from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.spec import RayKVOffloadingSpec
@@ -50,7 +50,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._vllm = WorkerTables(self)
-        require(self._vllm)
         self._meta = RayKVWorkerMetadata()
         self._is_durable = isinstance(spec, RayKVOffloadingSpec) and spec.settings.durable_stores
         self._is_layerwise = isinstance(spec, RayKVOffloadingSpec) and spec.settings.layerwise_loads

@@ -52,7 +52,7 @@ class Killed:
 
 
 def aftermath(seen: Killed, patience: Patience) -> Aftermath:
-    """Whether the memory is safe, is to be waited for, or will not be safe in time."""
+    """Whether the memory is safe, may become so, or will not be safe in time."""
     if seen.has_exited:
         return Aftermath.SAFE
     if seen.since_s < patience.exit_s:

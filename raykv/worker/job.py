@@ -31,12 +31,12 @@ class JobRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Of its message, at most."""
+        """Bytes of its message, at most."""
         tokens = 0 if self.capture is None else len(self.capture.token_ids)
         return tokens + 9 * len(self.block_ids) + (64 << 10)
 
     def message(self) -> CopyJob:
-        """As it goes to the NodeActor."""
+        """The job as it goes to the NodeActor."""
         return CopyJob(
             self.job_id,
             int(self.direction),

@@ -84,7 +84,7 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class LinkTarget:
-    """Where the NodeActor is, and how the engine is to be introduced there."""
+    """Where the NodeActor is, and how the engine introduces itself there."""
 
     socket_name: str
     engine_id: str
@@ -534,7 +534,7 @@ class WorkerLink:
         return False
 
     def _abandon_all(self) -> None:
-        """At the end: copies out of or into our memory must not outlive the engine's use of it."""
+        """Give all jobs up at the end: no copy may outlive the engine's use of its memory."""
         for job_id in list(self._pending):
             self._words.cancel(job_id)
         if self._sock is not None:

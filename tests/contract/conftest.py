@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fixtures import links
-from tests.fixtures.links import Line, Worker
-from tests.fixtures.peers import Network, Node
+from tests.fixtures.node import links
+from tests.fixtures.node.links import Line, Worker
+from tests.fixtures.node.peers import Network, Node
 
 
 @pytest.fixture

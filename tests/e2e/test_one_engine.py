@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from raykv.client.plan import plan
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
 from raykv.cli import app
 from raykv.client.cluster import Cluster
-from raykv.client.plan import plan
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.status import NodeStatus
-from tests.fixtures.processes import freeze
+from tests.fixtures.processes import freeze, signal_after
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
@@ -167,7 +167,7 @@ def test_lookup_and_listing_name_the_chunks_that_the_engine_stored(
     engine.reset()
     wait_until(lambda: cluster.chunk(found.chunks[0].key)[0].hits > 0, 10.0, "the load counts")
     planned = plan(str(tiny_model), {}, {"block_size": BLOCK, "dtype": "float32"})
-    assert cluster.chunk(found.chunks[0].key)[0].num_bytes == planned.slot_bytes
+    assert cluster.chunk(found.chunks[0].key)[0].num_bytes == planned.shape.slot_bytes
 
 
 def test_paused_cache_is_left_alone_until_resumed(engine: EngineProcess, cluster: Cluster) -> None:
@@ -476,12 +476,3 @@ def test_engine_says_at_start_what_it_joined(engine: EngineProcess, cluster: Clu
     for word in words:
         assert word in line
     assert cluster.status().engines[0].versions in line
-
-
-def signal_after(pid: int, number: signal.Signals, delay_s: float) -> None:
-    """Send a signal in a moment; which moment of a copy it meets is up to the machine."""
-    import threading
-
-    timer = threading.Timer(delay_s, os.kill, (pid, number))
-    timer.start()
-    timer.join()

@@ -12,6 +12,7 @@ from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.node.states.file import load_hidden_states
+from raykv.vllm.plan import plan
 from tests.fixtures.told import told_after
 from tests.fixtures.truth_of_kv import assert_as_transformers_computes
 from tests.fixtures.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
@@ -126,6 +127,9 @@ def test_two_ranks_load_what_they_stored(
         names = known[known["prompt_tokens"] == 200].iloc[0]["chunks"][: 200 // BLOCK]
         # Each rank has one of the two KV heads.
         assert_as_transformers_computes(inspect.kv(cluster, names), tiny_model, prompt(80, 200))
+        arguments = {"block_size": BLOCK, "dtype": "float32", "tensor_parallel_size": 2}
+        planned = plan(str(tiny_model), {}, arguments).shape.slot_bytes
+        assert {each.num_bytes for each in cluster.chunks()} == {planned}
     finally:
         engine.stop()
 

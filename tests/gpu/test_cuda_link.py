@@ -23,7 +23,7 @@ from raykv.protocol.columns import Handles
 from raykv.protocol.worker import Capture
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
-from tests.fixtures.links import refusals
+from tests.fixtures.node.links import refusals
 from tests.fixtures.waiting import wait_until
 from tests.gpu.test_cuda_copy import has_gpu
 from tests.house import CHILDREN, ROOT

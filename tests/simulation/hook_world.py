@@ -30,8 +30,10 @@ from raykv.protocol.columns import Handles, Leases
 from raykv.protocol.engine import SyncReply
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
-from raykv.vllm import internals, mending
+from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.internals import engine as engine_internals
+from raykv.vllm.internals import offloading as offloading_internals
 from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
@@ -128,10 +130,12 @@ def is_within(code: CodeType) -> bool:
     path = Path(code.co_filename)
     if not (path.is_relative_to(OURS) or path.is_relative_to(THEIRS)):
         return False
-    return path.name not in _TRUSTED_FILES and code not in _safe_answers()
+    return path not in _TRUSTED_FILES and code not in _safe_answers()
 
 
-_TRUSTED_FILES = {Path(inspect.getfile(each)).name for each in (guard, internals, mending)}
+_TRUSTED_FILES = {
+    Path(inspect.getfile(each)) for each in (guard, mending, engine_internals, offloading_internals)
+}
 
 _SAFE = {
     RayKVConnector: (
@@ -191,9 +195,10 @@ def _safe_answers() -> frozenset[CodeType]:
 
 
 class Line:
-    """A line to a NodeActor that is slow, and carries out each job when it ends."""
+    """A line to a NodeActor that is slow, and carries out each job when it ends.
 
-    node_epoch = NODE_EPOCH
+    `node_epoch` 0: that one is dead, and every job fails.
+    """
 
     def __init__(self, blocks: dict[int, list[int]], rng: random.Random) -> None:
         # How often a chunk does not come.
@@ -207,6 +212,7 @@ class Line:
         self.ended: list[JobResult] = []
         self.num_loaded = 0
         self.is_closed = False
+        self.node_epoch = NODE_EPOCH
 
     def submit(self, request: JobRequest) -> None:
         assert request.job_id not in self.waiting
@@ -228,8 +234,12 @@ class Line:
         self.wait(job_ids)
 
     def _carry_out(self, request: JobRequest) -> JobResult:
-        failed = []
         handles = request.handles
+        if not self.node_epoch:
+            every = list(range(len(handles.keys)))
+            lost = [int(Refusal.NODE_LOST)] * len(every)
+            return JobResult(request.job_id, 0, 0.0, every, lost)
+        failed = []
         columns = zip(handles.keys, handles.slots, handles.generations, strict=True)
         for at, (key, slot, generation) in enumerate(columns):
             block = request.block_ids[at]
@@ -273,11 +283,10 @@ class HookWorld(World):
         faults: Faults | None = None,
         num_blocks: int = 40,
         kinds: Sequence[KVCacheSpec] = (FULL,),
-        *,
-        is_async: bool = False,
-        share: float | None = None,
+        **more: Any,
     ) -> None:
-        super().__init__(model, seed, 0.0, num_blocks, kinds, is_async=is_async, share=share)
+        """`more` as `World` takes it."""
+        super().__init__(model, seed, 0.0, num_blocks, kinds, **more)
         faults = faults or Faults(("nowhere", 0))
         self.faults = faults
         self.connector._layered = None
@@ -289,6 +298,7 @@ class HookWorld(World):
         self.worker_side = worker_side(self.line, kinds)
         # How often a chunk is evicted from the pool.
         self.evicting = 0.01
+        self.num_steps = 0
         # What each step has told of its loads.
         self.told: list[KVConnectorOutput] = []
         for hooks, connector in (
@@ -299,6 +309,7 @@ class HookWorld(World):
                 setattr(connector, name, faults.within(name, getattr(connector, name)))
 
     def step(self, *aborted: str) -> None:
+        self.num_steps += 1
         super().step(*aborted)
         self._exchange()
 

@@ -99,7 +99,8 @@ class World:
         num_blocks: of the KV cache.
         kinds: of attention, one for each KV group.
         is_async: the scheduler is the one that runs a step ahead.
-        share: the setting `window_share`; None: vLLM keeps all windows and states.
+        retention_interval: vLLM's `prefix_cache_retention_interval`; its own default is 0.
+        share: the setting `window_share`; None: as without it.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class World:
         kinds: Sequence[KVCacheSpec] = (FULL,),
         *,
         is_async: bool = False,
+        retention_interval: int | None = None,
         share: float | None = None,
     ) -> None:
         self.rng = random.Random(seed)
@@ -124,8 +126,8 @@ class World:
         granted = Leases([slot % len(kinds) for slot in slots], slots, slots)
         self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
         self.manager = RayOffloadingManager(self.view)
-        self.connector = make_connector(self.manager, kinds, share)
-        cache = kv_cache(num_blocks, kinds, share)
+        self.connector = make_connector(self.manager, kinds, retention_interval, share)
+        cache = kv_cache(num_blocks, kinds, retention_interval)
         if self.connector._windows is not None:
             self.connector._windows.keep_states(cache)
         self.scheduler = make_scheduler(model, cache, is_async=is_async)
@@ -320,13 +322,15 @@ def states_of(step: Computed, kind: MambaSpec, scheduler: Scheduler) -> dict[int
 _CONFIGS: dict[tuple[Path, bool], Any] = {}
 
 
-def kv_cache(num_blocks: int, kinds: Sequence[KVCacheSpec], share: float | None) -> KVCacheConfig:
-    """Of a layer for each KV group; with a `share`, as vLLM makes it by default."""
+def kv_cache(
+    num_blocks: int, kinds: Sequence[KVCacheSpec], retention_interval: int | None
+) -> KVCacheConfig:
+    """Of a layer for each KV group."""
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec([f"l{at}"], kind) for at, kind in enumerate(kinds)],
-        prefix_cache_retention_interval=None if share is None else 0,
+        prefix_cache_retention_interval=retention_interval,
     )
 
 
@@ -353,14 +357,18 @@ def make_scheduler(model: Path, cache: KVCacheConfig, *, is_async: bool) -> Sche
 
 
 def make_connector(
-    manager: RayOffloadingManager, kinds: Sequence[KVCacheSpec], share: float | None
+    manager: RayOffloadingManager,
+    kinds: Sequence[KVCacheSpec],
+    retention_interval: int | None,
+    share: float | None,
 ) -> RayKVConnector:
     """The scheduler's side, without Ray."""
     connector: Any = RayKVConnector.__new__(RayKVConnector)
-    retention = None if share is None else 0
-    connector.connector_scheduler = vllm_scheduler(manager, kinds, retention)
+    connector.connector_scheduler = vllm_scheduler(
+        manager, kinds, retention_interval=retention_interval
+    )
     if share is not None:
-        connector._windows = Windows(connector.scheduler, connector._chunk_groups(), share)
+        connector._windows = Windows(connector._tables, share)
     connector.connector_worker = None
     connector._manager = manager
     connector._runtime = None
@@ -370,7 +378,7 @@ def make_connector(
     connector._stranded_blocks = []
     connector._connector_metadata = None
     connector.__dict__["_bounding_group_ids"] = ()
-    connector._layered = LayeredScheduling(manager.layered, connector.scheduler)
+    connector._layered = LayeredScheduling(manager.layered, connector._tables)
     manager.view.accounts.tokens_per_chunk = CHUNK
     made: RayKVConnector = connector
     return made

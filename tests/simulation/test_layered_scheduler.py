@@ -6,6 +6,7 @@ shown without it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,40 @@ def test_answers_are_wrong_without_one_of_the_precautions(
     harm(monkeypatch)
     with pytest.raises(WrongAnswerError):
         play_all(model)
+
+
+def within_the_step(world: World) -> World:
+    """It loads as vLLM 0.33 does with `sync_load_budget_bytes`."""
+    connector: Any = world.connector
+    connector._layered = None
+    connector._kv_cache_config = world.scheduler.kv_cache_config
+    scheduler = connector.connector_scheduler
+    fields = {"sync_load_budget_bytes": 1 << 20, "kv_bytes_per_token": 1}
+    if not fields.keys() <= {*scheduler.config._fields}:
+        pytest.skip("this vLLM has no loads within the step")
+    scheduler.config = scheduler.config._replace(**fields)
+    return world
+
+
+@pytest.mark.parametrize("failing", [0.0, 1.0])
+def test_vllms_loads_within_the_step_are_refused_for_what_they_leave_behind_when_they_fail(
+    model: Path, failing: float
+) -> None:
+    """Where this fails, vLLM has mended it: then `sync_load_budget_bytes` can be allowed."""
+    tokens = prompt(1, 4 * CHUNK)
+    longer = tokens + prompt(2, 3 * CHUNK)
+    world = stored(within_the_step(World(model, 1, 0.0)), tokens)
+    world.failing = failing
+    gone = world.add(longer)
+    world.step(gone)
+    assert world.num_loaded == 4
+    world.failing = 0.0
+    world.add([*longer, 5])
+    world.run()
+    with pytest.raises(WrongAnswerError) if failing else nullcontext():
+        world.check()
+    # It is in vLLM's own cache: the pool has what was right.
+    assert world.num_loaded == 4
 
 
 @pytest.mark.expects_failures

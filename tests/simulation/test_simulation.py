@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fixtures.directory.tables import use_table
 from tests.fixtures.effort import seeds
-from tests.fixtures.tables import use_table
 from tests.simulation.bugs import BUGS
 from tests.simulation.world import SimulationError, run
 

@@ -53,9 +53,9 @@ from raykv.protocol.columns import Handle
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import FailedStores, Inventory, NodeReport
+from tests.fixtures.directory.tables import use_table
 from tests.fixtures.effort import examples
 from tests.fixtures.keys import named_key as key
-from tests.fixtures.tables import use_table
 
 PAGE = 4096
 NUM_PAGES = 16

@@ -27,9 +27,9 @@ from raykv.protocol.events import EpochBegan, EventPage, SnapshotPage, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
 from raykv.stream.replay import Replay
+from tests.fixtures.directory.tables import use_table
 from tests.fixtures.effort import examples
 from tests.fixtures.keys import named_key as key
-from tests.fixtures.tables import use_table
 
 PAGE = 4096
 SLAB = 4

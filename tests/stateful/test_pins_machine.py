@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from raykv.base.ids import NodeId
 from raykv.protocol.engine import Hints
-from tests.fixtures.pinned import PAGE, SPACE, Cluster, key
-from tests.fixtures.tables import TABLES, use_table
+from tests.fixtures.directory.pinned import PAGE, SPACE, Cluster, key
+from tests.fixtures.directory.tables import TABLES, use_table
 
 SLOTS = 8
 QUOTA_CHUNKS = 4

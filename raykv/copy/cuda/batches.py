@@ -44,7 +44,7 @@ class BatchRows:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return int(self.size.sum())
 
     @property

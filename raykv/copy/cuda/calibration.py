@@ -30,7 +30,7 @@ from raykv.copy.cuda.driver import DeviceName
 logger = logging.getLogger("raykv.copy")
 
 VERSION = 2
-"""Of the file. What was measured with other code is not valid for this one: count up."""
+"""Version of the file. What other code has measured is not valid for this one: count up."""
 
 WORTH_IT = 1.1
 """A gather takes multiprocessors away from the model: it must be so many times as fast."""
@@ -143,9 +143,7 @@ def load(path: Path, name: DeviceName, mover: str) -> Table | None:
 
 
 def _read(content: bytes, name: DeviceName, mover: str) -> Table:
-    """Raises:
-    ValueError, KeyError, TypeError: the file is not valid, or for something else.
-    """
+    """Read a file; an invalid one, or another device's, is a ValueError, KeyError or TypeError."""
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
     found, head = json.loads(content), _head(name, mover)
@@ -192,10 +190,7 @@ def _head(name: DeviceName, mover: str) -> dict[str, Any]:
 
 
 def _table(points: Any) -> Table:
-    """Raises:
-    ValueError: a number is invalid.
-    TypeError, KeyError: it has another form.
-    """
+    """Read points; an invalid number is a ValueError, another form a TypeError or KeyError."""
     if not isinstance(points, list) or not 0 < len(points) <= MAX_POINTS:
         raise ValueError("no list of points")
     return Table(tuple(_point(**point) for point in points))

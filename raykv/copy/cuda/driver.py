@@ -37,7 +37,7 @@ class SourceOrder(IntEnum):
 
 
 class Urgency(IntEnum):
-    """Of a stream. CUDA lets it decide between kernels; its copy engines take no notice."""
+    """A stream's priority. CUDA lets it decide between kernels; its copy engines take no notice."""
 
     STORE = 0
     LOAD = 1
@@ -309,7 +309,7 @@ def plain_uuid(text: str) -> str:
     """A UUID's 32 hex digits: torch writes it bare, nvidia-smi with GPU or MIG before it.
 
     Raises:
-        CUDAError: it is none.
+        CUDAError: it is no UUID.
     """
     digits = text.lower().removeprefix("gpu-").removeprefix("mig-").replace("-", "")
     if len(digits) != 32 or set(digits) - set("0123456789abcdef"):
@@ -323,7 +323,7 @@ def text_of(name: bytes | str) -> str:
 
 
 def device_uuids() -> list[str]:
-    """Of all devices that this process sees.
+    """The UUIDs of all devices that this process sees.
 
     Raises:
         CUDAError: CUDA can't be used here.

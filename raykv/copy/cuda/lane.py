@@ -88,7 +88,8 @@ def end_process(error: CUDAError) -> NoReturn:
 
 @dataclass(frozen=True)
 class Place:
-    """Whose KV cache is copied: its address here, the pool's, and its worker's compute event.
+    """Where one worker's copies go: addresses of its KV cache here and of the pool, and the event
+    that it records when it has computed.
 
     The event may be recorded again at any time: a copy waits for the record that was the last one
     when it began.

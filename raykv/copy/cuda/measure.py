@@ -40,7 +40,7 @@ KIB = 1 << 10
 PAGES = (2 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 28 * KIB, 64 * KIB)
 COUNTS = (8, 64, 512, 2048)
 MOST_BYTES = 32 << 20
-"""Of a point: larger ones are left out."""
+"""Bytes of a point: larger ones are left out."""
 
 PARTS = 3
 REPEATS = 5

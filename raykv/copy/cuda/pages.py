@@ -34,7 +34,7 @@ class PageMover(Protocol):
 
 
 class TritonMover:
-    """By the kernel; `on_stream` makes a stream torch's current one."""
+    """Moves pages with the kernel; `on_stream` makes a stream torch's current one."""
 
     name = "Triton"
 
@@ -64,7 +64,7 @@ class TritonMover:
 
 
 class IndexMover:
-    """By torch: `view` gives a tensor of 64-bit words over memory at an address."""
+    """Moves pages with torch: `view` gives a tensor of 64-bit words over memory at an address."""
 
     name = "torch"
 

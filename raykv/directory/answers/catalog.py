@@ -63,10 +63,13 @@ class _Introduction:
 
 
 class Catalog:
-    """Args:
-    nodes, engines: all of them, kept up to date by the block manager.
-    table: of all nodes' chunks.
-    disks: what is on theirs.
+    """Answers people, routers and exports: where chunks and prompts are.
+
+    Args:
+        nodes: all nodes, kept up to date by the block manager.
+        engines: the same of engines.
+        table: the chunks of all nodes.
+        disks: the chunks on their disks.
     """
 
     def __init__(

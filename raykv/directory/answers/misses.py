@@ -24,7 +24,7 @@ MAX_RECORDS = 4096
 """Requests; the oldest are forgotten."""
 
 MAX_NAMES_BYTES = 16 << 20
-"""Of the names of all chunks of the requests that are remembered."""
+"""Bytes of the names of all chunks of the requests that are remembered."""
 
 MAX_PAGE = 128
 """Requests in one page of all of them."""
@@ -67,7 +67,7 @@ class _Entry:
         return own.startswith(beginning) or self.record.request_id.startswith(beginning)
 
     def told(self, now: float) -> Explanation:
-        """For who asks at that time."""
+        """What is known of the request at that time."""
         return Explanation(
             record=self.record,
             engine_id=self.engine_id,
@@ -79,9 +79,7 @@ class _Entry:
 
 
 class MissLog:
-    """Args:
-    nodes: all nodes, kept up to date by the block manager.
-    """
+    """The latest requests; `nodes` has all nodes, kept up to date by the block manager."""
 
     def __init__(self, nodes: Mapping[NodeId, Node]) -> None:
         self._nodes = nodes
@@ -147,7 +145,7 @@ class MissLog:
             self._names_bytes -= len(self._entries.popleft().record.chunks)
 
     def _refined(self, record: MissRecord, namespace: Namespace, now: float) -> MissRecord:
-        """With a better reason than "the engine does not know the chunk", if there is one."""
+        """Give a better reason than "the engine does not know the chunk", if there is one."""
         if MissReason.NEVER_STORED not in record.missed or not record.missing:
             return record
         reason = str(self._reason(Key(record.missing), namespace, now))

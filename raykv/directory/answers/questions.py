@@ -34,10 +34,12 @@ MAX_ANNOUNCED = 262_144
 
 
 class Questions:
-    """Args:
-    nodes: all nodes, kept up to date by the block manager.
-    table: of all their chunks.
-    disks: which of them has what is in no pool.
+    """Answers engines that ask where chunks are.
+
+    Args:
+        nodes: all nodes, kept up to date by the block manager.
+        table: the chunks of all nodes.
+        disks: the chunks on their disks, for those that no pool has.
     """
 
     def __init__(self, nodes: dict[NodeId, Node], table: ChunkTable, disks: Disks) -> None:

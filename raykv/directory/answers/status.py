@@ -15,7 +15,7 @@ NEWS_S = 3.0
 
 
 def _breakers(engine: Engine, node: Node | None, now: float) -> BreakerReport:
-    """As its own exchanges say, but for lines that have come back since.
+    """The breakers that an engine reported, without lines that have come back since.
 
     Workers speak with the engine's steps only: while it has no requests it does not learn that a
     line is there again, but the node does.

@@ -50,7 +50,7 @@ class _Told:
 
 @dataclass
 class EngineTally:
-    """By the label of the engines' namespace."""
+    """Sums over engines, by the label of their namespace."""
 
     tokens: Counter[Label] = field(default_factory=Counter)
     plain: dict[str, Counter[Label]] = field(
@@ -139,7 +139,7 @@ class EngineTally:
             yield (label,), each.data()
 
     def breaker_totals(self) -> BreakerReport:
-        """Of all engines."""
+        """The counters of all engines' breakers."""
         return BreakerReport(
             opened=self.breakers["opened"],
             failed=self.breakers["failed"],

@@ -40,7 +40,7 @@ SOME = 16
 
 @dataclass
 class ReuseGauge:
-    """Of one namespace. `store_share`: one request of so many should store."""
+    """Whether storing pays in one namespace: one request in `store_share` should store."""
 
     stored: float = 0.0
     loaded: float = 0.0
@@ -65,7 +65,7 @@ class ReuseGauge:
 
 
 class ReuseGauges:
-    """Of all namespaces."""
+    """The gauges of all namespaces."""
 
     def __init__(self) -> None:
         self._gauges: defaultdict[Namespace, ReuseGauge] = defaultdict(ReuseGauge)

@@ -73,7 +73,7 @@ class Changes:
         return len(self.keys)
 
     def at(self, positions: Sequence[int]) -> Changes:
-        """Those rows."""
+        """The changes in those rows."""
         return Changes(
             self.stored,
             self.namespace,
@@ -249,7 +249,7 @@ class NodeTable(Protocol):
         """
 
     def pinned_slabs(self, now: float) -> set[int]:
-        """Those that have a chunk that is pinned after `now`."""
+        """The slabs that have a chunk which is pinned after `now`."""
 
     def forget_pins(self, now: float) -> None:
         """Drop pins that have run out."""
@@ -321,7 +321,7 @@ class ChunkTable(Protocol):
         """
 
     def set_clock(self, now: float) -> None:
-        """It is that time now, for chunks that come or are used from now on."""
+        """Set the time at which chunks come or are used from now on."""
 
     def check(self) -> None:
         """Assert the invariants over all nodes; for tests and idle moments."""

@@ -31,10 +31,7 @@ class Record:
 
 
 class Records:
-    """Args:
-    geometry: of the node's pool.
-    clock: that of all nodes.
-    """
+    """The records of one node, whose pool has that geometry; all nodes share the clock."""
 
     def __init__(self, geometry: PoolGeometry, clock: Clock) -> None:
         self._geometry = geometry
@@ -60,7 +57,7 @@ class Records:
         record.hits += 1
 
     def of(self, name: Name) -> Record:
-        """That of a chunk that is held."""
+        """The record of a chunk that is held."""
         return self._records[name]
 
     def in_slabs(self, slabs: Iterable[int]) -> list[Name]:

@@ -53,7 +53,7 @@ LESSONS = 8
 """How often the worths are worked out again while as many names are used as are held."""
 
 FEWEST_USES = 256
-"""Between two lessons: in a small pool, too, they must cost little."""
+"""Uses between two lessons at least: they must cost little in a small pool, too."""
 
 NUM_AGES = 2 * 48
 """Ages differ by powers of two and the next digit."""
@@ -169,7 +169,7 @@ class _Lessons:
         self._scratch = [0.0] * SCRATCH
 
     def worth(self, place: int, age: int) -> float:
-        """Of a name of that age in a queue."""
+        """Worth of a name of that age in a queue."""
         return self._worths[place * NUM_AGES + age_index(age)]
 
     def used_again(self, place: int, age: int) -> None:

@@ -47,7 +47,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class ModelServer:
-    """At a port of this host; `model` is what it calls its model."""
+    """A server at a port of this host; `model` is what it calls its model."""
 
     port: int
     model: str
@@ -117,7 +117,7 @@ class ModelServer:
 
 
 def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Of a stream of server-sent events, and when they came."""
+    """The pieces of a stream of server-sent events, and when they came."""
     for line in answer:
         if line.startswith(b"data: {"):
             yield time.monotonic(), json.loads(line[6:])

@@ -55,7 +55,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a whole load: tokens of prompts that were computed, of all; seconds to first tokens."""
+    """Sums over a whole load: prompt tokens computed and in all, and seconds to first tokens."""
 
     computed: int
     prompt_tokens: int
@@ -86,7 +86,7 @@ def pick(waiting: Sequence[Conversation], random: Random) -> int:
 
 
 def sums(answered: Sequence[Answered]) -> Sums:
-    """Of at least one request."""
+    """Add up at least one request."""
     times = sorted(each.ttft_s for each in answered)
     return Sums(
         sum(each.prompt_tokens - each.cached_tokens for each in answered),

@@ -70,7 +70,7 @@ Measure = Callable[[], float]
 
 
 def _clock(num_threads: int) -> Callable[[], float]:
-    """Of one thread its own time: what other programs take of the cores does not count."""
+    """A clock: one thread's own time, which leaves out what other programs take of the cores."""
     return time.thread_time if num_threads == 1 else time.perf_counter
 
 
@@ -299,7 +299,7 @@ def _side_bytes(options: Options) -> int:
 
 
 def _torch() -> ModuleType | None:
-    """It comes with vLLM, not with RayKV."""
+    """The module, where vLLM has brought it along."""
     try:
         import torch
     except ImportError:

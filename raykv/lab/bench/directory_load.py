@@ -93,7 +93,7 @@ class Stopwatch:
 
 
 def manager() -> BlockManager:
-    """As the scheduler actor has it."""
+    """A block manager like the scheduler actor's."""
     return BlockManager(Epoch(1), table=open_table(ManagerSettings().eviction_policy))
 
 
@@ -139,7 +139,7 @@ class DirectoryLoad:
         )
 
     def sync(self, request: SyncRequest) -> SyncReply:
-        """At a time when no pin is left of those before."""
+        """Exchange at a time when no earlier pin is left."""
         return self._manager.sync(request, NOW + self._sync_seq * 100.0)
 
     def take(self, report: NodeReport) -> NodeReportReply:

@@ -324,7 +324,7 @@ def _rate(result: Result, case: str) -> Row:
 
 
 def _type_of(folder: Path) -> str:
-    """Of the file system that a folder is on."""
+    """Type of the file system that a folder is on."""
     mounts = psutil.disk_partitions(all=True)
     found = [each for each in mounts if folder.resolve().is_relative_to(each.mountpoint)]
     return max(found, key=lambda each: len(each.mountpoint)).fstype if found else "unknown"

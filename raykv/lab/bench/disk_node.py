@@ -50,7 +50,7 @@ LOOK_S = 0.001
 
 
 def key_of(number: int) -> Key:
-    """As long as vLLM's, of KV group 0."""
+    """A key as long as vLLM's, of KV group 0."""
     return Key(number.to_bytes(32, "big") + bytes(4))
 
 
@@ -72,9 +72,7 @@ class DiskNode:
         there.close()
 
     def call(self, name: str) -> Any:
-        """Raises:
-        ClusterError: it has failed there, or takes too long.
-        """
+        """Call and wait; a failure there, or one that takes too long, is a ClusterError."""
         self.begin(name)
         return self.result()
 
@@ -87,7 +85,7 @@ class DiskNode:
         return self._pipe.poll()
 
     def result(self) -> Any:
-        """Of what was begun."""
+        """The result of what was begun."""
         if not self._pipe.poll(2 * DEADLINE_S):
             raise ClusterError("the process with the disk tier does not answer")
         try:
@@ -152,7 +150,7 @@ class Served:
         self._random = np.random.default_rng(1).integers(0, 256, 2 * CHUNK_BYTES, np.uint8)
 
     def epoch(self) -> int:
-        """Of the pool."""
+        """Epoch of the pool."""
         return self._service.epoch
 
     def fill(self) -> tuple[list[bytes], list[int]]:

@@ -123,7 +123,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the engine's main process."""
+        """Id of the engine's main process."""
         return self._process.pid
 
     @property

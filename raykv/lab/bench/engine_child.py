@@ -249,7 +249,7 @@ class ChildEngine:
 
 
 def _answer(output: Any, seconds: float) -> dict[str, Any]:
-    """Of a request that is done."""
+    """The answer to a request that is done."""
     (only,) = output.outputs
     ranked = [
         sorted((each.logprob for each in step.values()), reverse=True)

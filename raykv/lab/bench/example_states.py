@@ -6,17 +6,14 @@ when that is done. Here the copy is done when it has been made; all else is vLLM
 
 from __future__ import annotations
 
-import fcntl
-import os
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
-    PendingSave,
-    extract_from_kv_cache,
 )
 
 
@@ -32,6 +29,9 @@ def connector(folder: str) -> dict[str, Any]:
 class _Done:
     """In place of a CUDA event, of something that has happened already."""
 
+    def record(self, _stream: Any = None) -> None:
+        """It has."""
+
     def synchronize(self) -> None:
         """Return at once."""
 
@@ -40,26 +40,40 @@ class _Done:
         return True
 
 
+class _Stream:
+    """In place of a CUDA stream: what is sent there is done at once."""
+
+    def wait_event(self, _event: Any) -> None:
+        """Return at once."""
+
+
+class _Pageable(TorchFunctionMode):
+    """Memory is pinned for a GPU alone."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        more = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return func(*args, **more)
+
+
+@contextmanager
+def _without_gpu() -> Iterator[None]:
+    """In which torch's events and streams are those above, as vLLM's CPU worker has it too."""
+    instead = {"Event": _Done, "Stream": _Stream, "stream": lambda _stream: nullcontext()}
+    kept = {name: getattr(torch.cuda, name) for name in instead}
+    try:
+        for name, each in instead.items():
+            setattr(torch.cuda, name, each)
+        with _Pageable():
+            yield
+    finally:
+        for name, each in kept.items():
+            setattr(torch.cuda, name, each)
+
+
 class ExampleStatesOnCPU(ExampleHiddenStatesConnector):
     """See the module's docstring."""
 
-    def _submit_async_write(self, pending: PendingSave) -> None:
-        assert self._kv_cache is not None
-        blocks = torch.tensor(pending.block_ids, dtype=torch.long)
-        places = torch.arange(self._block_size) + blocks[:, None] * self._block_size
-        states = extract_from_kv_cache(
-            self._kv_cache, places.flatten(), pending.token_ids.shape[0]
-        ).contiguous()
-        tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
-        lock_fd = self._lock_fds.pop(pending.req_id, None)
-        if lock_fd is None and self.use_lock:
-            path = Path(pending.filename + ".lock")
-            lock_fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        done: Any = _Done()
-        future = self._executor.submit(
-            self._write_tensors, tensors, done, pending.filename, lock_fd
-        )
-        self._req_copy_events[pending.req_id] = done
-        self._req_futures[pending.req_id] = future
-        future.add_done_callback(partial(self._on_write_done, pending.req_id))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        with _without_gpu():
+            answer: tuple[set[str] | None, set[str] | None] = super().get_finished(finished_req_ids)
+        return answer

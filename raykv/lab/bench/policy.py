@@ -115,7 +115,7 @@ def optimal_rate(requests: Sequence[Request], capacity: int) -> float:
 
 
 def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
-    """For each chunk of each request, the number of the next request that has it."""
+    """The number of the next request that has each chunk, for each request."""
     seen: dict[int, int] = {}
     following: list[list[int]] = []
     for number in range(len(requests) - 1, -1, -1):

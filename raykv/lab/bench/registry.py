@@ -35,6 +35,7 @@ BENCHMARKS = {
     for benchmark in (
         Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
         Benchmark("policy", "prefix hit rates of the eviction policies beside the optimum"),
+        Benchmark("windows", "what models with sliding windows store, and find again"),
         Benchmark("copy", "GB/s between a KV cache and the pool, by page size"),
         Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull and loopback TCP"),
         Benchmark("disk", "MiB/s of the disk tier beside plain files, and what it costs loads"),

@@ -64,7 +64,7 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Of all repeats."""
+        """Median of all repeats."""
         return median(self.values)
 
     def ratio_to(self, other: Row) -> float:
@@ -136,7 +136,7 @@ class Result:
         }
 
     def to_table(self) -> RenderableType:
-        """For a terminal."""
+        """A table for a terminal."""
         table = Table(box=SIMPLE_HEAD, title=f"{self.name}: {self.summary}", title_justify="left")
         for column in ("case", "subject"):
             table.add_column(column)

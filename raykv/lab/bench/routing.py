@@ -84,7 +84,7 @@ def _subjects(tokens: int, *, is_new: bool) -> dict[str, Callable[[], float]]:
 
 
 def _answer_ms(num_keys: int) -> float:
-    """Of the part that makes an answer out of replicas: a prompt that all nodes have."""
+    """Milliseconds to make an answer out of replicas: a prompt that all nodes have."""
     nodes = [f"{n:056d}" for n in range(MAX_NODES_OF_A_KEY)]
     query = PrefixQuery(PROTOCOL_VERSION, "space", f"0:{BLOCK}", [b"k"] * num_keys, [num_keys])
     key_index = [key for key in range(num_keys) for _ in nodes]

@@ -182,7 +182,7 @@ def measure(bed: Bed, router: str, load: ConversationLoad, seed: int, *, has_ray
 
 
 def _kv_bytes(model: Path) -> int:
-    """Of an engine's KV cache that takes a prompt of `KV_TOKENS`, in float32."""
+    """Bytes of an engine's KV cache that takes a prompt of `KV_TOKENS`, in float32."""
     config = json.loads((model / "config.json").read_text())
     width = config["hidden_size"] // config["num_attention_heads"]
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width * 4
@@ -190,7 +190,7 @@ def _kv_bytes(model: Path) -> int:
 
 
 def _wait_until_placing(server: ModelServer) -> None:
-    """Until the router has its tokenizer and knows its namespace: short requests show it."""
+    """Wait until the router has its tokenizer and knows its namespace: short requests show it."""
     give_up_at = time.monotonic() + READY_S
     while time.monotonic() < give_up_at and not outcomes()["placed"]:
         server.chat([{"role": "user", "content": "ready?"}], 1)

@@ -118,7 +118,7 @@ class Bed:
         return engine
 
     def wait_for_pools(self) -> None:
-        """Until their pages are there, or a deadline."""
+        """Wait until the pools' pages are there, or a deadline."""
         give_up_at = time.monotonic() + POOL_DEADLINE_S
         while time.monotonic() < give_up_at:
             if all(n.prefaulted_bytes >= n.pool_bytes for n in self.cluster.status().nodes):
@@ -126,7 +126,7 @@ class Bed:
             time.sleep(POLL_S)
 
     def settle(self) -> None:
-        """Until RayKV's stores stand still and are known, or a deadline."""
+        """Wait until RayKV's stores stand still and are known, or a deadline."""
         give_up_at = time.monotonic() + STORE_DEADLINE_S
         seen, since = -1, time.monotonic()
         while time.monotonic() < give_up_at:

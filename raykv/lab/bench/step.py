@@ -64,9 +64,8 @@ class _Driver:
         from vllm.v1.kv_offload.base import ReqContext
 
         self._manager = manager
-        self._context = ReqContext(req_id="request")
         self._number = 0
-        manager.on_new_request(self._context)
+        manager.on_new_request(ReqContext(req_id="request"))
 
     def _lease(self) -> None:
         """Before a store."""
@@ -77,12 +76,15 @@ class _Driver:
 
     def measure(self, case: str) -> float:
         """One batch of calls of a kind, in µs for each chunk; the calls before it don't count."""
-        keys, context, manager = self._fresh(), self._context, self._manager
-        context._offload_key_positions.update({key: 16 * i for i, key in enumerate(keys)})
+        from vllm.v1.kv_offload.base import ReqContext
+
+        keys, context, manager = self._fresh(), ReqContext(req_id="request"), self._manager
+        for at, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * at)
         steps: dict[str, Callable[[], Any]] = {
             "prepare store": lambda: manager.prepare_store(keys, context),
             "complete store": lambda: manager.complete_store(keys, context),
-            "look up": lambda: self._look_up(keys),
+            "look up": lambda: self._look_up(keys, context),
             "prepare load": lambda: manager.prepare_load(keys, context),
             "complete load": lambda: manager.complete_load(keys, context),
         }
@@ -93,13 +95,12 @@ class _Driver:
             call()
             if name == case:
                 took_s = time.perf_counter() - began
-        context._offload_key_positions.clear()
         return took_s / BATCH * 1e6
 
-    def _look_up(self, keys: list[Any]) -> None:
+    def _look_up(self, keys: list[Any], context: Any) -> None:
         from vllm.v1.kv_offload.base import LookupResult
 
-        lookup, context, hit = self._manager.lookup, self._context, LookupResult.HIT
+        lookup, hit = self._manager.lookup, LookupResult.HIT
         for key in keys:
             if lookup(key, context) is not hit:
                 raise AssertionError(key)

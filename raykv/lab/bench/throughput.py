@@ -53,7 +53,7 @@ class _Load:
         ]
 
     def never_reused(self) -> list[list[list[int]]]:
-        """As many requests of the same length, no two with a common beginning."""
+        """Twice as many requests of the same length, of which no two begin alike."""
         length = self.document_tokens + self.question_tokens
         count = self.num_documents * 2
         return [[prompt(self.fresh(), length)] for _ in range(count)]

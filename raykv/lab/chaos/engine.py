@@ -20,7 +20,7 @@ EngineFactory = Callable[[], EngineProcess]
 
 
 def answers_of(output: dict[str, Any]) -> list[ChaosAnswer]:
-    """Of `engine_child.Engine.serve`; what was taken back has no tokens worth a look."""
+    """Answers of `engine_child.Engine.serve`; one that was taken back has no tokens of use."""
     return [
         ChaosAnswer(
             tokens=tuple(each.get("tokens", ())),

@@ -79,7 +79,7 @@ class Fault:
 
 
 def faults(seed: int, num_nodes: int, kinds: Sequence[FaultKind]) -> Iterator[Fault]:
-    """Without end; each kind once in every round, in an order of its own.
+    """Draw faults without end; each kind comes once in every round, in a random order.
 
     A head node's raylet is never killed: Ray itself does not survive that.
     """

@@ -167,7 +167,7 @@ class ChaosReport(Seen):
 
 
 def show(report: ChaosReport) -> RenderableType:
-    """For a person."""
+    """A report for people."""
     parts: list[RenderableType] = [_numbers(report), _faults(report.faults), _kinds(report.faults)]
     parts.append(_processes(report))
     if report.problems:

@@ -154,7 +154,7 @@ class _Chaos:
         self._count_engines()
 
     def _faults(self, began: float) -> Iterator[Fault]:
-        """Those for which there is time; the last one waits until all works again."""
+        """The faults for which there is time; after the last one, wait until all works again."""
         give_up_at = began + self._options.seconds
         for fault in faults(self._options.seed, self._options.num_nodes, self._options.kinds):
             time.sleep(fault.pause_s)

@@ -23,7 +23,7 @@ class Stored:
 
 
 class ChaosWatch:
-    """Since a moment; threads of all engines report to it.
+    """Which engines have stored and loaded since it was made; threads of all engines report to it.
 
     Args:
         num_engines: all of them must store and load.
@@ -68,12 +68,12 @@ class ChaosWatch:
 
     @property
     def loads_again_s(self) -> float | None:
-        """From the beginning until the last engine loaded; None: not all have."""
+        """Seconds until the last engine loaded; None: not all have."""
         return max(self._loads.values()) if len(self._loads) == self._num_engines else None
 
     @property
     def fetches_again_s(self) -> float | None:
-        """From the beginning until the last engine fetched; None: not all have."""
+        """Seconds until the last engine fetched; None: not all have."""
         if not self._fetchers:
             return self.loads_again_s
         return max(self._fetches.values()) if len(self._fetches) == self._fetchers else None

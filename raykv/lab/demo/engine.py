@@ -121,7 +121,7 @@ class DemoEngine:
             time.sleep(_POLL_S)
 
     def _sources(self) -> DemoTokens:
-        """From vLLM's counters since the engine started."""
+        """Where tokens came from, by vLLM's counters since the engine started."""
         counts: Counter[str] = Counter()
         for metric in self._llm.get_metrics():
             if metric.name == "vllm:prompt_tokens_by_source":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Phase(StrEnum):
-    """Under which conditions a prompt was asked."""
+    """The conditions under which a prompt was asked."""
 
     RECOMPUTE = "recompute"
     """Both caches bypassed: every token is computed."""

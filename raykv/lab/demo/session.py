@@ -118,7 +118,7 @@ class DemoSession:
         return other
 
     def _wait_for_pools(self) -> None:
-        """Until their pages are there, or a time-out."""
+        """Wait until the pools' pages are there, or a time-out."""
         give_up_at = time.monotonic() + _POOL_TIMEOUT_S
         while time.monotonic() < give_up_at:
             nodes = self._cluster.status().nodes
@@ -148,7 +148,7 @@ class DemoSession:
 
 
 def _short(prompt: Prompt) -> tuple[int, ...]:
-    """For an engine's first step, which takes longer than those after it."""
+    """A short prompt for an engine's first step, which takes longer than those after it."""
     return prompt.token_ids[-_SHORT_TOKENS:]
 
 

@@ -53,7 +53,7 @@ _CLEARED = "cleared.json"
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """Of the file system, in bytes."""
+    """Bytes of the file system."""
 
     free_bytes: int
     total_bytes: int
@@ -101,7 +101,7 @@ class TierFolder:
         return whole
 
     def read_cleared(self) -> dict[str, int]:
-        """By namespace, the generation up to which chunks here are worth nothing.
+        """The generation up to which each namespace's chunks here are worth nothing.
 
         Raises:
             DiskError: that is not known, so that nothing here may be trusted.
@@ -136,7 +136,7 @@ class TierFolder:
         return self.path / f"{self._next - 1:012d}-{secrets.token_hex(4)}{SUFFIX}"
 
     def place_of(self, name: str) -> Path:
-        """Of a file."""
+        """Path of a file."""
         return self.path / name
 
     def delete(self, name: str) -> None:

@@ -35,7 +35,7 @@ MAX_GONE = 65_536
 """Places that went and are not reported yet; beyond it the listing begins anew."""
 
 MAX_CHANGES = 256
-"""In one page of news, about 20 KiB: it goes with a page of what the pool holds."""
+"""Changes in one page of news, about 20 KiB: it goes with a page of what the pool holds."""
 
 Name = tuple[Namespace, Key]
 

@@ -58,10 +58,10 @@ from raykv.protocol.node import Demotions, DiskNews, DiskOrder, DiskStats
 logger = logging.getLogger("raykv.disk")
 
 FILE_BYTES = 32 << 20
-"""Of chunks in one file; a larger chunk has a file of its own."""
+"""Bytes of chunks in one file; a larger chunk has a file of its own."""
 
 HEADER_BYTES = 512
-"""Of a file's header, and of each chunk in it, at most."""
+"""Bytes of a file's header, and of each chunk's in it, at most."""
 
 MAX_QUEUED = 2048
 """Chunks that wait to be copied out of the pool; beyond it the directory offers none."""
@@ -134,7 +134,7 @@ class DiskTier:
     # Exchange with the directory
 
     def news(self) -> DiskNews:
-        """For the next report."""
+        """News for the next report."""
         with self._lock:
             return self._index.news() if self._state.is_open else DiskNews()
 
@@ -202,13 +202,13 @@ class DiskTier:
         return self._is_noted
 
     def cleared(self) -> dict[str, int]:
-        """By namespace, the generation up to which chunks were cleared, in earlier lives too."""
+        """The generation up to which each namespace was cleared, in earlier lives too."""
         with self._lock:
             return self._clearings.told
 
     @property
     def highest_generation(self) -> Generation:
-        """Of all chunks that were ever listed: later ones must be above."""
+        """The highest one that was ever listed: later ones must be above."""
         with self._lock:
             return self._index.highest_generation
 
@@ -249,7 +249,7 @@ class DiskTier:
                 self._flushed.wait(min(DISK_LOOK_S, max(0.0, give_up_at - time.monotonic())))
 
     def _wait_for_retry(self, give_up_at: float) -> None:
-        """After a write that failed nothing is tried for a while; what is queued then is lost."""
+        """Wait after a failed write until one may be tried; what is queued then is lost."""
         give_up_at = min(give_up_at, self._retry_at + DISK_LOOK_S)
         while self._state.problem and time.monotonic() < give_up_at:
             self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
@@ -439,9 +439,7 @@ class DiskTier:
             self._index.add(file.path.name, file.num_bytes, file.namespace, chunks)
 
     def _check_floor(self, folder: TierFolder, num_bytes: int) -> None:
-        """Raises:
-        DiskError: there would be less free than the floor.
-        """
+        """Raise a DiskError if less than the floor would stay free."""
         free_bytes = folder.room().free_bytes
         if free_bytes - num_bytes < self._place.floor_bytes:
             raise DiskError(

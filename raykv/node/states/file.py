@@ -79,7 +79,7 @@ class HiddenStates:
 
     @property
     def num_bytes(self) -> int:
-        """Of the states."""
+        """Bytes of the states."""
         return int(self._raw.nbytes)
 
     def __getitem__(self, name: str) -> Any:

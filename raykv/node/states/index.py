@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 _APPENDED = re.compile(r"-[0-9a-f]{8}")
-"""To the id that a client knows: what makes it unique."""
+"""What vLLM appends to the id that a client knows, to make it unique."""
 
 _APPENDED_TO_COMPLETION = re.compile(r"-[0-9]+(-[0-9a-f]{8})?|-[0-9a-f]{8}")
 """The completions API puts before that which of its prompts it is."""

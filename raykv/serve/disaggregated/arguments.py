@@ -53,7 +53,7 @@ _SETTINGS_BYTES_DEPEND_ON = frozenset({"blocks_per_chunk", "weights_version"})
 
 
 class EnginesArguments(Strict):
-    """Of the prefill engines or the decode engines, beside what both have."""
+    """What only the prefill engines, or only the decode engines, have."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
     raykv: dict[str, Any] = Field(default_factory=dict)
@@ -75,7 +75,7 @@ class HandoverArguments(Strict):
 
     @property
     def handover(self) -> Handover:
-        """Without the deadline."""
+        """When to hand requests over, without the deadline."""
         return Handover(self.min_prompt_tokens, self.bytes_per_token, self.pin_s)
 
 
@@ -93,12 +93,12 @@ class DisaggregatedModelArguments(Strict):
 
     @property
     def prefill_engines(self) -> ModelArguments:
-        """As a model of its own."""
+        """The prefill engines as a model of its own."""
         return self._engines("prefill", self.prefill, PREFILL_SETTINGS)
 
     @property
     def decode_engines(self) -> ModelArguments:
-        """As a model of its own."""
+        """The decode engines as a model of its own."""
         return self._engines("decode", self.decode, {})
 
     def _engines(
@@ -130,7 +130,7 @@ class DisaggregatedModelArguments(Strict):
 
 
 class DisaggregatedArguments(Strict):
-    """Of `build_disaggregated_app`: `models`, or one model's arguments beside `ingress`."""
+    """For `build_disaggregated_app`: `models`, or one model's arguments beside `ingress`."""
 
     models: list[DisaggregatedModelArguments] = Field(min_length=1)
     ingress: IngressArguments = Field(default_factory=IngressArguments)

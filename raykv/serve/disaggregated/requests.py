@@ -145,7 +145,7 @@ def prefill_form(body: Mapping[str, Any], pin_s: float) -> dict[str, Any]:
 
 
 def num_tokens(path: str, body: Mapping[str, Any], bytes_per_token: float) -> float:
-    """About how many tokens the longest prompt of a request has.
+    """About how many tokens a request's longest prompt has.
 
     Token ids count exactly, text by its bytes. An image or the like counts as endless: whatever it
     is, it takes an engine long.
@@ -175,7 +175,7 @@ def _length(prompt: Any, bytes_per_token: float) -> float:
 
 
 def _bytes_in(content: Any) -> float:
-    """Of a message: text, or a list of parts."""
+    """Bytes of a message's content: text, or a list of parts."""
     if isinstance(content, str):
         return _size(content)
     if not isinstance(content, list):

@@ -66,7 +66,7 @@ class MeteredBackend(Backend, Protocol):
     """A backend whose replicas report their metrics."""
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
-        """Of every replica that has not just died.
+        """The metrics of every replica that has not just died.
 
         Raises:
             TimeoutError: one does not answer.
@@ -297,7 +297,7 @@ class _ClientLeftError(Exception):
 
 
 async def _tell_metrics(backends: Sequence[MeteredBackend], answer: HttpAnswer) -> None:
-    """Those of all replicas of all models that answer."""
+    """Tell the metrics of all replicas of all models that answer."""
     found = await asyncio.gather(*(each.metrics() for each in backends), return_exceptions=True)
     pages = [page for pages in found if not isinstance(pages, BaseException) for page in pages]
     if not pages:
@@ -354,7 +354,7 @@ class IngressReplica:
 
 
 def ingress_of(models: Sequence[ServedModel], given: IngressArguments) -> Ingress:
-    """With the limits that an operator has given."""
+    """An ingress with the limits that an operator has given."""
     return Ingress(models, given.max_body_bytes, given.attempts, given.max_held_bytes)
 
 

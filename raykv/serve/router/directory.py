@@ -126,7 +126,7 @@ class Directory:
         self._space = space
 
     def _say(self, problem: str) -> None:
-        """In the log, unless it was the last thing that was said."""
+        """Log a problem, unless it was the last thing that was said."""
         if problem != self._logged and self.hasher is None:
             self._logged = problem
             logger.warning("requests for %s are not placed yet: %s", self._model, problem)

@@ -113,7 +113,7 @@ class RoutePlanner:
         return choices
 
     def went(self, request: PlacedRequest, name: str) -> None:
-        """The request was taken by that replica, which need not be the best one."""
+        """Note that this replica took the request; it need not be the best one."""
         self._sent[name] += 1
         if request.sent_to != name:
             self._remember(request, name, self._clock())

@@ -156,7 +156,7 @@ class RecentPrompts:
             sent.popitem(last=False)
 
     def num_held(self, keys: Sequence[Key], now: float) -> dict[str, int]:
-        """By replica, how many of the first chunks were sent there lately."""
+        """How many of the first chunks were sent to each replica lately."""
         found: dict[str, int] = {}
         for number, key in enumerate(keys):
             ends = self._sent.get(key)

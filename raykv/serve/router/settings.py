@@ -15,7 +15,7 @@ _DEFAULTS = Weights()
 
 
 class RouteSettings(BaseModel):
-    """Of a router; costs are in tokens to compute, see `raykv.serve.router.rank`."""
+    """Settings of a router; costs are in tokens to compute, see `raykv.serve.router.rank`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,16 +33,12 @@ class RouteSettings(BaseModel):
 
     @property
     def weights(self) -> Weights:
-        """Raises:
-        SettingError: they are invalid.
-        """
+        """The costs, checked; invalid ones are a SettingError."""
         return Weights(self.load, self.fetch, self.request)
 
 
 def parse_route_settings(kwargs: Mapping[str, Any]) -> RouteSettings:
-    """Raises:
-    SettingError: naming what is wrong.
-    """
+    """Read a router's settings; a SettingError names what is wrong."""
     try:
         settings = RouteSettings.model_validate(dict(kwargs))
     except ValidationError as error:

@@ -18,12 +18,15 @@ from typing import Any
 
 from raykv.prompts.adapters import UNKNOWN, AdapterFiles, Content
 from raykv.prompts.block_hashes import path_with_digest
-from raykv.vllm.internals import wrap_adapter_hashes, wrap_adapter_loads
+from raykv.vllm.internals.engine import (
+    adapter_settings_of,
+    mark_adapter,
+    marked_adapter,
+    wrap_adapter_hashes,
+    wrap_adapter_loads,
+)
 
 logger = logging.getLogger("raykv")
-
-_NAME = "_raykv_adapter"
-"""Attribute of a `Request`: the digest in its hashes."""
 
 _files = AdapterFiles()
 
@@ -61,10 +64,10 @@ def _with_digest(hashed: Any) -> Any:
 
 def _digest_of(request: Any) -> str:
     """The same for all blocks of a request; empty if its adapter's content is unknown."""
-    digest: str | None = getattr(request, _NAME, None)
+    digest = marked_adapter(request)
     if digest is None:
         digest = _files.content(request.lora_request.lora_path).digest
-        setattr(request, _NAME, digest)
+        mark_adapter(request, digest)
     return digest
 
 
@@ -194,7 +197,7 @@ def watch_loads(lora_config: Any) -> LoadedAdapters:
 def _noted(loads: Any) -> Any:
     @functools.wraps(loads)
     def call(manager: Any, lora_request: Any) -> Any:
-        _, loaded = _loaded.get(id(manager.lora_config), (None, None))
+        _, loaded = _loaded.get(id(adapter_settings_of(manager)), (None, None))
         if loaded is None:
             return loads(manager, lora_request)
         before = _files.content(lora_request.lora_path)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from raykv.vllm.internals import wrap_prompts
+from raykv.vllm.internals.engine import configuration_of, wrap_prompts
 
 logger = logging.getLogger("raykv")
 
@@ -74,6 +74,12 @@ def is_ours(vllm_config: Any) -> bool:
     )
 
 
+def _may_be_ours(owner: Any) -> bool:
+    """Of what renders or processes prompts; where vLLM does not say whose it is, it counts."""
+    vllm_config = configuration_of(owner)
+    return vllm_config is None or is_ours(vllm_config)
+
+
 def _with_salt(prompt: Any) -> Any:
     # The client's own salt stays in it: vLLM's cache keeps its users apart.
     return {**prompt, "cache_salt": f"{NAMED_BY_CLIENT} {prompt.get('cache_salt') or ''}"}
@@ -93,7 +99,7 @@ def _renamed(uuid: Any) -> Any:
 
 def _marked(renderer: Any, prompt: Any) -> Any:
     uuids = prompt.get("multi_modal_uuids")
-    if not uuids or not is_ours(renderer.config) or not _has_names(uuids):
+    if not uuids or not _may_be_ours(renderer) or not _has_names(uuids):
         return prompt
     renamed = {modality: _renamed(each) for modality, each in uuids.items()}
     return {**_with_salt(prompt), "multi_modal_uuids": renamed}
@@ -125,7 +131,7 @@ def _checking(process: Any) -> Any:
     @functools.wraps(process)
     def call(processor: Any, request_id: str, prompt: Any, *args: Any, **more: Any) -> Any:
         has_media = isinstance(prompt, dict) and prompt.get("type") == "multimodal"
-        if has_media and not prompt.get(_SEEN) and is_ours(processor.vllm_config):
+        if has_media and not prompt.get(_SEEN) and _may_be_ours(processor):
             prompt = _with_salt(prompt)
         return process(processor, request_id, prompt, *args, **more)
 

@@ -20,12 +20,9 @@ from typing import Any
 from raykv.base.errors import SettingError
 from raykv.prompts.block_hashes import seed_digest
 from raykv.vllm.identity.weights import texts_digest, weight_files, weights_digest
-from raykv.vllm.internals import (
-    attention_backend,
-    canonical_format,
-    default_hash_seed,
-    vllm_version,
-)
+from raykv.vllm.internals.engine import attention_backend, default_hash_seed
+from raykv.vllm.internals.names import vllm_version
+from raykv.vllm.internals.offloading import canonical_format
 from raykv.vllm.kv_form import layer_specs, spec_text
 
 RANDOM_SEED = "random in "

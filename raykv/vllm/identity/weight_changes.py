@@ -14,7 +14,17 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from raykv.vllm.internals import ask_workers, connectors_of, worker_class_of, wrap, wrap_core
+from raykv.vllm.internals.engine import (
+    WARM_UP,
+    ask_workers,
+    connectors_of,
+    id_of_configuration,
+    models_of,
+    worker_class_of,
+    wrap,
+    wrap_core,
+    wrap_load_weights,
+)
 
 logger = logging.getLogger("raykv")
 
@@ -63,9 +73,6 @@ HARMLESS = frozenset(
 SLEEP = "sleep"
 """From level 2 on the weights are thrown away, and others are loaded later."""
 
-WARM_UP = "compile_or_warm_up_model"
-"""Of a worker: the last call of its start."""
-
 PARTS = 1024
 """Sums of a tensor's parts are compared, so that values that have changed places are seen too."""
 
@@ -89,12 +96,8 @@ def checksum(worker: Any) -> str:
 
     Called by vLLM's `collective_rpc`, which has it take the worker.
     """
-    models = [worker.get_model()]
-    draft = getattr(worker, "get_draft_model", None)
-    if draft is not None and (found := draft()) is not None:
-        models.append(found)
     whole = hashlib.sha256()
-    for model in models:
+    for model in models_of(worker):
         for name, tensor in _tensors(model):
             whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             whole.update(_sums(tensor))
@@ -220,7 +223,7 @@ def watch_worker(vllm_config: Any) -> WeightWatch:
 
 
 def _watch_of(worker: Any) -> WeightWatch | None:
-    _, watch = _watches.get(id(worker.vllm_config), (None, None))
+    _, watch = _watches.get(id_of_configuration(worker), (None, None))
     return watch
 
 
@@ -241,7 +244,7 @@ def _watching_model(method: Any) -> Any:
         done = method(worker, *args, **kwargs)
         watch = _watch_of(worker)
         if watch is not None:
-            watch_model(worker.get_model(), watch)
+            watch_model(models_of(worker)[0], watch)
         return done
 
     return call
@@ -249,13 +252,13 @@ def _watching_model(method: Any) -> Any:
 
 def watch_model(model: Any, watch: WeightWatch) -> None:
     """Frameworks that train hand a model its new weights without asking vLLM."""
-    load_weights = getattr(model, "load_weights", None)
-    if load_weights is None:
-        return
+    wrap_load_weights(model, partial(_noted_by, watch))
 
-    @functools.wraps(load_weights)
+
+def _noted_by(watch: WeightWatch, method: Any) -> Any:
+    @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         watch.note("load_weights")
-        return load_weights(*args, **kwargs)
+        return method(*args, **kwargs)
 
-    model.load_weights = call
+    return call

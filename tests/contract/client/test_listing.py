@@ -17,7 +17,7 @@ from raykv.base.ids import (
     Slot,
 )
 from raykv.directory.table.protocol import Changes, ChunkTable, NodeTable, Uses
-from tests.fixtures import tables
+from tests.fixtures.directory import tables
 from tests.fixtures.keys import numbered_key as key
 
 PAGE = SLOT_ALIGNMENT

@@ -27,8 +27,8 @@ from raykv.memory.region import Region
 from raykv.protocol import wire
 from raykv.worker.link import LinkSettings
 from tests.children.worker import KV_NAME
-from tests.fixtures import links
-from tests.fixtures.links import Worker, failures
+from tests.fixtures.node import links
+from tests.fixtures.node.links import Worker, failures
 from tests.fixtures.waiting import wait_until
 from tests.house import CHILDREN
 

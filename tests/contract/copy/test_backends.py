@@ -24,7 +24,7 @@ from raykv.copy.plan import CopyRuns, Planner
 from raykv.memory.words import Word
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
-from tests.fixtures.memories import (
+from tests.fixtures.copy.memories import (
     MEMORIES,
     NEVER,
     Bytes,

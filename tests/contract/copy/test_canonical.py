@@ -27,7 +27,7 @@ from raykv.memory.handles import check_layout
 from raykv.protocol.columns import Handles
 from raykv.protocol.worker import CanonicalPages, CopyJob, KVLayout, TensorLayout
 from raykv.vllm.kv_form import block_bytes, pages_of
-from tests.fixtures.memories import MEMORIES, NEVER, Memory
+from tests.fixtures.copy.memories import MEMORIES, NEVER, Memory
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 Bytes = npt.NDArray[np.uint8]

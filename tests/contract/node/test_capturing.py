@@ -25,8 +25,8 @@ from raykv.protocol.columns import Handles
 from raykv.protocol.node import CaptureStats
 from raykv.protocol.worker import Capture, JobResult
 from raykv.worker.job import JobRequest
-from tests.fixtures.links import NUM_BLOCKS, PATIENT, Node, Worker, failures
-from tests.fixtures.states_reader import DisappointedReader
+from tests.fixtures.node.links import NUM_BLOCKS, PATIENT, Node, Worker, failures
+from tests.fixtures.node.states_reader import DisappointedReader
 from tests.fixtures.waiting import wait_until
 
 SLOT_BYTES = 4096

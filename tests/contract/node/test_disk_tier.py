@@ -31,7 +31,7 @@ from raykv.protocol.columns import Handle, Replica, Source, SourceKind
 from raykv.protocol.node import Demotions, DiskOrder
 from raykv.protocol.peer import ReadRequest
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.peers import (
+from tests.fixtures.node.peers import (
     NAMESPACE,
     PAGE,
     Network,

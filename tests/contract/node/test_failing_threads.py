@@ -22,9 +22,9 @@ from raykv.engine.view import EngineView
 from raykv.node.integrity import Integrity
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.protocol import wire
-from tests.fixtures.engine import Actor, PlayedScheduler, attached, order
-from tests.fixtures.links import NUM_SLOTS, Line, Node, Worker, ended, failures
-from tests.fixtures.links import SETTINGS as LINK_SETTINGS
+from tests.fixtures.engine.scheduler import Actor, PlayedScheduler, attached, order
+from tests.fixtures.node.links import NUM_SLOTS, Line, Node, Worker, ended, failures
+from tests.fixtures.node.links import SETTINGS as LINK_SETTINGS
 from tests.fixtures.waiting import wait_until
 
 LONG_S = 10.0

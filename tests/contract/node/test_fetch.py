@@ -1,7 +1,7 @@
 """Fetches between nodes: right bytes or a refusal, in time, whatever the sources do.
 
-Nodes, pools and services are real; `tests/fixtures/peers.py` carries the calls and makes sources
-fail.
+Nodes, pools and services are real; `tests/fixtures/node/peers.py` carries the calls and makes
+sources fail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raykv.protocol.columns import (
 )
 from raykv.protocol.peer import FetchResult
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.peers import (
+from tests.fixtures.node.peers import (
     LONG_S,
     NAMESPACE,
     PAGE,

@@ -28,7 +28,7 @@ from raykv.protocol.columns import Source
 from raykv.protocol.node import FailedStores
 from raykv.protocol.peer import ReadRequest
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.peers import (
+from tests.fixtures.node.peers import (
     NAMESPACE,
     Network,
     Node,

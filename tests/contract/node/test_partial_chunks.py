@@ -44,7 +44,7 @@ from raykv.protocol.node import Demotions
 from raykv.protocol.peer import ReadReply, ReadRequest
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.worker.job import JobRequest
-from tests.fixtures.links import Worker, failures
+from tests.fixtures.node.links import Worker, failures
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PAGES = [256, 100]

@@ -24,7 +24,7 @@ from raykv.protocol.columns import Handles, LostReplicas
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import ReadReply, ReadRequest
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.peers import (
+from tests.fixtures.node.peers import (
     LONG_S,
     NAMESPACE,
     PAGE,

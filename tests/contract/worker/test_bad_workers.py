@@ -31,7 +31,7 @@ from raykv.protocol.worker import (
     WorkerAttached,
     believable,
 )
-from tests.fixtures.honest_worker import (
+from tests.fixtures.node.honest_worker import (
     LAYOUT,
     PAGE,
     Worker,

@@ -38,7 +38,7 @@ from tests.fixtures.waiting import wait_until
 pytest.importorskip("vllm")
 
 from raykv.worker.handover import AutoLink, DeviceLink
-from tests.fixtures.device_links import (
+from tests.fixtures.node.device_links import (
     BLOCKS_PER_CHUNK,
     LONG_S,
     NUM_BLOCKS,

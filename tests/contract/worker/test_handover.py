@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from raykv.vllm.internals import ordinary_gpu_memory
+from raykv.vllm.internals.engine import ordinary_gpu_memory
 from raykv.vllm.spec import TOLD, RayKVOffloadingSpec
 from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep
 from raykv.worker.staging import StagedLink
@@ -295,7 +295,8 @@ def test_only_rank_0_stores_what_all_have_and_the_others_confirm() -> None:
 
     for rank in range(2):
         spec = RayKVOffloadingSpec(offloading_config(rank, 2, replicated=True))
-        config = SimpleNamespace(kv_cache_groups=[None])
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(), layer_names=[])
+        config = SimpleNamespace(kv_cache_groups=[group])
         worker = RayKVConnectorWorker(spec, None, config)
         entry = SimpleNamespace(src_spec=None, dst_spec=None)
         metadata = OffloadingConnectorMetadata({}, {5: entry}, None)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,161 +16,33 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from raykv.client.cluster import Cluster
-from raykv.lab.bench.ports import free_port
-from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
-from raykv.serve.models import tiny_llama
+from tests.fixtures.ray_serve import (
+    CACHED,
+    START_DEADLINE_S,
+    TEXT,
+    Served,
+    cached,
+    engines,
+    is_up,
+    replicas,
+    serving,
+    stored,
+)
 from tests.fixtures.scrapes import scrape
 from tests.fixtures.waiting import wait_until
 from tests.house import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
-CONFIGURATION = ROOT / "deploy" / "serve" / "two-models.yaml"
-TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 6
-"""As many tokens as letters: 14 chunks of 32 and some."""
-CACHED = 448
-ENGINE_ARGS = {
-    "max_model_len": 1024,
-    "max_num_seqs": 8,
-    "dtype": "float32",
-    "enforce_eager": True,
-    "block_size": 32,
-    "kv_cache_memory_bytes": 32 << 20,
-}
-START_DEADLINE_S = 240.0
 OUT_OF_ROTATION_S = 3.0
-
-
-@dataclass
-class Served:
-    """The application, and a client of it."""
-
-    port: int
-    configuration: dict[str, Any]
-    client: Any
-
-    @property
-    def application(self) -> Any:
-        """The only one in the configuration."""
-        return self.configuration["applications"][0]
-
-    def complete(self, model: str, text: str, **more: Any) -> Any:
-        """A greedy completion."""
-        return self.client.completions.create(
-            model=model, prompt=text, **{"max_tokens": 8, "temperature": 0, **more}
-        )
-
-    def counters(self, name: str, model: str = "general") -> dict[str, float]:
-        """A metric by replica, summed over its other labels."""
-        url = f"http://127.0.0.1:{self.port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            page: str = answer.read().decode()
-        found: dict[str, float] = defaultdict(float)
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                if sample.name == name and sample.labels["deployment"] == model:
-                    found[sample.labels["replica"]] += sample.value
-        return dict(found)
-
-    def total(self, name: str, model: str = "general") -> float:
-        """The same over all replicas."""
-        return sum(self.counters(name, model).values())
-
-    def deploy(self) -> None:
-        """What `serve deploy` does with the configuration."""
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
-        schema = ServeDeploySchema.model_validate(self.configuration)
-        _get_global_client().deploy_apps(schema)
-
-
-def is_up() -> bool:
-    """Whether the application runs; fails with Serve's reason if it never will."""
-    from ray import serve
-
-    status = serve.status().applications.get("raykv")
-    if status is None:
-        return False
-    assert status.status != "DEPLOY_FAILED", status.message
-    return bool(status.status == "RUNNING")
-
-
-def replicas(model: str) -> list[psutil.Process]:
-    """Processes of a model's replicas."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any(f"ServeReplica:raykv:{model}" in each for each in process.info["cmdline"] or [])
-    ]
-
-
-def engines(model: str) -> list[psutil.Process]:
-    """EngineCore processes of a model's replicas."""
-    found = []
-    for replica in replicas(model):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = replica.children(recursive=True)
-            found += [child for child in children if "EngineCore" in " ".join(child.cmdline())]
-    return found
 
 
 @pytest.fixture(scope="module")
 def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    import openai
-    from ray import serve
-
-    cluster.down()
-    configuration = yaml.safe_load(CONFIGURATION.read_text())
-    args = configuration["applications"][0]["args"]
-    folder = tmp_path_factory.mktemp("models")
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    for seed, model in enumerate(args["models"]):
-        path = tiny_llama(folder / model["name"], vocab_size=VOCAB_SIZE, seed=seed)
-        write_tiny_tokenizer(path)
-        model["model"] = str(path)
-        model["engine_args"] |= {**ENGINE_ARGS, "served_model_name": model["name"]}
-        model["raykv"] = {"pool_bytes": "128MiB"}
-        model["router"] = {"policy": "round_robin"}
-        model["deployment"]["ray_actor_options"] = {
-            "num_cpus": 0.1,
-            "runtime_env": {"env_vars": environment},
-        }
-    port = free_port()
-    configuration["http_options"] = {"host": "127.0.0.1", "port": port}
-    serve.start(http_options=configuration["http_options"])
-    url = f"http://127.0.0.1:{port}/v1"
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
-    running = Served(port, configuration, client)
-    try:
-        running.deploy()
-        wait_until(is_up, START_DEADLINE_S, "the application is up")
+    with serving(cluster, tmp_path_factory.mktemp("models")) as running:
         yield running
-    finally:
-        there = engines("general") + engines("code")
-        serve.shutdown()
-    _, left = psutil.wait_procs(there, timeout=30)
-    assert not left, "engines end with Serve"
-
-
-def stored(served: Served, model: str, text: str) -> Any:
-    """The answer to a new prompt, whose chunks are in the cache then."""
-    before = served.total("vllm:kv_offload_store_bytes_total", model)
-    answer = served.complete(model, text)
-    wait_until(
-        lambda: served.total("vllm:kv_offload_store_bytes_total", model) > before, 30.0, "stores"
-    )
-    return answer
-
-
-def cached(answer: Any) -> int:
-    """Prompt tokens that were not computed."""
-    details = answer.usage.prompt_tokens_details
-    return int(details.cached_tokens or 0) if details else 0
 
 
 @pytest.mark.timeout(400)

@@ -40,9 +40,10 @@ def start_zoo(
             build(name, folder)
         settings = {"ray_address": cluster.address, "pool_bytes": "256MiB", **(raykv or {})}
         log = tmp_path_factory.mktemp(name) / "log"
-        config = {"max_model_len": 2048, "block_size": BLOCK, **ZOO[name].engine, **engine}
+        usual = {"dtype": "float32", "max_model_len": 2048, "block_size": BLOCK}
+        config = {**usual, **ZOO[name].engine, **engine}
         running.append(EngineProcess(folder, log, settings, **config))
-        return ZooEngine(name, folder, cluster, running[-1])
+        return ZooEngine(name, folder, cluster, running[-1], config)
 
     yield start
     for each in running:

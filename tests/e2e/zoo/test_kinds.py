@@ -8,6 +8,8 @@ import signal
 import pytest
 
 from raykv.lab.bench.prompts import prompt
+from raykv.protocol.groups import ChunkGroup, groups_text
+from raykv.vllm.plan import plan
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until
@@ -20,6 +22,9 @@ QUICK = ("gemma3", "qwen3-next")
 """The two that differ most from a plain model; the others are played by `make test-extended`."""
 
 DOCUMENT = 640
+
+PLANNED = 1890
+"""Tokens of a prompt behind which an answer ends in the same chunk, whatever that's size."""
 
 
 @pytest.fixture(
@@ -38,7 +43,7 @@ def question(number: int, document: int = 7) -> list[int]:
 
 def chunk_tokens(engine: ZooEngine) -> int:
     """Tokens of a chunk: linear attention makes vLLM's blocks larger."""
-    return 96 if engine.name == "qwen3-next" else 16 if engine.name == "deepseek" else BLOCK
+    return {"qwen3-next": 96, "qwen3.5": 96, "deepseek": 16}.get(engine.name, BLOCK)
 
 
 def check_load(engine: ZooEngine, tokens: list[int]) -> int:
@@ -127,6 +132,25 @@ def test_many_prompts_at_once_are_loaded(engine: ZooEngine) -> None:
             engine.check_same(answer, before)
         assert answer["cached"] >= 192
     engine.process.reset()
+
+
+def test_plan_says_what_the_engine_has_and_stores(engine: ZooEngine) -> None:
+    planned = plan(str(engine.folder), {}, engine.config, [PLANNED])
+    groups = [
+        ChunkGroup(number, each.tokens_per_chunk, each.window_chunks)
+        for number, each in enumerate(planned.shape.groups)
+    ]
+    (attached,) = engine.cluster.status().engines
+    assert groups_text(groups) == attached.traits["chunks"]
+    # Leases come with the next exchange, and a state is offered once.
+    engine.ask(prompt(5, 100))
+    engine.settle()
+    before = engine.chunks()
+    engine.ask(prompt(500, PLANNED))
+    engine.settle()
+    stored = engine.chunks()
+    assert [stored[each.group] - before[each.group] for each in groups] == planned.prompts[0].chunks
+    assert {each.num_bytes for each in engine.cluster.chunks()} == {planned.shape.slot_bytes}
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])

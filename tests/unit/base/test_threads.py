@@ -1,4 +1,4 @@
-"""Threads that fail go on, or their process ends; and every thread of RayKV is one of these."""
+"""Threads: those that fail go on, or their process ends; all are ours; calls get deadlines."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import ast
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import raykv.base.threads
-from raykv.base.threads import MAX_FAILURES, OnFailure, SupervisedThread, num_failed, start_thread
+from raykv.base.threads import (
+    MAX_FAILURES,
+    OnFailure,
+    SupervisedThread,
+    num_failed,
+    start_thread,
+    within,
+)
 from tests.house import ROOT
 
 LEFT_OUT = ("raykv/lab/", "raykv/serve/models.py", "raykv/base/threads.py")
@@ -231,3 +239,21 @@ def test_thread_that_was_never_started_is_none_that_lives() -> None:
     thread = SupervisedThread("raykv-test", lambda: None, OnFailure.GIVE_UP)
     assert not thread.is_alive()
     thread.join(0)
+
+
+LONG_S = 10.0
+
+
+def test_what_the_call_returns_or_raises_is_passed_on() -> None:
+    assert within(LONG_S, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        within(LONG_S, lambda: 1 // 0)
+
+
+def test_call_that_takes_too_long_is_left() -> None:
+    hanging = threading.Event()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        within(0.1, lambda: hanging.wait(LONG_S))
+    assert time.monotonic() - started < LONG_S / 2
+    hanging.set()

@@ -339,7 +339,7 @@ def test_plan_says_whether_settings_fit(tmp_path: Path) -> None:
     assert found["bytes_per_token"] == 512
     assert found["pool"]["pool_bytes"] == 64 << 20
     text = run("plan", model, "--set", "pool_bytes=4KiB", "--engine", "block-size=32", code=1)
-    assert "a chunk     32 tokens, 16.0 KiB" in text
+    assert "a slot      16.0 KiB" in text
     assert "wrong: a pool of 4.0 KiB has no room for a chunk of 16.0 KiB" in text
     with pytest.raises(SettingError, match="give NAME=VALUE"):
         run("plan", model, "--set", "pool_bytes")

@@ -198,7 +198,6 @@ METHODS: dict[str, Callable[[Cluster], object]] = {
 
 OTHER_METHODS = {
     "doctor": "has a finding for it",
-    "plan": "asks nobody",
     "hidden_states": "says that no node knows the request",
     "keep": "has a problem in each node's row",
     "down": "ends actors that do not answer",

@@ -27,7 +27,7 @@ from raykv.protocol.node import (
     NodeStats,
 )
 from raykv.protocol.operator import TransferOrder
-from tests.fixtures.tables import TABLES, use_table
+from tests.fixtures.directory.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
 MODEL = Namespace("model")

@@ -27,17 +27,13 @@ from raykv.protocol.columns import MAX_KEYS, Handles, Leases
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import FailedStores, Inventory, NodeReport, NodeReportReply, NodeStats
-from tests.fixtures.tables import TABLES, use_table
+
+pytestmark = pytest.mark.usefixtures("table")
 
 PAGE = SLOT_ALIGNMENT
 EXPIRY_S = 10.0
 SETTLE_S = 2.0
 PIN_S = 5.0
-
-
-@pytest.fixture(params=TABLES, autouse=True)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_table(monkeypatch, request.param)
 
 
 @dataclass(frozen=True)

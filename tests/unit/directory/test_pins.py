@@ -8,13 +8,9 @@ import raykv.directory.pins
 from raykv.base.ids import EngineId
 from raykv.directory.pins import FAVOUR_S, LOOK_S
 from raykv.protocol.engine import Hints, SyncRequest
-from tests.fixtures.pinned import LINGER_S, PAGE, SPACE, Cluster, key
-from tests.fixtures.tables import TABLES, use_table
+from tests.fixtures.directory.pinned import LINGER_S, PAGE, SPACE, Cluster, key
 
-
-@pytest.fixture(params=TABLES, autouse=True)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_table(monkeypatch, request.param)
+pytestmark = pytest.mark.usefixtures("table")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 import raykv.directory.manager
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import EngineId, Epoch, Generation, Key, Namespace, NodeId
+from raykv.base.ids import EngineId, Epoch, Generation, Namespace, NodeId
 from raykv.directory.book import PoolBook
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.dicts import DictTable
@@ -17,23 +17,16 @@ from raykv.protocol.columns import Handles, LostReplicas, Source
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Inventory
-from tests.fixtures.directory import PAGE
-from tests.fixtures.directory import Desk as PlainDesk
-from tests.fixtures.tables import TABLES, default_table, use_table
+from tests.fixtures.directory.desk import PAGE, name
+from tests.fixtures.directory.desk import Desk as PlainDesk
+from tests.fixtures.directory.tables import default_table
+
+pytestmark = pytest.mark.usefixtures("table")
 
 EXPIRY_S = 10.0
 PIN_S = 5.0
 NOW = 100.0
 MODEL, SECOND = Namespace("model"), Namespace("second")
-
-
-@pytest.fixture(params=TABLES, autouse=True)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_table(monkeypatch, request.param)
-
-
-def name(letter: str, namespace: Namespace = MODEL) -> Name:
-    return namespace, Key(letter.encode())
 
 
 # The book of one pool
@@ -144,8 +137,8 @@ def test_spare_that_is_not_held_here_is_not_noted() -> None:
 
 
 @pytest.fixture
-def s3fifo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy that remembers what it has evicted, whatever came before."""
+def s3fifo(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that remembers what it has evicted, in place of `table`."""
     monkeypatch.setitem(POLICIES, "s3fifo", S3FIFO)
     monkeypatch.setattr(raykv.directory.manager, "DictTable", lambda _: DictTable("s3fifo"))
 

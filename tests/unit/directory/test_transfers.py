@@ -17,13 +17,9 @@ from raykv.protocol.operator import (
     TransferGrant,
     TransferOrder,
 )
-from tests.fixtures.pinned import PAGE, SPACE, Cluster, key
-from tests.fixtures.tables import TABLES, use_table
+from tests.fixtures.directory.pinned import PAGE, SPACE, Cluster, key
 
-
-@pytest.fixture(params=TABLES, autouse=True)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_table(monkeypatch, request.param)
+pytestmark = pytest.mark.usefixtures("table")
 
 
 @pytest.fixture

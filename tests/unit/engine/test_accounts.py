@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.ids import Key, MissReason
-from raykv.engine.accounts import MAX_RECORDS, MAX_WAITING, Accounts, TokenAccount
+from raykv.engine.accounts import MAX_NAMED, MAX_RECORDS, MAX_WAITING, Accounts, TokenAccount
 from raykv.engine.requests import Miss
-from raykv.protocol.engine import MissRecord
+from raykv.protocol.engine import (
+    MAX_NAMES_BYTES,
+    MissRecord,
+    SyncRequest,
+)
+from raykv.protocol.framing import encode
+from tests.fixtures.keys import chunk_names, hashed_key
 
 CHUNK = 32
 EVICTED = Miss(Key(b"first gone\x00\x00\x00\x00"), MissReason.EVICTED)
@@ -226,3 +232,32 @@ def test_refined_reasons_move_tokens_and_change_no_sum() -> None:
     assert accounts.missed == {"never_stored": 3 * CHUNK, "node_lost": CHUNK}
     assert accounts.take_refined() == {"node_lost": CHUNK}
     assert accounts.take_refined() == {}
+
+
+def recorded(accounts: Accounts, request_id: str, num_chunks: int) -> MissRecord:
+    accounts.open(request_id, 32 * num_chunks)
+    record = accounts.close(request_id, [hashed_key(number) for number in range(num_chunks)])
+    assert record is not None
+    return record
+
+
+def test_record_names_the_requests_chunks_in_order() -> None:
+    record = recorded(Accounts(tokens_per_chunk=32), "r", 3)
+    assert (record.chunks, record.chunk_tokens) == (chunk_names(0, 1, 2), 32)
+
+
+def test_names_of_one_request_have_a_bound() -> None:
+    record = recorded(Accounts(), "r", MAX_NAMED + 1)
+    assert record.chunks == chunk_names(*range(MAX_NAMED))
+
+
+def test_names_of_waiting_records_have_a_bound_until_they_are_taken() -> None:
+    accounts = Accounts()
+    records = [recorded(accounts, f"r{number}", 1000) for number in range(MAX_RECORDS)]
+    sizes = [len(record.chunks) for record in records]
+    assert sum(sizes) == MAX_NAMES_BYTES
+    assert sizes[0] == 8000
+    assert sizes[-1] == 0
+    # Those that wait are told in the same message.
+    assert len(encode(SyncRequest("e", 1, 1, finished=accounts.take_records()))) < 100 << 10
+    assert recorded(accounts, "later", 2).chunks == chunk_names(0, 1)

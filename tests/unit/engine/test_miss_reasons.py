@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -13,11 +12,11 @@ from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSetti
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handles, Leases, Replicas, Source
-from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.engine import EngineAttached
 from raykv.protocol.peer import FetchResult
+from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, apply, take
 from tests.fixtures.keys import named_key as key
 
-EPOCH, NODE_EPOCH = 5, 70
 QUERY_S, PENDING_S, STORE_S, FETCH_S = 1.0, 2.0, 4.0, 10.0
 SLOT, GENERATION = 5, 7
 
@@ -48,18 +47,9 @@ def view() -> Iterator[EngineView]:
     made.check()
 
 
-def apply(view: EngineView, request: SyncRequest | None = None, **fields: Any) -> None:
-    values = {"epoch": EPOCH, "seq": 1, "node_epoch": NODE_EPOCH, "has_peers": True, **fields}
-    view.apply(SyncReply(**values), request)
-
-
 def here(*keys: Key) -> Handles:
     """Chunks on the engine's own node."""
     return Handles([*keys], [SLOT + at for at, _ in enumerate(keys)], [GENERATION] * len(keys))
-
-
-def take(view: EngineView) -> SyncRequest:
-    return view.take_request(Epoch(EPOCH), may_grow=True, may_want=False)
 
 
 def look(view: EngineView, name: Key, now: float = 0.0, request: str = "r") -> Lookup:
@@ -69,7 +59,7 @@ def look(view: EngineView, name: Key, now: float = 0.0, request: str = "r") -> L
 def learn(view: EngineView, *, is_there: bool = True, is_pending: bool = False) -> None:
     """The request asks for A, and is told that the node "one" has it, stores it, or nobody."""
     view.ask("r", [A])
-    question = take(view)
+    question = take(view, may_want=False)
     place = Replicas([Source("one")], [80], [0], [0], [97], [1097]) if is_there else Replicas()
     apply(view, question, replicas=Replicas(pending=[0]) if is_pending else place)
 
@@ -304,8 +294,8 @@ def test_unknown_request_keeps_no_miss(view: EngineView) -> None:
 def test_exchange_carries_records_and_counters_of_finished_requests(view: EngineView) -> None:
     view.accounts.open("r", 100)
     view.accounts.close("r")
-    assert take(view).finished[0].request_id == "r"
-    again = take(view)
+    assert take(view, may_want=False).finished[0].request_id == "r"
+    again = take(view, may_want=False)
     assert again.finished == []
     assert again.counters["prompt_tokens"] == 100
     assert again.counters["missed_tokens_aborted"] == 100
@@ -315,4 +305,4 @@ def test_heartbeat_that_takes_nothing_in_leaves_the_records(view: EngineView) ->
     view.accounts.open("r", 100)
     view.accounts.close("r")
     assert view.take_request(Epoch(EPOCH), may_grow=False, may_want=False).finished == []
-    assert len(take(view).finished) == 1
+    assert len(take(view, may_want=False).finished) == 1

@@ -9,24 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 import raykv.engine.view
-from raykv.base.ids import (
-    EngineId,
-    Epoch,
-    Generation,
-    Key,
-    Lookup,
-    MissReason,
-    NodeId,
-    Refusal,
-    Slot,
-)
+from raykv.base.ids import EngineId, Epoch, Key, Lookup, MissReason, NodeId, Refusal
 from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import PREFILLED_REPEATS, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import (
     MAX_KEYS,
-    Handle,
     Handles,
     Leases,
     LostReplicas,
@@ -34,33 +23,20 @@ from raykv.protocol.columns import (
     Replicas,
     Source,
 )
-from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.engine import EngineAttached, SyncRequest
 from raykv.protocol.peer import FetchResult
+from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, apply, grant, handle, keys, look, take
 from tests.fixtures.keys import named_key as key
 
 HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
-EPOCH, NODE_EPOCH = 5, 70
 QUERY_S, PENDING_S, STORE_S, FETCH_S = 1.0, 2.0, 4.0, 10.0
 CAPACITY = {0: 40}
 SIZE = ChunkSize(num_bytes=1000, num_tokens=16)
 LEASES = ((0, 10), (1, 11), (2, 12), (3, 13))
 
 
-def keys(names: str) -> list[Key]:
-    """One key for each letter."""
-    return [key(name) for name in names]
-
-
 def handles(names: str, slots: list[int], generations: list[int]) -> Handles:
     return Handles([*keys(names)], slots, generations)
-
-
-def handle(slot: int, generation: int) -> Handle:
-    return Handle(Slot(slot), Generation(generation))
-
-
-def grant(*rows: tuple[int, int]) -> Leases:
-    return Leases([0] * len(rows), [slot for slot, _ in rows], [gen for _, gen in rows])
 
 
 def told(request: SyncRequest, where: str = "", pending: str = "") -> Replicas:
@@ -101,24 +77,8 @@ def view() -> Iterator[EngineView]:
     made.check()
 
 
-def apply(view: EngineView, request: SyncRequest | None = None, **fields: Any) -> None:
-    values = {"epoch": EPOCH, "seq": 1, "node_epoch": NODE_EPOCH, "has_peers": True, **fields}
-    view.apply(SyncReply(**values), request)
-    view.check()
-
-
-def take(view: EngineView, **options: bool) -> SyncRequest:
-    return view.take_request(Epoch(EPOCH), may_grow=True, may_want=True, **options)
-
-
 def asked(request: SyncRequest) -> str:
     return "".join(raw[:-4].decode() for raw in request.asked)
-
-
-def look(view: EngineView, names: str, now: float = 0.0, request: str = "r") -> list[Lookup]:
-    found = [view.lookup(request, name, now) for name in keys(names)]
-    view.check()
-    return found
 
 
 def start(view: EngineView, *requests: str) -> None:

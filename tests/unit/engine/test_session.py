@@ -6,7 +6,7 @@ from raykv.base.ids import Key
 from raykv.engine.requests import RequestOptions
 from raykv.engine.session import MAX_INBOX
 from raykv.metrics.reach import Reach
-from tests.fixtures.engine import DEADLINE_S, PlayedScheduler, attached
+from tests.fixtures.engine.scheduler import DEADLINE_S, PlayedScheduler, attached
 from tests.fixtures.waiting import wait_until
 
 

@@ -7,18 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from raykv.base.ids import EngineId, Epoch, Generation, Key, Lookup, Refusal, Slot
+from raykv.base.ids import EngineId, Epoch, Key, Lookup, Refusal
 from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import RequestOptions
 from raykv.engine.stock import LeaseStock
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, Replicas, Source
-from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.columns import MAX_KEYS, Handles, Leases, Replicas, Source
+from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.protocol.peer import FetchResult
-
-
-def handle(slot: int, generation: int) -> Handle:
-    return Handle(Slot(slot), Generation(generation))
+from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, apply, handle, take
 
 
 def leases(*rows: tuple[int, int, int]) -> Leases:
@@ -143,35 +140,8 @@ def test_group_is_not_dry_when_one_page_of_leases_was_granted_of_several() -> No
 
 # Leases for what was found on other nodes
 
-EPOCH, NODE_EPOCH = 5, 70
 A, B, C = (Key(name + bytes(4)) for name in (b"a", b"b", b"c"))
 HIT_PENDING, RETRY, MISS = Lookup.HIT_PENDING, Lookup.RETRY, Lookup.MISS
-
-
-def apply(
-    view: EngineView,
-    request: SyncRequest | None = None,
-    granted: Leases = Leases(),  # noqa: B008
-    replicas: Replicas = Replicas(),  # noqa: B008
-    paused: bool = False,
-    cleared: int = 0,
-) -> None:
-    reply = SyncReply(
-        EPOCH,
-        seq=1,
-        node_epoch=NODE_EPOCH,
-        granted=granted,
-        replicas=replicas,
-        cleared=cleared,
-        paused=paused,
-        has_peers=True,
-    )
-    view.apply(reply, request)
-    view.check()
-
-
-def take(view: EngineView, may_want: bool = True) -> SyncRequest:
-    return view.take_request(Epoch(EPOCH), may_grow=True, may_want=may_want)
 
 
 def view_that_found(*found: Key, held: Leases) -> EngineView:
@@ -200,7 +170,7 @@ def test_found_chunks_that_no_lease_is_left_for_are_wanted_on_top() -> None:
     assert view.wants_leases
     request = take(view)
     assert request.wanted == {0: 4 + 2}
-    apply(view, request, leases(*((0, slot, 20 + slot) for slot in range(1, 7))))
+    apply(view, request, granted=leases(*((0, slot, 20 + slot) for slot in range(1, 7))))
     assert look(view, A, B, C) == [HIT_PENDING] * 3
     orders = view.remote.take_orders()
     assert [order.handle for order in orders] == [handle(0, 10), handle(1, 21), handle(2, 22)]
@@ -246,7 +216,7 @@ def test_found_chunk_is_a_miss_when_there_are_no_leases_to_be_had() -> None:
     assert look(view, A) == [RETRY]
     apply(view, take(view))
     assert look(view, A) == [MISS]
-    apply(view, take(view), leases(*((0, slot, 20 + slot) for slot in range(5))))
+    apply(view, take(view), granted=leases(*((0, slot, 20 + slot) for slot in range(5))))
     assert look(view, A) == [HIT_PENDING]
 
 
@@ -378,7 +348,7 @@ def test_result_of_a_forgotten_fetch_is_not_that_of_the_next_one() -> None:
     view.start_request("later", RequestOptions())
     view.ask("later", [A])
     told = Replicas([Source("one")], [80], [0], [0], [7], [8])
-    apply(view, take(view), leases((0, 9, 30)), told, cleared=1)
+    apply(view, take(view), granted=leases((0, 9, 30)), replicas=told, cleared=1)
     assert view.lookup("later", A, 0.0) is HIT_PENDING
     (order,) = view.remote.take_orders()
     arrive(view, orders)

@@ -8,28 +8,18 @@ from typing import Any
 
 import pytest
 
-from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, Slot
+from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup
 from raykv.engine.requests import FailedLoad, RequestOptions, StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases
-from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.engine import EngineAttached, SyncReply
+from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, grant, handle, keys, look, take
 from tests.fixtures.keys import named_key as key
 
 HIT, MISS, HIT_PENDING = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING
 DEADLINE_S = 2.0
-EPOCH = 5
-NODE_EPOCH = 70
 CAPACITY = 40
 LEASE_SLOTS = 8
-
-
-def keys(names: str, group: int = 0) -> list[Key]:
-    """One key for each letter."""
-    return [key(name, group) for name in names]
-
-
-def handle(slot: int, generation: int) -> Handle:
-    return Handle(Slot(slot), Generation(generation))
 
 
 def handles(*rows: tuple[Key, int, int]) -> Handles:
@@ -37,11 +27,6 @@ def handles(*rows: tuple[Key, int, int]) -> Handles:
     return Handles(
         [name for name, _, _ in rows], [slot for _, slot, _ in rows], [gen for _, _, gen in rows]
     )
-
-
-def grant(*rows: tuple[int, int], group: int = 0) -> Leases:
-    """Leases of one group out of (slot, generation)."""
-    return Leases([group] * len(rows), [slot for slot, _ in rows], [gen for _, gen in rows])
 
 
 def reply(
@@ -69,16 +54,6 @@ def view() -> Iterator[EngineView]:
     made = new_view()
     yield made
     made.check()
-
-
-def look(view: EngineView, names: str, now: float = 0.0, request: str = "r") -> list[Lookup]:
-    found = [view.lookup(request, name, now) for name in keys(names)]
-    view.check()
-    return found
-
-
-def take(view: EngineView, may_grow: bool = True, may_want: bool = True) -> SyncRequest:
-    return view.take_request(Epoch(EPOCH), may_grow, may_want)
 
 
 def store(view: EngineView, names: str) -> list[Handle]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from raykv.engine.windows import (
     checkpoint,
     parting,
     plan_windows,
+    state_ends,
 )
 from raykv.protocol.groups import ChunkGroup
 
@@ -89,3 +92,30 @@ def test_checkpoint_is_a_tail_before_the_end_and_a_quarter_of_short_prompts() ->
     groups = [ChunkGroup(0, 96), ChunkGroup(1, 96, 1)]
     assert checkpoint(groups, 20_000) == (20_000 - TAIL_TOKENS) // 96 * 96
     assert checkpoint(groups, 710) == 480
+
+
+HYBRID = [ChunkGroup(0, 96), ChunkGroup(1, 96, 1)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step", "ends"),
+    [
+        (20_000, 8192, [8160, 16_320, 18_912, 19_968]),
+        # A chunk that is longer than a step takes several.
+        (300, 64, [96, 192, 288]),
+        (1_000, 8192, [672, 960]),
+        (96, 8192, []),
+    ],
+)
+def test_states_are_where_steps_end_before_the_tail_and_at_the_end(
+    prompt: int, step: int, ends: list[int]
+) -> None:
+    assert state_ends(HYBRID, prompt, step, 0.25) == ends
+
+
+@given(prompt=st.integers(1, 30_000), step=st.integers(1, 9_000))
+def test_states_are_where_chunks_end_and_no_step_is_too_long(prompt: int, step: int) -> None:
+    ends = state_ends(HYBRID, prompt, step, 0.25)
+    steps = [b - a for a, b in itertools.pairwise([0, *ends])]
+    assert all(0 < each <= max(96, step) and each % 96 == 0 for each in steps)
+    assert ends[-1:] == state_ends(HYBRID, prompt, step, 0.0)

@@ -26,7 +26,7 @@ from raykv.node.peers import Bytes, PeerError
 from raykv.protocol.events import BlockStored, NodeJoined
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.peer import ReadReply, ReadRequest
-from raykv.protocol.status import ClusterStatus, NodeStatus
+from raykv.protocol.status import ClusterStatus, NamespaceStatus, NodeStatus
 from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.stream.replay import Replay
 
@@ -53,6 +53,7 @@ class PlayedPools:
     def __init__(self) -> None:
         self.directory = Replay()
         self.form = FORM
+        self.kv_groups = ""
         self.reads: list[ReadRequest] = []
         for node in ("near", "far"):
             self.directory.apply(NodeJoined(epoch=1, seq=1, node_id=node, node_epoch=5))
@@ -87,7 +88,16 @@ class PlayedPools:
             )
             for node in self.directory.nodes
         ]
-        return ClusterStatus("here", 1, "0", paused=False, nodes=nodes, namespaces={"space": 1})
+        traits = {"chunks": self.kv_groups} if self.kv_groups else {}
+        return ClusterStatus(
+            "here",
+            1,
+            "0",
+            paused=False,
+            nodes=nodes,
+            namespaces={"space": 1},
+            spaces=[NamespaceStatus("space", traits=traits)],
+        )
 
     def kv_form(self, namespace: str, node_ids: Iterable[str]) -> KVForm:
         """An engine has attached on one node only."""
@@ -213,6 +223,26 @@ def test_bytes_per_chunk_are_those_of_all_groups(pools: PlayedPools) -> None:
     pools.form = KVForm()
     with pytest.raises(ClusterError, match="no engine has reported"):
         inspect.bytes_per_chunk(cluster_of(pools))
+
+
+def test_bytes_per_chunk_have_the_windows_that_are_stored(pools: PlayedPools) -> None:
+    pools.form = KVForm(slot_bytes={0: 4096, 1: 4096, 2: 4096}, groups=FORM.groups)
+    pools.kv_groups = "0:32/3 1:32 2:32/3"
+    assert inspect.bytes_per_chunk(cluster_of(pools)) == 3 * 4096
+    for number in range(8):
+        pools.hold("near", key(f"{number}", 1), number)
+    for number in range(3):
+        pools.hold("far", key(f"{number}", 0), number)
+        pools.hold("far", key(f"{number}", 2), 10 + number)
+    assert inspect.bytes_per_chunk(cluster_of(pools)) == 4096 * 14 // 8
+
+
+def test_bytes_per_chunk_are_of_all_groups_where_none_needs_whole_prefixes(
+    pools: PlayedPools,
+) -> None:
+    pools.kv_groups = "0:32/3"
+    pools.hold("near", key("a"), 1)
+    assert inspect.bytes_per_chunk(cluster_of(pools)) == SLOT_BYTES
 
 
 # What the source may answer

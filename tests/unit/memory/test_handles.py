@@ -11,6 +11,7 @@ import pytest
 from raykv.base.errors import HandleError
 from raykv.memory.handles import check_layout, open_kv, part_bytes
 from raykv.protocol.worker import KVLayout, TensorLayout
+from tests.fixtures.processes import is_open
 
 TENSOR = TensorLayout(offset=100, num_blocks=10, block_stride=80, page_bytes=64)
 END = 100 + 9 * 80 + 64
@@ -28,14 +29,6 @@ def memory(num_bytes: int) -> int:
     fd = os.memfd_create("test")
     os.ftruncate(fd, num_bytes)
     return fd
-
-
-def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def test_layout_is_accepted_when_its_last_page_ends_with_the_memory() -> None:

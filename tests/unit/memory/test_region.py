@@ -12,16 +12,9 @@ import pytest
 
 from raykv.base.errors import HandleError
 from raykv.memory.region import PREFAULT_PIECE_BYTES, Region, yield_to_others
+from tests.fixtures.processes import is_open
 
 SIZE = 3 * 4096 + 100
-
-
-def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def allocated(region: Region) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from raykv.base.errors import SettingError
 from raykv.memory.room import (
     RESERVE_BYTES,
     MemoryLimit,
     MonitorSettings,
     PoolNeeds,
+    check_pool_bytes,
+    default_pool_bytes,
     monitor_limit,
     monitor_settings,
     objection,
@@ -122,3 +125,21 @@ def test_settings_of_rays_monitor_are_read(
 
 def test_monitor_that_is_off_does_not_limit() -> None:
     assert monitor_limit(MonitorSettings(is_on=False), GIB, 2 * GIB, "this") is None
+
+
+def test_pool_is_accepted_between_one_chunk_and_what_is_free() -> None:
+    check_pool_bytes(100, chunk_bytes=100, free_bytes=100, limit="this machine's memory")
+
+
+def test_pool_is_refused_when_it_is_smaller_than_a_chunk() -> None:
+    with pytest.raises(SettingError, match=r"pool_bytes=99 .*\(100 bytes\).*at least 100"):
+        check_pool_bytes(99, chunk_bytes=100, free_bytes=1000, limit="x")
+
+
+def test_pool_is_refused_when_it_is_more_than_what_is_free() -> None:
+    with pytest.raises(SettingError, match=r"pool_bytes=1001 .*the box can give.*1000 bytes"):
+        check_pool_bytes(1001, chunk_bytes=100, free_bytes=1000, limit="the box")
+
+
+def test_default_pool_is_a_quarter_of_what_is_free() -> None:
+    assert default_pool_bytes(4001) == 1000

@@ -27,6 +27,7 @@ from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper, inventory_of
 from raykv.node.slots import SlotState
 from raykv.protocol.node import FailedStores, Inventory
+from tests.fixtures.keys import chunk
 
 PAGE = SLOT_ALIGNMENT
 GEOMETRY = PoolGeometry(16 * PAGE, 4 * PAGE)
@@ -34,14 +35,6 @@ MODEL = Namespace("model")
 NONE = Refusal.NONE
 LONG_S = 10.0
 """Longer than anything in these tests takes."""
-
-
-def chunk(
-    generation: int, slot: int = 0, key: bytes = b"k", namespace: str = "model", pages: int = 1
-) -> ChunkName:
-    return ChunkName(
-        Namespace(namespace), Key(key), Slot(slot), Generation(generation), pages * PAGE
-    )
 
 
 @pytest.fixture

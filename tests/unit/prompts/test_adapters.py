@@ -142,13 +142,13 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.core import kv_cache_utils
 
-    from raykv.vllm import internals
     from raykv.vllm.identity import adapters
+    from raykv.vllm.internals import engine
 
-    hashed = getattr(kv_cache_utils, internals.HASHED)
-    monkeypatch.setattr(kv_cache_utils, internals.HASHED, getattr(hashed, "__wrapped__", hashed))
-    loads = getattr(WorkerLoRAManager, internals.LOADS)
-    monkeypatch.setattr(WorkerLoRAManager, internals.LOADS, getattr(loads, "__wrapped__", loads))
+    hashed = getattr(kv_cache_utils, engine.HASHED)
+    monkeypatch.setattr(kv_cache_utils, engine.HASHED, getattr(hashed, "__wrapped__", hashed))
+    loads = getattr(WorkerLoRAManager, engine.LOADS)
+    monkeypatch.setattr(WorkerLoRAManager, engine.LOADS, getattr(loads, "__wrapped__", loads))
     monkeypatch.setattr(adapters, "_loaded", {})
     return adapters
 
@@ -223,7 +223,7 @@ def test_request_is_refused_while_the_engine_has_loaded_other_files(
 def test_vllm_that_hashes_adapters_otherwise_has_their_requests_refused(
     adapters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raykv.vllm.internals.HASHED", "gone")
+    monkeypatch.setattr("raykv.vllm.internals.engine.HASHED", "gone")
     uses = adapters.AdapterUses()
     assert not uses.begin(vllm_request("r", write(tmp_path / "a")))
     assert uses.begin(SimpleNamespace(lora_request=None))
@@ -237,13 +237,13 @@ def worker(adapters: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a worker has loaded, and vLLM's manager that loads into it."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    from raykv.vllm import internals
+    from raykv.vllm.internals import engine
 
     def load(manager: Any, request: Any) -> str:
         manager.on_load()
         return "adapter"
 
-    monkeypatch.setattr(WorkerLoRAManager, internals.LOADS, load)
+    monkeypatch.setattr(WorkerLoRAManager, engine.LOADS, load)
     config = SimpleNamespace()
     loaded = adapters.watch_loads(config)
     manager: Any = WorkerLoRAManager.__new__(WorkerLoRAManager)

@@ -62,7 +62,7 @@ from raykv.protocol.peer import (
     check_read_reply,
 )
 from raykv.protocol.worker import AttachWorker, JobBatch
-from tests.fixtures.tables import TABLES, use_table_in_actors
+from tests.fixtures.directory.tables import TABLES, use_table_in_actors
 
 PAGE = SLOT_ALIGNMENT
 BIG = (1 << 64) - 1

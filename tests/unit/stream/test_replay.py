@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 import raykv.directory.answers.snapshots
-from raykv.base.ids import Epoch, Key, Namespace, NodeId
+from raykv.base.ids import Epoch, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.protocol.columns import Handles, LostReplicas, Source
 from raykv.protocol.events import (
@@ -25,16 +25,13 @@ from raykv.protocol.events import (
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory
 from raykv.stream.replay import Replay
-from tests.fixtures.directory import PAGE
-from tests.fixtures.directory import Desk as PlainDesk
+from tests.fixtures.directory.desk import PAGE
+from tests.fixtures.directory.desk import Desk as PlainDesk
+from tests.fixtures.keys import named_key as key
 
 EXPIRY_S = 5.0
 NODES = ("one", "two")
 SLOTS = 16
-
-
-def key(name: str) -> Key:
-    return Key(name.encode() + bytes(4))
 
 
 # Event by event

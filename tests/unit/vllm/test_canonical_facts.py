@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from raykv.base.errors import SettingError
 from raykv.base.settings import load_settings
 from raykv.vllm.identity import readers
-from raykv.vllm.internals import cpu_writer
+from raykv.vllm.internals.engine import cpu_writer
 from raykv.vllm.kv_form import kv_form_of
 from raykv.vllm.spec import TOLD, told_to_specs
 

@@ -156,7 +156,7 @@ def test_vllms_own_events_come_and_go_with_the_chunk() -> None:
 
 
 def test_chunk_that_never_came_leaves_nothing_behind_and_is_not_said_to_have_gone() -> None:
-    from raykv.vllm.internals import silent
+    from raykv.vllm.internals.offloading import silent
     from raykv.vllm.manager import offloading_events
 
     announcements, req = Announcements(), request()
@@ -175,7 +175,7 @@ def test_tracker_keeps_what_vllm_knows_of_the_kv_groups() -> None:
         OffloadingEventsTracker,
     )
 
-    from raykv.vllm.internals import SchedulerTables
+    from raykv.vllm.internals.offloading import SchedulerTables
 
     first, second = tracker(None, Announcements()), tracker(None, Announcements())
     first._group_specs = {0: "specification"}

@@ -14,7 +14,7 @@ from raykv.base.ids import EngineId, Key
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Leases
 from raykv.protocol.engine import EngineAttached, SyncReply
-from raykv.vllm.internals import RESETS, is_resting, watch_rests
+from raykv.vllm.internals.engine import RESETS, is_resting, watch_rests
 from raykv.vllm.manager import RayOffloadingManager
 
 CHUNK = Key(b"a" * 32 + b"\0\0\0\0")

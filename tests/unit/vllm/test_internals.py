@@ -1,103 +1,59 @@
-"""vLLM's internals: each that RayKV touches is there, and none is touched but in one file."""
+"""vLLM's internals: each that RayKV touches is there, has a row, and is touched in one folder."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from raykv.base.errors import VersionError
-from raykv.vllm import internals
-from raykv.vllm.internals import vllm_version
-from tests.house import SOURCES
-
-OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
-
-INTERFACES = {
-    "vllm",
-    "vllm.config",
-    "vllm.entrypoints.cli.main",  # what the command `vllm` runs
-    "vllm.platforms",
-    "vllm.distributed.kv_transfer.kv_connector.factory",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
-    "vllm.v1.kv_cache_interface",
-    "vllm.v1.kv_offload.base",
-    # In the signatures of `OffloadingManager` and `OffloadingConnector`.
-    f"{OFFLOADING}.common",
-    f"{OFFLOADING}.metrics",
-    "vllm.v1.metrics.cache_hit_source",
-    # The classes of which `OffloadingConnector` is made, and RayKV's subclasses instead.
-    f"{OFFLOADING}.events",
-    f"{OFFLOADING}.worker",
-}
-"""Modules whose public names any file may use."""
+from raykv.vllm import plugin
+from raykv.vllm.internals import engine, names
+from raykv.vllm.internals.names import (
+    COMPARED_TABLE,
+    GIVEN_TABLE,
+    INTERFACES,
+    LAYERWISE,
+    OFFLOADING_WORKER,
+    SCHEDULER,
+    SERVE,
+    TABLE,
+    TRACKER,
+    WORKER,
+    Touched,
+    missing_of,
+    require,
+    vllm_version,
+)
+from tests.house import ROOT, SOURCES
 
 INHERITED = {"_get_connector_metadata"}
 """What `KVConnectorBase_V1` has for its subclasses, by its own docstring."""
 
-NOT_VLLMS = {"_collector_to_names", "_name", "_commit_hash"}
-"""Of prometheus_client's registry, and of configurations of Transformers."""
-
-INTERNALS = {
-    "vllm._custom_ops": "cpu_attn_reshape_and_cache",
-    "vllm.device_allocator.alloc_conf": (
-        "current_alloc_conf conf_flag_enabled with_conf_flag set_alloc_conf EXPANDABLE_SEGMENTS"
-    ),
-    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": "_registry",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "_kv_cache_manager",
-    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": "_connectors",
-    f"{OFFLOADING}.canonical_mapping": "canonical_format_id",
-    f"{OFFLOADING}.config": "build_offloading_config",
-    f"{OFFLOADING}.events:OffloadingEventsTracker": (
-        "_build_event_metadata _group_specs record_store record_lookup take_events"
-    ),
-    f"{OFFLOADING}.metrics:OffloadPromMetrics": "_observe_deprecated_metrics",
-    f"{OFFLOADING}.scheduler:GroupOffloadConfig": (
-        "group_idx tokens_per_block tokens_per_chunk sliding_window_size_in_chunks"
-    ),
-    f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler": (
-        "_block_id_to_pending_jobs _chunks_being_loaded _current_batch_allocated_block_ids "
-        "_current_batch_jobs_to_flush _current_batch_load_jobs _events_tracker _job_counter _jobs "
-        "_req_status _reset_fence _stale_job_threshold config manager"
-    ),
-    f"{OFFLOADING}.scheduler:RequestGroupState": "block_ids offload_keys",
-    f"{OFFLOADING}.scheduler:RequestOffloadState": (
-        "finished_signaled group_states max_load_tokens max_offload_tokens req req_context "
-        "transfer_jobs update_offload_keys"
-    ),
-    f"{OFFLOADING}.scheduler:SchedulerOffloadConfig": "kv_group_configs tokens_per_hash",
-    f"{OFFLOADING}.scheduler:TransferJobStatus": (
-        "deferred_fence_block_ids fenced_block_ids is_store keys req_id"
-    ),
-    f"{OFFLOADING}.worker:OffloadingConnectorWorker": (
-        "_connector_worker_meta _is_store_writer _load_jobs _unsubmitted_store_jobs worker"
-    ),
-    "vllm.lora.worker_manager:WorkerLoRAManager": "_load_adapter lora_config",
-    "vllm.renderers.base:BaseRenderer": "_process_tokens _process_tokens_async config",
-    "vllm.utils.import_utils": "resolve_obj_by_qualname",
-    "vllm.v1.attention.backends.cpu_attn": "_get_attn_isa",
-    "vllm.v1.attention.selector": "get_attn_backend get_mamba_attn_backend",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": "evict_blocks",
-    "vllm.v1.core.kv_cache_utils": "DEFAULT_NONE_HASH_SEED _gen_lora_extra_hash_keys",
-    "vllm.v1.engine.core:EngineCore": (
-        "_reset_caches collective_rpc model_executor scheduler set_weight_version sleep"
-    ),
-    "vllm.v1.engine.input_processor:InputProcessor": "process_inputs vllm_config",
-    "vllm.v1.executor.abstract:Executor": "collective_rpc is_sleeping",
-    "vllm.v1.worker.gpu_worker:Worker": "compile_or_warm_up_model get_model vllm_config",
+NOT_VLLMS = {
+    *("_collector_to_names", "_name", "_commit_hash"),  # prometheus_client, Transformers
+    *("_exit", "_global_node", "_deployment_id", "_normalize_prompt_to_string"),  # os, Ray
+    "_to_object_ref_gen",
 }
-"""Names by their owner, a module or a class in it."""
+"""Of others."""
 
-SINCE = {"_group_specs": "0.33", "_reset_fence": "0.33"}
-"""Those that earlier versions do without."""
+GENERAL = {
+    *("kv_cache_config", "kv_cache_spec", "lora_config", "req_id", "is_store"),
+    *("collective_rpc", "sleep", "tokens_per_block"),
+}
+"""Public names in the table that interfaces have as well, so that they tell nothing."""
 
-ROWS = [(owner, name) for owner, names in INTERNALS.items() for name in names.split()]
+ROWS = [(row, name) for row in TABLE for name in row.names.split() or [""]]
+"""No name: the module itself."""
 
 
 def given_names(tree: ast.AST) -> set[str]:
@@ -107,6 +63,7 @@ def given_names(tree: ast.AST) -> set[str]:
         match node:
             case (
                 ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
                 | ast.AnnAssign(target=ast.Name(id=name))
                 | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store())
             ):
@@ -126,28 +83,52 @@ def names_of(owner: str) -> set[str]:
     return set(dir(kinds[0])).union(*(given_names(ast.parse(each)) for each in sources))
 
 
-@pytest.mark.parametrize(("owner", "name"), ROWS, ids=lambda part: str(part).rpartition(".")[2])
-def test_installed_vllm_has_what_is_touched(owner: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "name"), ROWS, ids=lambda part: part.owner if isinstance(part, Touched) else part
+)
+def test_installed_vllm_has_what_is_touched(row: Touched, name: str) -> None:
     pytest.importorskip("vllm", exc_type=ImportError)
-    is_early = vllm_version() < SINCE.get(name, "")
-    assert is_early or name in names_of(owner), f"{owner} of this vLLM has no {name}"
+    if row.is_in(vllm_version()):
+        found = names_of(row.owner)
+        assert not name or name in found, f"{row.owner} of this vLLM has no {name}"
+
+
+@pytest.mark.parametrize("module", INTERFACES)
+def test_installed_vllm_has_its_interfaces(module: str) -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    import_module(module)
+
+
+def test_row_says_what_for_and_what_happens_without() -> None:
+    for row in TABLE:
+        assert row.use, row
+        assert row.without, row
+    assert len(ROWS) == len({(row.owner, name) for row, name in ROWS}), "a name stands twice"
+
+
+# What files touch
 
 
 def read_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Names that are read of anything, by line; with `getattr` and a text too."""
+    """Names that are read or set of anything, by line; with `getattr` and a text too."""
     for node in ast.walk(tree):
         match node:
             case (
                 ast.Attribute(attr=name)
                 | ast.Call(
-                    func=ast.Name(id="getattr" | "setattr"), args=[_, ast.Constant(str(name)), *_]
+                    func=ast.Name(id="getattr" | "setattr" | "hasattr"),
+                    args=[_, ast.Constant(str(name)), *_],
+                )
+                | ast.Subscript(
+                    value=ast.Attribute(attr="__dict__") | ast.Call(func=ast.Name(id="vars")),
+                    slice=ast.Constant(str(name)),
                 )
             ):
                 yield node.lineno, name
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """Modules of vLLM that are imported, and what is taken from them."""
+    """Modules of vLLM that are imported or named by a text, and what is taken from them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -155,6 +136,19 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, ""
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+", str(node.value)):
+            yield node.lineno, str(node.value), ""
+
+
+def overridden(tree: ast.AST) -> set[str]:
+    """Methods that do what their base class's does, and more."""
+    return {
+        method.name
+        for method in ast.walk(tree)
+        if isinstance(method, ast.FunctionDef)
+        and not is_hidden(method.name)
+        and f"super().{method.name}(" in ast.unparse(method)
+    }
 
 
 def is_hidden(name: str) -> bool:
@@ -163,51 +157,76 @@ def is_hidden(name: str) -> bool:
     return name.startswith("_") and name.isidentifier() and not is_ours
 
 
+def is_known(module: str, name: str) -> bool:
+    """Whether an import is of an interface, or has a row."""
+    if module in INTERFACES and not name.startswith("_"):
+        return True
+    for row in TABLE:
+        owner, _, class_name = row.owner.partition(":")
+        if module == owner and name in {"", class_name, *row.names.split()}:
+            return True
+        if f"{module}.{name}" == owner:
+            return True
+    return False
+
+
+PUBLIC = {
+    name
+    for row, name in ROWS
+    if row not in GIVEN_TABLE + COMPARED_TABLE and row.owner.count(":")
+    if not is_hidden(name) and name not in GENERAL
+}
+"""Names in the table that tell whose they are, though they have no underscore."""
+
+
 def touches(tree: ast.AST, own: set[str]) -> list[str]:
-    """Where a file touches vLLM's internals."""
+    """Where a file touches what only the internals may, or imports what has no row."""
     allowed = own | INHERITED | NOT_VLLMS
+    elsewhere = PUBLIC - own - overridden(tree)
     found = [
         f"line {line}: {name}"
         for line, name in read_names(tree)
-        if is_hidden(name) and name not in allowed
+        if (is_hidden(name) and name not in allowed) or name in elsewhere
     ]
     for line, module, name in imports(tree):
-        is_open = module in INTERFACES and not name.startswith("_")
-        if module.partition(".")[0] == "vllm" and not is_open:
+        if module.partition(".")[0] == "vllm" and not is_known(module, name):
             found.append(f"line {line}: {module}.{name}")
     return found
 
 
 def trees() -> dict[str, ast.AST]:
-    files = [path for path in SOURCES if "raykv/vllm/" in path.as_posix()]
-    return {path.stem: ast.parse(path.read_text()) for path in files}
+    """Of all sources, by path."""
+    paths = [path.relative_to(ROOT).as_posix() for path in SOURCES]
+    return {path: ast.parse(Path(ROOT, path).read_text()) for path in paths}
 
 
-def test_internals_are_touched_in_one_file_only() -> None:
+def is_internal(path: str) -> bool:
+    return path.startswith("raykv/vllm/internals/")
+
+
+def test_internals_are_touched_in_one_folder_only() -> None:
     """A name with an underscore counts as vLLM's if none of our files gives it to its own objects.
 
-    What it does not see: public names of objects that are internal, of which the table above has
-    those that matter; a name that one of our classes has as well; names that are put together
-    when the code runs; and what `vars` and `__dict__` give.
+    What it does not see: public names of internal objects that are ours too, or too general; names
+    that are put together when the code runs; and what is passed on as a text.
     """
-    files = trees()
-    ours = files.pop("internals")
+    files = {path: tree for path, tree in trees().items() if not is_internal(path)}
     own = {name for tree in files.values() for name in given_names(tree)}
-    assert touches(ours, set()), "the file is not read as it should be"
-    found = {name: touches(tree, own) for name, tree in files.items()}
-    assert not {name: lines for name, lines in found.items() if lines}
+    found = {path: touches(tree, own) for path, tree in files.items()}
+    assert not {path: lines for path, lines in found.items() if lines}
 
 
-def test_table_has_what_the_file_touches() -> None:
-    tree = trees()["internals"]
-    texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    hidden = {name for name in texts.union(name for _, name in read_names(tree)) if is_hidden(name)}
-    assert hidden - {name for _, name in ROWS} - given_names(tree) == {"_raykv"}
-    known = {f"{owner}:{name}" for owner, name in ROWS}.union(INTERNALS)
-    known |= {owner.partition(":")[0] for owner in INTERNALS}
-    for _, module, name in imports(tree):
-        if module.startswith("vllm.") and module not in INTERFACES:
-            assert known & {f"{module}:{name}", f"{module}.{name}"}
+def test_rows_have_what_the_folder_touches() -> None:
+    hidden, imported = set(), set()
+    for path, tree in trees().items():
+        if not is_internal(path) or Path(path).name == "names.py":
+            continue
+        imported |= {each[1:] for each in imports(tree) if each[1].startswith("vllm")}
+        texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        read = texts.union(name for _, name in read_names(tree))
+        hidden |= {name for name in read if is_hidden(name)} - given_names(tree)
+    assert hidden - {name for _, name in ROWS} == {"_raykv", "_raykv_adapter"}
+    assert not {each for each in imported if not is_known(*each)}
 
 
 @pytest.mark.parametrize(
@@ -215,38 +234,167 @@ def test_table_has_what_the_file_touches() -> None:
     [
         "scheduler._jobs",
         "super()._lookup(key)",
-        "self._kv_cache_manager.evict_blocks([])",
+        "self._kv_cache_manager.refresh()",
         'getattr(scheduler, "_events_tracker", None)',
-        "from vllm.v1.engine.core import EngineCore",
+        'self.__dict__["connector_worker"]',
+        'vars(connector)["connector_worker"]',
+        "status.transfer_jobs.clear()",
+        "request.finished_signaled = True",
+        "model.load_weights = call",
+        "from vllm.v1.engine.core import EngineCoreProc",
         "from vllm.platforms import _current_platform",
+        "import vllm.v1.engine.utils",
+        'import_module("vllm.v1.engine.utils")',
     ],
 )
 def test_touch_is_seen(source: str) -> None:
     assert len(touches(ast.parse(source), {"_own"})) == 1
 
 
+@pytest.mark.parametrize(
+    ("ours", "owner"),
+    [("worker:RayKVConnectorWorker", OFFLOADING_WORKER), ("manager:ChunkTracker", TRACKER)],
+)
+def test_rows_have_what_a_subclass_overrides(ours: str, owner: str) -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    module, _, class_name = ours.partition(":")
+    subclass = getattr(import_module(f"raykv.vllm.{module}"), class_name)
+    base = subclass.__mro__[1]
+    both = {name for name in vars(subclass) if name in vars(base) and not name.endswith("__")}
+    assert both
+    assert both <= {name for row, name in ROWS if row.owner == owner}
+
+
+# What the start refuses
+
+
+class Owner:
+    """Of objects with an attribute."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def method(self) -> None:
+        """There."""
+
+
+class Heir(Owner):
+    """Overrides what its base may have no more."""
+
+    def gone(self) -> None:
+        """Not there."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "wanted", "expected"),
+    [
+        (f"{__name__}:Owner", "method number", ""),
+        (f"{__name__}:Owner", "method gone", "Owner.gone"),
+        (f"{__name__}:Gone", "method", f"{__name__}.Gone"),
+        ("vllm.gone", "method", "vllm.gone"),
+        ("dataclasses", "field gone", "dataclasses.gone"),
+    ],
+)
+def test_missing_name_is_found(owner: str, wanted: str, expected: str) -> None:
+    assert missing_of(Touched(owner, wanted, "", ""), Heir()) == expected
+
+
+def worker_side() -> Any:
+    """Of RayKV, made as by vLLM."""
+    from raykv.vllm.worker import RayKVConnectorWorker
+    from tests.fixtures.vllm import FULL, kv_cache_config
+
+    parallel = SimpleNamespace(rank=0)
+    config = SimpleNamespace(canonical_layout=False, parallel=parallel, extra_config={})
+    spec: Any = SimpleNamespace(replicated_layout=False, config=config)
+    vllm_config: Any = None
+    return RayKVConnectorWorker(spec, vllm_config, kv_cache_config([FULL]))
+
+
+@pytest.fixture
+def objects() -> list[Any]:
+    """What an engine's start has at hand: connector, vLLM's offloading scheduler, worker's side."""
+    pytest.importorskip("vllm", exc_type=ImportError)
+    from tests.fixtures.vllm import Engine
+
+    connector = Engine().connector
+    connector._kv_cache_manager = None
+    return [connector, connector.scheduler, worker_side()]
+
+
+@pytest.mark.parametrize("part", [SCHEDULER, WORKER, LAYERWISE, SERVE])
+def test_installed_vllm_has_what_each_part_needs(part: str, objects: list[Any]) -> None:
+    assert any(row.needed_by == part for row in TABLE)
+    require(part, *objects)
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.needed_by], ids=lambda row: row.owner)
+def test_start_is_refused_in_one_sentence_without_a_name_that_is_needed(
+    row: Touched, objects: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = row.names.split()[0]
+    gone = "gone" if row.is_in(vllm_version()) else f"({first}|cli_args)"
+    lacking = replace(row, names=f"{first} gone", since="", until="")
+    monkeypatch.setattr(names, "TABLE", [lacking])
+    with pytest.raises(VersionError, match=rf"know this vLLM .*: there is no .*{gone}; install"):
+        require(row.needed_by, *objects)
+
+
+def test_start_is_refused_where_vllm_does_not_call_what_a_subclass_overrides(
+    objects: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = type(objects[2]).__mro__[1]
+    monkeypatch.delattr(base, "prepare_store_kv")
+    with pytest.raises(VersionError, match=r"no OffloadingConnectorWorker\.prepare_store_kv"):
+        require(WORKER, *objects)
+
+
+def test_table_of_jobs_that_has_gone_is_named(objects: list[Any]) -> None:
+    del objects[1]._jobs
+    with pytest.raises(VersionError, match=r"no OffloadingConnectorScheduler\._jobs"):
+        require(SCHEDULER, *objects)
+
+
+@pytest.fixture
+def lost_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector is in a module that needs one of vLLM's that has gone."""
+    (tmp_path / "needs_what_has_gone.py").write_text("from vllm.gone import anything\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(plugin.CONNECTORS, "RayKVConnector", "needs_what_has_gone")
+
+
+@pytest.mark.usefixtures("lost_module")
+def test_connector_without_a_module_of_vllms_is_refused_in_one_sentence() -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    with pytest.raises(VersionError, match=r"know this vLLM .*: No module named 'vllm.gone'; inst"):
+        plugin.__getattr__("RayKVConnector")
+
+
+@pytest.mark.usefixtures("lost_module")
+def test_other_version_is_refused_before_its_modules_are_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.34.0")
+    with pytest.raises(VersionError, match=r"works with vLLM 0.32 or 0.33; this is vLLM 0.34.0"):
+        plugin.__getattr__("RayKVConnector")
+
+
+def test_plugin_has_no_other_classes() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'OffloadingConnector'"):
+        plugin.__getattr__("OffloadingConnector")
+
+
+# Methods that are wrapped
+
+
 def test_method_that_is_wrapped_stays_wrapped_once() -> None:
-    class Owner:
+    class Wrapped:
         def method(self) -> int:
             return 1
 
     def one_more(method: object) -> object:
         return lambda owner: method(owner) + 1  # type: ignore[operator]
 
-    assert [internals.wrap(Owner, "method", one_more) for _ in range(2)] == [True, True]
-    assert Owner().method() == 2
-    assert not internals.wrap(Owner, "gone", one_more)
-
-
-def inner_names(tables: type) -> list[str]:
-    return [each.attribute for each in vars(tables).values() if isinstance(each, internals.Inner)]
-
-
-@pytest.mark.parametrize("tables", [internals.SchedulerTables, internals.WorkerTables])
-def test_vllm_that_lacks_a_table_is_refused_at_the_start_in_one_sentence(tables: type) -> None:
-    names = inner_names(tables)
-    internals.require(tables(SimpleNamespace(**dict.fromkeys(names))))
-    for name in names:
-        others = SimpleNamespace(**dict.fromkeys(set(names) - {name}))
-        with pytest.raises(VersionError, match=f"has no {name}; install vLLM"):
-            internals.require(tables(others))
+    assert [engine.wrap(Wrapped, "method", one_more) for _ in range(2)] == [True, True]
+    assert Wrapped().method() == 2
+    assert not engine.wrap(Wrapped, "gone", one_more)

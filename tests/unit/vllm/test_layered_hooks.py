@@ -36,7 +36,7 @@ class LayeredEngine(Engine):
     def __init__(self) -> None:
         super().__init__()
         connector: Any = self.connector
-        connector._layered = LayeredScheduling(connector._manager.layered, connector.scheduler)
+        connector._layered = LayeredScheduling(connector._manager.layered, connector._tables)
         connector._kv_cache_manager = self.pool = Pool()
         self.loads: LayeredLoads = connector._manager.layered
         self.hold(0, 1, 2, 3, 4)

@@ -20,7 +20,7 @@ from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import LoadedAdapters
 from raykv.vllm.identity.weight_changes import WeightWatch
-from raykv.vllm.internals import WorkerTables
+from raykv.vllm.internals.offloading import WorkerTables
 from raykv.vllm.transfers import (
     PoolSpec,
     RayKVConnectorMetadata,

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from raykv.protocol.worker import ElementOrder, KVForm
-from raykv.vllm.internals import cpu_writer
+from raykv.vllm.internals.engine import cpu_writer
 from raykv.vllm.kv_form import WriteBlock, kv_form_of, measured
 
 HEADS, TOKENS, DIMS = 2, 32, 64

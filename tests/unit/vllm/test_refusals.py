@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raykv.base.errors import SettingError, VersionError
-from raykv.vllm.internals import check_vllm_version
+from raykv.vllm.internals.names import check_vllm_version
 
 pytest.importorskip("vllm")
 
@@ -42,6 +42,14 @@ def test_plain_engine_is_accepted() -> None:
 def parallel(**fields: Any) -> Any:
     values = {"nnodes_within_dp": 1, "distributed_executor_backend": "mp", "world_size": 1}
     return SimpleNamespace(**{**values, **fields})
+
+
+def test_vllms_loads_within_the_step_are_refused_before_any_process_starts() -> None:
+    from raykv.vllm.connector import RayKVConnector
+
+    given = {"sync_load_budget_bytes": 1 << 20}
+    with pytest.raises(SettingError, match=r"sync_load_budget_bytes is not .*layerwise_loads=true"):
+        RayKVConnector.requires_piecewise_for_cudagraph(given)
 
 
 @pytest.mark.parametrize(

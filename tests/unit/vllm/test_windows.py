@@ -16,7 +16,7 @@ from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handles
 from raykv.protocol.engine import EngineAttached, SyncReply
-from raykv.protocol.groups import ChunkGroup
+from raykv.vllm.internals.offloading import SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.windows import Windows
 from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, PlayedRequest, key, vllm_scheduler
@@ -41,11 +41,8 @@ class World:
         self.scheduler = vllm_scheduler(RayOffloadingManager(self.view), kinds or (FULL, WINDOW))
         # vLLM's default.
         self.scheduler.config = self.scheduler.config._replace(retention_interval=0)
-        self.groups = [
-            ChunkGroup(each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
-            for each in self.scheduler.config.kv_group_configs
-        ]
-        self.windows = Windows(self.scheduler, self.groups, share)
+        self.tables = SchedulerTables(self.scheduler)
+        self.windows = Windows(self.tables, share)
 
     def kept(self, prompt: int, chunks: int) -> list[int]:
         """Chunks of the window that are offered, of a prompt of so many tokens."""
@@ -66,9 +63,10 @@ class World:
         stored = Handles([*map(key, range(here))], numbers, numbers)
         self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, stored=stored))
         self.scheduler.on_new_request(request)
-        status = self.scheduler._req_status[request.request_id]
-        status.update_offload_keys()
-        self.windows.note_parting(request, found, status, self.view)
+        known = self.tables.find(request.request_id)
+        assert known is not None
+        known.name_chunks()
+        self.windows.note_parting(request, found, self.view)
         return request.shared_prefix_boundary
 
 

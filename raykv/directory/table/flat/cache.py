@@ -42,7 +42,7 @@ def _bases() -> Iterator[Path]:
 
 
 def _digest() -> str:
-    """Of all that is compiled."""
+    """A digest of all that is compiled."""
     sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(worth.__file__)]
     made = hashlib.sha256()
     for source in sources:

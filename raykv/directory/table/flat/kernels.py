@@ -73,7 +73,7 @@ def short(hashed: Any) -> int:
 
 @inner(HASH(KEYS, INT, INT))
 def hash_of(keys: Array, number: int, name: int) -> Any:
-    """Of one key of a batch, in its namespace."""
+    """Hash of one key of a batch, in its namespace."""
     mixed = np.uint64(name) * _SEED
     num_words = keys.shape[1]
     for word in range(0, num_words - 1, 2):
@@ -145,7 +145,7 @@ def look_ahead(
 
 @inner(HASH(ROWS, INT))
 def hash_of_row(rows: Array, row: int) -> Any:
-    """Of the key of a row, as `hash_of` has it."""
+    """Hash of the key in a row, as `hash_of` has it."""
     mixed = np.uint64(rows[row, NAME]) * _SEED
     width = rows.shape[1]
     for word in range(KEY, width - 1, 2):

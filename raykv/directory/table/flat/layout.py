@@ -48,7 +48,7 @@ KEY = 15
 """The key's bytes, filled up with zeros; of a lease: the KV group."""
 
 LENGTH_BITS = 12
-"""Of a key's length in bytes, in the name."""
+"""Bits of a name that have the key's length in bytes."""
 
 # States; from FREE on a row is in a list, from SPARE on it has a chunk.
 GONE = 0
@@ -76,7 +76,7 @@ BASE, SLAB_CLASS, STRIDE = 0, 1, 2
 # Words of 32 bits in a ghost. Number 0 is no ghost: it heads the list of free ones and has their
 # number.
 HASH_LOW, HASH_HIGH = 0, 1
-"""Of the key in its class."""
+"""Hash of the key in its class."""
 GHOST_LAST, GHOST_QUEUE = 2, 3
 """When it was used last, and the queue that it was in; NONE if the ghost is free."""
 GHOST_PREVIOUS, GHOST_NEXT = 4, 5

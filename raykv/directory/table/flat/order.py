@@ -178,7 +178,7 @@ def end_ghosts(arrays: Arrays, of_class: int) -> None:
 
 @outer(types.void(ROWS, COLUMN, INT))
 def grow_ghosts(ghosts: Array, buckets: Array, old: int) -> None:
-    """Those from number `old` on are new, and the buckets are new and empty."""
+    """Take in ghosts from number `old` on, which are new, and buckets, which are new and empty."""
     for number in range(old, len(ghosts)):
         ghosts[number, GHOST_QUEUE] = NONE
         ghosts[number, GHOST_NEXT] = ghosts[0, GHOST_NEXT]

@@ -114,7 +114,7 @@ class Rows:
         )
 
     def set_clock(self, now: float) -> None:
-        """What comes or is used from now on, comes or is used at that time."""
+        """Set the time at which chunks come or are used from now on."""
         tick = min(tick_of(now), NONE)
         if tick != self._tick:
             self._tick = tick
@@ -143,7 +143,7 @@ class Rows:
         return 4 * (KEY + self._key_words)
 
     def _map_rows(self, count: int) -> None:
-        """Have so many new rows."""
+        """Map this many new rows."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, count * self._row_bytes, flags=flags)
         with suppress(OSError):
@@ -187,7 +187,7 @@ class Rows:
         self._free_classes.append(number)
 
     def room_for_ghosts(self, count: int) -> Arrays:
-        """The arrays, in which so many chunks may be given up, or become spares."""
+        """The arrays, grown so that this many chunks may be given up or become spares."""
         missing = count - int(self._ghosts[0, GHOST_PREVIOUS])
         if missing > 0 and self._learns:
             old = len(self._ghosts)
@@ -204,7 +204,7 @@ class Rows:
         self.counts[node] = -1
 
     def room_for_chunks(self, count: int) -> Arrays:
-        """The arrays, in which so many chunks may be held that are not there yet."""
+        """The arrays, grown so that this many more chunks may be held."""
         capacity = len(self.index)
         self._num_entries += count
         if self._num_entries > capacity * MAX_LOAD:
@@ -336,5 +336,5 @@ class Rows:
 
 
 def _grown(table: Array, length: int) -> Array:
-    """With rows of zeros behind it."""
+    """The table with rows of zeros added."""
     return np.concatenate((table, np.zeros((length - len(table), table.shape[1]), table.dtype)))

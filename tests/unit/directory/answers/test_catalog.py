@@ -34,17 +34,11 @@ from raykv.protocol.reader import (
     check_where_page,
     chunks_of,
 )
-from tests.fixtures.tables import TABLES, use_table
 
 PAGE = SLOT_ALIGNMENT
 NODES = ("aa01", "ab02", "cc03")
 MODEL, OTHER = "5f0c-model", "77ab-other"
 SLAB = 16 * PAGE
-
-
-@pytest.fixture(params=TABLES)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_table(monkeypatch, request.param)
 
 
 def key(number: int, group: int = 0) -> bytes:

@@ -12,18 +12,14 @@ from raykv.protocol.columns import Handles, Leases, Replicas, Source
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import NodeStats
-from tests.fixtures.directory import PAGE
-from tests.fixtures.directory import Desk as PlainDesk
-from tests.fixtures.tables import TABLES, use_table
+from tests.fixtures.directory.desk import PAGE
+from tests.fixtures.directory.desk import Desk as PlainDesk
+
+pytestmark = pytest.mark.usefixtures("table")
 
 EXPIRY_S = 10.0
 PIN_S = 5.0
 NODES = ("own", "one", "two", "three")
-
-
-@pytest.fixture(params=TABLES, autouse=True)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_table(monkeypatch, request.param)
 
 
 class Desk(PlainDesk):

@@ -15,16 +15,13 @@ from raykv.directory.members import Node
 from raykv.directory.table.protocol import TableChunk
 from raykv.protocol.events import SnapshotPage
 from raykv.protocol.framing import decode, encode
-from tests.fixtures.tables import TABLES, default_table, use_table
+from tests.fixtures.directory.tables import default_table
+
+pytestmark = pytest.mark.usefixtures("table")
 
 PAGE = SLOT_ALIGNMENT
 MODEL = Namespace("model")
 EPOCH, SEQ = 4, 17
-
-
-@pytest.fixture(params=TABLES, autouse=True)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_table(monkeypatch, request.param)
 
 
 @pytest.fixture(autouse=True)

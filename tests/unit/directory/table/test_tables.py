@@ -26,7 +26,7 @@ from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.flat import cache
 from raykv.directory.table.policies import POLICIES
 from raykv.directory.table.protocol import Changes, ChunkTable, Found, NodeTable
-from tests.fixtures import tables
+from tests.fixtures.directory import tables
 
 PAGE = SLOT_ALIGNMENT
 SLAB_SLOTS = 64

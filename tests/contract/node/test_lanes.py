@@ -1,0 +1,508 @@
+"""Jobs in their lanes, through a real NodeService: who waits for whom, and chunks that go together.
+
+GPUs are of two kinds here. In the first a copy waits for the worker's event, which comes when a
+test says so; in the second a driver does in memory what CUDA may do, late and in any order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+
+import raykv.node.attached
+import raykv.node.copying
+import raykv.node.lanes
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Direction, Refusal, Slot
+from raykv.copy.cpu import CPUBackend
+from raykv.copy.cuda.backend import CUDABackend
+from raykv.copy.cuda.calibration import Route, always
+from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
+from raykv.copy.cuda.lane import Device, Limits, Place
+from raykv.copy.engine import HOST, CopyBackend, StopSign
+from raykv.copy.plan import CopyRuns
+from raykv.memory.cuda.driver import CUDAError
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.node.slots import SlotState
+from tests.fixtures.cuda.copies import FakeDriver
+from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
+from tests.fixtures.waiting import wait_until
+
+pytest.importorskip("vllm")
+
+from tests.fixtures.node import honest_worker
+from tests.fixtures.node.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = make_world()
+    yield made
+    made.end()
+
+
+def wait_until_all_run(service: NodeService) -> None:
+    wait_until(lambda: service.stats().queued_jobs == 0, LONG_S, "no job waits for its turn")
+
+
+# Lanes
+
+
+def test_store_whose_event_never_comes_delays_no_load(world: World) -> None:
+    slow, fast = world.worker(num_ranks=1, seed=1), world.worker(num_ranks=1, seed=2)
+    assert fast.run(STORE, [0, 1], [1, 2, 3, 4]) == []
+    slow.cuda.stream(7).submit(lambda: slow.overwrite(1, 0xAB))
+    store = slow.submit(STORE, [5], [1, 2])
+    wait_until_all_run(world.service)
+    for _ in range(3):
+        assert fast.run(LOAD, [0, 1], [8, 9, 10, 11]) == []
+    assert [fast.block(8), fast.block(11)] == [fast.block(1), fast.block(4)]
+    assert slow.link.drain() == []
+    slow.cuda.stream(7).run()
+    assert slow.finish(store) == []
+    assert fast.run(LOAD, [5], [12, 13]) == []
+    assert fast.block(12) == [b"\xab" * len(page) for page in fast.block(12)]
+
+
+def test_load_whose_event_never_comes_delays_no_store(world: World) -> None:
+    slow, fast = world.worker(num_ranks=1, seed=1), world.worker(num_ranks=1, seed=2)
+    assert fast.run(STORE, [0], [1, 2]) == []
+    slow.cuda.stream(7).submit(lambda: None)
+    load = slow.submit(LOAD, [0], [8, 9])
+    wait_until_all_run(world.service)
+    assert fast.run(STORE, [1], [3, 4]) == []
+    assert slow.link.drain() == []
+    slow.cuda.stream(7).run()
+    assert slow.finish(load) == []
+    assert slow.block(9) == fast.block(2)
+
+
+def test_store_whose_event_never_comes_delays_no_store_of_another_gpu_or_of_the_host(
+    world: World,
+) -> None:
+    slow = world.worker(GPU, num_ranks=1, seed=1)
+    other = world.worker(OTHER_GPU, num_ranks=1, seed=2)
+    slow.cuda.stream(7).submit(lambda: None)
+    store = slow.submit(STORE, [5], [1, 2])
+    wait_until_all_run(world.service)
+    assert other.run(STORE, [0], [1, 2]) == []
+    host_worker = HostWorker(world.service, 2 * PART_BYTES)
+    assert host_worker.run(STORE, [9], 500) == [Refusal.NONE]
+    host_worker.close()
+    assert slow.link.drain() == []
+    slow.cuda.stream(7).run()
+    assert slow.finish(store) == []
+
+
+def test_store_that_waits_is_cancelled_and_its_lane_goes_on(world: World) -> None:
+    slow, fast = world.worker(num_ranks=1, seed=1), world.worker(num_ranks=1, seed=2)
+    slow.cuda.stream(7).submit(lambda: None)
+    store = slow.submit(STORE, [5, 6], [1, 2, 3, 4])
+    wait_until_all_run(world.service)
+    next_one = fast.submit(STORE, [7], [1, 2])
+    slow.link._link._words.cancel(store)
+    assert slow.finish(store) == [Refusal.CANCELLED] * 2
+    assert fast.finish(next_one) == []
+    assert fast.run(LOAD, [5, 6], [8, 9, 10, 11]) == [Refusal.STALE] * 2
+
+
+def test_threads_of_all_lanes_end_with_the_service(world: World) -> None:
+    world.worker(GPU, num_ranks=1, seed=1)
+    world.worker(OTHER_GPU, num_ranks=1, seed=2)
+    # Two of the same one have no more.
+    world.worker(GPU, num_ranks=1, seed=3)
+    threads = list(world.service._lanes._threads)
+    assert len(threads) == 2 * len({GPU, OTHER_GPU, HOST})
+    world.service.stop()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# Several chunks at once
+
+
+class Stepping(FakeDriver):
+    """Says when a batch was submitted, before it can be carried out."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.on_batch: Callable[[int], None] = lambda _: None
+
+    def copy_batch(self, stream: int, copies: Copies, order: SourceOrder) -> None:
+        super().copy_batch(stream, copies, order)
+        self.on_batch(len(self.calls_of("copy_batch")))
+
+
+class Driven:
+    """A NodeService whose GPU is the driver; the wait for events is tested above."""
+
+    def __init__(self, limits: Limits, seed: int = 0) -> None:
+        self.driver = Stepping(seed)
+        self._device = Device(self.driver, limits, never_lost, always(Route.BATCH))
+        self._known: set[tuple[int, int]] = set()
+        self.world = make_world(make=self._backend)
+
+    def _backend(self, device: str, kv: int, pool: int, event: int | None) -> CopyBackend:
+        assert device == GPU
+        pool_bytes = self.world.service.settings.geometry.pool_bytes
+        kv_bytes = next(size for start, size in mapped_ranges() if start == kv)
+        for memory in ((kv, kv_bytes), (pool, pool_bytes)):
+            if memory not in self._known:
+                self._known.add(memory)
+                self.driver.register(*memory)
+        return CUDABackend(self._device, Place(kv, pool, None))
+
+    def batches(self, act: Callable[[], object]) -> list[int]:
+        """How many copies each batch has that is submitted meanwhile."""
+        before = len(self.driver.calls_of("copy_batch"))
+        act()
+        return [call.num_copies for call in self.driver.calls_of("copy_batch")[before:]]
+
+    def stream(self, urgency: Urgency) -> Any:
+        return next(each for each in self.driver.streams.values() if each.urgency is urgency)
+
+    def state_of(self, chunk: int) -> SlotState:
+        keeper = self.world.service.keeper
+        with keeper.lock:
+            return keeper.table.state_of(Slot(chunk * 2 * PART_BYTES // 4096))
+
+
+def never_lost(error: CUDAError) -> NoReturn:
+    raise AssertionError(error)
+
+
+@pytest.fixture
+def driven() -> Iterator[Driven]:
+    made = Driven(Limits())
+    yield made
+    made.world.end()
+
+
+@pytest.fixture
+def chunk_by_chunk() -> Iterator[Driven]:
+    """On its way is one chunk at a time: a batch has the runs of one, layer by layer."""
+    made = Driven(Limits(batch_runs=NUM_LAYERS, in_flight=1))
+    yield made
+    made.world.end()
+
+
+BLOCKS = [8, 9, 1, 2, 4, 5, 12, 13]
+"""Of four chunks, each of neighbours: a run for each layer."""
+
+
+def test_chunks_of_a_job_are_one_batch(driven: Driven) -> None:
+    worker = driven.world.worker(num_ranks=1)
+    before = [worker.block(number) for number in range(16)]
+    store = driven.batches(lambda: worker.run(STORE, [0, 1, 2, 3], BLOCKS))
+    assert store == [4 * NUM_LAYERS]
+    others = [0, 1, 4, 5, 10, 11, 2, 3]
+    load = driven.batches(lambda: worker.run(LOAD, [0, 1, 2, 3], others))
+    assert load == [4 * NUM_LAYERS]
+    assert [worker.block(number) for number in others] == [before[number] for number in BLOCKS]
+
+
+def test_job_of_several_spans_is_as_many_batches(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", 3 * PART_BYTES)
+    worker = driven.world.worker(num_ranks=1)
+    store = driven.batches(lambda: worker.run(STORE, [0, 1, 2, 3], BLOCKS))
+    assert store == [3 * NUM_LAYERS, NUM_LAYERS]
+
+
+@pytest.mark.parametrize("refused", [0, 1, 3])
+def test_chunk_that_is_refused_spoils_no_other_and_splits_no_batch(
+    driven: Driven, refused: int
+) -> None:
+    worker = driven.world.worker(num_ranks=1)
+    chunks = [0, 1, 2, 3]
+    there = [chunk for chunk in chunks if chunk != refused]
+    assert worker.run(STORE, [refused], [14, 15]) == []
+    refusals: list[Refusal] = []
+    # It has the generation already that the job names.
+    store = driven.batches(lambda: refusals.extend(worker.run(STORE, chunks, BLOCKS)))
+    assert (store, refusals) == ([3 * NUM_LAYERS], [Refusal.STALE])
+    assert worker.run(LOAD, [refused], [6, 7]) == []
+    assert [worker.block(6), worker.block(7)] == [worker.block(14), worker.block(15)]
+    for chunk in there:
+        assert worker.run(LOAD, [chunk], [6, 7]) == []
+        assert worker.block(6) == worker.block(BLOCKS[2 * chunk])
+
+
+def test_load_of_a_chunk_that_is_not_there_leaves_its_blocks_alone(driven: Driven) -> None:
+    worker = driven.world.worker(num_ranks=1)
+    assert worker.run(STORE, [0, 2], [1, 2, 3, 4]) == []
+    untouched = [worker.block(10), worker.block(11)]
+    refusals: list[Refusal] = []
+    load = driven.batches(
+        lambda: refusals.extend(worker.run(LOAD, [0, 1, 2], [8, 9, 10, 11, 12, 13]))
+    )
+    assert (load, refusals) == ([2 * NUM_LAYERS], [Refusal.STALE])
+    assert [worker.block(10), worker.block(11)] == untouched
+    assert worker.block(13) == worker.block(4)
+
+
+def test_store_that_is_cancelled_between_chunks_of_a_batch_leaves_none_ready(
+    chunk_by_chunk: Driven,
+) -> None:
+    driven, worker = chunk_by_chunk, chunk_by_chunk.world.worker(num_ranks=1)
+    job_ids: list[int] = []
+    submitted = threading.Event()
+
+    def cancel_at_second(number: int) -> None:
+        if number == 2:
+            assert submitted.wait(LONG_S)
+            worker.link._link._words.cancel(job_ids[0])
+
+    driven.driver.on_batch = cancel_at_second
+    job_ids.append(worker.submit(STORE, [0, 1, 2, 3], BLOCKS))
+    submitted.set()
+    assert worker.finish(job_ids[0]) == [Refusal.CANCELLED] * 4
+    assert len(driven.driver.calls_of("copy_batch")) == 2
+    assert driven.driver.num_pending == 0
+    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
+    driven.driver.on_batch = lambda _: None
+    assert worker.run(LOAD, [0, 1], [0, 1, 2, 3]) == [Refusal.STALE] * 2
+
+
+def test_store_that_is_cancelled_after_its_copy_makes_no_further_chunk_ready(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word is looked at for each chunk, and not only for the copy of all of them."""
+    worker = driven.world.worker(num_ranks=1)
+    end_store = driven.world.service.keeper.end_store
+    job_ids: list[int] = []
+    submitted = threading.Event()
+
+    def end_and_cancel(*args: Any) -> SlotState:
+        assert submitted.wait(LONG_S)
+        worker.link._link._words.cancel(job_ids[0])
+        return end_store(*args)
+
+    monkeypatch.setattr(driven.world.service.keeper, "end_store", end_and_cancel)
+    job_ids.append(worker.submit(STORE, [0, 1, 2], BLOCKS[:6]))
+    submitted.set()
+    assert worker.finish(job_ids[0]) == [Refusal.CANCELLED] * 2
+    states = [SlotState.READY, SlotState.EMPTY, SlotState.EMPTY]
+    assert [driven.state_of(chunk) for chunk in range(3)] == states
+
+
+@pytest.mark.parametrize("urgency", [Urgency.STORE, Urgency.LOAD])
+def test_batch_that_fails_leaves_no_chunk_admitted(driven: Driven, urgency: Urgency) -> None:
+    worker = driven.world.worker(num_ranks=1)
+    assert worker.run(STORE, [0, 1, 2], BLOCKS[:6]) == []
+    driven.driver.fail_at["copy_batch", 1] = "cudaErrorInvalidValue"
+    way, chunks = (STORE, [4, 5, 6]) if urgency is Urgency.STORE else (LOAD, [0, 1, 2])
+    assert worker.run(way, chunks, BLOCKS[:6]) == [Refusal.COPY_FAILED] * 3
+    states = [driven.state_of(chunk) for chunk in chunks]
+    assert states == [SlotState.EMPTY if way is STORE else SlotState.READY] * 3
+    keeper = driven.world.service.keeper
+    with keeper.lock:
+        assert not any(keeper.table.readers_of(Slot(slot)) for slot in range(64))
+    assert worker.run(LOAD, [0, 1, 2], BLOCKS[:6]) == []
+
+
+def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arrived(
+    driven: Driven,
+) -> None:
+    """Nothing is on its way to or from memory that is mapped no more."""
+    worker = driven.world.worker(num_ranks=1)
+    stream = driven.stream(Urgency.STORE)
+    stream.is_frozen = True
+    before = driven.world.cuda.num_open
+    child = driven.world.spawn("waiting", "cuda-ipc")
+    wait_until(lambda: driven.driver.num_pending > 0, LONG_S, "its batch is on its way")
+    child.kill()
+    child.wait(LONG_S)
+    wait_until(lambda: driven.world.service.stats().num_workers == 1, LONG_S, "it is gone")
+    # Loads go on meanwhile.
+    assert worker.run(LOAD, [0], [0, 1]) == [Refusal.STALE]
+    assert driven.world.cuda.num_open > before
+    assert driven.driver.num_pending > 0
+    stream.is_frozen = False
+    wait_until(lambda: driven.world.cuda.num_open == before, LONG_S, "its memory is unmapped")
+    assert driven.driver.num_pending == 0
+    assert driven.state_of(0) is SlotState.EMPTY
+    assert worker.run(STORE, [1], [0, 1]) == []
+
+
+# The host's memory
+
+
+class HostWorker(honest_worker.Worker):
+    """Of one page in slots of another size."""
+
+    def __init__(self, service: NodeService, slot_bytes: int) -> None:
+        self._units = slot_bytes // 4096
+        super().__init__(service, slot_bytes)
+
+    def run(self, direction: Direction, chunks: list[int], generation: int) -> list[Refusal]:
+        return super().run(direction, [chunk * self._units for chunk in chunks], generation)
+
+
+class Gate:
+    """A back end for host memory that says what it does, and waits when a test says so."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Direction, int]] = []
+        self.before: Callable[[Direction], None] = lambda _: None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate = self
+
+        class Gated(CPUBackend):
+            def copy(
+                self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: StopSign
+            ) -> bool:
+                gate.before(direction)
+                done = super().copy(direction, runs, first, last, stop)
+                gate.done.append((direction, last - first))
+                return done
+
+        monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    made = Gate()
+    made.install(monkeypatch)
+    monkeypatch.setattr(raykv.node.copying, "HOST_SPAN_BYTES", 2 * honest_worker.PAGE)
+    return made
+
+
+_names = itertools.count()
+
+
+@pytest.fixture
+def service() -> Iterator[NodeService]:
+    page = honest_worker.PAGE
+    name = f"raykv-test-lanes/{os.getpid()}/{next(_names)}"
+    made = NodeService(ServiceSettings(name, PoolGeometry(32 * page, 16 * page)), boot_epoch())
+    made.start()
+    yield made
+    made.stop()
+    made.keeper.table.check()
+
+
+@pytest.fixture
+def two(service: NodeService) -> Iterator[tuple[honest_worker.Worker, honest_worker.Worker]]:
+    workers = honest_worker.Worker(service), honest_worker.Worker(service)
+    yield workers
+    for worker in workers:
+        worker.close()
+
+
+Two = tuple[honest_worker.Worker, honest_worker.Worker]
+
+
+def in_thread(act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def test_store_of_host_memory_lets_a_load_that_runs_end_first(
+    gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
+    loader, storer = two
+    assert loader.run(STORE, [0, 1], 5) == [Refusal.NONE] * 2
+    loads, stores = threading.Event(), threading.Event()
+    overtaken: list[bool] = []
+
+    def hold(direction: Direction) -> None:
+        if direction is LOAD:
+            loads.set()
+            overtaken.append(stores.wait(0.3))
+        else:
+            stores.set()
+
+    gate.before = hold
+    loading = in_thread(lambda: loader.run(LOAD, [0, 1], 5))
+    assert loads.wait(LONG_S)
+    storing = in_thread(lambda: storer.run(STORE, [4, 5, 6], 6))
+    for thread in (loading, storing):
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+    assert overtaken == [False]
+    assert stores.is_set()
+
+
+def test_load_comes_between_the_spans_of_a_store(
+    gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
+    loader, storer = two
+    assert loader.run(STORE, [0, 1], 5) == [Refusal.NONE] * 2
+    loading: list[threading.Thread] = []
+    loads, second = threading.Event(), threading.Event()
+    overtaken: list[bool] = []
+    gate.done.clear()
+
+    def bring_a_load(direction: Direction) -> None:
+        if direction is LOAD:
+            loads.set()
+            wait_until(lambda: bool(gate.done), LONG_S, "the first span is stored")
+            overtaken.append(second.wait(0.3))
+        elif loading:
+            second.set()
+        else:
+            loading.append(in_thread(lambda: loader.run(LOAD, [0, 1], 5)))
+            assert loads.wait(LONG_S)
+
+    gate.before = bring_a_load
+    assert storer.run(STORE, [4, 5, 6, 7], 6) == [Refusal.NONE] * 4
+    loading[0].join(LONG_S)
+    assert overtaken == [False]
+    assert [direction for direction, _ in gate.done] == [STORE, LOAD, STORE]
+
+
+def test_loads_without_an_end_do_not_keep_a_store_from_ending(gate: Gate, two: Two) -> None:
+    loader, storer = two
+    assert loader.run(STORE, [0], 5) == [Refusal.NONE]
+    loads, stored = threading.Event(), threading.Event()
+
+    def hold(direction: Direction) -> None:
+        if direction is LOAD:
+            loads.set()
+            assert stored.wait(LONG_S)
+
+    gate.before = hold
+    loading = in_thread(lambda: loader.run(LOAD, [0], 5))
+    assert loads.wait(LONG_S)
+    assert storer.run(STORE, [4, 5, 6], 6) == [Refusal.NONE] * 3
+    stored.set()
+    loading.join(LONG_S)
+    assert not loading.is_alive()
+
+
+def test_store_waits_for_a_load_that_reads_its_slot(gate: Gate, two: Two) -> None:
+    """They are in two threads; the slot table keeps them apart."""
+    loader, storer = two
+    assert loader.run(STORE, [0], 5) == [Refusal.NONE]
+    loads = threading.Event()
+    stores = threading.Event()
+    overtaken: list[bool] = []
+
+    def hold(direction: Direction) -> None:
+        if direction is LOAD:
+            loads.set()
+            overtaken.append(stores.wait(0.3))
+        else:
+            stores.set()
+
+    gate.before = hold
+    found: list[Refusal] = []
+    loading = in_thread(lambda: found.extend(loader.run(LOAD, [0], 5)))
+    assert loads.wait(LONG_S)
+    assert storer.run(STORE, [0], 6) == [Refusal.NONE]
+    loading.join(LONG_S)
+    assert (overtaken, found) == ([False], [Refusal.NONE])
+    assert ctypes.string_at(loader.kv.address, 4096) == ctypes.string_at(storer.kv.address, 4096)

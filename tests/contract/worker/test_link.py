@@ -1,0 +1,403 @@
+"""Workers and a NodeService in another process, over the real socket: bytes, refusals, deaths."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+import raykv.worker.link
+from raykv.base.geometry import aligned
+from raykv.base.ids import Direction, Refusal
+from raykv.memory.region import Region
+from raykv.protocol import wire
+from raykv.protocol.columns import Handles
+from raykv.protocol.worker import (
+    CanonicalPages,
+    JobResult,
+    KVLayout,
+    PageMap,
+    TensorLayout,
+)
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkTarget, WorkerLink
+from tests.fixtures.node.links import (
+    LONG_S,
+    NUM_BLOCKS,
+    PATIENT,
+    SECONDS,
+    SETTINGS,
+    Line,
+    Node,
+    Worker,
+    ended,
+    failures,
+    job_ids,
+)
+from tests.fixtures.processes import freeze
+from tests.fixtures.waiting import wait_until
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+@pytest.mark.parametrize("pages", [[4096], [256, 256, 256], [128, 1024, 64]])
+def test_bytes_of_one_engine_come_back_in_other_engine(
+    workers: list[Worker], blocks_per_chunk: int, pages: list[int]
+) -> None:
+    slot_bytes = aligned(blocks_per_chunk * sum(pages))
+    node = Node(slot_bytes)
+    try:
+        first, second = (Worker(node, pages, blocks_per_chunk) for _ in range(2))
+        workers += [first, second]
+        source = random.Random(1)
+        num_chunks = NUM_BLOCKS // 4 // 2
+        stored = source.sample(range(NUM_BLOCKS), num_chunks * blocks_per_chunk)
+        loaded = source.sample(range(NUM_BLOCKS), num_chunks * blocks_per_chunk)
+        chunks = list(range(num_chunks))
+        untouched = [second.block(n) for n in range(NUM_BLOCKS)]
+        result = first.run(first.job(Direction.STORE, chunks, stored))
+        assert failures(result) == []
+        assert result.num_bytes == len(stored) * sum(pages)
+        expected = [first.block(number) for number in stored]
+        result = second.run(second.job(Direction.LOAD, chunks, loaded))
+        assert failures(result) == []
+        assert [second.block(number) for number in loaded] == expected
+        for number in set(range(NUM_BLOCKS)) - set(loaded):
+            assert second.block(number) == untouched[number]
+    finally:
+        node.end()
+
+
+def test_layers_of_a_load_are_told_one_by_one_and_bytes_are_those_of_any_load(
+    workers: list[Worker],
+) -> None:
+    pages = [256, 128, 64]
+    node = Node(aligned(2 * sum(pages)))
+    try:
+        worker = Worker(node, pages, 2)
+        workers.append(worker)
+        assert failures(worker.run(worker.job(Direction.STORE, [0, 1, 2], list(range(6))))) == []
+        expected = [worker.block(number) for number in range(6)]
+        job = replace(worker.job(Direction.LOAD, [0, 1, 2], list(range(6, 12))), by_layer=True)
+        worker.link.submit(job)
+        for count in (1, 2, 3):
+            worker.link.wait_layers([job.job_id], count)
+            for position, block in enumerate(range(6, 12)):
+                assert worker.block(block)[:count] == expected[position][:count]
+        result = worker.finish(job.job_id)
+        assert failures(result) == []
+        assert result.num_bytes == 6 * sum(pages)
+        worker.link.wait_layers([job.job_id], 1 << 30)
+    finally:
+        node.end()
+
+
+def test_load_by_layer_leaves_out_what_is_not_there(node: Node, workers: list[Worker]) -> None:
+    worker = Worker(node, [256, 128], 1)
+    workers.append(worker)
+    assert failures(worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))) == []
+    untouched = worker.block(6)
+    load = worker.job(Direction.LOAD, [0, 7, 1], [5, 6, 7])
+    worker.link.submit(replace(load, by_layer=True))
+    worker.link.wait_layers([load.job_id], 1 << 30)
+    result = worker.finish(load.job_id)
+    assert (result.failed_chunks, failures(result)) == ([1], [Refusal.STALE])
+    assert [worker.block(5), worker.block(7)] == [worker.block(0), worker.block(1)]
+    assert worker.block(6) == untouched
+    none = replace(worker.job(Direction.LOAD, [7], [6]), by_layer=True)
+    assert failures(worker.run(none)) == [Refusal.STALE]
+
+
+def test_wait_for_layers_ends_with_the_deadline_of_the_load(workers: list[Worker]) -> None:
+    node = Node(4096, "endless")
+    try:
+        worker = Worker(node, [256, 128], 1)
+        workers.append(worker)
+        worker.link.submit(worker.job(Direction.STORE, [0], [0]))
+        load = replace(worker.job(Direction.LOAD, [0], [5]), by_layer=True)
+        freeze(node.process.pid)
+        worker.link.submit(load)
+        worker.link.wait_layers([load.job_id], 1)
+        assert failures(worker.finish(load.job_id)) == [Refusal.NODE_LOST]
+    finally:
+        node.end()
+
+
+def test_load_is_refused_unless_every_part_of_its_name_fits(
+    node: Node, workers: list[Worker]
+) -> None:
+    mine = Worker(node, [256], 1)
+    stranger = Worker(node, [256], 1, namespace="other")
+    workers += [mine, stranger]
+    assert failures(mine.run(mine.job(Direction.STORE, [3], [0], generation=7))) == []
+    before = mine.block(5)
+    right = mine.job(Direction.LOAD, [3], [5], generation=7)
+    wrong = [
+        (replace(right, handles=replace_columns(right.handles, generations=[6])), Refusal.STALE),
+        (replace(right, handles=replace_columns(right.handles, generations=[8])), Refusal.STALE),
+        (replace(right, handles=replace_columns(right.handles, keys=[b"k" * 36])), Refusal.STALE),
+        (replace(right, handles=replace_columns(right.handles, slots=[4])), Refusal.STALE),
+        (replace(right, node_epoch=right.node_epoch - 1), Refusal.BAD_HANDLE),
+        (replace(right, block_ids=[NUM_BLOCKS]), Refusal.BAD_HANDLE),
+        (replace(right, groups=[1]), Refusal.BAD_HANDLE),
+    ]
+    for job, refusal in wrong:
+        assert failures(mine.run(replace(job, job_id=next(job_ids)))) == [refusal], job
+        assert mine.block(5) == before
+    foreign = stranger.run(stranger.job(Direction.LOAD, [3], [5], generation=7))
+    assert failures(foreign) == [Refusal.STALE]
+    assert failures(mine.run(right)) == []
+    assert mine.block(5) == mine.block(0)
+
+
+def replace_columns(handles: Handles, **columns: list[object]) -> Handles:
+    values: dict[str, list[object]] = {
+        "keys": list(handles.keys),
+        "slots": list(handles.slots),
+        "generations": list(handles.generations),
+        **columns,
+    }
+    return Handles(**values)  # type: ignore[arg-type]
+
+
+def test_chunk_of_two_ranks_is_readable_after_both_have_stored(
+    node: Node, workers: list[Worker]
+) -> None:
+    ranks = [Worker(node, [256, 128], 1, rank=rank, num_ranks=2) for rank in range(2)]
+    workers += ranks
+    assert failures(ranks[0].run(ranks[0].job(Direction.STORE, [2], [1]))) == []
+    too_early = ranks[1].run(ranks[1].job(Direction.LOAD, [2], [9]))
+    assert failures(too_early) == [Refusal.WRITING]
+    assert failures(ranks[1].run(ranks[1].job(Direction.STORE, [2], [1]))) == []
+    for rank in ranks:
+        assert failures(rank.run(rank.job(Direction.LOAD, [2], [9]))) == []
+        assert rank.block(9) == rank.block(1)
+    assert ranks[0].block(9) != ranks[1].block(9)
+
+
+def test_canonical_chunk_of_two_ranks_is_one_ranks_after_both_have_stored(
+    node: Node, workers: list[Worker]
+) -> None:
+    def pages(own_bytes: int, place: int) -> CanonicalPages:
+        columns = ([0], [place], [own_bytes], [1], [own_bytes], [own_bytes])
+        return CanonicalPages([PageMap(512, *columns)], [[0]])
+
+    two = [Worker(node, [256], 1, n, 2, canonical=pages(256, n * 256)) for n in range(2)]
+    one = Worker(node, [512], 1, canonical=pages(512, 0))
+    workers += [*two, one]
+    assert failures(two[0].run(two[0].job(Direction.STORE, [2], [1]))) == []
+    assert failures(one.run(one.job(Direction.LOAD, [2], [9]))) == [Refusal.WRITING]
+    assert failures(two[1].run(two[1].job(Direction.STORE, [2], [6]))) == []
+    assert failures(one.run(one.job(Direction.LOAD, [2], [9]))) == []
+    assert one.block(9) == [two[0].block(1)[0] + two[1].block(6)[0]]
+    assert failures(one.run(one.job(Direction.STORE, [3], [4]))) == []
+    for number, rank in enumerate(two):
+        assert failures(rank.run(rank.job(Direction.LOAD, [3], [8]))) == []
+        assert rank.block(8) == [one.block(4)[0][number * 256 : number * 256 + 256]]
+
+
+def test_canonical_chunk_that_is_larger_than_its_slot_is_refused(node: Node) -> None:
+    kv = Region.anonymous(4096, "test-kv")
+    page = PageMap(node.slot_bytes + 1, *([0], [0], [256], [1], [256], [256]))
+    pages = CanonicalPages([page], [[0]])
+    layout = KVLayout("memfd", 4096, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]], canonical=pages)
+    link = WorkerLink(0, layout, [kv.fd], SETTINGS)
+    link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: node.slot_bytes}))
+    job = JobRequest(1, Direction.STORE, 1, Handles([b"k"], [0], [1]), [0], [1], [0], [0])
+    link.submit(job)
+    found: list[JobResult] = []
+
+    def is_there() -> bool:
+        found.extend(link.drain())
+        return bool(found)
+
+    wait_until(is_there, 10.0, "the job fails")
+    assert failures(found[0]) != []
+    assert link.node_epoch == 0
+    link.close(5.0)
+
+
+def test_frozen_node_is_dead_before_its_load_is_reported_failed(
+    node: Node, workers: list[Worker]
+) -> None:
+    worker = Worker(node, [256], 1)
+    workers.append(worker)
+    worker.run(worker.job(Direction.STORE, [0], [0]))
+    before = worker.block(3)
+    freeze(node.process.pid)
+    result = worker.run(worker.job(Direction.LOAD, [0], [3]))
+    assert failures(result) == [Refusal.NODE_LOST]
+    # Were it alive, it could still write into block 3.
+    assert node.process.wait(0) == -signal.SIGKILL
+    assert worker.block(3) == before
+
+
+def test_wait_for_store_ends_although_node_is_frozen(node: Node, workers: list[Worker]) -> None:
+    worker = Worker(node, [256], 1)
+    workers.append(worker)
+    freeze(node.process.pid)
+    job = worker.job(Direction.STORE, [0], [0])
+    worker.link.submit(job)
+    worker.link.wait({job.job_id, 987_654})
+    assert failures(worker.finish(job.job_id)) == [Refusal.NODE_LOST]
+    assert node.process.wait(0) == -signal.SIGKILL
+
+
+def test_node_frozen_for_a_moment_lives_and_does_its_job(node: Node, workers: list[Worker]) -> None:
+    worker = Worker(node, [256], 1)
+    workers.append(worker)
+    worker.run(worker.job(Direction.STORE, [0], [0]))
+    freeze(node.process.pid)
+    job = worker.job(Direction.LOAD, [0], [3])
+    worker.link.submit(job)
+    node.process.send_signal(signal.SIGCONT)
+    assert failures(worker.finish(job.job_id)) == []
+    assert worker.block(3) == worker.block(0)
+    assert node.process.poll() is None
+
+
+def test_worker_attaches_again_to_next_life_of_node(node: Node, workers: list[Worker]) -> None:
+    worker = Worker(node, [256], 1)
+    workers.append(worker)
+    worker.run(worker.job(Direction.STORE, [0], [0]))
+    old = worker.link.node_epoch
+    stale = worker.job(Direction.LOAD, [0], [3])
+    node.end()
+    assert failures(worker.run(worker.job(Direction.LOAD, [0], [3]))) == [Refusal.NODE_LOST]
+    node.start()
+    wait_until(lambda: worker.link.node_epoch > old, 10.0, "the worker attaches again")
+    assert failures(worker.run(stale)) == [Refusal.BAD_HANDLE]
+    assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
+    assert failures(worker.run(worker.job(Direction.LOAD, [0], [3]))) == []
+    assert worker.block(3) == worker.block(0)
+
+
+def test_idle_line_stays_up(node: Node, workers: list[Worker]) -> None:
+    """Longer than any deadline of the line: silence alone is no reason to hang up."""
+    worker = Worker(node, [256], 1)
+    workers.append(worker)
+    epoch = worker.link.node_epoch
+    quiet_until = time.monotonic() + 2.5
+    wait_until(lambda: time.monotonic() > quiet_until, 5.0, "some silence")
+    assert worker.link.node_epoch == epoch
+    assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
+
+
+def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None:
+    kv = Region.anonymous(4096, "test-kv")
+    layout = KVLayout("memfd", 1 << 30, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]])
+    link = WorkerLink(0, layout, [kv.fd], SETTINGS)
+    link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: 4096}))
+    job = JobRequest(1, Direction.STORE, 1, Handles([b"k"], [0], [1]), [0], [1], [0], [0])
+    link.submit(job)
+    found: list[JobResult] = []
+
+    def has_ended() -> bool:
+        found.extend(link.drain())
+        return bool(found)
+
+    wait_until(has_ended, 10.0, "the job ends")
+    assert failures(found[0]) == [Refusal.NODE_LOST]
+    assert link.node_epoch == 0
+    assert node.process.poll() is None
+    link.close(5.0)
+
+
+# The breaker, and the end
+
+
+def test_job_fails_at_once_while_there_is_no_node(
+    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.worker.link, "LINK_PAUSES_S", (LONG_S, LONG_S))
+    node.end()
+    lines.append(Line(node, PATIENT))
+    link = lines[0].link
+    wait_until(lambda: link.breaker_report().opened == 1, LONG_S, "the breaker opens")
+    lines[0].submit()
+    assert ended(lines[0], SECONDS) == [Refusal.NODE_LOST]
+
+
+def test_node_that_is_gone_is_said_once_and_its_return_too(
+    node: Node, lines: list[Line], caplog: pytest.LogCaptureFixture
+) -> None:
+    lines.append(Line(node, PATIENT))
+    link = lines[0].link
+    wait_until(lambda: link.node_epoch != 0, LONG_S, "the worker attaches")
+    assert link.breaker_report().peers == []
+    node.end()
+    wait_until(lambda: link.breaker_report().failed > 4, LONG_S, "some attempts fail")
+    report = link.breaker_report()
+    assert (report.peers, report.opened) == (["own node"], 1)
+    node.start()
+    wait_until(lambda: link.node_epoch != 0, LONG_S, "the worker attaches again")
+    assert link.breaker_report().peers == []
+    assert caplog.text.count("no line to the NodeActor: it is gone") == 1
+    assert caplog.text.count("no line to the NodeActor") == 1
+    assert caplog.text.count("is there again") == 1
+
+
+def test_frozen_node_costs_a_job_its_deadline_at_most_while_the_worker_attaches(
+    node: Node, lines: list[Line]
+) -> None:
+    freeze(node.process.pid)
+    lines.append(Line(node, replace(PATIENT, load_deadline_s=0.3)))
+    lines[0].submit()
+    assert ended(lines[0], SECONDS) == [Refusal.NODE_LOST]
+
+
+def test_engine_ends_in_time_while_it_attaches_to_a_frozen_node(
+    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze(node.process.pid)
+    begun = threading.Event()
+    connect = wire.connect
+
+    def connect_and_tell(name: str, timeout_s: float) -> socket.socket:
+        begun.set()
+        return connect(name, timeout_s)
+
+    monkeypatch.setattr(wire, "connect", connect_and_tell)
+    lines.append(Line(node, PATIENT))
+    assert begun.wait(LONG_S)
+    lines[0].end_in_time()
+
+
+def test_engine_ends_in_time_while_a_frozen_node_has_its_job(node: Node, lines: list[Line]) -> None:
+    lines.append(Line(node, PATIENT))
+    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    freeze(node.process.pid)
+    lines[0].submit()
+    lines[0].end_in_time()
+    assert lines[0].link.drain() == []
+
+
+def test_flush_ends_with_the_engine(node: Node, lines: list[Line]) -> None:
+    lines.append(Line(node, PATIENT))
+    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    freeze(node.process.pid)
+    job_id = lines[0].submit()
+    flush = threading.Thread(target=lines[0].link.wait, args=([job_id],))
+    flush.start()
+    lines[0].end_in_time()
+    flush.join(SECONDS)
+    assert not flush.is_alive()
+
+
+def test_engine_ends_in_time_while_a_killed_node_does_not_exit(
+    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is not reported: its copy may still be made."""
+    killed = threading.Event()
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: killed.set())
+    lines.append(Line(node, replace(PATIENT, load_deadline_s=0.2, cancel_grace_s=0.2)))
+    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    freeze(node.process.pid)
+    lines[0].submit()
+    assert killed.wait(LONG_S)
+    lines[0].end_in_time()
+    assert lines[0].link.drain() == []

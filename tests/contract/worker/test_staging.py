@@ -1,0 +1,201 @@
+"""KV that can't be mapped, through staging memory, against a NodeService in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raykv.base.errors import SettingError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Direction, Refusal
+from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.protocol.columns import Handles
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget
+from tests.fixtures.node.links import result_of
+from tests.fixtures.waiting import wait_until
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+PAGES = (256, 512)
+NUM_BLOCKS = 64
+BLOCKS_PER_CHUNK = 2
+SLOT_BYTES = 4096
+STAGING_BLOCKS = 6
+
+
+class Device:
+    """KV tensors of two layers that can't be mapped, each block with bytes of its own."""
+
+    def __init__(self, device: str) -> None:
+        self.tensors = [
+            torch.randint(-128, 127, (NUM_BLOCKS, page), dtype=torch.int8).to(device)
+            for page in PAGES
+        ]
+
+    @property
+    def kv_caches(self) -> Any:
+        return SimpleNamespace(
+            tensors=[SimpleNamespace(tensor=tensor) for tensor in self.tensors],
+            group_data_refs=[[SimpleNamespace(tensor_idx=i) for i in range(len(PAGES))]],
+        )
+
+    def block(self, number: int) -> list[Any]:
+        return [tensor[number].clone() for tensor in self.tensors]
+
+
+@pytest.fixture
+def service() -> Iterator[NodeService]:
+    name = f"raykv-test/{os.getpid()}/staged"
+    running = NodeService(ServiceSettings(name, PoolGeometry(64 * 4096, 16 * 4096)), boot_epoch())
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return Device(request.param)
+
+
+@pytest.fixture
+def link(service: NodeService, device: Device) -> Iterator[Any]:
+    from raykv.worker.staging import StagedLink, StagingMemory
+
+    memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, STAGING_BLOCKS * sum(PAGES))
+    staged = StagedLink(0, memory, LinkSettings())
+    staged.set_target(LinkTarget(service.settings.socket_name, "e", "ns", 1, {0: SLOT_BYTES}))
+    wait_until(lambda: staged.node_epoch == service.epoch, 10.0, "the link attaches")
+    yield staged
+    staged.close(5.0)
+
+
+def request(
+    service: NodeService, direction: Direction, chunks: list[int], blocks: list[int], job_id: int
+) -> JobRequest:
+    return JobRequest(
+        job_id=job_id,
+        direction=direction,
+        node_epoch=service.epoch,
+        handles=Handles(
+            [bytes([chunk]) * 36 for chunk in chunks], list(chunks), [100 + c for c in chunks]
+        ),
+        groups=[0] * len(chunks),
+        num_blocks=[BLOCKS_PER_CHUNK] * len(chunks),
+        first_block=[0] * len(chunks),
+        block_ids=blocks,
+    )
+
+
+def store_eight(service: NodeService, link: Any) -> None:
+    """Chunks 0 to 7, of blocks 0 to 15."""
+    for chunk in range(8):
+        link.submit(
+            request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
+        )
+        assert result_of(link, 10 + chunk).failed_chunks == []
+
+
+def assert_blocks(device: Device, numbers: Sequence[int], expected: Sequence[Any]) -> None:
+    """Each block has the pages that are expected, layer by layer."""
+    for number, pages in zip(numbers, expected, strict=True):
+        for found, wanted in zip(device.block(number), pages, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_stored_blocks_come_back_in_other_blocks(
+    service: NodeService, link: Any, device: Device
+) -> None:
+    before = [device.block(number) for number in (4, 9, 2, 3)]
+    link.submit(request(service, Direction.STORE, [0, 1], [4, 9, 2, 3], 1))
+    # The blocks may be reused at once: their bytes have left.
+    for tensor in device.tensors:
+        tensor[torch.tensor([4, 9, 2, 3])] = 0
+    assert result_of(link, 1).failed_chunks == []
+    link.submit(request(service, Direction.LOAD, [0, 1], [20, 21, 22, 23], 2))
+    result = result_of(link, 2)
+    assert result.failed_chunks == []
+    assert result.num_bytes == 4 * sum(PAGES)
+    assert_blocks(device, range(20, 24), before)
+
+
+def test_load_larger_than_staging_memory_is_made_in_parts(
+    service: NodeService, link: Any, device: Device
+) -> None:
+    store_eight(service, link)
+    untouched = [device.block(number) for number in range(16)]
+    link.submit(request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30))
+    assert result_of(link, 30).failed_chunks == []
+    assert_blocks(device, range(30, 46), untouched)
+
+
+def test_load_by_layer_is_there_when_its_first_layer_is(
+    service: NodeService, link: Any, device: Device
+) -> None:
+    """Also one that is larger than the staging memory, which a store still has a part of."""
+    store_eight(service, link)
+    expected = [device.block(number) for number in range(16)]
+    link.submit(request(service, Direction.STORE, [20, 21, 22], list(range(6)), 20))
+    load = request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30)
+    link.submit(replace(load, by_layer=True))
+    assert link.wait_layers([30, 77], 1)
+    assert_blocks(device, range(30, 46), expected)
+    assert link.wait_layers([30], 2)
+    assert result_of(link, 30).failed_chunks == []
+
+
+def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
+    service: NodeService, link: Any
+) -> None:
+    taken = link._memory.take(STAGING_BLOCKS)
+    link._settings = LinkSettings(load_deadline_s=0.05)
+    link.submit(request(service, Direction.LOAD, [0], [4, 5], 1))
+    assert link.wait_layers([1], 1)
+    link._memory.give_back(taken)
+    assert result_of(link, 1).refusals == [Refusal.CANCELLED]
+
+
+def test_chunk_that_is_refused_leaves_its_blocks_alone(
+    service: NodeService, link: Any, device: Device
+) -> None:
+    link.submit(request(service, Direction.STORE, [0], [0, 1], 1))
+    result_of(link, 1)
+    before = device.block(40)
+    link.submit(request(service, Direction.LOAD, [5, 0], [40, 41, 42, 43], 2))
+    result = result_of(link, 2)
+    assert result.failed_chunks == [0]
+    assert result.refusals == [Refusal.STALE]
+    assert_blocks(device, [40, 42], [before, device.block(0)])
+
+
+def test_store_without_room_fails_beyond_what_fits(service: NodeService, link: Any) -> None:
+    link.submit(request(service, Direction.STORE, list(range(5)), list(range(10)), 1))
+    result = result_of(link, 1)
+    assert result.failed_chunks == [3, 4]
+    assert result.refusals == [Refusal.QUEUE_FULL] * 2
+
+
+def test_staging_memory_is_free_again_after_every_job(service: NodeService, link: Any) -> None:
+    for job_id in range(1, 6):
+        link.submit(request(service, Direction.STORE, [job_id], [0, 1], job_id))
+        link.wait([job_id])
+        result_of(link, job_id)
+        link.submit(request(service, Direction.LOAD, [job_id, 60], [2, 3, 4, 5], 100 + job_id))
+        link.wait([100 + job_id])
+        result_of(link, 100 + job_id)
+    assert link._memory.num_free == STAGING_BLOCKS
+
+
+def test_staging_memory_of_less_than_a_chunk_is_refused(device: Device) -> None:
+    from raykv.worker.staging import StagingMemory
+
+    with pytest.raises(SettingError, match="staging_bytes=1000 is less than one chunk"):
+        StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, 1000)

@@ -1,0 +1,336 @@
+"""Settings: where they come from; whatever they are given, a wrong one names itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raykv.base.errors import SettingError
+from raykv.base.parsing import MAX_COUNT, MAX_SIZE, parse_size
+from raykv.base.settings import VLLM_KEYS, Settings, load_settings
+
+SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s") and "_per_s" not in f.name]
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (1, 1),
+        (4096, 4096),
+        ("4096", 4096),
+        ("512b", 512),
+        ("8GiB", 8 << 30),
+        ("8gib", 8 << 30),
+        (" 8 GiB ", 8 << 30),
+        ("512MB", 512_000_000),
+        ("512 mb", 512_000_000),
+        ("2kB", 2_000),
+        ("2KiB", 2_048),
+        ("1.5g", 3 << 29),
+        ("3k", 3 << 10),
+        ("7m", 7 << 20),
+        ("1t", 1 << 40),
+        ("1TB", 10**12),
+        ("1TiB", 1 << 40),
+        ("0.5kib", 512),
+    ],
+)
+def test_size_is_bytes_in_the_unit_that_is_named(value: Any, size: int) -> None:
+    assert parse_size("pool_bytes", value) == size
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, True, None, "", "0", "-5", "8 GiBs", "8 x", "GiB", "1,5g", "0.1b", "1e9", "8G iB", []],
+)
+def test_size_is_refused_with_name_and_value(value: Any) -> None:
+    with pytest.raises(SettingError) as caught:
+        parse_size("pool_bytes", value)
+    assert f"pool_bytes={value!r}" in str(caught.value)
+
+
+def test_settings_have_their_defaults_when_nothing_is_said() -> None:
+    settings = load_settings({}, {})
+    assert settings == Settings()
+    assert settings.pool_bytes is None
+    assert settings.lease_slots == 1024
+
+
+def test_settings_come_from_the_extra_config() -> None:
+    settings = load_settings({"pool_bytes": "1GiB", "lease_slots": "7", "heartbeat_s": 0.5}, {})
+    assert (settings.pool_bytes, settings.lease_slots, settings.heartbeat_s) == (1 << 30, 7, 0.5)
+
+
+def test_settings_come_from_the_environment() -> None:
+    environment = {
+        "RAYKV_POOL_BYTES": "2GiB",
+        "RAYKV_NODE_ID": "abc",
+        "RAYKV_LOAD_DEADLINE_S": "3",
+        "RAYKV_LOG_LEVEL": "debug",
+        "PATH": "/bin",
+    }
+    settings = load_settings({}, environment)
+    assert (settings.pool_bytes, settings.node_id, settings.load_deadline_s) == (2 << 30, "abc", 3)
+
+
+def test_extra_config_goes_before_the_environment() -> None:
+    settings = load_settings({"lease_slots": 5}, {"RAYKV_LEASE_SLOTS": "6"})
+    assert settings.lease_slots == 5
+
+
+def test_keys_of_vllm_are_left_alone() -> None:
+    assert load_settings(dict.fromkeys(VLLM_KEYS, "anything"), {}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"), [("pool_byte", "'pool_bytes'"), ("block_per_chunk", "'blocks_per_chunk'")]
+)
+def test_unknown_key_is_refused_with_the_one_that_was_meant(key: str, hint: str) -> None:
+    with pytest.raises(SettingError, match=f"unknown setting '{key}'.*did you mean {hint}"):
+        load_settings({key: 1}, {})
+
+
+def test_unknown_key_is_refused_with_all_that_are_known_when_none_is_near() -> None:
+    with pytest.raises(SettingError) as caught:
+        load_settings({"zzz": 1}, {})
+    text = str(caught.value)
+    assert all(name in text for name in ("'zzz'", "pool_bytes", "blocks_per_chunk", "heartbeat_s"))
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("sync_load_budget_bytes", "layerwise_loads=true"),
+        ("cpu_bytes_to_use", "pool_bytes"),
+        ("secondary_tiers", "disk_path"),
+        ("store_threshold", "stop_unused_stores"),
+    ],
+)
+def test_setting_of_vllms_own_offloading_is_refused_with_the_one_to_use(
+    key: str, answer: str
+) -> None:
+    with pytest.raises(SettingError, match=f"{key} is not a setting of RayKV: .*{answer}"):
+        load_settings({key: 1}, {})
+
+
+def test_unknown_variable_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(SettingError, match=r"'RAYKV_POOLBYTES'.*did you mean 'RAYKV_POOL_BYTES'"):
+        load_settings({}, {"RAYKV_POOLBYTES": "1"})
+
+
+BAD = [
+    ("window_share", -0.5),
+    ("pool_bytes", "lots"),
+    ("pool_path", 5),
+    ("disk_path", 1),
+    ("disk_bytes", "all"),
+    ("disk_free_bytes", "-1"),
+    ("ray_address", None),
+    ("node_id", 1),
+    ("weights_version", 2.0),
+    ("eviction_policy", 1),
+    ("kv_handover", "teleported"),
+    ("staging_bytes", "-1"),
+    ("lease_slots", 0),
+    ("lease_slots", -3),
+    ("lease_slots", "1.5"),
+    ("lease_slots", "many"),
+    ("lease_slots", True),
+    ("fetch_checksums", "perhaps"),
+    ("metrics_port", 0),
+    ("metrics_port", 65536),
+    ("metrics_port", "111111"),
+    ("metrics_port", "any"),
+    ("metrics_port", True),
+    ("metrics_port", -1),
+    ("metrics_address", 1),
+    ("metrics_sd_path", None),
+    ("stop_unused_stores", "sometimes"),
+    ("pin_share", 0.8),
+    ("pin_share", -0.1),
+    ("pin_share", "half"),
+    ("pin_share", "nan"),
+    ("client_hints", "everything"),
+    ("client_hints", True),
+    ("fetch_bytes_per_s", 0),
+    ("fetch_bytes_per_s", "fast"),
+    ("fetch_bytes_per_s", "nan"),
+    ("prefill_tokens_per_s", float("inf")),
+    ("prefill_tokens_per_s", True),
+    ("layerwise_loads", "some"),
+    ("durable_stores", 2),
+    ("hidden_states_path", 7),
+    ("hidden_states_bytes", "some"),
+    ("hidden_states_ttl_s", 0),
+    ("hidden_states_client_paths", "perhaps"),
+    ("describe_chunks", "partly"),
+    ("events_endpoint", "localhost:5557"),
+    ("events_endpoint", 5557),
+    ("events_replay_endpoint", "tcp://"),
+    ("events_topic", "kv@{pod}"),
+    ("events_topic", "kv@{node!r}"),
+    ("events_topic", "kv@{"),
+    ("events_topic", "kv@{}"),
+    ("events_topic", 1),
+    ("events_format", "json"),
+    ("events_hashes", "hex"),
+    *[(name, bad) for name in SECONDS for bad in (0, -1, "soon", 3600.1, "nan", "inf", None, True)],
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_bad_value_is_refused_with_key_and_value(key: str, value: Any) -> None:
+    with pytest.raises(SettingError) as caught:
+        load_settings({key: value}, {})
+    assert f"{key}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["auto", "ipc", "staged"])
+def test_ways_to_hand_the_kv_cache_over_are_accepted(value: str) -> None:
+    assert load_settings({"kv_handover": value}, {}).kv_handover == value
+
+
+def test_every_setting_refuses_some_value() -> None:
+    assert {key for key, _ in BAD} == {f.name for f in fields(Settings)}
+
+
+def test_bad_variable_is_refused_with_its_own_name() -> None:
+    with pytest.raises(SettingError, match="RAYKV_LEASE_SLOTS='x'"):
+        load_settings({}, {"RAYKV_LEASE_SLOTS": "x"})
+
+
+@pytest.mark.parametrize("seconds", [0.001, "2.5", 3600])
+def test_seconds_are_accepted_up_to_an_hour(seconds: Any) -> None:
+    assert load_settings({"load_deadline_s": seconds}, {}).load_deadline_s == float(seconds)
+
+
+def test_every_setting_has_a_text_for_its_page() -> None:
+    assert all(f.metadata["text"] for f in fields(Settings))
+
+
+NAMES = [f.name for f in fields(Settings)]
+
+
+HARD: list[Any] = [
+    10**400,
+    -(10**400),
+    10**5000,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "nan",
+    "inf",
+    "1e400",
+    "1e400GiB",
+    "9" * 400 + "GiB",
+    "9" * 5000,
+    "0.0000001b",
+    "\0",
+    "/tmp/a\0b",
+    "\ud800",
+    "a\nb",
+    "x" * 100_000,
+    "٣GiB",
+    b"8GiB",
+    {"a": [1]},
+    [[]],
+    None,
+    True,
+    object,
+]
+
+
+WRITABLE = [value for value in HARD if value != 10**5000]
+"""Hypothesis wants to show them."""
+
+
+TEXTS = st.one_of(
+    st.text(max_size=20),
+    st.from_regex(r"[0-9.]{1,12}\s?[kKmMgGtTiIbB]{0,3}", fullmatch=True),
+    st.sampled_from([value for value in HARD if isinstance(value, str)]),
+)
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.sampled_from(WRITABLE)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def assert_possible(loaded: Settings) -> None:
+    """The values are such as the rest of RayKV can work with."""
+    for f in fields(Settings):
+        value = getattr(loaded, f.name)
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, str):
+            value.encode()
+            assert "\0" not in value
+        else:
+            assert math.isfinite(value)
+            assert 0 < value <= max(MAX_SIZE, MAX_COUNT) or f.name.endswith(("_per_s", "_share"))
+
+
+def assert_one_sentence(error: SettingError, *named: str) -> None:
+    text = str(error)
+    assert len(text) < 2000
+    assert "\n" not in text
+    text.encode()
+    for name in named:
+        assert name in text
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(NAMES), value=JSON)
+def test_any_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
+    try:
+        assert_possible(load_settings({name: value}, {}))
+    except SettingError as error:
+        assert_one_sentence(error, f"{name}=")
+
+
+@pytest.mark.parametrize("value", HARD, ids=lambda value: repr(type(value)))
+@pytest.mark.parametrize("name", NAMES)
+def test_hard_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
+    try:
+        assert_possible(load_settings({name: value}, {}))
+    except SettingError as error:
+        assert_one_sentence(error, f"{name}=")
+
+
+@settings(max_examples=100, deadline=None)
+@given(name=st.sampled_from(NAMES), value=TEXTS)
+def test_any_variable_is_taken_or_refused_by_name(name: str, value: str) -> None:
+    variable = f"RAYKV_{name.upper()}"
+    try:
+        assert_possible(load_settings({}, {variable: value}))
+    except SettingError as error:
+        assert_one_sentence(error, f"{variable}=")
+
+
+@settings(max_examples=100, deadline=None)
+@given(key=st.one_of(st.text(max_size=200), st.integers(), st.none(), st.binary(max_size=5)))
+def test_any_key_is_known_or_refused_by_name(key: Any) -> None:
+    try:
+        load_settings({key: 1}, {})
+    except SettingError as error:
+        assert_one_sentence(error, repr(key)[:100] if repr(key).isascii() else "")
+
+
+def test_deeply_nested_value_is_refused() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    for name in NAMES:
+        with pytest.raises(SettingError, match=f"{name}=a value of type list"):
+            load_settings({name: nested}, {})

@@ -1,0 +1,168 @@
+"""The commands `raykv why-miss` and `raykv doctor`, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+import pytest
+from typer.testing import CliRunner
+
+import raykv
+from raykv import cli
+from raykv.base.errors import ClusterError
+from raykv.base.ids import MissReason
+from raykv.cli.trouble import ADVICE, advice
+from raykv.client.cluster import Cluster
+from raykv.cluster import ask
+from raykv.protocol.engine import MissRecord
+from raykv.protocol.reader import Explanation, Explanations
+
+RECORD = MissRecord(
+    "cmpl-7-0-abcd", 1000, 96, 640, {"incomplete_chunk": 8, "evicted": 256}, b"\xab\xcd"
+)
+
+
+def explanation(record: MissRecord) -> Explanation:
+    return Explanation(record, "engine-1", "node-1", "namespace-1", "tiny", age_s=12.3456)
+
+
+class PlayedCluster:
+    """Knows some requests; raises where `Cluster` would."""
+
+    def __init__(self, found: Sequence[Explanation]) -> None:
+        self.found = found
+        self.asked: list[str] = []
+
+    def why_miss(self, request_id: str) -> list[Explanation]:
+        self.asked.append(request_id)
+        if not self.found:
+            raise ClusterError(f"no request whose id begins with {request_id!r}")
+        return list(self.found)
+
+    def __enter__(self) -> PlayedCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+def play(patches: pytest.MonkeyPatch, *records: MissRecord) -> PlayedCluster:
+    played = PlayedCluster([explanation(record) for record in records])
+    patches.setattr(raykv, "connect", lambda _address: played)
+    return played
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, ["why-miss", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_table_has_every_source_and_reason_and_one_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = play(monkeypatch, RECORD)
+    text = run("cmpl-7")
+    assert played.asked == ["cmpl-7"]
+    rows = {" ".join(line.split()) for line in text.splitlines()}
+    assert "request cmpl-7-0-abcd: ended 12 s ago, tiny, engine engine-1 on node node-1" in rows
+    assert {
+        "in vLLM's own cache 96 10 %",
+        "loaded by RayKV 640 64 %",
+        "computed: evicted 256 26 %",
+        "computed: incomplete_chunk 8 1 %",
+        "all 1,000 100 %",
+        ADVICE[MissReason.EVICTED],
+    } <= rows
+
+
+def test_json_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, RECORD)
+    (row,) = json.loads(run("cmpl-7", "--json"))
+    assert row == {
+        "request_id": "cmpl-7-0-abcd",
+        "prompt_tokens": 1000,
+        "own_cache_tokens": 96,
+        "loaded_tokens": 640,
+        "missed_tokens": {"incomplete_chunk": 8, "evicted": 256},
+        "first_missing_key": "abcd",
+        "advice": ADVICE[MissReason.EVICTED],
+        "engine_id": "engine-1",
+        "node_id": "node-1",
+        "namespace": "namespace-1",
+        "model": "tiny",
+        "age_s": 12.346,
+    }
+
+
+def test_several_requests_come_in_the_order_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, MissRecord("newer", 1, 0, 1), MissRecord("older", 1, 0, 1))
+    text = run("x")
+    assert 0 <= text.index("request newer") < text.index("request older")
+
+
+def test_unknown_request_is_one_sentence_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(monkeypatch)
+    monkeypatch.setattr("sys.argv", ["raykv", "why-miss", "cmpl-9"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "raykv: no request whose id begins with 'cmpl-9'\n"
+
+
+def test_client_says_how_many_requests_are_known_when_it_is_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = Explanations([], num_known=17)
+    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: "the actor")
+    monkeypatch.setattr(ask, "why_miss", lambda *_arguments: answer)
+    with pytest.raises(ClusterError, match=r"'cmpl-9' is among the latest 17 that have ended"):
+        Cluster("here", joined_here=False).why_miss("cmpl-9")
+
+
+def test_every_reason_has_advice() -> None:
+    assert set(ADVICE) == set(MissReason)
+    assert len(set(ADVICE.values())) == len(ADVICE)
+    assert all(sentence.endswith(".") for sentence in ADVICE.values())
+
+
+@pytest.mark.parametrize(
+    ("missed", "expected"),
+    [
+        ({}, "All of the prompt was cached."),
+        ({"incomplete_chunk": 8}, ADVICE[MissReason.INCOMPLETE_CHUNK]),
+        ({"incomplete_chunk": 800, "paused": 1}, ADVICE[MissReason.PAUSED]),
+        ({"pool_full": 3, "evicted": 2}, ADVICE[MissReason.POOL_FULL]),
+        (
+            {"of_tomorrow": 3},
+            "A newer version of RayKV gave this reason: install that version here.",
+        ),
+    ],
+)
+def test_advice_is_about_the_largest_reason_but_the_prompts_end(
+    missed: dict[str, int], expected: str
+) -> None:
+    assert advice(MissRecord("r", 1000, 0, 0, missed)) == expected
+
+
+def test_doctor_ends_with_2_when_no_cluster_can_be_reached() -> None:
+    # Port 1 of this host: nobody listens there.
+    code = "import sys; from raykv.cli import main; sys.argv = ['raykv', *sys.argv[1:]]; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--ray-address", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+        check=False,
+    )
+    assert done.returncode == 2, done
+    assert "no Ray cluster can be reached at '127.0.0.1:1'" in done.stderr

@@ -1,0 +1,90 @@
+"""Which cluster is joined, and what is printed of what Ray says; no Ray is started."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from raykv.base.errors import ClusterError
+from raykv.cluster import join as cluster
+from raykv.cluster.join import log_errors
+from raykv.lab.bench.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def _no_named_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def running(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    monkeypatch.setattr(cluster, "running_clusters", lambda: list(addresses))
+
+
+def test_setting_wins_over_variable_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch, "host:1")
+    monkeypatch.setenv("RAY_ADDRESS", "variable:2")
+    assert cluster.find_cluster("setting:3") == "setting:3"
+    assert cluster.find_cluster(None) == "variable:2"
+
+
+def test_only_cluster_of_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch, "host:1")
+    assert cluster.find_cluster(None) == "host:1"
+    assert cluster.find_cluster("auto") == "host:1"
+
+
+def test_none_is_found_on_empty_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch)
+    assert cluster.find_cluster(None) is None
+
+
+def test_several_clusters_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch, "host:1", "host:2")
+    with pytest.raises(ClusterError, match=r"2 Ray clusters .*host:1, host:2.*ray_address"):
+        cluster.find_cluster(None)
+
+
+def test_unreachable_cluster_is_refused_at_once() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ClusterError, match=f"no Ray cluster can be reached at '{address}'"):
+        cluster.check_reachable(address)
+
+
+@pytest.mark.parametrize("address", ["somewhere", "ray://host:10001", "host:port"])
+def test_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(ClusterError, match="no Ray cluster can be reached"):
+        cluster.check_reachable(address)
+
+
+def test_fresh_randomness_is_that_of_no_other_process_and_leaves_the_seeded_one_as_it_was() -> None:
+    random.seed(0)
+    seeded = [random.random() for _ in range(4)]
+    random.seed(0)
+    with cluster._fresh_randomness():
+        fresh = [random.random() for _ in range(4)]
+    assert fresh != seeded
+    assert [random.random() for _ in range(4)] == seeded
+
+
+ERROR = {"lines": ["a raylet's error"], "pid": "raylet", "is_err": False}
+
+
+OUTPUT = {"lines": ["a worker's line"], "pid": 17, "ip": "10.0.0.1", "job": "01", "is_err": False}
+
+
+def test_errors_are_logged_once_and_not_printed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from ray._private import worker
+
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    log_errors()
+    log_errors()
+    with caplog.at_level("INFO", "raykv.ray"):
+        worker.print_to_stdstream(ERROR, ignore_prefix=False)
+        worker.print_to_stdstream(OUTPUT, ignore_prefix=True)
+    assert caplog.messages == ["Ray says: a raylet's error"]
+    assert capsys.readouterr().out.strip() == "a worker's line"

@@ -1,0 +1,285 @@
+"""Eviction order, by example; the suite runs for every policy, those of the benchmark too."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from raykv.base.errors import SettingError
+from raykv.base.settings import Settings, load_settings
+from raykv.directory.manager import ManagerSettings
+from raykv.directory.table import worth
+from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
+from raykv.directory.table.worth import Worth
+from raykv.lab.bench.arc import ARC
+from raykv.lab.bench.policy import COMPARED
+from raykv.lab.bench.s3fifo import S3FIFO
+from tests.fixtures.directory.eviction import add_all, give_up, order
+
+A, B, C, D = (("model", name) for name in (b"a", b"b", b"c", b"d"))
+
+
+@pytest.fixture(params=sorted(COMPARED))
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy[tuple[str, bytes]]:
+    return COMPARED[request.param]()
+
+
+def lru(*names: tuple[str, bytes]) -> LRU[tuple[str, bytes]]:
+    made: LRU[tuple[str, bytes]] = LRU()
+    for name in names:
+        made.add(name)
+    return made
+
+
+def test_lru_gives_up_the_oldest_first() -> None:
+    assert order(lru(A, B, C, D)) == "abcd"
+
+
+def test_lru_gives_up_a_touched_name_last() -> None:
+    made = lru(A, B, C, D)
+    made.touch(B)
+    made.touch(A)
+    assert order(made) == "cdba"
+
+
+def test_lru_counts_a_second_add_as_a_touch() -> None:
+    made = lru(A, B, C)
+    made.add(A)
+    assert order(made) == "bca"
+
+
+def test_lru_keeps_the_order_of_the_others_when_one_is_removed() -> None:
+    made = lru(A, B, C, D)
+    made.remove(B)
+    assert order(made) == "acd"
+
+
+def test_lru_treats_a_name_that_came_back_as_new() -> None:
+    made = lru(A, B, C)
+    made.remove(A)
+    made.add(A)
+    assert order(made) == "bca"
+
+
+def test_lru_gives_up_the_tail_of_a_prefix_first_when_it_is_touched_from_its_tail() -> None:
+    made = lru(A, B, C, D)
+    for name in (C, B, A):
+        made.touch(name)
+    assert order(made) == "dcba"
+
+
+def test_policy_holds_what_was_added_and_not_removed(
+    policy: EvictionPolicy[tuple[str, bytes]],
+) -> None:
+    for name in (A, B, C):
+        policy.add(name)
+    policy.add(B)
+    policy.remove(C)
+    assert set(policy.candidates()) == {A, B}
+    assert len(policy) == 2
+
+
+def test_policy_ignores_names_that_it_does_not_hold(
+    policy: EvictionPolicy[tuple[str, bytes]],
+) -> None:
+    policy.add(A)
+    policy.touch(B)
+    policy.remove(C)
+    assert list(policy.candidates()) == [A]
+    assert len(policy) == 1
+
+
+def test_policy_is_unchanged_by_looking_at_its_candidates(
+    policy: EvictionPolicy[tuple[str, bytes]],
+) -> None:
+    for name in (A, B, C):
+        policy.add(name)
+    assert list(policy.candidates()) == list(policy.candidates())
+    assert len(policy) == 3
+
+
+def test_policy_remembers_no_name_as_held_that_was_evicted(
+    policy: EvictionPolicy[tuple[str, bytes]],
+) -> None:
+    add_all(policy, "abc")
+    policy.evicted(B)
+    policy.evicted(B)
+    policy.touch(B)
+    assert set(policy.candidates()) == {A, C}
+    policy.add(B)
+    assert sorted(policy.candidates()) == [A, B, C]
+
+
+def test_policy_gives_up_in_the_order_in_which_they_came_what_was_used_once(
+    policy: EvictionPolicy[tuple[str, bytes]],
+) -> None:
+    add_all(policy, "abcdefgh")
+    assert order(policy) == "abcdefgh"
+    assert give_up(policy, 8) == "abcdefgh"
+    assert len(policy) == 0
+    assert list(policy.candidates()) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_policy_agrees_with_a_set_whatever_happens(
+    policy: EvictionPolicy[tuple[str, bytes]], seed: int
+) -> None:
+    random = Random(seed)
+    names = [("model", bytes([number])) for number in range(60)]
+    held: set[tuple[str, bytes]] = set()
+    for _ in range(3000):
+        # Some names far more often than others.
+        name = names[int(len(names) * random.random() ** 2)]
+        match random.choice(["add", "add", "touch", "remove", "evicted", "evict"]):
+            case "add":
+                policy.add(name)
+                held.add(name)
+            case "touch":
+                policy.touch(name)
+            case "remove":
+                policy.remove(name)
+                held.discard(name)
+            case "evicted":
+                policy.evicted(name)
+                held.discard(name)
+            case _:
+                for victim in list(policy.candidates())[: random.randint(0, 3)]:
+                    policy.evicted(victim)
+                    held.discard(victim)
+        there = list(policy.candidates())
+        assert len(there) == len(policy) == len(held)
+        assert set(there) == held
+        assert list(policy.candidates()) == there
+
+
+@pytest.mark.parametrize("name", ["arc", "worth", "s3fifo"])
+def test_policy_keeps_a_bounded_number_of_ghosts(name: str) -> None:
+    made = COMPARED[name]()
+    assert isinstance(made, ARC | S3FIFO | Worth)
+    for number in range(3000):
+        made.add(("model", number.to_bytes(4)))
+        if number % 2:
+            made.touch(("model", number.to_bytes(4)))
+        if len(made) > 20:
+            made.evicted(next(made.candidates()))
+    assert 0 < made.num_ghosts <= worth.GHOSTS_PER_NAME * 20
+    for name_ in list(made.candidates()):
+        made.evicted(name_)
+    assert made.num_ghosts <= worth.GHOSTS_PER_NAME
+
+
+def test_worth_is_that_of_lru_before_there_is_anything_to_learn_from() -> None:
+    random, ours = Random(1), Worth[tuple[str, bytes]]()
+    theirs: LRU[tuple[str, bytes]] = LRU()
+    for _ in range(worth.FEWEST_USES - 1):
+        name = ("model", bytes([random.randrange(50)]))
+        for policy in (ours, theirs):
+            policy.add(name)
+    assert list(ours.candidates()) == list(theirs.candidates())
+
+
+def taught(num_uses: int = 4000) -> Worth[tuple[str, bytes]]:
+    """Has held a few names that are used all the time, and many that come once."""
+    made = Worth[tuple[str, bytes]]()
+    for number in range(num_uses):
+        made.add(("hot", bytes([number % 20 // 2])) if number % 2 else ("once", number.to_bytes(4)))
+        if len(made) > 60:
+            made.evicted(next(made.candidates()))
+    return made
+
+
+def test_worth_learns_to_give_up_first_what_was_used_once() -> None:
+    made = taught()
+    made.add(("new", b""))
+    order = [kind for kind, _ in made.candidates()]
+    assert order[-10:] == ["hot"] * 10
+    assert "new" in order
+
+
+def test_worth_forgets_what_was_used_often_when_there_is_no_room_for_what_is_used_now() -> None:
+    made, random = taught(), Random(1)
+    for _ in range(4000):
+        made.add(("next", bytes([random.randrange(120)])))
+        if len(made) > 60:
+            made.evicted(next(made.candidates()))
+    assert "hot" not in {kind for kind, _ in made.candidates()}
+
+
+def test_worth_keeps_the_past_of_a_name_that_was_evicted_but_not_of_one_that_was_lost() -> None:
+    made = taught()
+    evicted, lost = ("hot", bytes([3])), ("hot", bytes([5]))
+    made.evicted(evicted)
+    made.remove(lost)
+    made.add(evicted)
+    made.add(lost)
+    order = list(made.candidates())
+    assert evicted in order[-9:]
+    assert lost not in order[-9:]
+
+
+def width(index: int) -> int:
+    """How many ages have an index: two indexes for each power of two."""
+    return max(1, 2 ** (index // 2 - 1))
+
+
+@pytest.mark.parametrize("index", [*range(12), worth.NUM_AGES - 1])
+def test_ages_of_one_index_lie_between_its_lowest_and_the_next(index: int) -> None:
+    lowest = sum(width(each) for each in range(index))
+    assert worth.age_index(lowest) == worth.age_index(lowest + width(index) - 1) == index
+    assert worth.age_index(lowest + width(index)) == index + 1
+
+
+def best_rates(chances: list[float]) -> list[float]:
+    """From each age on: by trying all waits."""
+    time, hits = [0.0], [0.0]
+    for index, chance in enumerate(chances):
+        time.append(time[-1] + width(index) * (1 - hits[-1] - chance / 2))
+        hits.append(hits[-1] + chance)
+    return [
+        max((hits[j] - hits[i]) / (time[j] - time[i]) for j in range(i + 1, len(time)))
+        for i in range(len(chances))
+    ]
+
+
+def test_worths_are_the_best_rate_of_any_further_wait() -> None:
+    uses, returns, num_held = [20.0, 8.0], [6.0, 7.0], 10
+    ages = [0.0, 0.0, 0.0, 6.0, 2.0, 4.0, 0.0, 1.0]
+    worths = [0.0] * (len(uses) * len(ages))
+    worth.learn(uses, returns, ages, worths, [0.0] * 36, 0, num_held)
+    doubt, expected = worth.DOUBT * num_held + 1, []
+    for queue in range(2):
+        usual = (sum(returns) + 1) / (sum(uses) + 2)
+        chance = (returns[queue] + doubt * usual) / (uses[queue] + doubt)
+        shares = [(count + 1 / len(ages)) / (sum(ages) + 1) for count in ages]
+        expected += best_rates([chance * share for share in shares])
+    assert worths == pytest.approx(expected)
+    assert max(worths[8:]) > max(worths[:8]) > 0
+
+
+def test_what_was_learned_counts_half_after_so_many_uses() -> None:
+    uses, returns, ages = [20.0], [6.0], [0.0, 6.0]
+    worth.learn(uses, returns, ages, [0.0] * 2, [0.0] * 12, worth.HALF_LIFE * 10, num_held=10)
+    assert (uses, returns, ages) == ([10.0], [3.0], [0.0, 3.0])
+
+
+def test_setting_takes_every_policy_and_the_defaults_are_one() -> None:
+    for name in POLICIES:
+        assert load_settings({"eviction_policy": name}, {}).eviction_policy == name
+    assert Settings().eviction_policy == DEFAULT_POLICY == ManagerSettings().eviction_policy
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo"])
+def test_setting_refuses_what_only_the_benchmark_has_and_names_the_others(name: str) -> None:
+    with pytest.raises(SettingError, match=f"{name}.* is not allowed: choose one of worth, lru"):
+        load_settings({"eviction_policy": name}, {})
+
+
+def test_ghosts_of_a_large_pool_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "MOST_GHOSTS", 5)
+    made: worth.Worth[str] = worth.Worth()
+    for number in range(40):
+        made.add(str(number))
+    for number in range(20):
+        made.evicted(str(number))
+    assert made.num_ghosts == 5

@@ -1,0 +1,227 @@
+"""Plans for models of every kind, out of their folders: no engine, and no weights.
+
+Engines of these models attach with the same KV groups and slots, and store what is said here:
+`tests/e2e/zoo/test_kinds.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+from vllm.distributed import parallel_state
+
+from deploy import sizes
+from raykv.base.errors import SettingError
+from raykv.client.capacity import KVShape
+from raykv.protocol.groups import ChunkGroup, groups_text
+from raykv.vllm.plan import plan
+from tests.fixtures.model_configs import LLAMA
+from tests.fixtures.zoo import ZOO, build
+
+MIB = 1 << 20
+MAMBA = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "hidden_size": 64,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 1,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+ENGINE = {"block_size": 32, "max_model_len": 2048, "dtype": "bfloat16"}
+
+
+def folder(tmp_path: Path, config: dict[str, Any]) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_shape_is_read_from_a_models_folder(tmp_path: Path) -> None:
+    model = folder(tmp_path, LLAMA)
+    sizes = {"pool_bytes": "64MiB", "blocks_per_chunk": 2}
+    found = plan(model, sizes, {"block_size": 16, "dtype": "float32"})
+    # Keys and values of 2 heads of 16 numbers of 4 bytes in 4 layers.
+    assert found.bytes_per_token == 2 * 2 * 16 * 4 * 4
+    (group,) = found.shape.groups
+    assert (group.kind, group.layers, group.tokens_per_chunk) == ("full attention", 4, 32)
+    assert found.shape.slot_bytes == group.chunk_bytes == 32 * found.bytes_per_token
+    assert found.pool.pool_bytes == 64 * MIB
+    by_tokens = plan(model, {"block_size": 64}, {"block_size": 16})
+    assert by_tokens.shape.groups[0].tokens_per_chunk == 64
+
+
+def test_head_that_can_not_be_split_is_on_several_ranks(tmp_path: Path) -> None:
+    model = folder(tmp_path, LLAMA)
+    split = plan(model, {}, {"block_size": 16, "tensor_parallel_size": 4})
+    assert split.bytes_per_token == 2 * 4 * 16 * 2 * 4
+    assert (split.shape.num_ranks, split.shape.num_parts) == (4, 4)
+    whole = plan(model, {"canonical_layout": True}, {"block_size": 16, "tensor_parallel_size": 4})
+    assert whole.shape.slot_bytes == split.shape.slot_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "chunks"),
+    [
+        ("mistral", ["4 sliding window"], "0:32/3"),
+        (
+            "gemma3-groups",
+            [*["2 sliding window"] * 5, "1 sliding window", "2 full attention"],
+            "0:32/3 1:32/3 2:32/3 3:32/3 4:32/3 5:32/3 6:32",
+        ),
+        (
+            "llama4",
+            [*["1 chunked local attention"] * 3, "1 full attention"],
+            "0:32/4 1:32/4 2:32/4 3:32",
+        ),
+        ("deepseek", ["2 latent attention"], "0:16"),
+        (
+            "qwen3-next",
+            [*["1 recurrent state"] * 3, "1 full attention"],
+            "0:96/1 1:96/1 2:96/1 3:96",
+        ),
+    ],
+)
+def test_kv_groups_are_as_vllm_makes_them(
+    name: str, kinds: list[str], chunks: str, tmp_path: Path
+) -> None:
+    found = plan(str(build(name, tmp_path)), {}, {**ENGINE, **ZOO[name].engine})
+    groups = found.shape.groups
+    assert [f"{each.layers} {each.kind}" for each in groups] == kinds
+    told = [
+        ChunkGroup(number, each.tokens_per_chunk, each.window_chunks)
+        for number, each in enumerate(groups)
+    ]
+    assert groups_text(told) == chunks
+    assert max(each.chunk_bytes for each in groups) == found.shape.slot_bytes
+
+
+def test_windows_between_are_stored_beside_those_at_the_end(tmp_path: Path) -> None:
+    model = str(build("gemma3", tmp_path))
+    some = plan(model, {"window_share": 1.0}, ENGINE, [1024])
+    none = plan(model, {"window_share": 0}, ENGINE, [1024])
+    assert [each.tokens for each in some.prompts] == [1024, 2048]
+    for with_some, with_none in zip(some.prompts, none.prompts, strict=True):
+        assert with_some.num_bytes > with_some.default_bytes == with_none.num_bytes
+        assert with_none.default_share == 1.0
+    assert none.prompts[1].chunks == [3, 3, 3, 3, 3, 64]
+    assert some.pool.tokens < none.pool.tokens
+
+
+def test_larger_steps_store_fewer_states(tmp_path: Path) -> None:
+    model = str(build("qwen3-next", tmp_path))
+    engine = {**ENGINE, **ZOO["qwen3-next"].engine}
+    small = plan(model, {}, {**engine, "max_num_batched_tokens": 512}, [])
+    large = plan(model, {}, {**engine, "max_num_batched_tokens": 2048}, [])
+    # 960 tokens before the last 1,024, the last whole chunk, and the ends of steps between.
+    assert large.prompts[0].chunks == [2, 2, 2, 21]
+    assert small.prompts[0].chunks == [5, 5, 5, 21]
+    assert "every 480 tokens with max_num_batched_tokens=512" in small.hints[-1]
+
+
+def test_states_without_a_prefix_cache_are_stored_nowhere(tmp_path: Path) -> None:
+    model = folder(tmp_path, MAMBA)
+    off = plan(model, {}, {"enable_prefix_caching": False})
+    assert off.prompts[-1].num_bytes == 0
+    assert "give its engine enable_prefix_caching=True" in off.hints[-1]
+    assert plan(model, {}, {"enable_prefix_caching": True}).prompts[-1].num_bytes > 0
+    mixed = str(build("qwen3-next", tmp_path / "mixed"))
+    with pytest.raises(SettingError, match="need --enable-prefix-caching"):
+        plan(mixed, {}, {**ENGINE, "enable_prefix_caching": False})
+
+
+def test_nothing_of_vllm_stays_changed(tmp_path: Path) -> None:
+    before = dict(os.environ), vars(parallel_state).copy()
+    plan(folder(tmp_path, LLAMA), {}, {"tensor_parallel_size": 2})
+    assert dict(os.environ) == before[0]
+    assert vars(parallel_state) == before[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"),
+    [
+        (
+            sizes.SMOLLM2_135M,
+            {
+                "hidden_size": 576,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "num_hidden_layers": 30,
+            },
+        ),
+        (
+            sizes.QWEN3_8B,
+            {
+                "hidden_size": 4096,
+                "head_dim": 128,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "num_hidden_layers": 36,
+                "max_position_embeddings": 40960,
+            },
+        ),
+    ],
+    ids=["smollm2", "qwen3"],
+)
+def test_shapes_of_the_manifests_are_what_plan_reads(
+    tmp_path: Path, shape: KVShape, numbers: dict[str, int]
+) -> None:
+    model = folder(tmp_path, {**LLAMA, "max_position_embeddings": 8192, **numbers})
+    engine = {
+        "block_size": shape.groups[0].tokens_per_chunk,
+        "max_model_len": shape.max_model_len,
+    }
+    assert plan(model, {}, engine).shape == msgspec.structs.replace(shape, model=model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine", "expected"),
+    [
+        ({"pool_bytes": "much"}, {}, "pool_bytes='much' is not a size"),
+        ({"pool_byte": 1}, {}, "did you mean 'pool_bytes'"),
+        ({"blocks_per_chunk": 0}, {}, "'blocks_per_chunk' must be greater than 0"),
+        ({"block_size": 33}, {"block_size": 16}, "must be a multiple of the GPU KV cache block"),
+        ({"block_size": 32, "blocks_per_chunk": 2}, {}, "Specify only one of 'block_size'"),
+        ({}, {"gpu_memory_utilization": 1}, "sizes follow from block_size"),
+        ({}, {"kv_cache_dtype": "int3"}, "the KV cache of the model .*: cache_dtype: I"),
+        ({}, {"dtype": "int3"}, "vLLM can't plan the KV cache of the model"),
+        ({}, {"tensor_parallel_size": 3}, "must be divisible by"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused(
+    tmp_path: Path, settings: dict[str, Any], engine: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(SettingError, match=expected):
+        plan(folder(tmp_path, LLAMA), settings, engine)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+            "has an encoder and a decoder",
+        ),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "generates no tokens"),
+        ({**LLAMA, "num_attention_heads": 3}, "vLLM can't plan the KV cache of the model"),
+    ],
+)
+def test_model_that_can_not_be_planned_is_refused(
+    tmp_path: Path, config: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(SettingError, match=expected):
+        plan(folder(tmp_path, config))
+
+
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="vLLM can't plan the KV cache of the model"):
+        plan(str(tmp_path))
