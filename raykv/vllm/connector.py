@@ -455,6 +455,7 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
         base = super().build_connector_meta(scheduler_output)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)

@@ -18,7 +18,8 @@ from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -38,7 +39,7 @@ from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
 from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, kv_cache_config
-from tests.simulation.layered_world import RUBBISH, World
+from tests.simulation.layered_world import RUBBISH, World, prefix_name
 
 SCHEDULER_HOOKS = (
     "on_new_request",
@@ -367,6 +368,23 @@ class HookWorld(World):
         assert not self.view._pending
         assert not self.manager.barred
         self.view.check()
+
+    def check_pool(self) -> None:
+        """Each chunk that can be loaded is what its key says, of the requests that were asked."""
+        named: dict[bytes, list[int]] = {}
+        for asked in self.asked.values():
+            tokens = list(asked.request.all_token_ids)
+            names = [prefix_name(tokens[:end]) for end in range(1, len(tokens) + 1)]
+            for at, name in enumerate(asked.request.block_hashes):
+                chunk = names[at * CHUNK : (at + 1) * CHUNK]
+                for group, kind in enumerate(self.kinds):
+                    has_state = isinstance(kind, MambaSpec)
+                    key = make_offload_key(name, group)
+                    named[key] = chunk[-1:] * CHUNK if has_state else chunk
+        for key, handle in self.view._ready.items():
+            stored, generation, names = self.line.slots[handle.slot]
+            assert (stored, generation) == (key, handle.generation)
+            assert names == named[key], f"{key.hex()} has other bytes"
 
     def _execute(self, output: Any) -> ModelRunnerOutput:
         """A step as vLLM's model runner does it."""

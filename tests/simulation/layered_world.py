@@ -149,17 +149,31 @@ class World:
 
     def add(self, prompt: list[int], max_tokens: int = 3) -> str:
         request_id = f"r{len(self.asked)}"
+        self._add(request_id, prompt, max_tokens)
+        return request_id
+
+    def add_turn(self, session: str, prompt: list[int], max_tokens: int = 3) -> None:
+        """A prompt that comes bit by bit: vLLM goes on where the turn before has ended.
+
+        The last token that it said is no part of the prompt.
+        """
+        self._add(session, prompt, max_tokens, resumable=True)
+
+    def _add(self, request_id: str, prompt: list[int], max_tokens: int, **more: Any) -> None:
         request = Request(
             request_id,
             list(prompt),
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
             None,
             block_hasher=self._hasher,
+            **more,
         )
         request.sampling_params.update_from_generation_config({}, None)
-        self.asked[request_id] = Asked(request)
+        self.asked.setdefault(request_id, Asked(request))
         self.scheduler.add_request(request)
-        return request_id
+
+    def has_ended(self, request_id: str) -> bool:
+        return request_id in self.asked and self.asked[request_id].request.is_finished()
 
     def abort(self, request_id: str) -> None:
         self.asked[request_id].is_aborted = True
@@ -185,8 +199,10 @@ class World:
         raise AssertionError("the engine does not come to an end")
 
     def check(self) -> None:
-        """Every answer is the right one."""
+        """Every answer is the right one; of sessions nobody knows which turn said what."""
         for asked in self.asked.values():
+            if asked.request.resumable:
+                continue
             tokens = list(asked.request.prompt_token_ids)
             for token in asked.answer:
                 if token != next_token(tokens):
@@ -246,8 +262,9 @@ class World:
 
     def _take_blocks(self, output: Any) -> None:
         """What a worker does first with a step: it notes blocks, and copies some."""
+        new = {each.req_id for each in output.scheduled_new_reqs}
         for request_id, groups, is_resumed in yield_req_data(output):
-            if request_id not in self.tables or is_resumed:
+            if request_id in new or is_resumed:
                 self.tables[request_id] = tuple([] for _ in self.kinds)
             for table, blocks in zip(self.tables[request_id], groups or (), strict=False):
                 table += blocks

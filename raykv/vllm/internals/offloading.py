@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -194,6 +194,16 @@ class SchedulerTables:
             context, nothing = ReqContext(request.request_id), RequestOffloadingContext()
             state = RequestOffloadState(self.owner.config, request, context, nothing)
             self.requests[request.request_id] = state
+
+    def forget_blocks(self, request_ids: Iterable[str]) -> None:
+        """All blocks of these requests come anew with this step.
+
+        0.32 adds them to those that it has of a prompt that comes bit by bit, so that places in the
+        prompt no longer fit blocks; later versions do this themselves.
+        """
+        for status in (self.requests.get(each) for each in request_ids):
+            for state in () if status is None else status.group_states:
+                state.block_ids.clear()
 
     def forget_blocks_left_behind(self) -> None:
         """Have no block offered again that a window has left behind: others may have it by now.
