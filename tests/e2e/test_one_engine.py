@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from raykv.client.plan import plan
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
@@ -21,6 +20,7 @@ from raykv.lab.bench.prompts import prompt
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.status import NodeStatus
+from raykv.vllm.plan import plan
 from tests.fixtures.processes import freeze, signal_after
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 
