@@ -48,8 +48,8 @@ def test_reset_offers_no_block_that_was_left_behind(
 ) -> None:
     world = HookWorld(model, 1, num_blocks=24, kinds=kinds, retention_interval=interval)
     world.evicting = 0.0
-    world.add(prompt(1, 7 * CHUNK), 40)
-    for _ in range(6):
+    world.add(prompt(1, 7 * CHUNK), 80)
+    for _ in range(45):
         world.step()
     # Others take what its window has left behind, and end.
     for number in range(4):
