@@ -74,7 +74,7 @@ from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
-    refuse_non_causal,
+    refuse_kinds,
     told_to_specs,
     use_our_spec,
 )
@@ -142,7 +142,7 @@ class RayKVConnector(OffloadingConnector):
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
         refuse_several_hosts(vllm_config.parallel_config)
-        refuse_non_causal(kv_cache_config)
+        refuse_kinds(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         extra_config = transfer_config.kv_connector_extra_config
         use_our_spec(extra_config)

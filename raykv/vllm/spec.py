@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import RSWASpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, MambaSpec, RSWASpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingMetricMetadata,
@@ -291,6 +291,26 @@ def refuse_non_causal(kv_cache_config: Any) -> None:
         raise SettingError(
             "in this model the KV of a token depends on tokens behind it, so that prompts with the "
             "same beginning share none: RayKV can't be used with it"
+        )
+
+
+def refuse_kinds(kv_cache_config: Any) -> None:
+    """Of KV that prompts with the same beginning don't share.
+
+    Raises:
+        SettingError: saying what of the model's KV is in the way.
+    """
+    refuse_non_causal(kv_cache_config)
+    specs = specs_of(kv_cache_config)
+    if any(isinstance(spec, CrossAttentionSpec) for spec in specs):
+        raise SettingError(
+            "this model has an encoder and a decoder, and the KV of the one says nothing about the "
+            "beginning of a prompt: RayKV can't be used with it"
+        )
+    if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs):
+        raise SettingError(
+            "without enable_prefix_caching=true vLLM keeps no recurrent states of this model where "
+            "prompts may part, and RayKV can store none: set it, or leave RayKV out"
         )
 
 
