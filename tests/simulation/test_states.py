@@ -23,7 +23,7 @@ KINDS = {
     "qwen3-next": (FULL, STATE),
     "kimi-linear, many layers": (FULL, STATE, STATE, STATE),
     "granite 4, jamba, nemotron-h": (FULL, STATE_INSIDE),
-    "rwkv, minimax's linear layers": (STATE,),
+    "linear attention alone": (STATE,),
     "mamba 2": (STATE_INSIDE,),
 }
 
