@@ -456,6 +456,7 @@ class RayKVConnector(OffloadingConnector):
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
+        self._tables.forget_blocks_left_behind(scheduler_output.finished_req_ids or ())
         base = super().build_connector_meta(scheduler_output)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
@@ -618,7 +619,7 @@ class RayKVConnector(OffloadingConnector):
         flushed = set(self._tables.flushed)
         self._tables.flushed.clear()
         # vLLM offers all blocks of running requests anew.
-        self._tables.forget_blocks_left_behind()
+        self._tables.forget_blocks_left_behind(self._tables.requests)
         try:
             return super().reset_cache()
         finally:

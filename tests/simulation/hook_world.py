@@ -375,16 +375,19 @@ class HookWorld(World):
         for asked in self.asked.values():
             tokens = list(asked.request.all_token_ids)
             names = [prefix_name(tokens[:end]) for end in range(1, len(tokens) + 1)]
-            for at, name in enumerate(asked.request.block_hashes):
-                chunk = names[at * CHUNK : (at + 1) * CHUNK]
-                for group, kind in enumerate(self.kinds):
+            hashes = asked.request.block_hashes
+            for group, kind in enumerate(self.kinds):
+                size = kind.block_size
+                for at, name in enumerate(hashes[size // CHUNK - 1 :: size // CHUNK]):
+                    chunk = names[at * size : (at + 1) * size]
                     has_state = isinstance(kind, MambaSpec)
                     key = make_offload_key(name, group)
-                    named[key] = chunk[-1:] * CHUNK if has_state else chunk
+                    named[key] = chunk[-1:] * size if has_state else chunk
         for key, handle in self.view._ready.items():
             stored, generation, names = self.line.slots[handle.slot]
             assert (stored, generation) == (key, handle.generation)
-            assert names == named[key], f"{key.hex()} has other bytes"
+            right = named[key]
+            assert names[: len(right)] == right, f"{key.hex()} has other bytes"
 
     def _execute(self, output: Any) -> ModelRunnerOutput:
         """A step as vLLM's model runner does it."""

@@ -288,8 +288,9 @@ class World:
         if isinstance(kind, MambaSpec):
             before = step.begin - 1
             return before < 0 or self.blocks[table[before // CHUNK]][0] == step.name(before)
+        size = kind.block_size
         return all(
-            self.blocks[table[at // CHUNK]][at % CHUNK] == step.name(at)
+            self.blocks[table[at // size]][at % size] == step.name(at)
             for at in seen(kind, step.begin, step.num_prompt)
         )
 
@@ -298,9 +299,12 @@ class World:
             for column, last in states_of(step, kind, self.scheduler).items():
                 self.blocks[table[column]] = [step.name(last) if is_right else RUBBISH] * CHUNK
             return
+        size = kind.block_size
         for at in range(step.begin, step.end):
-            block = self.blocks.setdefault(table[at // CHUNK], [RUBBISH] * CHUNK)
-            block[at % CHUNK] = step.name(at) if is_right else RUBBISH
+            block = self.blocks.setdefault(table[at // size], [RUBBISH] * size)
+            # Blocks of all groups are of one size in bytes, and go from one to another.
+            block += [RUBBISH] * (size - len(block))
+            block[at % size] = step.name(at) if is_right else RUBBISH
 
 
 @dataclass(frozen=True)
@@ -369,7 +373,11 @@ def make_scheduler(model: Path, cache: KVCacheConfig, *, is_async: bool) -> Sche
     config.cache_config.num_gpu_blocks = cache.num_blocks
     config.cache_config.mamba_cache_mode = "align" if cache.has_mamba_layers else "none"
     return (AsyncScheduler if is_async else Scheduler)(
-        config, cache, StructuredOutputManager(config), block_size=CHUNK
+        config,
+        cache,
+        StructuredOutputManager(config),
+        block_size=max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups),
+        hash_block_size=CHUNK,
     )
 
 

@@ -6,6 +6,7 @@ that are pre-empted. vLLM's scheduler is real, and so is what offers chunks to b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from raykv.serve.models import tiny_llama
 from tests.fixtures.effort import seeds
-from tests.fixtures.vllm import CHUNK, CHUNKED, FULL, PROMPT, STATE, STATE_INSIDE
+from tests.fixtures.vllm import CHUNK, CHUNKED, FULL, PROMPT, STATE, STATE_INSIDE, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_failed_loads import ALONE, SEVERAL
 from tests.simulation.test_layered_scheduler import prompt
@@ -26,6 +27,7 @@ KINDS = {
     "several": SEVERAL,
     "window": ALONE,
     "chunked": (FULL, CHUNKED),
+    "sizes": (replace(FULL, block_size=4 * CHUNK), WINDOW),
     "prompt": (PROMPT,),
     "states": (FULL, STATE),
     "mamba2": (STATE_INSIDE,),

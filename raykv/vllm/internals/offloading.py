@@ -205,14 +205,17 @@ class SchedulerTables:
             for state in () if status is None else status.group_states:
                 state.block_ids.clear()
 
-    def forget_blocks_left_behind(self) -> None:
+    def forget_blocks_left_behind(self, request_ids: Iterable[str]) -> None:
         """Have no block offered again that a window has left behind: others may have it by now.
 
         vLLM keeps the ids of those that it has offered, and does not notice when they are given
-        away.
+        away. It offers some again after a reset, and those before a request's end where blocks of
+        KV groups differ in size.
         """
         config = self.owner.config
-        for status in self.requests.values():
+        for status in (self.requests.get(each) for each in request_ids):
+            if status is None:
+                continue
             for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
                 if group.sliding_window_size_in_chunks is not None:
                     offered = state.next_stored_chunk_idx * config.blocks_per_chunk
