@@ -74,7 +74,7 @@ from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
-    refuse_non_causal,
+    refuse_kinds,
     told_to_specs,
     use_our_spec,
 )
@@ -142,7 +142,7 @@ class RayKVConnector(OffloadingConnector):
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
         refuse_several_hosts(vllm_config.parallel_config)
-        refuse_non_causal(kv_cache_config)
+        refuse_kinds(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         extra_config = transfer_config.kv_connector_extra_config
         use_our_spec(extra_config)
@@ -461,6 +461,8 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
+        self._tables.forget_blocks_left_behind(scheduler_output.finished_req_ids or ())
         base = super().build_connector_meta(scheduler_output)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
@@ -622,6 +624,8 @@ class RayKVConnector(OffloadingConnector):
         # vLLM's must not get any of an earlier reset, or of a hook that failed.
         flushed = set(self._tables.flushed)
         self._tables.flushed.clear()
+        # vLLM offers all blocks of running requests anew.
+        self._tables.forget_blocks_left_behind(self._tables.requests)
         try:
             return super().reset_cache()
         finally:
