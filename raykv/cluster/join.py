@@ -239,6 +239,11 @@ def join(address: str) -> None:
                 configure_logging=False,
             )
     except Exception as error:
+        if not raylets():
+            raise ClusterError(
+                f"cannot join the Ray cluster at {address}: no Ray node runs on this host. Start "
+                f"one (`ray start --address={address}`), or come from a host that has one"
+            ) from error
         raise ClusterError(
             f"cannot join the Ray cluster at {address}: {first_line(error)}. Is it running, and "
             "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
