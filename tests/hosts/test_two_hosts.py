@@ -126,10 +126,8 @@ def test_host_whose_clock_is_wrong_stores_and_loads_as_any(world: World) -> None
 @pytest.mark.extended
 def test_fetch_over_a_slow_link_is_declined_and_the_prompt_is_computed(world: World) -> None:
     """The engines measure what a fetch takes; that computing is slow they are told."""
-    engine = world.engines.pop("b")
-    engine.kill()
-    engine.stop()
-    world.start_engines(world.b, fetch_bytes_per_s=None, prefill_tokens_per_s=200.0)
+    world.end_engine(world.b)
+    world.start_engines(world.b, prefill_tokens_per_s=200.0)
     wait_until(lambda: world.comes(world.a, world.b), BACK_S, "it fetches over a fast link")
     world.b.slow(50_000)
     try:
@@ -138,8 +136,8 @@ def test_fetch_over_a_slow_link_is_declined_and_the_prompt_is_computed(world: Wo
         print(f"declined after {time.monotonic() - began:.1f} s")
     finally:
         world.b.full_speed()
-    world.engines.pop("b").stop()
-    world.start_engines(world.b)
+        world.end_engine(world.b)
+        world.start_engines(world.b)
     world.wait_for_all()
 
 
@@ -171,9 +169,7 @@ def test_two_clusters_in_one_network_share_nothing(world: World) -> None:
             known = {each["hostname"] for each in cluster.raykv(host, "status")["nodes"]}
             assert known == ({"c"} if host is others.head else {"a", "b"})
     finally:
-        for engine in stranger.engines.values():
-            engine.kill()
-            engine.stop()
+        stranger.end_engine(others.head)
         others.end()
         others.head.lose_power()
 
@@ -185,10 +181,8 @@ def test_node_that_leaves_for_good_is_forgotten_and_the_others_go_on(world: Worl
     time.sleep(1.0)
     assert world.loads(world.a, tokens, reference)
     only_there = world.computed(world.b)
-    engine = world.engines.pop("b")
     world.b.lose_power()
-    engine.kill()
-    engine.stop()
+    world.end_engine(world.b)
     began = time.monotonic()
     assert not world.loads(world.a, *only_there)
     assert time.monotonic() - began < SLOWEST_S
