@@ -292,6 +292,10 @@ RAY_CONNECT_S = 5.0
 """For reaching a cluster's port at all. Joining takes 0.1 to 0.6 s when all is well; without the
 cluster's authentication token Ray itself gives up after about 20 s."""
 
+RAY_LEAVE_S = 30.0
+"""For leaving a cluster whose raylet is dead, in order to join it again: tenths of a second, unless
+its GCS is away as well."""
+
 RAY_STOP_S = 3.0
 """For processes to end by themselves, then once more after SIGKILL."""
 

@@ -138,6 +138,8 @@ def _placement(facts: ClusterFacts) -> Iterator[Finding]:
                 "the engine makes one with its next exchange; if that does not happen, see its "
                 "log and whether Ray can start an actor on that node",
             )
+    for engine_id, node_id in facts.status.waiting.items() if facts.status else ():
+        yield _waiting(engine_id, node_id, facts)
     reporting = {node.node_id for node in facts.status.nodes} if facts.status else set()
     for engine in facts.engines:
         if engine.node_id not in reporting:
@@ -147,6 +149,26 @@ def _placement(facts: ClusterFacts) -> Iterator[Finding]:
                 f"{_short(engine.node_id)} does not report",
                 "see the log of that node's NodeActor (`ray logs`)",
             )
+
+
+def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Finding:
+    """An engine is not attached: nothing is heard of its node."""
+    host = facts.hostnames.get(node_id, "")
+    node = f"{_short(node_id)} ({host})" if host else _short(node_id)
+    if any(each.node_id == node_id and each.is_alive for each in facts.nodes):
+        return _fail(
+            "placement",
+            f"engine {_short(engine_id)} has no cache: the NodeActor of its node {node} does not "
+            "report",
+            "a new one reports within seconds; if it does not, see the engine's log and whether "
+            "Ray can start an actor on that node",
+        )
+    return _fail(
+        "placement",
+        f"engine {_short(engine_id)} has no cache: its Ray node {node} is gone",
+        "start Ray on that host again (`ray start --address=...`): the engine goes on there by "
+        "itself; or end the engine",
+    )
 
 
 def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Finding]:

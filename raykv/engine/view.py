@@ -429,6 +429,17 @@ class EngineView:
             self._tombstones.clear()
             self._outbox.released.extend(leases)
 
+    def move(self, node_id: NodeId) -> None:
+        """The engine is at another node, whose pool has nothing that the view knows of.
+
+        Its NodeActor's epoch may be any: it runs on another raylet.
+        """
+        self.node_id = node_id
+        self.node_epoch = Epoch(0)
+        self._declared = frozenset()
+        self._forget_all(MissReason.NODE_LOST)
+        self._tombstones.clear()
+
     def attached(self, message: EngineAttached) -> None:
         """The scheduler actor has taken the engine in; a snapshot of the mirror will follow."""
         self.epoch = Epoch(message.epoch)

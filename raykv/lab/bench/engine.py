@@ -119,6 +119,9 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        return self._launched(environment)
+
+    def _launched(self, environment: dict[str, str]) -> ChildProcess:
         return EngineProcess.launch(environment, self._log)
 
     @property

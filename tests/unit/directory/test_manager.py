@@ -246,6 +246,20 @@ def test_engine_is_told_to_come_again_when_its_node_has_not_reported() -> None:
     assert "has not reported yet" in answer.error
 
 
+def test_engine_without_a_node_is_known_as_waiting_until_it_attaches_or_is_silent() -> None:
+    desk = Desk()
+    desk.attach()
+    assert desk.manager.status("", "", desk.now).waiting == {"engine": "node"}
+    desk.report()
+    desk.attach()
+    assert desk.manager.status("", "", desk.now).waiting == {}
+    desk.attach("other", node="gone")
+    assert desk.manager.status("", "", desk.now).waiting == {"other": "gone"}
+    desk.now += EXPIRY_S + 1
+    desk.manager.expire(desk.now)
+    assert desk.manager.status("", "", desk.now).waiting == {}
+
+
 def test_engine_is_refused_with_both_numbers_when_it_speaks_another_protocol(desk: Desk) -> None:
     answer = desk.attach("other", version=PROTOCOL_VERSION + 6)
     assert str(PROTOCOL_VERSION) in answer.error

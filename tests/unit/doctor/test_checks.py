@@ -138,6 +138,20 @@ def test_healthy_cluster_gets_one_line_per_check_and_no_complaint() -> None:
 
 PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
     (
+        "engine whose Ray node is gone",
+        replace(with_status(waiting={"e3": "three"}), hostnames={"three": "rack7"}),
+        "placement",
+        Severity.FAIL,
+        ["engine e3", "its Ray node three (rack7) is gone"],
+    ),
+    (
+        "engine whose NodeActor does not report",
+        replace(with_status(waiting={"e3": "two"}), hostnames={"two": "box"}),
+        "placement",
+        Severity.FAIL,
+        ["engine e3", "node two (box) does not report"],
+    ),
+    (
         "scheduler actor frozen",
         replace(HEALTHY, scheduler=SILENT),
         "scheduler",
