@@ -239,6 +239,11 @@ def join(address: str) -> None:
                 configure_logging=False,
             )
     except Exception as error:
+        if not raylets():
+            raise ClusterError(
+                f"cannot join the Ray cluster at {address}: no Ray node runs on this host. Start "
+                f"one (`ray start --address={address}`), or come from a host that has one"
+            ) from error
         raise ClusterError(
             f"cannot join the Ray cluster at {address}: {first_line(error)}. Is it running, and "
             "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
@@ -282,12 +287,20 @@ def _fresh_randomness() -> Iterator[None]:
 
 @contextmanager
 def _keeping_handlers() -> Iterator[None]:
-    """Keep the handler of SIGTERM: Ray's own would end the process on the spot."""
+    """Keep the handler of SIGTERM: Ray's own would end the process on the spot.
+
+    Only the main thread can set one; that Ray can't, on another one, is nothing to warn of.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
+    voice = logging.getLogger("ray._private.worker")
+    level = voice.level
+    voice.setLevel(level if is_main else logging.ERROR)
     try:
         yield
     finally:
-        if callable(handler) and threading.current_thread() is threading.main_thread():
+        voice.setLevel(level)
+        if callable(handler) and is_main:
             signal.signal(signal.SIGTERM, handler)
 
 

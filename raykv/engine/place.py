@@ -20,6 +20,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import ray
 
@@ -31,24 +32,54 @@ from raykv.cluster.join import Raylet
 logger = logging.getLogger("raykv")
 
 
+class RayHere(Protocol):
+    """What is asked of Ray and of this host; `OwnRay`, and what tests play."""
+
+    def raylets(self) -> list[Raylet]:
+        """See `raykv.cluster.join.raylets`."""
+
+    def driver_node(self) -> str:
+        """The node of the raylet that this process is connected to; empty: it is not."""
+
+    def rejoin(self, address: str) -> None:
+        """See `raykv.cluster.join.rejoin`."""
+
+
+class OwnRay:
+    """This process's."""
+
+    def raylets(self) -> list[Raylet]:
+        return cluster.raylets()
+
+    def driver_node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+
+    def rejoin(self, address: str) -> None:
+        cluster.rejoin(address)
+
+
 class EnginePlace:
     """See the module's docstring.
 
     Args:
         address: at which this process has joined its cluster.
-        node_id: of a raylet of this host; empty: the one that this process is connected to.
+        node_id: of a raylet of this host.
         is_ours: whether the connection is the engine's own, so that it may be made anew.
+        here: Ray, as this process sees it.
     """
 
-    def __init__(self, address: str, node_id: str, *, is_ours: bool) -> None:
+    def __init__(
+        self, address: str, node_id: str, *, is_ours: bool, here: RayHere | None = None
+    ) -> None:
         self._address = address
         self._is_ours = is_ours
-        self.node_id = cluster.resolve_node_id(node_id)
+        self._here = here or OwnRay()
+        self.node_id = node_id
         self.is_gone = False
-        there = cluster.raylets()
+        there = self._here.raylets()
         # None: they can't be seen from here, and count as there.
-        self._driver = _find(there, _driver_node())
-        self._node = _find(there, self.node_id)
+        self._driver = _find(there, self._here.driver_node())
+        self._node = _find(there, node_id)
         # Guards the connection.
         self._lock = threading.Lock()
         self._life = 1
@@ -63,14 +94,14 @@ class EnginePlace:
         Raises:
             ClusterError: the connection could not be made anew; the next call tries again.
         """
-        there = cluster.raylets()
-        self.is_gone = not (self._connect(there) and self._move())
+        self.is_gone = not (self._connect() and self._move())
         return not self.is_gone
 
-    def _connect(self, there: Sequence[Raylet]) -> bool:
+    def _connect(self) -> bool:
         """Whether this process is connected to a raylet of this host."""
         driver = self._driver
-        if driver is None or (_find(there, driver.node_id) and ray.is_initialized()):
+        there = self._here.raylets()
+        if driver is None or (_find(there, driver.node_id) and self._here.driver_node()):
             return True
         if not self._is_ours:
             self._say(
@@ -84,14 +115,14 @@ class EnginePlace:
         with self._lock:
             self._refuse_after_end()
             self._life += 1
-            cluster.rejoin(self._address)
-            self._driver = _find(cluster.raylets(), _driver_node()) or driver
+            self._here.rejoin(self._address)
+            self._driver = _find(self._here.raylets(), self._here.driver_node()) or driver
         return True
 
     def _move(self) -> bool:
         """Whether there is a node for the engine; it may be another one."""
         node = self._node
-        there = cluster.raylets()
+        there = self._here.raylets()
         if node is None or _find(there, node.node_id):
             return True
         following = cluster.successor(node, there)
@@ -130,7 +161,7 @@ class EnginePlace:
         """
         with self._lock:
             self._refuse_after_end()
-            if not ray.is_initialized():
+            if not self._here.driver_node():
                 raise ClusterError("this engine is not connected to Ray")
             yield self._life
 
@@ -168,10 +199,6 @@ def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
         atexit.unregister(ray.shutdown)
         return False
     return True
-
-
-def _driver_node() -> str:
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def _find(there: Sequence[Raylet], node_id: str) -> Raylet | None:

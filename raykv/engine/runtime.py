@@ -88,7 +88,8 @@ class EngineRuntime:
         self._joined = found = self._join()
         self.address = cluster.current_address()
         try:
-            self._place = EnginePlace(found.address, settings.node_id, is_ours=is_ours)
+            node_id = cluster.resolve_node_id(settings.node_id)
+            self._place = EnginePlace(found.address, node_id, is_ours=is_ours)
             self._geometry = self._choose_geometry()
         except RayKVError:
             # The engine does not start, so a cluster that was started for it has no user.

@@ -179,7 +179,9 @@ class EngineProcess:
                 self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                # One that has just ended took no more: closing sends what waits.
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def kill(self) -> None:
         """SIGKILL for the engine and all its children; nothing if it is dead."""
