@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 
 class At(StrEnum):
@@ -108,5 +109,16 @@ def table() -> str:
     return "\n".join(lines)
 
 
+PAGE = Path(__file__).with_name("security.md")
+
+
+def with_table(page: str) -> str:
+    """The page, with the rows of now in place of those that it has; nothing else in it is a table."""
+    lines = page.splitlines()
+    places = [number for number, line in enumerate(lines) if line.startswith("|")]
+    lines[places[0] : places[-1] + 1] = table().splitlines()
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    print(table())
+    PAGE.write_text(with_table(PAGE.read_text()))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import grpc
 
@@ -26,15 +28,23 @@ METHODS = (
 """One of each service that Ray has on its ports."""
 
 
+def is_open(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), CONNECT_S).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
 def tried(address: str, port: int) -> str:
-    """What a stranger gets at a port; empty if nothing listens."""
+    """What a stranger gets at a port that is open."""
     try:
         with socket.create_connection((address, port), CONNECT_S) as line:
-            line.sendall(f"GET /metrics HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+            line.sendall(
+                f"GET /metrics HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode()
+            )
             line.settimeout(CONNECT_S)
             said = received(line)
-    except ConnectionRefusedError:
-        return ""
     except OSError as error:
         return f"error {error}"
     if said.startswith(b"HTTP/1."):
@@ -76,5 +86,7 @@ def codes(target: str) -> set[str]:
 
 
 if __name__ == "__main__":
-    answers = {port: tried(sys.argv[1], port) for port in range(1, 1 << 16)}
-    print(json.dumps({port: answer for port, answer in answers.items() if answer}))
+    address = sys.argv[1]
+    ports = [port for port in range(1, 1 << 16) if is_open(address, port)]
+    with ThreadPoolExecutor(len(ports)) as pool:
+        print(json.dumps(dict(zip(ports, pool.map(partial(tried, address), ports), strict=True))))

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 
 from deploy.listeners import LISTENERS, Answer, At
 from tests.fixtures.listeners import Found, row_of
-from tests.fixtures.pods import Pod, PodNetwork, objection, pod_network
+from tests.fixtures.pods import PodNetwork, objection, pod_network
 from tests.fixtures.waiting import wait_until
 from tests.house import CHILDREN, ROOT
 
@@ -73,11 +72,11 @@ class Member:
 
     def __init__(self, network: PodNetwork, folder: Path) -> None:
         self.outside = network.outside
-        self.pod = network.join(Pod("member"))
+        self.pod = network.pod("member")
         self.folder = folder
         self.environment = {
             **os.environ,
-            "HOME": str(folder),
+            "HOME": "/tmp/home",
             "PYTHONPATH": str(ROOT),
             "RAY_AUTH_MODE": "token",
             "HF_HUB_OFFLINE": "1",
@@ -111,8 +110,8 @@ class Member:
         flags += ["--block-size", "32", "--max-model-len", "1024", "--port", str(API_PORT)]
         self.start("serve.log", "raykv", "serve", "/tmp/tiny", *flags)
         wait_until(lambda: self.serves(API_PORT), START_S, "`raykv serve` answers")
-        (self.folder / "app.yaml").write_text(textwrap.dedent(APPLICATION))
-        self.start("app.log", "serve", "run", str(self.folder / "app.yaml"))
+        self.pod.run("sh", "-c", 'echo "$1" >/tmp/app.yaml', "-", APPLICATION)
+        self.start("app.log", "serve", "run", "/tmp/app.yaml")
         wait_until(lambda: self.serves(8000), START_S, "the application answers")
 
 
