@@ -46,6 +46,11 @@ class Listener:
 
 ENGINES = ("vLLM's EngineCore", "vLLM's worker")
 HEAD = "the head"
+MEMBERS = (
+    *("NodeActor", "SchedulerActor", "PublisherActor", "vLLM's EngineCore"),
+    *("a Serve replica", "Serve's proxy", "a Ray worker", "a client of Ray"),
+)
+"""Whoever calls actors or is one."""
 
 LISTENERS = (
     Listener(("NodeActor", "SchedulerActor"), "metrics", At.NODE, "`metrics_port`", Answer.METRICS),
@@ -64,16 +69,7 @@ LISTENERS = (
     ),
     Listener(("vLLM's worker",), "torch.distributed", At.LOOPBACK, "any", Answer.NONE),
     Listener(
-        (
-            "NodeActor",
-            "SchedulerActor",
-            "PublisherActor",
-            "vLLM's EngineCore",
-            "a Serve replica",
-            "Serve's proxy",
-            "a Ray worker",
-            "a client of Ray",
-        ),
+        MEMBERS,
         "calls of actors",
         At.ALL,
         "any; workers: 10002 to 19999",
@@ -104,7 +100,8 @@ def table() -> str:
     """The rows, in Markdown."""
     lines = ["| who listens | for | where | port | on | a stranger gets |", f"|{'---|' * 6}"]
     for row in LISTENERS:
-        cells = (", ".join(row.who), row.what, row.at, row.port or "none", row.where, row.answer)
+        who = "actors, engines, clients of Ray" if row.who == MEMBERS else ", ".join(row.who)
+        cells = (who, row.what, row.at, row.port or "none", row.where, row.answer)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -113,7 +110,7 @@ PAGE = Path(__file__).with_name("security.md")
 
 
 def with_table(page: str) -> str:
-    """The page, with the rows of now in place of those that it has; nothing else in it is a table."""
+    """The page with the rows of now; nothing else in it is a table."""
     lines = page.splitlines()
     places = [number for number, line in enumerate(lines) if line.startswith("|")]
     lines[places[0] : places[-1] + 1] = table().splitlines()

@@ -27,8 +27,8 @@ def start(
     endpoint: Annotated[
         str,
         typer.Argument(
-            help="Where, like tcp://*:5557 (the node's address; 0.0.0.0: all); with a host's name it "
-            "connects."
+            help="Where, like tcp://*:5557 (the node's address; 0.0.0.0: all); with a host's name "
+            "it connects."
         ),
     ],
     *,

@@ -134,7 +134,7 @@ def test_kuberays_own_probe_of_the_head_passes(cluster: RunningCluster) -> None:
 def test_worker_is_alive_before_its_engine_and_ready_with_it(cluster: RunningCluster) -> None:
     assert cluster.heard[:3] == [(False, False), (True, False), (True, True)]
     assert cluster.worker.passes("startupProbe")
-    assert not hasattr(cluster.head.container, "readinessProbe")
+    assert "readinessProbe" not in cluster.head.container
 
 
 @pytest.mark.parametrize("command", ["status", "doctor"])

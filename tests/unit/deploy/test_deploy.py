@@ -352,7 +352,7 @@ def test_image_has_what_its_builder_sees_and_ends_as_the_user_of_the_pods() -> N
             *sources, _ = (word for word in step.rest.split() if not word.startswith("--"))
             assert {f"!{source}" for source in sources} <= {*let_through}
     (user,) = (step.rest for step in taken if step.word == "USER")
-    after = [step.word for step in taken[taken.index(("USER", user)) :]]
+    after = [step.word for step in taken[taken.index(image.Step("USER", user)) :]]
     assert "RUN" not in after
     assert "COPY" not in after
     for overlay in render.OVERLAYS:
