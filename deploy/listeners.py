@@ -29,6 +29,7 @@ class Answer(StrEnum):
     METRICS = "metrics in plain text"
     API = "vLLM's API"
     EVENTS = "events"
+    GLOO = "torch's protocol, which asks for nothing"
     NONE = "nothing: it can't connect"
 
 
@@ -67,7 +68,7 @@ LISTENERS = (
     Listener(
         ("vLLM's API server", *ENGINES, "a Serve replica"), "vLLM's own", At.FILE, "", Answer.NONE
     ),
-    Listener(("vLLM's worker",), "torch.distributed", At.LOOPBACK, "any", Answer.NONE),
+    Listener(("vLLM's worker",), "torch.distributed", At.NODE, "any", Answer.GLOO),
     Listener(
         MEMBERS,
         "calls of actors",

@@ -14,6 +14,8 @@ from functools import partial
 import grpc
 
 CONNECT_S = 2.0
+SETTINGS = b"\x04"
+"""The type of the frame with which a server of HTTP/2 begins."""
 METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
     "/ray.rpc.InternalKVGcsService/InternalKVKeys",
@@ -55,6 +57,8 @@ def tried(address: str, port: int) -> str:
         )
     if said[:1] == b"\xff":
         return "zmq"
+    if said[3:4] != SETTINGS:
+        return f"other {said[:20]!r}" if said else "silence"
     return f"grpc {' '.join(sorted(codes(f'{address}:{port}')))}"
 
 

@@ -159,13 +159,21 @@ def test_engine_that_is_killed_is_not_ready_and_loads_from_the_pool_afterwards(
     assert worker.pod.processes("ray::NodeActor") == actors
 
 
-def test_liveness_fails_while_the_ray_node_does_not_answer(cluster: RunningCluster) -> None:
-    (raylet,) = cluster.worker.pod.processes("raylet")
+def test_liveness_fails_when_ray_has_given_the_node_up_and_the_container_ends_with_it(
+    cluster: RunningCluster,
+) -> None:
+    """A node that hangs is noticed by Ray's head, after a minute; its health says so then."""
+    worker = cluster.worker
+    assert worker.process is not None
+    (raylet,) = worker.pod.processes("raylet")
     freeze(raylet.pid)
     try:
-        wait_until(lambda: not cluster.worker.passes("livenessProbe"), 60.0, "liveness fails")
+        wait_until(lambda: not worker.passes("livenessProbe"), START_S, "liveness fails")
     finally:
         os.kill(raylet.pid, signal.SIGCONT)
+    assert worker.process.wait(worker.grace_s) == 1
+    assert "Ray has ended, and with it this node" in worker.log
+    worker.start()
     cluster.wait_for(liveness=True, readiness=True)
 
 

@@ -13,7 +13,7 @@ from deploy.listeners import At, table
 from raykv.client.cluster import Cluster
 from raykv.cluster.processes import argument, command_lines, group_of, is_raylet
 from raykv.protocol.events import PublisherSettings
-from tests.fixtures.listeners import Found, at_of, listeners, role_of, row_of
+from tests.fixtures.listeners import Found, at_of, listeners, role_of, rows_of
 from tests.fixtures.one_node import actors_of_one_node
 from tests.fixtures.waiting import wait_until
 from tests.house import ROOT
@@ -71,7 +71,7 @@ def test_table_of_the_page_is_this_one() -> None:
 
 def test_every_socket_that_listens_is_in_the_table(found: list[Found], on_loopback: bool) -> None:
     assert {each.role for each in found} >= ALL_OF_ONE_NODE
-    unknown = [each for each in found if row_of(each, on_loopback=on_loopback) is None]
+    unknown = [each for each in found if not rows_of(each, on_loopback=on_loopback)]
     assert not unknown, f"bind them to loopback, or explain them in deploy/listeners.py: {unknown}"
 
 
@@ -96,10 +96,10 @@ def test_socket_that_is_not_in_the_table_is_found() -> None:
         port = stranger.getsockname()[1]
         (mine,) = [each for each in listeners([os.getpid()]) if each.port == port]
     assert mine.at is At.ALL
-    assert row_of(mine._replace(role="Serve's controller"), on_loopback=False) is None
+    assert not rows_of(mine._replace(role="Serve's controller"), on_loopback=False)
     metrics = mine._replace(role="SchedulerActor", at=At.NODE)
-    assert row_of(metrics, on_loopback=False) is not None
-    assert row_of(metrics._replace(at=At.FILE), on_loopback=False) is None
+    assert [row.what for row in rows_of(metrics, on_loopback=False)] == ["metrics"]
+    assert not rows_of(metrics._replace(at=At.FILE), on_loopback=False)
 
 
 @pytest.mark.parametrize(
