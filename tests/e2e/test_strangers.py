@@ -23,12 +23,12 @@ from tests.house import CHILDREN, ROOT
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.extended,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(bool(objection()), reason=objection()),
 ]
 
 BIN = Path(sys.executable).parent
-START_S = 300.0
+START_S = 600.0
 API_PORT = 8001
 EXPECTED = {
     Answer.TOKEN: {"grpc UNAUTHENTICATED", "grpc UNAUTHENTICATED UNIMPLEMENTED"},
