@@ -343,6 +343,7 @@ def set_breaker(here: Node, first_s: float, longest_s: float) -> None:
 @pytest.fixture
 def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(raykv.node.fetch, "MOST_PIECE_BYTES", PAGE)
 
 
 def pause_s(network: Network, here: Node, source: Node, name: ChunkName) -> float:
