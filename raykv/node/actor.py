@@ -54,8 +54,9 @@ from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.host import host_facts
 from raykv.node.keeper import inventory_of
-from raykv.node.nixl import NixlAgent, NixlError, NixlTransport
-from raykv.node.offers import Offers
+from raykv.node.nixl.agent import NixlAgent, NixlError
+from raykv.node.nixl.offers import Offers
+from raykv.node.nixl.transport import NixlTransport
 from raykv.node.peers import Bytes, ObjectRefTransport, RayPeers, Switch
 from raykv.node.read import ReadService
 from raykv.node.service import (

@@ -58,7 +58,7 @@ MOST_PIECE_BYTES = 64 << 20
 CPU time, whatever its size: in pieces of 16 MiB a GiB takes a third more.
 """
 
-WINDOW = 3
+WINDOW = 2
 """Pieces of one fetch that are under way at a time."""
 
 

@@ -1,7 +1,7 @@
 """How NodeActors read from each other: protocols, and their implementation through Ray.
 
 A read is a call of the source's method `read`, whose return value travels through the object stores
-of both nodes: Ray moves the bytes, and frees them when the reference goes. `nixl.py` has the other
+of both nodes: Ray moves the bytes, and frees them when the reference goes. `nixl` has the other
 way.
 """
 

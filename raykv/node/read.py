@@ -37,8 +37,8 @@ MAX_READ_BYTES = 256 << 20
 BUFFER_BYTES = 64 << 20
 """Bytes of each buffer: as much as one read asks for, as a rule."""
 
-MAX_KEPT = 2
-"""Buffers that wait for their next use: 128 MiB at most."""
+MAX_KEPT = 4
+"""Buffers that wait for their next use, as many as reads run at a time: 256 MiB at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-import raykv.node.nixl
+import raykv.node.nixl.transport
 from raykv.base.ids import Refusal
-from raykv.node.nixl import MOST_BUFFERS, NixlAgent, NixlError, NixlTransport, Part
+from raykv.node.nixl.agent import NixlAgent, NixlError, Part
+from raykv.node.nixl.transport import MOST_BUFFERS, NixlTransport
 from raykv.node.peers import PeerError
 from raykv.protocol.columns import Source
 from raykv.protocol.node import NixlEnd, NodeDescription
@@ -168,7 +169,7 @@ def test_buffer_of_a_failed_transfer_rests_and_the_source_is_read_the_other_way(
     slow: SlowAgent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raykv.node.nixl, "NIXL_AGAIN_S", 0.5)
+    monkeypatch.setattr(raykv.node.nixl.transport, "NIXL_AGAIN_S", 0.5)
     slow.has_failed = True
     name = source.store(key(0))
     read = network.transport.start_read(Source("source"), question(source, name))

@@ -6,7 +6,7 @@ import pytest
 
 from raykv.base.errors import MessageError
 from raykv.base.ids import ChunkName, Refusal
-from raykv.node.offers import Offers
+from raykv.node.nixl.offers import Offers
 from raykv.protocol.columns import Handles
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import ReadRequest

@@ -389,7 +389,7 @@ def test_half_of_the_time_is_left_however_many_pieces_are_under_way(
     here: Node, source: Node, other: Node
 ) -> None:
     source.faults.is_silent = True
-    other.faults.delay_s = 0.5
+    other.faults.delay_s = 0.3
     orders = [
         here.order_of((source, source.store(key(i))), (other, other.store(key(i))))
         for i in range(3)
