@@ -17,7 +17,7 @@ CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client
 TIMED_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*.py))
 # Mostly wait, each for something else: Ray's actors in the one, engines in the other.
 CALM_LIVE_TESTS := tests/integration
-LIVE_TESTS := tests/e2e
+LIVE_TESTS := tests/e2e tests/hosts
 PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
 	$(CALM_CONTRACTS)
 # What faces vLLM, and runs on the other version too.
@@ -39,13 +39,14 @@ PYTEST_PURE = $(TEST_BIN)/pytest --numprocesses 2 $(PURE_TESTS)
 ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,$(OVERLAY)/bin/pytest)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-extended wheel lint format clean distclean
+.PHONY: help setup demo test test-pure test-hosts test-extended wheel lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       set up, then run `raykv demo`   (DEMO_ARGS=...)'
 	@echo 'make test       set up, then lint and pytest    (PYTEST_ARGS=...)'
 	@echo 'make test-pure  without what needs Ray, engines or measures time, in two processes'
+	@echo 'make test-hosts  hosts as namespaces, needs root: networks that are cut, hosts that are lost'
 	@echo 'make test-extended  the long ones: applications of Ray Serve, benchmarks, more seeds and variants'
 	@echo 'make wheel      build the wheel into dist/'
 	@echo 'make lint       ruff and mypy only'
@@ -89,6 +90,9 @@ test-pure: lint
 test-extended: lint $(OVERLAY_STAMP)
 	TESTS_EFFORT=4 $(TEST_BIN)/pytest tests/stateful
 	$(TEST_BIN)/pytest -m extended
+
+test-hosts: lint
+	$(TEST_BIN)/pytest -m hosts tests/hosts
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

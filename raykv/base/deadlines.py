@@ -305,6 +305,10 @@ RAY_CONNECT_S = 5.0
 """For reaching a cluster's port at all. Joining takes 0.1 to 0.6 s when all is well; without the
 cluster's authentication token Ray itself gives up after about 20 s."""
 
+RAY_LEAVE_S = 30.0
+"""For leaving a cluster whose raylet is dead, in order to join it again: tenths of a second, unless
+its GCS is away as well."""
+
 RAY_STOP_S = 3.0
 """For processes to end by themselves, then once more after SIGKILL."""
 
@@ -313,6 +317,11 @@ RAY_LOOK_S = 0.1
 
 REPLACE_PAUSE_S = 0.5
 """For Ray to forget the name of an actor that was ended."""
+
+INHERIT_S = 60.0
+"""For what an earlier life has left: without it, what was cleared could come back. Longer than a
+busy head node takes; where it is gone, nobody could make the actor.
+"""
 
 RECONCILE_PAUSES_S = (2.0, 60.0)
 """Between two searches for nodes that lack their NodeActor, first, and longest while Ray's head

@@ -106,6 +106,11 @@ def group_of(key: Key) -> int:
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
+def in_group(key: Key, group: int) -> Key:
+    """The offload key of the same tokens in a KV group."""
+    return Key(key[:-GROUP_BYTES] + group.to_bytes(GROUP_BYTES, "big"))
+
+
 class Lookup(Enum):
     """Answer to a lookup; the names are those of vLLM's `LookupResult`."""
 

@@ -279,7 +279,8 @@ class Settings:
         "",
         endpoint,
         "Where the cluster's events are published in vLLM's format, on Ray's head node, as in "
-        "tcp://*:5557; includes describe_chunks. Default: nowhere",
+        "tcp://*:5557 (* is the node's address, 0.0.0.0 all of them); includes describe_chunks. "
+        "Default: nowhere",
     )
     events_replay_endpoint: str = _setting(
         "", endpoint, "Where subscribers ask for events that they have missed. Default: nowhere"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,12 +25,14 @@ from raykv.cli.base import (
 )
 from raykv.memory.room import human_bytes
 from raykv.prompts.block_hashes import PromptTraits
+from raykv.protocol.groups import parse_groups
 from raykv.protocol.reader import DISK
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from raykv.protocol.reader import Chunk, PromptLookup
+    from raykv.protocol.status import NamespaceStatus
 
 SHOWN_DIGITS = 24
 """How many digits of a key to show: enough to distinguish the chunks of any cluster."""
@@ -115,20 +117,21 @@ def show(
     """
     with connected(ray_address) as cluster:
         found = cluster.chunk(key)
+        spaces = {each.namespace: each for each in cluster.status().spaces}
     if as_json:
         print_json(found)
     elif found:
-        _print_chunk(found)
+        _print_chunk(found, spaces.get(found[0].namespace))
     else:
         say(f"no node has a chunk whose key begins with {key}")
     raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
 
 
-def _print_chunk(replicas: list[Chunk]) -> None:
+def _print_chunk(replicas: list[Chunk], space: NamespaceStatus | None) -> None:
     first = replicas[0]
     say(f"key         {first.key.hex()}")
     say(f"block hash  {first.block_hash.hex()}")
-    say(f"KV group    {first.group}")
+    say(f"KV group    {group_text(first.group, {} if space is None else space.traits)}")
     for chunk in replicas:
         uses = f", unused for {ago(chunk.idle_s)}, {chunk.hits:,} hits"
         where, uses = ("on disk, place", "") if chunk.tier == DISK else ("in slot", uses)
@@ -137,6 +140,18 @@ def _print_chunk(replicas: list[Chunk]) -> None:
             f"generation {chunk.generation}, came {ago(chunk.age_s)} ago{uses}, namespace "
             f"{chunk.namespace} ({chunk.model or 'model unknown'})"
         )
+
+
+def group_text(group: int, traits: Mapping[str, str]) -> str:
+    """A KV group and what it is, as far as the engines of its namespace have told."""
+    told = traits.get("chunks", "")
+    for each in parse_groups(told) if told else []:
+        if each.group == group:
+            needed = "all" if each.window is None else f"the last {each.window:,}"
+            if str(group) in traits.get("state_groups", "").split():
+                needed = "the last, a recurrent state"
+            return f"{group}, chunks of {each.tokens:,} tokens: a prefix needs {needed}"
+    return str(group)
 
 
 class Form(StrEnum):
@@ -253,7 +268,8 @@ def _print_lookup(found: PromptLookup) -> None:
         nodes.add_row(node.node_id[:12], *(f"{count:,}" for count in counts))
     console().print(nodes)
     chunks = table("tokens", "group", "key", "nodes", "disks")
-    for chunk in found.chunks:
+    told = [each for each in found.chunks if each.is_needed or each.nodes or each.disks]
+    for chunk in told:
         chunks.add_row(
             f"{chunk.first_token:,} to {chunk.end_token - 1:,}",
             str(chunk.group),
@@ -262,3 +278,6 @@ def _print_lookup(found: PromptLookup) -> None:
             ", ".join(node[:12] for node in chunk.disks) or "-",
         )
     console().print(chunks)
+    if len(told) < len(found.chunks):
+        left_out = len(found.chunks) - len(told)
+        say(f"{left_out:,} chunks of windows and states are nowhere, and not needed", "dim")

@@ -97,11 +97,18 @@ def bench(
 
 
 @app.command()
-def chaos(
+def chaos(  # noqa: PLR0913 - a command's options
     *,
     minutes: Annotated[float, typer.Option(help="Minutes of load and faults.", min=0.1)] = 5.0,
     seed: Annotated[int, typer.Option(help="Seed of the faults and of the load.")] = 0,
     nodes: Annotated[int, typer.Option(help="Ray nodes on this host, with one engine each.")] = 2,
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            help="Instead of nodes: so many hosts, which are namespaces of Linux and need root. "
+            "They are cut off, slowed, frozen and lose power, too."
+        ),
+    ] = None,
     kinds: Annotated[
         list[str] | None,
         typer.Option("--fault", help="Only this kind of fault, like gcs-frozen; repeatable."),
@@ -133,7 +140,15 @@ def chaos(
     from raykv.lab.chaos.run import ChaosOptions, kinds_named, run_chaos
 
     loses_head = minutes >= 3 if lose_head is None else lose_head
-    options = ChaosOptions(60 * minutes, seed, nodes, kinds_named(kinds or ()), logs, loses_head)
+    options = ChaosOptions(
+        60 * minutes,
+        seed,
+        hosts or nodes,
+        kinds_named(kinds or ()),
+        logs,
+        loses_head,
+        on_hosts=hosts is not None,
+    )
     with ending_what_it_starts():
         code = run_chaos(options, Console(), json_path)
     raise typer.Exit(code)

@@ -26,7 +26,10 @@ main_app.add_typer(app, name="publish")
 def start(
     endpoint: Annotated[
         str,
-        typer.Argument(help="Where, like tcp://*:5557; with a host's name it connects."),
+        typer.Argument(
+            help="Where, like tcp://*:5557 (the node's address; 0.0.0.0: all); with a host's name "
+            "it connects."
+        ),
     ],
     *,
     replay: Annotated[

@@ -174,6 +174,9 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
             yield Text(f"node {node.node_id[:12]}: {what} were damaged and are not served", "red")
     for node_id, refusal in sorted(known.refused.items()):
         yield Text(f"node {node_id[:12]} gives no pool: {refusal}", "red")
+    for engine_id, node_id in sorted(known.waiting.items()):
+        what = f"nothing is heard of its node {node_id[:12]}: it has no cache (`raykv doctor`)"
+        yield Text(f"engine {engine_id[:12]}: {what}", "red")
     for engine in known.engines:
         if engine.counters.get("weights_changed"):
             what = "its weights have changed: it neither loads nor stores until its next start"

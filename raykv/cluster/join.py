@@ -19,21 +19,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
-from raykv.base.deadlines import RAY_CONNECT_S, RAY_LOOK_S, RAY_START_S
+from raykv.base.deadlines import RAY_CONNECT_S, RAY_LEAVE_S, RAY_LOOK_S, RAY_START_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.ownership import open_own
+from raykv.base.threads import within
 from raykv.cluster import names
 from raykv.cluster.processes import argument, command_lines, group_of, is_raylet, stop_group
 
-logger = logging.getLogger("raykv.cluster")
 GCS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 MOST_GCS_PATIENCE_S = "2000000"
@@ -53,14 +54,41 @@ class Joined:
     started: bool
 
 
+@dataclass(frozen=True)
+class Raylet:
+    """A Ray node of this host. `address` is that of its GCS, `began_at` in Unix seconds."""
+
+    node_id: str
+    address: str
+    began_at: float
+
+
+def raylets() -> list[Raylet]:
+    """The Ray nodes of this host whose raylets run, the latest one last."""
+    found = []
+    for process, arguments in command_lines():
+        if is_raylet(arguments):
+            node_id, address = argument(arguments, "node-id"), argument(arguments, "gcs-address")
+            with contextlib.suppress(psutil.Error):
+                found.append(Raylet(node_id or "", address or "", process.create_time()))
+    return sorted(found, key=lambda each: each.began_at)
+
+
+def successor(gone: Raylet, there: Sequence[Raylet]) -> Raylet | None:
+    """Of the raylets that are there, the latest one that has begun in the place of another one."""
+    nexts = [
+        each
+        for each in there
+        if each.address == gone.address
+        and each.began_at > gone.began_at
+        and each.node_id != gone.node_id
+    ]
+    return max(nexts, key=lambda each: each.began_at, default=None)
+
+
 def running_clusters() -> list[str]:
     """Addresses (host:port of the GCS) of the Ray clusters with a raylet on this host."""
-    found = {
-        argument(arguments, "gcs-address")
-        for _, arguments in command_lines()
-        if is_raylet(arguments)
-    }
-    return sorted(address for address in found if address)
+    return sorted({each.address for each in raylets() if each.address})
 
 
 def find_cluster(ray_address: str | None) -> str | None:
@@ -211,11 +239,34 @@ def join(address: str) -> None:
                 configure_logging=False,
             )
     except Exception as error:
+        if not raylets():
+            raise ClusterError(
+                f"cannot join the Ray cluster at {address}: no Ray node runs on this host. Start "
+                f"one (`ray start --address={address}`), or come from a host that has one"
+            ) from error
         raise ClusterError(
             f"cannot join the Ray cluster at {address}: {first_line(error)}. Is it running, and "
             "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
             "of the user who started it)?"
         ) from error
+
+
+def rejoin(address: str) -> None:
+    """Leave the cluster, whatever is left of it, and join the one at the address: at the raylet
+    that is here now.
+
+    Handles and refs from before are worth nothing, and no other thread may call Ray meanwhile. If
+    it fails this process is no driver any more, and any call to Ray would start a cluster.
+
+    Raises:
+        ClusterError: it can't be left, or can't be reached.
+    """
+    check_reachable(address)
+    try:
+        within(RAY_LEAVE_S, ray.shutdown)
+    except TimeoutError:
+        raise ClusterError(f"Ray does not let go of this process in {RAY_LEAVE_S:.0f} s") from None
+    join(address)
 
 
 @contextmanager
@@ -236,12 +287,20 @@ def _fresh_randomness() -> Iterator[None]:
 
 @contextmanager
 def _keeping_handlers() -> Iterator[None]:
-    """Keep the handler of SIGTERM: Ray's own would end the process on the spot."""
+    """Keep the handler of SIGTERM: Ray's own would end the process on the spot.
+
+    Only the main thread can set one; that Ray can't, on another one, is nothing to warn of.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
+    voice = logging.getLogger("ray._private.worker")
+    level = voice.level
+    voice.setLevel(level if is_main else logging.ERROR)
     try:
         yield
     finally:
-        if callable(handler) and threading.current_thread() is threading.main_thread():
+        voice.setLevel(level)
+        if callable(handler) and is_main:
             signal.signal(signal.SIGTERM, handler)
 
 

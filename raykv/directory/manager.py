@@ -124,6 +124,9 @@ class BlockManager:
         self._engines: dict[EngineId, Engine] = {}
         # The same engines by node: every change goes to those of one node.
         self._by_node: dict[NodeId, dict[EngineId, Engine]] = {}
+        # For people: engines that could not be attached, since nothing is known of their node, and
+        # when they asked last.
+        self._waiting: dict[EngineId, tuple[NodeId, float]] = {}
         self._table = table or DictTable(self.settings.eviction_policy)
         self._disks = Disks()
         self._questions = Questions(self._nodes, self._table, self._disks)
@@ -276,6 +279,7 @@ class BlockManager:
             return EngineAttached(self.epoch, error=error)
         node = self._nodes.get(NodeId(message.node_id))
         if node is None:
+            self._waiting[EngineId(message.engine_id)] = NodeId(message.node_id), now
             return EngineAttached(
                 self.epoch, error=f"node {message.node_id} has not reported yet", retry=True
             )
@@ -283,6 +287,7 @@ class BlockManager:
         if error := size_objection(message.slot_bytes, geometry):
             return EngineAttached(self.epoch, error=error)
         engine = self._admit(message, node, now)
+        self._waiting.pop(engine.engine_id, None)
         self.catalog.introduced(message)
         engine_id = EngineId(message.engine_id)
         return EngineAttached(
@@ -352,7 +357,8 @@ class BlockManager:
             return self._quiet_reply(engine, node, request)
         if engine.reply is not None and request.seq == engine.reply.seq:
             return engine.reply
-        self._reuse.count(engine, node, request.counters, num_nodes=len(self._by_node))
+        groups = self.catalog.groups_of(engine.namespace)
+        self._reuse.count(engine, node, request.counters, groups, num_nodes=len(self._by_node))
         count_stored(engine, request.counters, self._engines_beside(engine))
         engine.take_news(request)
         self._take_request(engine, node, request, now)
@@ -507,6 +513,9 @@ class BlockManager:
         for engine in list(self._engines.values()):
             if now - engine.last_seen > self.settings.engine_expiry_s:
                 self.detach_engine(engine.engine_id)
+        for engine_id, (_, asked_at) in list(self._waiting.items()):
+            if now - asked_at > self.settings.engine_expiry_s:
+                del self._waiting[engine_id]
         for node in list(self._nodes.values()):
             if now - node.last_report > self.settings.node_expiry_s:
                 self._lose(node)
@@ -540,7 +549,8 @@ class BlockManager:
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""
-        base = ClusterStatus(address, self.epoch, raykv_version, self.paused)
+        waiting = {str(name): str(node_id) for name, (node_id, _) in self._waiting.items()}
+        base = ClusterStatus(address, self.epoch, raykv_version, self.paused, waiting=waiting)
         return self.catalog.status(base, now, self.pins)
 
     def holds(self, node_id: NodeId, namespace: Namespace, key: Key) -> Generation | None:

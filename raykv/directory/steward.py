@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import ray
 
-from raykv.base.deadlines import GCS_S, RECONCILE_PAUSES_S
+from raykv.base.deadlines import GCS_S, INHERIT_S, RECONCILE_PAUSES_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.threads import OnFailure, start_thread, within
 from raykv.cluster import ask
@@ -52,14 +52,12 @@ class Steward:
         """Begin; returns the pins of the actor's last life, with the time that is left of each.
 
         `life` is what else it has left.
+
+        Raises:
+            ClusterError: what it has left can't be had. Ray makes the actor anew.
         """
         orders: list[PinOrder] = []
-        try:
-            left = within(GCS_S, lambda: list(bequest.entries()))
-        except Exception as error:
-            logger.warning("what an earlier life has left can't be read: %s", first_line(error))
-            left = []
-        for entry in left:
+        for entry in _left():
             try:
                 self._inherit(entry, orders)
             except msgspec.MsgspecError as error:
@@ -161,3 +159,21 @@ class Steward:
                 make_node_actor(self._address, facts.node_id, wish)
             except ClusterError as error:
                 logger.warning("%s", error)
+
+
+def _left() -> list[bequest.Entry]:
+    """All that an earlier life has left; asks again where the head node is slow.
+
+    Raises:
+        ClusterError: it does not answer.
+    """
+    give_up_at = time.monotonic() + INHERIT_S
+    while True:
+        try:
+            return within(GCS_S, lambda: list(bequest.entries()))
+        except Exception as error:
+            what = f"what an earlier life has left can't be read: {first_line(error)}"
+            if time.monotonic() > give_up_at:
+                raise ClusterError(what) from error
+            logger.warning("%s", what)
+        time.sleep(RECONCILE_PAUSES_S[0])

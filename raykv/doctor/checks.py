@@ -6,8 +6,10 @@ or that all is well. Nothing here asks anybody; `raykv/doctor/gather.py` gathers
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from raykv.base.ids import MissReason
 from raykv.doctor.facts import ClusterFacts, NodeFacts, Presence
 from raykv.memory.room import (
     NEAR_BYTES,
@@ -32,7 +34,12 @@ SMALL_SHM_BYTES = 400 << 20
 MiB. RayKV's pools are not in `/dev/shm`."""
 
 MANY_STORED = 1024
-"""By so many stored chunks one would have been loaded, where prompts have anything in common."""
+"""By so many stored chunks of each KV group one would have been loaded, where prompts have anything
+in common."""
+
+MANY_MISSED = 65_536
+"""Tokens of known prefixes that were not loaded: before that many, each prompt that parts where
+none did yet may be one of them."""
 
 MEANT = ("weights_version", "weights", "config", "quantization", "draft", "code")
 """Traits that differ when two engines serve two models under one name."""
@@ -131,6 +138,8 @@ def _placement(facts: ClusterFacts) -> Iterator[Finding]:
                 "the engine makes one with its next exchange; if that does not happen, see its "
                 "log and whether Ray can start an actor on that node",
             )
+    for engine_id, node_id in facts.status.waiting.items() if facts.status else ():
+        yield _waiting(engine_id, node_id, facts)
     reporting = {node.node_id for node in facts.status.nodes} if facts.status else set()
     for engine in facts.engines:
         if engine.node_id not in reporting:
@@ -140,6 +149,26 @@ def _placement(facts: ClusterFacts) -> Iterator[Finding]:
                 f"{_short(engine.node_id)} does not report",
                 "see the log of that node's NodeActor (`ray logs`)",
             )
+
+
+def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Finding:
+    """An engine is not attached: nothing is heard of its node."""
+    host = facts.hostnames.get(node_id, "")
+    node = f"{_short(node_id)} ({host})" if host else _short(node_id)
+    if any(each.node_id == node_id and each.is_alive for each in facts.nodes):
+        return _fail(
+            "placement",
+            f"engine {_short(engine_id)} has no cache: the NodeActor of its node {node} does not "
+            "report",
+            "a new one reports within seconds; if it does not, see the engine's log and whether "
+            "Ray can start an actor on that node",
+        )
+    return _fail(
+        "placement",
+        f"engine {_short(engine_id)} has no cache: its Ray node {node} is gone",
+        "start Ray on that host again (`ray start --address=...`): the engine goes on there by "
+        "itself; or end the engine",
+    )
 
 
 def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Finding]:
@@ -464,19 +493,51 @@ def _use(facts: ClusterFacts) -> Iterator[Finding]:
     for engine in facts.engines:
         spaces.setdefault(engine.namespace, []).append(engine)
     for engines in spaces.values():
-        stored, loaded = (
-            sum(engine.counters.get(name, 0) for engine in engines)
-            for name in ("chunks_stored", "chunks_loaded")
-        )
-        if stored < MANY_STORED or loaded:
-            continue
-        yield _warn(
-            "use",
-            f"{_some([_engine(each) for each in engines])} (model {engines[0].model}) have stored "
-            f"{stored:,} chunks and loaded none",
-            "`raykv why-miss` of a request says why its tokens were computed: evicted or pool_full "
-            "need a larger pool_bytes; never_stored means that no two prompts begin alike",
-        )
+        counters: Counter[str] = Counter()
+        for engine in engines:
+            counters.update(engine.counters)
+        names = f"{_some([_engine(each) for each in engines])} (model {engines[0].model})"
+        missed = counters[_MISSED + MissReason.WINDOW_MISSING]
+        stored, loaded = counters["chunks_stored"], counters["chunks_loaded"]
+        many = MANY_STORED * max(map(_num_groups, engines))
+        if stored >= many and not loaded:
+            yield _never_loaded(names, stored, counters)
+        elif missed >= MANY_MISSED and missed > counters["loaded_tokens"]:
+            yield _warn(
+                "use",
+                f"{names} have loaded {counters['loaded_tokens']:,} prompt tokens, and {missed:,} "
+                "that are known not, since no window or state is stored with which they could be",
+                _MORE_WINDOWS,
+            )
+
+
+_MISSED = "missed_tokens_"
+"""Of prompt tokens that were computed, before the reason."""
+
+_MORE_WINDOWS = (
+    "a larger window_share stores more windows and states, each for more of the pool: `raykv plan` "
+    "says how much; evicted ones need a larger pool_bytes"
+)
+
+
+def _num_groups(engine: EngineStatus) -> int:
+    return max(1, len(engine.traits.get("chunks", "").split()))
+
+
+def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Finding:
+    reasons = {
+        name.removeprefix(_MISSED): count
+        for name, count in counters.items()
+        if name.startswith(_MISSED) and name != _MISSED + MissReason.INCOMPLETE_CHUNK
+    }
+    most = max(reasons, key=lambda each: reasons[each], default="")
+    why = f"; {reasons[most]:,} prompt tokens were computed for the reason {most}" if most else ""
+    mend = (
+        "`raykv why-miss` of a request says why its tokens were computed: evicted or pool_full "
+        "need a larger pool_bytes; never_stored means that no two prompts begin alike"
+    )
+    what = f"{names} have stored {stored:,} chunks and loaded none{why}"
+    return _warn("use", what, _MORE_WINDOWS if most == MissReason.WINDOW_MISSING else mend)
 
 
 CHECKS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from raykv.protocol.findings import HostFacts
@@ -70,6 +70,8 @@ class ClusterFacts:
     status: ClusterStatus | None
     nodes: Sequence[NodeFacts] = ()
     breakers: Sequence[BreakerFact] = ()
+    # Of all nodes that Ray remembers, by their ids.
+    hostnames: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def engines(self) -> list[EngineStatus]:

@@ -55,6 +55,7 @@ def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
         scheduler=_actor_facts(names.SCHEDULER, named, first, states),
         status=status,
         breakers=[] if status is None else _breakers(status),
+        hostnames={node["NodeID"]: str(node["NodeManagerHostname"]) for node in nodes},
         nodes=[
             NodeFacts(
                 node_id=node_id,

@@ -106,7 +106,11 @@ class TokenAccount:
         end = rest if is_end else min(rest, self._unloadable())
         found: Counter[MissReason] = Counter()
         found[MissReason.INCOMPLETE_CHUNK] += end
-        found[reason] += rest - end
+        known = 0
+        if self.miss is not None:
+            known = min(rest - end, self.miss.known_tokens)
+            found[self.miss.known_reason] += known
+        found[reason] += rest - end - known
         found[self.failure or MissReason.LOAD_FAILED] += self.failed
         return _positive(found)
 

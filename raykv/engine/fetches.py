@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,11 @@ class _Flying:
     call: int
 
 
+@contextmanager
+def _one_connection() -> Iterator[int]:
+    yield 1
+
+
 class FetchClient:
     """See the module's docstring.
 
@@ -65,11 +71,20 @@ class FetchClient:
         find: returns the node's NodeActor.
         deadline_s: for each request.
         with_checksums: whether the NodeActor checks what arrives.
+        calling: the context of calls to Ray; gets the number of the connection, each of which has
+            its own handles.
     """
 
     def __init__(
-        self, namespace: str, find: Callable[[], Any], deadline_s: float, *, with_checksums: bool
+        self,
+        namespace: str,
+        find: Callable[[], Any],
+        deadline_s: float,
+        *,
+        with_checksums: bool,
+        calling: Callable[[], AbstractContextManager[int]] = _one_connection,
     ) -> None:
+        self._calling = calling
         self._with_checksums = with_checksums
         self._namespace = namespace
         self._find = find
@@ -81,6 +96,7 @@ class FetchClient:
         self.breakers = Breakers(Pauses(*FETCHER_PAUSES_S))
         self._counter = 0
         self._actor: Any = None
+        self._connection = 0
         self._stopped = threading.Event()
         self._is_started = False
         self._threads = [
@@ -152,9 +168,10 @@ class FetchClient:
             with_checksums=self._with_checksums,
         )
         try:
-            if self._actor is None:
-                self._actor = self._find()
-            future = self._actor.fetch.remote(encode(request)).future()
+            with self._calling() as connection:
+                if self._actor is None or connection != self._connection:
+                    self._actor, self._connection = self._find(), connection
+                future = self._actor.fetch.remote(encode(request)).future()
         except Exception as error:
             self._fail(number, error)
             return

@@ -38,10 +38,16 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class Miss:
-    """A chunk that a lookup did not find, and why."""
+    """A chunk that a lookup did not find, and why.
+
+    So many tokens before it are known, and are not loaded for another reason: the window or the
+    state is missing that they end with.
+    """
 
     key: Key
     reason: MissReason
+    known_tokens: int = 0
+    known_reason: MissReason = MissReason.WINDOW_MISSING
 
 
 @dataclass(slots=True)

@@ -5,13 +5,12 @@ The only place where an engine's thread waits for Ray, apart from an explicit fl
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,16 +24,17 @@ from raykv.base.deadlines import (
     REPLACE_PAUSE_S,
     SESSION_STOP_S,
 )
-from raykv.base.errors import ClusterError, RayKVError, SettingError, ThreadError, VersionError
+from raykv.base.errors import ClusterError, RayKVError, SettingError, VersionError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
 from raykv.base.settings import Settings
-from raykv.base.threads import OnFailure, SupervisedThread, within
+from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.directory.launch import scheduler_actor
 from raykv.engine.fetches import FetchClient
 from raykv.engine.hints import HintBox
+from raykv.engine.place import EnginePlace
 from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
@@ -83,12 +83,13 @@ class EngineRuntime:
         self._settings = settings
         self._identity = identity
         self._check_sizes()
-        self._joined_here = not ray.is_initialized()
+        is_ours = not ray.is_initialized()
         self._stopped = threading.Event()
         self._joined = found = self._join()
         self.address = cluster.current_address()
         try:
-            self.node_id = cluster.resolve_node_id(settings.node_id)
+            node_id = cluster.resolve_node_id(settings.node_id)
+            self._place = EnginePlace(found.address, node_id, is_ours=is_ours)
             self._geometry = self._choose_geometry()
         except RayKVError:
             # The engine does not start, so a cluster that was started for it has no user.
@@ -96,15 +97,22 @@ class EngineRuntime:
                 cluster.stop_started(found.address)
             raise
         self.node: NodeDescription | None = None
-        calls = RayCalls(self._find_actors, settings.rpc_deadline_s)
+        self._calls = RayCalls(self._find_all, settings.rpc_deadline_s)
         fetches = FetchClient(
             identity.namespace,
             self._find_node_actor,
             settings.fetch_deadline_s,
             with_checksums=settings.fetch_checksums,
+            calling=self._place.calling,
         )
         self.session = Session(
-            view, calls, self._session_settings(), fetches, hints=hints, described=described
+            view,
+            self._calls,
+            self._session_settings(),
+            fetches,
+            hints=hints,
+            described=described,
+            follow=self._follow,
         )
         view.node_id = NodeId(self.node_id)
         self._view = view
@@ -113,6 +121,11 @@ class EngineRuntime:
     def settings(self) -> Settings:
         """The engine's."""
         return self._settings
+
+    @property
+    def node_id(self) -> str:
+        """The Ray node that the engine is at."""
+        return self._place.node_id
 
     def _check_sizes(self) -> None:
         """Refuse a pool that this machine cannot hold, before anything is started."""
@@ -175,6 +188,33 @@ class EngineRuntime:
         if self._stopped.is_set():
             raise ClusterError("the engine is shutting down")
 
+    def _follow(self) -> str:
+        """The node that the engine is at, which may be the next one of its host."""
+        self._refuse_after_end()
+        before = self.node_id
+        self._calls.let_go()
+        self._place.follow()
+        if self.node_id != before:
+            self.node = None
+            with contextlib.suppress(Exception):
+                ask.end_node_actor(before)
+        return self.node_id
+
+    def _find_all(self) -> Any:
+        """The scheduler actor, for an engine that attaches; where the NodeActor listens is known
+        from then on.
+        """
+        if self._place.is_gone:
+            # The scheduler actor is told all the same, for people, who waits for a node.
+            scheduler = ask.find_scheduler_actor()
+            if scheduler is None:
+                raise ClusterError("there is no scheduler actor")
+            return scheduler
+        scheduler = self._find_actors()
+        if self.node is None:
+            self.node = self._describe_node(time.monotonic() + self._settings.rpc_deadline_s)
+        return scheduler
+
     def _find_actors(self) -> Any:
         """The scheduler actor; both actors are made if they are not there."""
         self._refuse_after_end()
@@ -214,8 +254,6 @@ class EngineRuntime:
         except Exception as error:
             logger.warning("running without the cache for now, trying again: %s", error)
         self.session.start()
-        if self.node is None:
-            SupervisedThread("raykv-find", self._keep_describing, OnFailure.RUN_AGAIN).revive()
 
     @contextmanager
     def _said_if_slow(self) -> Iterator[None]:
@@ -266,18 +304,6 @@ class EngineRuntime:
                 logger.warning("%s", error)
                 self._stopped.wait(REPLACE_PAUSE_S)
 
-    def _keep_describing(self) -> None:
-        """Ask the NodeActor until it has said where it listens; the socket's name never changes."""
-        said = False
-        while self.node is None and not self._stopped.wait(self._settings.heartbeat_s):
-            try:
-                self.node = self._describe_node(time.monotonic() + self._settings.rpc_deadline_s)
-            except Exception as error:
-                if isinstance(error, SettingError) and not said:
-                    logger.warning("still without the cache: %s", error)
-                    said = True
-                logger.debug("still no NodeActor: %s", error)
-
     def _warn_of_other_size(self, node: NodeDescription) -> None:
         wanted = self._settings.pool_bytes
         if wanted is not None and wanted != node.pool_bytes:
@@ -306,25 +332,8 @@ class EngineRuntime:
         """End the session; leave the cluster if we joined it. Ends within seconds."""
         self._stopped.set()
         self.session.stop(SESSION_STOP_S)
-        if self._joined_here:
-            with _signal_handlers_kept():
-                leave_ray(ray.shutdown, LEAVE_S)
-
-
-def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
-    """Disconnect from the cluster, at most for `deadline_s`; False if it took longer.
-
-    Ray waits long for parts of it that are dead. Then it is left as it is: Ray cleans up after this
-    process once it has ended, and Ray's own clean-up at our exit, which would wait again, is
-    skipped.
-    """
-    try:
-        within(deadline_s, shutdown)
-    except (TimeoutError, ThreadError):
-        logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
-        atexit.unregister(ray.shutdown)
-        return False
-    return True
+        with _signal_handlers_kept():
+            self._place.leave(LEAVE_S)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from raykv.base.deadlines import (
     WANT_PAUSE_S,
 )
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.base.ids import Epoch
+from raykv.base.ids import Epoch, NodeId
 from raykv.base.settings import Settings
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
@@ -38,6 +38,7 @@ from raykv.engine.view import EngineView
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.reach import WantedKeys
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
+from raykv.protocol.columns import Leases
 from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
@@ -100,6 +101,10 @@ class RayCalls:
         self._deadline_s = deadline_s
         self._actor: Any = None
 
+    def let_go(self) -> None:
+        """Keep no handle: the connection to Ray may be another one soon."""
+        self._actor = None
+
     def attach(self, raw: bytes) -> bytes:
         self._actor = self._find()
         return self._get(self._actor.attach.remote(raw))
@@ -116,6 +121,13 @@ class RayCalls:
     def _get(self, ref: Any) -> bytes:
         answer: bytes = ray.get(ref, timeout=self._deadline_s)
         return answer
+
+
+@dataclass(frozen=True)
+class EngineMoved:
+    """The engine is at another node; what comes behind it in the inbox is about that one."""
+
+    node_id: NodeId
 
 
 @dataclass(frozen=True)
@@ -142,12 +154,17 @@ class Session:
         *,
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
+        follow: Callable[[], str] | None = None,
     ) -> None:
-        """`hints`: the wishes of requests. `described`: descriptions of chunks' tokens."""
+        """`hints`: the wishes of requests. `described`: descriptions of chunks' tokens. `follow`:
+        asked before each attach at which node the engine is.
+        """
         self._view = view
         self._calls = calls
         self._settings = settings
-        self._inbox: deque[EngineAttached | Exchanged | FetchEnded] = deque()
+        self._inbox: deque[EngineMoved | EngineAttached | Exchanged | FetchEnded] = deque()
+        self._node_id = NodeId(settings.node_id)
+        self._follow = follow
         # The latest answer to a heartbeat after the last of the inbox: an engine that has nothing
         # to do reads neither, but with its next request it is to know what is so now.
         self._standing: SyncReply | None = None
@@ -228,8 +245,10 @@ class Session:
                 self._wake.set()
                 raise
 
-    def _take(self, message: EngineAttached | Exchanged | FetchEnded) -> None:
+    def _take(self, message: EngineMoved | EngineAttached | Exchanged | FetchEnded) -> None:
         match message:
+            case EngineMoved():
+                self._view.move(message.node_id)
             case EngineAttached():
                 self._view.attached(message)
             case Exchanged():
@@ -300,6 +319,11 @@ class Session:
         """Answers that the engine has not taken in."""
         return len(self._inbox)
 
+    @property
+    def _may_grow(self) -> bool:
+        """Whether the engine keeps up, so that a message is more than a heartbeat."""
+        return self._has_arrived and self._num_unread < MAX_INBOX
+
     def _exchange_quietly(self) -> bool:
         """One exchange; a failure opens the breaker and is logged once. True: nothing is left."""
         call = self._breakers.begin(names.SCHEDULER, time.monotonic())
@@ -326,16 +350,17 @@ class Session:
         return is_complete
 
     def _attach(self) -> None:
+        self._follow_node()
         settings = self._settings
         message = AttachEngine(
             version=PROTOCOL_VERSION,
             engine_id=settings.engine_id,
-            node_id=settings.node_id,
+            node_id=self._node_id,
             namespace=settings.namespace,
             model=settings.model,
             num_ranks=settings.num_ranks,
             slot_bytes=settings.slot_bytes,
-            leases=self._view.declared_leases(),
+            leases=self._view.declared_leases() if self._has_arrived else Leases(),
             versions=settings.versions,
             traits=settings.traits,
         )
@@ -350,6 +375,22 @@ class Session:
         self._unanswered = None
         self._wanted.tell_all_again()
         self._inbox.append(answer)
+
+    def _follow_node(self) -> None:
+        if self._follow is None:
+            return
+        node_id = NodeId(self._follow())
+        if node_id != self._node_id:
+            self._node_id = node_id
+            self._standing = None
+            self._inbox.append(EngineMoved(node_id))
+
+    @property
+    def _has_arrived(self) -> bool:
+        """Whether the engine's thread knows at which node it is: until then, what the view has is
+        of another one's pool.
+        """
+        return self._follow is None or self._view.node_id == self._node_id
 
     def _exchange(self) -> bool:
         """Send the outbox, or again what got no answer; fetch what is left. True: all of it."""
@@ -374,8 +415,7 @@ class Session:
             if self.described is not None and reply.void:
                 self.described.clear()
             has_more = reply.more or self._view.remote.has_questions
-            may_grow = self._num_unread < MAX_INBOX
-            if not (has_more and may_grow) and not self._has_descriptions:
+            if not (has_more and self._may_grow) and not self._has_descriptions:
                 return not reply.more
             if self._stopped.is_set():
                 return not reply.more
@@ -401,7 +441,7 @@ class Session:
             self._repeat_at = now + REPEAT_PAUSE_S
         request = self._view.take_request(
             self._epoch,
-            may_grow=self._num_unread < MAX_INBOX,
+            may_grow=self._may_grow,
             may_want=not self._num_unread,
             may_repeat=may_repeat,
         )

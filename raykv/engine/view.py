@@ -48,6 +48,7 @@ from raykv.engine.outbox import Outbox, lease_columns, rows
 from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import (
     FailedLoad,
+    Miss,
     RequestOptions,
     RequestTable,
     StorePlan,
@@ -59,6 +60,11 @@ from raykv.engine.stock import LeaseStock
 from raykv.protocol.columns import MAX_KEYS, Handle, Leases, Replicas
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.peer import FetchResult
+
+_OF_WINDOWS = (MissReason.NEVER_STORED, MissReason.WINDOW_MISSING, MissReason.EVICTED)
+"""Why a window is missing that was not there when its prefix was; other reasons are the prefix's
+too.
+"""
 
 MAX_TOMBSTONES = 65_536
 """Keys that are remembered; the oldest are forgotten first (it costs one refused load)."""
@@ -185,11 +191,21 @@ class EngineView:
             count += 1
         return count
 
-    def missed_window(self, request_id: str) -> None:
-        """The prefix that a request found is not loaded, since a window or a state is missing."""
+    def missed_window(self, request_id: str, num_tokens: int, behind: Key | None) -> None:
+        """So many tokens of the prefix that a request found are not loaded, since a window or a
+        state is missing; `behind` them is the first chunk that is not known, if there is one.
+        """
         request = self.requests.get(request_id)
-        if request.miss is not None and request.miss.reason is MissReason.NEVER_STORED:
-            request.missed(request.miss.key, MissReason.WINDOW_MISSING)
+        if request.miss is None or request.miss.reason not in _OF_WINDOWS:
+            return
+        reason = request.miss.reason
+        if reason is MissReason.NEVER_STORED:
+            reason = MissReason.WINDOW_MISSING
+        if behind is None:
+            request.missed(request.miss.key, reason)
+            return
+        rest = self._departures.get(behind) or MissReason.NEVER_STORED
+        request.miss = Miss(behind, rest, num_tokens, reason)
 
     def _has(self, key: Key) -> bool:
         """Whether the node has a chunk, or will have it."""
@@ -412,6 +428,17 @@ class EngineView:
             self._forget_all(MissReason.NODE_LOST)
             self._tombstones.clear()
             self._outbox.released.extend(leases)
+
+    def move(self, node_id: NodeId) -> None:
+        """The engine is at another node, whose pool has nothing that the view knows of.
+
+        Its NodeActor's epoch may be any: it runs on another raylet.
+        """
+        self.node_id = node_id
+        self.node_epoch = Epoch(0)
+        self._declared = frozenset()
+        self._forget_all(MissReason.NODE_LOST)
+        self._tombstones.clear()
 
     def attached(self, message: EngineAttached) -> None:
         """The scheduler actor has taken the engine in; a snapshot of the mirror will follow."""

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot, group_of
+from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot, group_of, in_group
 from raykv.client.chunks import ChunkPlace
 from raykv.protocol.engine import CHUNK_NAME_BYTES
+from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import RAM, Explanation
 
 if TYPE_CHECKING:
     from raykv.client.cluster import Cluster
     from raykv.protocol.events import Event
+    from raykv.protocol.status import ClusterStatus
 
 MAX_PAGES = 1024
 """Pages of requests that are read at once: more than the scheduler actor remembers."""
@@ -153,11 +155,36 @@ def event_row(event: Event) -> Row:
 
 
 def known_tokens(cluster: Cluster, namespace: Namespace, keys: Sequence[Key]) -> list[int] | None:
-    """The token ids of chunks that follow each other; None unless all are known."""
+    """The token ids of chunks that follow each other; None unless all are known.
+
+    Of windows and states engines say nothing: they have the tokens of the chunks of full attention
+    at the same places.
+    """
     tokens_of = getattr(cluster, "tokens_of", None)
     if tokens_of is None:
         return None
     known = tokens_of(list(keys), namespace=namespace)
     if not known.keys() >= set(keys):
+        keys = _described(cluster, namespace, keys)
+        known = tokens_of(list(keys), namespace=namespace)
+    if not known.keys() >= set(keys):
         return None
     return [token for key in keys for token in known[key].token_ids]
+
+
+def _described(cluster: Cluster, namespace: Namespace, keys: Sequence[Key]) -> list[Key]:
+    """The keys of the same tokens in a KV group whose chunks are described, if there is one."""
+    groups = groups_of(cluster.status(), namespace)
+    tokens = {each.group: each.tokens for each in groups}
+    for each in groups:
+        if each.window is None and all(tokens.get(group_of(key)) == each.tokens for key in keys):
+            return [in_group(key, each.group) for key in keys]
+    return list(keys)
+
+
+def groups_of(known: ClusterStatus, namespace: str) -> list[ChunkGroup]:
+    """The KV groups of a namespace; none if no engine has told them."""
+    for each in known.spaces:
+        if each.namespace == namespace and "chunks" in each.traits:
+            return parse_groups(each.traits["chunks"])
+    return []

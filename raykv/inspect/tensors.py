@@ -14,9 +14,8 @@ from raykv.base.errors import ClusterError
 from raykv.base.extras import load
 from raykv.base.ids import Namespace, group_of
 from raykv.client.chunks import ChunkPlace, kv_form, read_chunks
-from raykv.inspect.sources import chunk_places, chunk_rows, known_tokens
+from raykv.inspect.sources import chunk_places, chunk_rows, groups_of, known_tokens
 from raykv.memory.kv_form import LayerElements, layers_of, tokens_per_chunk
-from raykv.protocol.groups import parse_groups
 from raykv.protocol.worker import GroupForm, KVForm
 
 if TYPE_CHECKING:
@@ -135,9 +134,7 @@ def _whole_group(known: ClusterStatus, namespace: str) -> int | None:
     """The first KV group that needs whole prefixes, which traces have the chunks of; None: there is
     none, or no other.
     """
-    told = [each.traits for each in known.spaces if each.namespace == namespace]
-    text = next((traits["chunks"] for traits in told if "chunks" in traits), "")
-    groups = parse_groups(text) if text else []
+    groups = groups_of(known, namespace)
     whole = [each.group for each in groups if each.window is None]
     return whole[0] if whole and len(whole) < len(groups) else None
 

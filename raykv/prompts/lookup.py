@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from raykv.base.errors import ClusterError, SettingError
 from raykv.base.ids import Key
@@ -17,7 +18,7 @@ from raykv.prompts.block_hashes import (
     chunk_keys,
     seed_digest,
 )
-from raykv.prompts.prefixes import loadable_tokens
+from raykv.prompts.prefixes import loadable_tokens, needed_chunks
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import NodePrefix, PromptChunk, PromptLookup
@@ -26,10 +27,14 @@ from raykv.protocol.status import NamespaceStatus
 
 @dataclass(frozen=True)
 class PromptScheme:
-    """How the engines of a namespace cut prompts into chunks, and what they call those."""
+    """How the engines of a namespace cut prompts into chunks, and what they call those.
+
+    `states` are the KV groups with recurrent states.
+    """
 
     hashing: HashScheme
     groups: tuple[ChunkGroup, ...]
+    states: frozenset[int] = frozenset()
 
     def chunks(
         self, tokens: Sequence[int], traits: PromptTraits = PLAIN
@@ -40,6 +45,19 @@ class PromptScheme:
         return {
             group: chunk_keys(hashes, group.tokens // size, group.group) for group in self.groups
         }
+
+    def most_loaded(self, num_tokens: int) -> int:
+        """How many of a prompt's first tokens an engine looks up.
+
+        It computes the last one. A state is there at the end of a chunk only, so that the one
+        behind the last token is of no use.
+        """
+        return max(0, num_tokens - 1) if self.states else num_tokens
+
+    def ends(self, num_tokens: int) -> set[int]:
+        """Where a prefix is to end that this prompt can be loaded from, and longer ones."""
+        step = lcm(*(group.tokens for group in self.groups))
+        return {end // step * step for end in (num_tokens, self.most_loaded(num_tokens))}
 
 
 def scheme_of(space: NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme:
@@ -60,6 +78,7 @@ def scheme_of(space: NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme
         algorithm, digest = traits["hash_algorithm"], traits["hash_seed"]
         if size < 1 or any(group.tokens % size for group in groups):
             raise ValueError(f"chunks {groups} of blocks of {size}")
+        states = frozenset(map(int, traits.get("state_groups", "").split()))
     except (KeyError, ValueError) as error:
         raise ClusterError(
             f"how namespace {space.namespace[:12]} cuts and hashes prompts is not known: no engine "
@@ -73,7 +92,7 @@ def scheme_of(space: NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme
         )
     for seed in (DEFAULT_SEED, *seeds):
         if seed_digest(seed) == digest:
-            return PromptScheme(HashScheme(algorithm, seed, size), groups)
+            return PromptScheme(HashScheme(algorithm, seed, size), groups, states)
     raise SettingError(
         f"the engines of namespace {space.namespace[:12]} hash with a seed that is not known here: "
         "set PYTHONHASHSEED to what they have"
@@ -133,7 +152,16 @@ def look_up(
     flat = [key for group in scheme.groups for key in keys[group]]
     sources = dict(zip(flat, sources_of(flat), strict=True))
     everywhere = sorted({each.node_id for some in sources.values() for each in some})
-    prefixes = [_prefix(node, keys, sources) for node in everywhere]
+    most = scheme.most_loaded(len(tokens))
+    asked = {group: keys[group][: most // group.tokens] for group in scheme.groups}
+    prefixes = [_prefix(node, asked, sources) for node in everywhere]
+    cached_tokens = _loadable(asked, lambda key: bool(sources[key]))
+    needed = {
+        key
+        for end in {cached_tokens, *scheme.ends(len(tokens))}
+        for group in scheme.groups
+        for key in needed_chunks(group, keys[group], end)
+    }
     chunks = [
         PromptChunk(
             key=key,
@@ -142,11 +170,11 @@ def look_up(
             end_token=(number + 1) * group.tokens,
             nodes=sorted(each.node_id for each in sources[key] if not each.is_disk),
             disks=sorted(each.node_id for each in sources[key] if each.is_disk),
+            is_needed=key in needed,
         )
         for group in scheme.groups
         for number, key in enumerate(keys[group])
     ]
-    cached_tokens = _loadable(keys, lambda key: bool(sources[key]))
     return PromptLookup(
         namespace=space.namespace,
         model=space.model,

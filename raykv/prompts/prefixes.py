@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 from typing import TypeVar
 
-from raykv.base.ids import GROUP_BYTES, Key, group_of
+from raykv.base.ids import Key, group_of, in_group
 from raykv.protocol.groups import ChunkGroup
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def companions(groups: Sequence[ChunkGroup], keys: Iterable[bytes]) -> list[Key]
         gone = group_of(Key(key))
         needs_all = windows.get(gone, 0) is None
         found += [
-            Key(key[:-GROUP_BYTES] + group.to_bytes(GROUP_BYTES, "big"))
+            in_group(Key(key), group)
             for group, window in windows.items()
             if group != gone and gone in windows and (needs_all or window is not None)
         ]

@@ -4,6 +4,13 @@ The turns of a conversation, and prompts with the same instructions, begin alike
 stretches of blocks, each under a digest of all tokens up to its end, of what else separates prompts
 and of how the engines hash.
 
+Of a prompt with more chunks than may be asked for, its first ones are. Where windows are needed at
+its end that would say nothing, so that every second chunk is asked for, or every fourth: a chunk's
+key names all tokens before it, as a larger chunk's would.
+
+    chunks         1   2   3   4   5   6   7   8         window of 4
+    of two each        1       2       3       4         window of 2
+
 Not thread-safe. Invariant: at most `most_stretches` are kept; the longest unused goes first.
 """
 
@@ -24,6 +31,9 @@ BLOCKS_OF_A_STRETCH = 16
 MOST_STRETCHES = 8192
 """Some 10 MiB: 2 million tokens in blocks of 16."""
 
+MOST_TIMES = 16
+"""So much larger are chunks taken to be at most: hashing takes some 2 microseconds a block."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
@@ -35,10 +45,17 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """A prompt's length in tokens, and the keys of its first chunks by KV group."""
+    """A prompt's length in tokens, and keys of its chunks by KV group.
+
+    `keys` has one of several groups that are alike, and may have larger chunks than there are.
+    `first` are those of the first chunks as they are, of the group `followed`: the smallest that
+    looks back to the beginning.
+    """
 
     num_tokens: int
     keys: dict[ChunkGroup, list[Key]]
+    followed: ChunkGroup
+    first: list[Key]
 
 
 class PromptHasher:
@@ -48,23 +65,50 @@ class PromptHasher:
         self.scheme = scheme
         self._most = most_stretches
         self._known: OrderedDict[bytes, list[bytes]] = OrderedDict()
+        # Groups that are alike are stored, and given up, together.
+        kinds = {
+            (each.tokens, each.window, each.group in scheme.states): each
+            for each in reversed(scheme.groups)
+        }
+        self._groups = sorted(kinds.values(), key=lambda each: each.group)
+        self._followed = min(
+            scheme.groups, key=lambda each: (each.window is not None, each.tokens, each.group)
+        )
 
     def __len__(self) -> int:
         return len(self._known)
 
     def keys(self, prompt: PromptTokens, most_keys: int) -> PromptKeys:
-        """The first keys of a prompt, at most so many, evenly over the KV groups."""
-        hashes = self._hashes(prompt.tokens[: self._covered(most_keys)], prompt.traits)
+        """Keys of a prompt, at most so many, evenly over the KV groups."""
+        usable = self.scheme.most_loaded(len(prompt.tokens))
+        groups = self._groups_for(usable, most_keys)
+        covered = min(usable, int(most_keys / sum(1 / group.tokens for group in groups)))
+        hashes = self._hashes(prompt.tokens[:covered], prompt.traits)
         size = self.scheme.hashing.tokens_per_hash
-        keys = {
-            group: chunk_keys(hashes, group.tokens // size, group.group)
-            for group in self.scheme.groups
-        }
-        return PromptKeys(len(prompt.tokens), keys)
 
-    def _covered(self, most_keys: int) -> int:
-        """The tokens whose chunks have that many keys at most."""
-        return int(most_keys / sum(1 / group.tokens for group in self.scheme.groups))
+        def keys_of(group: ChunkGroup) -> list[Key]:
+            return chunk_keys(hashes, group.tokens // size, group.group)
+
+        return PromptKeys(
+            len(prompt.tokens),
+            {group: keys_of(group) for group in groups},
+            self._followed,
+            keys_of(self._followed)[:most_keys],
+        )
+
+    def _groups_for(self, num_tokens: int, most_keys: int) -> list[ChunkGroup]:
+        """The KV groups, with chunks so large that those of a prompt are few enough.
+
+        A state is at the end of some chunk or other, and is not found in larger ones; and where all
+        is needed from the beginning on, the first chunks say more.
+        """
+        groups, times = self._groups, 1
+        if self.scheme.states or all(group.window is None for group in groups):
+            return groups
+        while times < MOST_TIMES and sum(num_tokens // each.tokens for each in groups) > most_keys:
+            times *= 2
+            groups = [_larger(each, times) for each in self._groups]
+        return groups
 
     def _hashes(self, tokens: Sequence[int], traits: PromptTraits) -> list[bytes]:
         hashing = self.scheme.hashing
@@ -93,3 +137,9 @@ class PromptHasher:
         self._known[name] = hashes
         if len(self._known) > self._most:
             self._known.popitem(last=False)
+
+
+def _larger(group: ChunkGroup, times: int) -> ChunkGroup:
+    """The group, as if so many of its chunks were one. A window may end within one of these."""
+    window = None if group.window is None else max(1, group.window // times)
+    return ChunkGroup(group.group, times * group.tokens, window)

@@ -296,6 +296,9 @@ class SpacePage(msgspec.Struct, frozen=True):
 class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk of a prompt: its tokens from `first_token` to before `end_token`, and where it is: in
     a pool (`nodes`), on a disk (`disks`, ids of nodes too).
+
+    Of windows and states most are not needed: `is_needed` is what the prefix needs that can be
+    loaded now, or the whole prompt and whatever follows it.
     """
 
     key: bytes
@@ -304,6 +307,7 @@ class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
     end_token: int
     nodes: list[str]
     disks: list[str] = []
+    is_needed: bool = True
 
 
 class NodePrefix(msgspec.Struct, frozen=True, kw_only=True):
@@ -342,8 +346,10 @@ class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keys(self) -> list[bytes]:
-        """The keys of all its chunks, as `Cluster.pin`, `prefetch` and `move` take them."""
-        return [chunk.key for chunk in self.chunks]
+        """The keys of all chunks that it needs, as `Cluster.pin`, `prefetch` and `move` take
+        them: of windows and states those at its end, and where it can be loaded now.
+        """
+        return [chunk.key for chunk in self.chunks if chunk.is_needed]
 
 
 def chunks_of(page: ChunkPage) -> Iterator[Chunk]:

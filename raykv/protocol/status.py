@@ -68,7 +68,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool.
 
     `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
-    `disk_chunks`: by namespace, the different chunks on the nodes' disks.
+    `disk_chunks`: by namespace, the different chunks on the nodes' disks. `waiting` engines have no
+    NodeActor: by id, the node that each is at, which may be gone.
     """
 
     address: str
@@ -82,3 +83,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     spaces: list[NamespaceStatus] = []
     metrics: str = ""
     disk_chunks: dict[str, int] = {}
+    waiting: dict[str, str] = {}

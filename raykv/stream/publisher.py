@@ -99,13 +99,18 @@ class Sockets:
 
     Args:
         settings: where they are.
+        host: of this node; what `*` in an endpoint stands for.
         replay: answers a question for what was missed, from a number and a topic's beginning on.
     """
 
     def __init__(
-        self, settings: PublisherSettings, replay: Callable[[int, str], list[Message]]
+        self,
+        settings: PublisherSettings,
+        host: str,
+        replay: Callable[[int, str], list[Message]],
     ) -> None:
         self._settings = settings
+        self._host = host
         self._replay_of = replay
         self._queue: Queue[Message] = Queue(MAX_QUEUED)
         self._stopped = threading.Event()
@@ -159,9 +164,9 @@ class Sockets:
             # An answer to a client that has left, or does not read, ends instead of being made for
             # nobody.
             questions.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self.endpoint = place(out, self._settings.endpoint)
+            self.endpoint = place(out, self._settings.endpoint, self._host)
             if self._settings.replay_endpoint:
-                questions.bind(self._settings.replay_endpoint)
+                questions.bind(_on_node(questions, self._settings.replay_endpoint, self._host))
                 self.replay_endpoint = questions.getsockopt_string(zmq.LAST_ENDPOINT)
             self.error = ""
             ports = {_port(each) for each in (self.endpoint, self.replay_endpoint)} - {0}
@@ -211,16 +216,26 @@ class Sockets:
         self.num_replays += 1
 
 
-def place(socket: zmq.Socket[bytes], endpoint: str) -> str:
+def place(socket: zmq.Socket[bytes], endpoint: str, host: str) -> str:
     """Bind a socket to wildcards and files, connect it to anything else, as vLLM does.
 
+    A `*` is the address `host`, not every interface: that has to be asked for, as 0.0.0.0 or [::].
     Returns the address that it has.
     """
-    if "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://"):
-        socket.bind(endpoint)
+    wildcards = ("ipc://", "tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:", "tcp://:::")
+    if endpoint.startswith(wildcards) or "*" in endpoint:
+        socket.bind(_on_node(socket, endpoint, host))
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
     socket.connect(endpoint)
     return endpoint
+
+
+def _on_node(socket: zmq.Socket[bytes], endpoint: str, host: str) -> str:
+    """The endpoint with `host` in place of a `*`."""
+    if ":" in host or "::" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    bracketed = f"[{host}]" if ":" in host else host
+    return endpoint.replace("tcp://*:", f"tcp://{bracketed}:", 1)
 
 
 def _port(endpoint: str) -> int:
@@ -249,7 +264,7 @@ class PublisherActor:
         )
         # Guards the publication: both threads use it, and `status`.
         self._lock = threading.Lock()
-        self._sockets = Sockets(settings, self._missed)
+        self._sockets = Sockets(settings, ray.util.get_node_ip_address(), self._missed)
         self._error = ""
         self._sockets.start()
         start_thread("raykv-follow", self._follow, OnFailure.END_PROCESS)

@@ -74,7 +74,7 @@ from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
-    refuse_non_causal,
+    refuse_kinds,
     told_to_specs,
     use_our_spec,
 )
@@ -142,7 +142,7 @@ class RayKVConnector(OffloadingConnector):
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
         refuse_several_hosts(vllm_config.parallel_config)
-        refuse_non_causal(kv_cache_config)
+        refuse_kinds(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         extra_config = transfer_config.kv_connector_extra_config
         use_our_spec(extra_config)
@@ -172,7 +172,7 @@ class RayKVConnector(OffloadingConnector):
             model=spec.config.model.name,
             num_ranks=spec.num_parts,
             slot_bytes=spec.slot_bytes_by_group(),
-            traits={**traits_of(facts), "chunks": groups_text(self._chunk_groups())},
+            traits={**traits_of(facts), **self._chunk_traits()},
             versions=f"RayKV {__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
         )
         if spec.settings.layerwise_loads:
@@ -209,12 +209,16 @@ class RayKVConnector(OffloadingConnector):
         node_id = node_of_ranks(parallel_config, current_platform.ray_device_key)
         return replace(settings, node_id=settings.node_id or node_id)
 
-    def _chunk_groups(self) -> list[ChunkGroup]:
-        """The KV groups, from which a client works out how much of a prompt can be loaded."""
-        return [
+    def _chunk_traits(self) -> dict[str, str]:
+        """From which a client works out how much of a prompt can be loaded: what the chunks of
+        each KV group are, and which of them are recurrent states.
+        """
+        groups = [
             ChunkGroup(each.group_id, each.tokens_per_chunk, each.window)
             for each in self._tables.groups
         ]
+        states = " ".join(map(str, self._tables.states))
+        return {"chunks": groups_text(groups)} | ({"state_groups": states} if states else {})
 
     def _tokens_per_chunk(self) -> list[int]:
         """For each KV group that is loaded as whole prefixes; for all if there is none."""
@@ -380,7 +384,9 @@ class RayKVConnector(OffloadingConnector):
         known = self._tables.find(request.request_id)
         assert known is not None, request.request_id
         known.name_chunks()
-        for keys in known.keys:
+        # What windows serve nothing without comes first: a hint may be cut off.
+        columns = zip(self._tables.groups, known.keys, strict=True)
+        for _, keys in sorted(columns, key=lambda pair: pair[0].window is not None):
             self._manager.ask(request.request_id, keys)
 
     def _nothing_matched(self, request: Any, _num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -455,6 +461,8 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
+        self._tables.forget_blocks_left_behind(scheduler_output.finished_req_ids or ())
         base = super().build_connector_meta(scheduler_output)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
@@ -616,6 +624,8 @@ class RayKVConnector(OffloadingConnector):
         # vLLM's must not get any of an earlier reset, or of a hook that failed.
         flushed = set(self._tables.flushed)
         self._tables.flushed.clear()
+        # vLLM offers all blocks of running requests anew.
+        self._tables.forget_blocks_left_behind(self._tables.requests)
         try:
             return super().reset_cache()
         finally:

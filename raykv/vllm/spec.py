@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, MambaSpec, RSWASpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingMetricMetadata,
@@ -105,7 +106,9 @@ class RayKVOffloadingSpec(OffloadingSpec):
         self._told: Told = own.pop(TOLD, Told())
         self.settings: Settings = load_settings(own)
         # Conversations need generated tokens too; vLLM's own default is True.
-        self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
+        self.offload_prompt_only = bool(
+            self.extra_config.get("offload_prompt_only", False)
+        ) or stores_prompts_alone(self._told.kv_cache)
         self.group_ids = [group.group_id for group in config.groups]
         self.sleeps = self._told.sleeps
         # Where the KV cache is, if vLLM has allocated it in memory that can be shared.
@@ -264,18 +267,50 @@ class RayKVOffloadingSpec(OffloadingSpec):
         )
 
 
+def stores_prompts_alone(kv_cache_config: Any) -> bool:
+    """Whether tokens of answers see less than those of prompts (R-SWA): their KV is not that of a
+    prompt that goes on from them, and their blocks are given away before the request ends.
+    """
+    return any(isinstance(spec, RSWASpec) for spec in specs_of(kv_cache_config))
+
+
+def specs_of(kv_cache_config: Any) -> list[Any]:
+    """Of the KV groups, and of the layers where those of a group differ; None has none."""
+    groups = [] if kv_cache_config is None else kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    return specs + [each for spec in specs for each in getattr(spec, "kv_cache_specs", {}).values()]
+
+
 def refuse_non_causal(kv_cache_config: Any) -> None:
     """vLLM turns its own prefix cache off for such models.
 
     Raises:
         SettingError: a token's KV depends on what comes behind it.
     """
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    specs += [each for spec in specs for each in getattr(spec, "kv_cache_specs", {}).values()]
-    if any(getattr(spec, "non_causal", False) for spec in specs):
+    if any(getattr(spec, "non_causal", False) for spec in specs_of(kv_cache_config)):
         raise SettingError(
             "in this model the KV of a token depends on tokens behind it, so that prompts with the "
             "same beginning share none: RayKV can't be used with it"
+        )
+
+
+def refuse_kinds(kv_cache_config: Any) -> None:
+    """Of KV that prompts with the same beginning don't share.
+
+    Raises:
+        SettingError: saying what of the model's KV is in the way.
+    """
+    refuse_non_causal(kv_cache_config)
+    specs = specs_of(kv_cache_config)
+    if any(isinstance(spec, CrossAttentionSpec) for spec in specs):
+        raise SettingError(
+            "this model has an encoder and a decoder, and the KV of the one says nothing about the "
+            "beginning of a prompt: RayKV can't be used with it"
+        )
+    if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs):
+        raise SettingError(
+            "without enable_prefix_caching=true vLLM keeps no recurrent states of this model where "
+            "prompts may part, and RayKV can store none: set it, or leave RayKV out"
         )
 
 

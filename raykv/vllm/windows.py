@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from raykv.engine.view import EngineView
 from raykv.engine.windows import WindowPlan, checkpoint, parting, plan_windows
@@ -59,9 +59,10 @@ class Windows:
         self._groups = [
             ChunkGroup(each.group_id, each.tokens_per_chunk, each.window) for each in tables.groups
         ]
-        self._is_on = share > 0 and any(each.window is not None for each in self._groups)
+        self._has_windows = any(each.window is not None for each in self._groups)
+        self._is_on = share > 0 and self._has_windows
         kinds = tables.kinds
-        self._has_states = any(isinstance(each, MambaSpec) for each in kinds.values())
+        self._has_states = bool(tables.states)
         sliding = [group for group, kind in kinds.items() if isinstance(kind, SlidingWindowSpec)]
         tokens = {each.group: each.tokens for each in self._groups}
         plans = plan_windows(self._groups, sliding, share)
@@ -85,7 +86,7 @@ class Windows:
 
     def note_parting(self, request: Any, found: int, view: EngineView) -> None:
         """Where a request parts from what the cluster has, windows and states are stored: vLLM
-        takes it as a place where prompts part.
+        takes it as a place where prompts part. What it can't have of that is explained in any case.
 
         Args:
             request: vLLM's.
@@ -93,18 +94,22 @@ class Windows:
             view: the engine's.
         """
         known = self._tables.find(request.request_id)
-        if not self._is_on or known is None:
+        if not self._has_windows or known is None:
             return
         prompt = request.num_prompt_tokens
-        reach = {
-            each.group: view.reach(request.request_id, keys)
+        whole = {
+            each.group: keys
             for each, keys in zip(self._groups, known.keys, strict=True)
             if each.window is None
         }
+        reach = {group: view.reach(request.request_id, keys) for group, keys in whole.items()}
         at = parting(self._groups, reach, prompt)
         if at > found:
-            view.missed_window(request.request_id)
+            unknown = (
+                keys[reach[group]] for group, keys in whole.items() if reach[group] < len(keys)
+            )
+            view.missed_window(request.request_id, at - found, next(unknown, None))
         elif self._has_states:
             at = checkpoint(self._groups, prompt)
-        if at > max(found, request.shared_prefix_boundary):
+        if self._is_on and at > max(found, request.shared_prefix_boundary):
             request.shared_prefix_boundary = at

@@ -132,6 +132,7 @@ class WorkerLink:
         self.unsuited = ""
         # Only the link's own thread touches the rest.
         self._sock: socket.socket | None = None
+        self._socket_name = ""
         self._pidfd = -1
         self._reader = wire.FrameReader()
         self._thread = SupervisedThread("raykv-link", self._run, OnFailure.RUN_AGAIN)
@@ -150,6 +151,8 @@ class WorkerLink:
             return
         with self._lock:
             self._target = target
+            # Whatever is known of the last one says nothing about this one.
+            self._breakers.worked(OWN_NODE)
         self._nudge()
 
     def submit(self, request: JobRequest) -> None:
@@ -253,6 +256,8 @@ class WorkerLink:
 
     def _step(self) -> None:
         """Connect if needed, wait for something to happen, and deal with it."""
+        if self._sock is not None and self._has_moved:
+            self._disconnect("the engine is at another Ray node")
         if self._sock is None:
             self._try_connect()
         self._send_queued()
@@ -264,6 +269,11 @@ class WorkerLink:
             os.eventfd_read(self._wake)
         if self._sock is not None and self._sock.fileno() in readable:
             self._receive(self._sock)
+
+    @property
+    def _has_moved(self) -> bool:
+        """Whether the line is to a NodeActor that is not the engine's any more."""
+        return self._target is not None and self._target.socket_name != self._socket_name
 
     def _time_to_deadline(self) -> float:
         now = time.monotonic()
@@ -333,6 +343,7 @@ class WorkerLink:
             raise
         wire.limit_sends(sock, self._settings.cancel_grace_s)
         self._sock, self._pidfd, self._reader = sock, pidfd, reader
+        self._socket_name = target.socket_name
         with self._lock:
             self._node_epoch = answer.node_epoch
         logger.info("attached to NodeActor epoch %d", answer.node_epoch)

@@ -65,7 +65,7 @@ def ours() -> dict[str, Any]:
     """Settings of RayKV's own publisher."""
     return {
         "events_endpoint": f"tcp://*:{free_port()}",
-        "events_replay_endpoint": f"tcp://*:{free_port()}",
+        "events_replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
     }
 
 

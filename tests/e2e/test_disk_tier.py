@@ -106,6 +106,7 @@ def check_comes_from_disk(
     wait_until(lambda: from_disk() == expected, 10.0, "the requests tell where it came from")
 
 
+@pytest.mark.support("disk", models=["llama"])
 def test_what_the_pool_gave_up_comes_back_with_equal_tokens(
     cluster: Cluster, references: list[list[int]]
 ) -> None:

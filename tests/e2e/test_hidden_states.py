@@ -105,6 +105,7 @@ def test_states_equal_those_of_transformers_in_the_file_and_by_reference(
     assert [each.name for each in folder.iterdir()] == []
 
 
+@pytest.mark.support("hidden states", models=["llama"])
 @pytest.mark.versions
 def test_states_are_complete_after_prefix_hit_and_after_load_from_the_cache(
     engine: EngineProcess, cluster: Cluster, tiny_model: Path

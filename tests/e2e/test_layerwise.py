@@ -83,6 +83,7 @@ def check_whole_hits(engine: EngineProcess, cluster: Cluster, lengths: list[int]
     assert engine.tokens(prompts) == reference
 
 
+@pytest.mark.support("layer-wise", models=["llama"])
 @pytest.mark.versions
 def test_prompts_that_are_loaded_give_the_tokens_of_prefix_hits(
     engine: EngineProcess, cluster: Cluster

@@ -88,6 +88,7 @@ def loads_again(engine: EngineProcess, tokens: list[int], expected: list[int]) -
     return bool(engine.call("counters").get("vllm:external_prefix_cache_hits", 0.0) > before)
 
 
+@pytest.mark.support("load", models=["llama"])
 @pytest.mark.versions
 @pytest.mark.parametrize("length", [8 * BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 1])
 def test_load_gives_tokens_of_prefix_hit_at_chunk_boundary(
@@ -114,6 +115,7 @@ def test_load_gives_tokens_of_prefix_hit_for_many_requests_at_once(
     assert all(output["cached"] >= 288 for output in outputs), outputs
 
 
+@pytest.mark.support("conversation", models=["llama"])
 @pytest.mark.versions
 def test_generated_tokens_are_found_by_next_turn(engine: EngineProcess, cluster: Cluster) -> None:
     first = prompt(200, 100)
@@ -319,6 +321,7 @@ def test_whole_prompt_of_full_chunks_misses_nothing(asker: Asker) -> None:
     assert (record.loaded, record.missed) == (8 * BLOCK, {})
 
 
+@pytest.mark.support("why-miss", models=["llama"])
 def test_known_document_with_a_new_question_names_the_first_chunk_of_the_question(
     asker: Asker,
 ) -> None:

@@ -65,6 +65,7 @@ def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
     return process.tokens([the_prompt(seed)], max_tokens=24)[0]
 
 
+@pytest.mark.support("small pool", models=["llama"])
 @pytest.mark.versions
 def test_eviction_during_loads_gives_no_wrong_token(
     engine: EngineProcess, cluster: Cluster, reference: dict[int, list[int]]
@@ -82,6 +83,7 @@ def test_eviction_during_loads_gives_no_wrong_token(
     assert node.bytes_loaded > 0, "nothing was loaded"
 
 
+@pytest.mark.support("pin", models=["llama"])
 def test_prompt_that_its_request_has_pinned_outlives_eviction(
     engine: EngineProcess, cluster: Cluster
 ) -> None:
@@ -102,6 +104,7 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
     assert cluster.status().engines[0].counters["hints_ignored"] == 0
 
 
+@pytest.mark.support("pre-emption", models=["llama"])
 @pytest.mark.versions
 def test_preemption_gives_no_wrong_token(
     engine: EngineProcess, reference: dict[int, list[int]]

@@ -50,6 +50,7 @@ def check_loads(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]
     assert cluster.status().nodes[0].bytes_loaded > 0
 
 
+@pytest.mark.support("canonical layout", models=["llama"])
 def test_engines_of_one_and_two_ranks_load_what_either_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -136,6 +136,7 @@ def loaded(
     return list(output["tokens"])
 
 
+@pytest.mark.support("fetch", models=["llama"])
 @pytest.mark.versions
 @pytest.mark.parametrize("length", [BLOCK * 8 - 1, BLOCK * 8, BLOCK * 8 + 1, BLOCK * 40])
 def test_prompt_of_one_node_is_loaded_on_the_other_with_equal_tokens(

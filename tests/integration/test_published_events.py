@@ -193,10 +193,10 @@ class Scene:
     """A cluster with a publisher, an engine that describes, and a subscriber."""
 
     def __init__(self, cluster: Cluster, node_id: str) -> None:
-        ports = free_port(), free_port()
-        settings = [f"tcp://*:{ports[0]}", "--replay", f"tcp://*:{ports[1]}", "--hashes", "bytes"]
+        endpoint, replay = (f"tcp://*:{free_port()}" for _ in range(2))
+        self.settings = [endpoint, "--replay", replay, "--hashes", "bytes"]
         self.cluster = cluster
-        self.started = json.loads(run("publish", "start", *settings, "--json"))
+        self.started = json.loads(run("publish", "start", *self.settings, "--json"))
         self.nodes = Nodes()
         self.outbox = DescriptionOutbox()
         view = EngineView(EngineId("engine"), [0], 10.0, 8)
@@ -205,7 +205,7 @@ class Scene:
         self.session.described = self.outbox
         self.session.attach(10.0)
         self.session.start()
-        self.subscriber = Subscriber(*(f"tcp://127.0.0.1:{port}" for port in ports))
+        self.subscriber = Subscriber(self.started["endpoint"], self.started["replay_endpoint"])
 
     def stop(self) -> None:
         self.subscriber.stop()
@@ -321,10 +321,8 @@ def test_clearing_takes_all_back(scene: Scene) -> None:
 
 
 def test_second_publisher_is_refused_and_the_same_one_is_not(scene: Scene) -> None:
-    endpoint = scene.started["endpoint"].replace("0.0.0.0", "*")
-    replay = scene.started["replay_endpoint"].replace("0.0.0.0", "*")
-    run("publish", "start", endpoint, "--replay", replay, "--hashes", "bytes")
-    result = CliRunner().invoke(app, ["publish", "start", endpoint, "--topic", "other"])
+    run("publish", "start", *scene.settings)
+    result = CliRunner().invoke(app, ["publish", "start", scene.settings[0], "--topic", "other"])
     assert "a publisher runs already" in str(result.exception)
     run("publish", "stop")
     wait_until(lambda: scene.cluster.publisher() is None, 10.0, "the publisher has ended")

@@ -18,7 +18,8 @@ from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -38,7 +39,7 @@ from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
 from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, kv_cache_config
-from tests.simulation.layered_world import RUBBISH, World
+from tests.simulation.layered_world import RUBBISH, World, prefix_name
 
 SCHEDULER_HOOKS = (
     "on_new_request",
@@ -368,11 +369,32 @@ class HookWorld(World):
         assert not self.manager.barred
         self.view.check()
 
+    def check_pool(self) -> None:
+        """Each chunk that can be loaded is what its key says, of the requests that were asked."""
+        named: dict[bytes, list[int]] = {}
+        for asked in self.asked.values():
+            tokens = list(asked.request.all_token_ids)
+            names = [prefix_name(tokens[:end]) for end in range(1, len(tokens) + 1)]
+            hashes = asked.request.block_hashes
+            for group, kind in enumerate(self.kinds):
+                size = kind.block_size
+                for at, name in enumerate(hashes[size // CHUNK - 1 :: size // CHUNK]):
+                    chunk = names[at * size : (at + 1) * size]
+                    has_state = isinstance(kind, MambaSpec)
+                    key = make_offload_key(name, group)
+                    named[key] = chunk[-1:] * size if has_state else chunk
+        for key, handle in self.view._ready.items():
+            stored, generation, names = self.line.slots[handle.slot]
+            assert (stored, generation) == (key, handle.generation)
+            right = named[key]
+            assert names[: len(right)] == right, f"{key.hex()} has other bytes"
+
     def _execute(self, output: Any) -> ModelRunnerOutput:
         """A step as vLLM's model runner does it."""
         side, meta = self.worker_side, output.kv_connector_metadata
         side.handle_preemptions(meta)
         side.bind_connector_metadata(meta)
+        self._take_blocks(output)
         sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
         side.start_load_kv(SimpleNamespace())
         side.wait_for_save()

@@ -1,25 +1,36 @@
 """vLLM's own scheduler with RayKV's connector, and a model of the KV cache below them.
 
 Each place of a block holds what was written there last: the name of the whole prefix up to its
-token, or rubbish. A token that is computed from rubbish is rubbish, in the KV and as the answer, so
-that whatever of it is stored, shared or said comes to light. Loads fail at random.
+token, or rubbish. A block with a recurrent state holds one name, of the prefix that it stands for.
+A token that is computed from rubbish is rubbish, in the KV and as the answer, so that whatever of
+it is stored, shared or said comes to light. Loads fail at random.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    RSWASpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -33,6 +44,7 @@ from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.transfers import RayKVWorkerMetadata
+from raykv.vllm.windows import Windows
 from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
 
 RUBBISH = 0
@@ -57,9 +69,15 @@ def next_token(tokens: list[int]) -> int:
     return 2 + abs(prefix_name(tokens)) % 50
 
 
-def first_seen(kind: KVCacheSpec, at: int) -> int:
-    """The first token that the one at this place looks back to."""
-    return max(0, at + 1 - (getattr(kind, "sliding_window", None) or MAX_LENGTH))
+def seen(kind: KVCacheSpec, at: int, num_prompt: int) -> Iterator[int]:
+    """The tokens before the one at this place that it looks back to."""
+    if isinstance(kind, RSWASpec):
+        window = range(max(num_prompt, at + 1 - kind.rswa_window), at)
+        return chain(range(min(num_prompt, at)), window)
+    if isinstance(kind, ChunkedLocalAttentionSpec):
+        return iter(range(at - at % kind.attention_chunk_size, at))
+    first = at + 1 - (getattr(kind, "sliding_window", None) or MAX_LENGTH)
+    return iter(range(max(0, first), at))
 
 
 @dataclass
@@ -82,6 +100,7 @@ class World:
         kinds: of attention, one for each KV group.
         is_async: the scheduler is the one that runs a step ahead.
         retention_interval: vLLM's `prefix_cache_retention_interval`; its own default is 0.
+        share: the setting `window_share`; None: as without it.
     """
 
     def __init__(
@@ -94,12 +113,11 @@ class World:
         *,
         is_async: bool = False,
         retention_interval: int | None = None,
+        share: float | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.failing = failing
         self.kinds = kinds
-        retention = retention_interval
-        self.scheduler = make_scheduler(model, num_blocks, kinds, retention, is_async=is_async)
         groups = range(len(kinds))
         self.view = EngineView(EngineId("engine"), groups, 1.0, NUM_SLOTS)
         num_slots = dict.fromkeys(groups, NUM_SLOTS)
@@ -108,9 +126,16 @@ class World:
         granted = Leases([slot % len(kinds) for slot in slots], slots, slots)
         self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
         self.manager = RayOffloadingManager(self.view)
-        self.connector = make_connector(self.manager, self.scheduler, kinds, retention)
+        self.connector = make_connector(self.manager, kinds, retention_interval, share)
+        cache = kv_cache(num_blocks, kinds, retention_interval)
+        if self.connector._windows is not None:
+            self.connector._windows.keep_states(cache)
+        self.scheduler = make_scheduler(model, cache, is_async=is_async)
+        bind(self.connector, self.scheduler)
         self.asked: dict[str, Asked] = {}
         self.blocks: dict[int, list[int]] = {}
+        # Of requests, by KV group, as vLLM's worker has them: they only grow.
+        self.tables: dict[str, tuple[list[int], ...]] = {}
         self.pool: dict[bytes, list[int]] = {}
         self.num_loaded = self.num_failed = self.num_stored = 0
         # Stores go with the next step, as with vLLM's worker.
@@ -124,17 +149,31 @@ class World:
 
     def add(self, prompt: list[int], max_tokens: int = 3) -> str:
         request_id = f"r{len(self.asked)}"
+        self._add(request_id, prompt, max_tokens)
+        return request_id
+
+    def add_turn(self, session: str, prompt: list[int], max_tokens: int = 3) -> None:
+        """A prompt that comes bit by bit: vLLM goes on where the turn before has ended.
+
+        The last token that it said is no part of the prompt.
+        """
+        self._add(session, prompt, max_tokens, resumable=True)
+
+    def _add(self, request_id: str, prompt: list[int], max_tokens: int, **more: Any) -> None:
         request = Request(
             request_id,
             list(prompt),
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
             None,
             block_hasher=self._hasher,
+            **more,
         )
         request.sampling_params.update_from_generation_config({}, None)
-        self.asked[request_id] = Asked(request)
+        self.asked.setdefault(request_id, Asked(request))
         self.scheduler.add_request(request)
-        return request_id
+
+    def has_ended(self, request_id: str) -> bool:
+        return request_id in self.asked and self.asked[request_id].request.is_finished()
 
     def abort(self, request_id: str) -> None:
         self.asked[request_id].is_aborted = True
@@ -160,8 +199,10 @@ class World:
         raise AssertionError("the engine does not come to an end")
 
     def check(self) -> None:
-        """Every answer is the right one."""
+        """Every answer is the right one; of sessions nobody knows which turn said what."""
         for asked in self.asked.values():
+            if asked.request.resumable:
+                continue
             tokens = list(asked.request.prompt_token_ids)
             for token in asked.answer:
                 if token != next_token(tokens):
@@ -173,12 +214,13 @@ class World:
     def _execute(self, output: Any) -> ModelRunnerOutput:
         metadata = output.kv_connector_metadata
         meta = RayKVWorkerMetadata()
-        # Blocks that are given away in this step are copied before.
+        # Blocks that are given away in this step are stored before.
         flushed = metadata.store_jobs.keys() & (metadata.jobs_to_flush or set())
         urgent = {job_id: metadata.store_jobs.pop(job_id) for job_id in flushed}
         for job_id, job in {**self._stores, **urgent}.items():
             self._store(job)
             meta.mark_completed(job_id)
+        self._take_blocks(output)
         invalid = set(metadata.stranded_blocks)
         for job_id, job in metadata.load_jobs.items():
             invalid |= self._load(job, meta)
@@ -218,37 +260,102 @@ class World:
             )
         return invalid
 
+    def _take_blocks(self, output: Any) -> None:
+        """What a worker does first with a step: it notes blocks, and copies some."""
+        new = {each.req_id for each in output.scheduled_new_reqs}
+        for request_id, groups, is_resumed in yield_req_data(output):
+            if request_id in new or is_resumed:
+                self.tables[request_id] = tuple([] for _ in self.kinds)
+            for table, blocks in zip(self.tables[request_id], groups or (), strict=False):
+                table += blocks
+        for copy in output.kv_cache_block_copies or ():
+            self.blocks[copy.dst_block_id] = list(self.blocks[copy.src_block_id])
+
     def _compute(self, request_id: str, count: int) -> list[int]:
         request = self.asked[request_id].request
-        tokens = list(request.all_token_ids)
-        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
         end = self._ends.pop(request_id, request.num_computed_tokens)
-        begin = end - count
-        is_right = all(
-            self.blocks[table[at // CHUNK]][at % CHUNK] == prefix_name(tokens[: at + 1])
-            for table, kind in zip(tables, self.kinds, strict=True)
-            for at in range(first_seen(kind, begin), begin)
-        )
-        for at in range(begin, end):
-            for table in tables:
-                block = self.blocks.setdefault(table[at // CHUNK], [RUBBISH] * CHUNK)
-                block[at % CHUNK] = prefix_name(tokens[: at + 1]) if is_right else RUBBISH
-        if end < len(tokens):
+        step = Computed(list(request.all_token_ids), request.num_prompt_tokens, end - count, end)
+        groups = [*zip(self.tables[request_id], self.kinds, strict=True)]
+        is_right = all(self._is_there(step, table, kind) for table, kind in groups)
+        for table, kind in groups:
+            self._write(step, table, kind, is_right)
+        if end < len(step.tokens):
             return []
-        return [next_token(tokens) if is_right else WRONG]
+        return [next_token(step.tokens) if is_right else WRONG]
+
+    def _is_there(self, step: Computed, table: list[int], kind: KVCacheSpec) -> bool:
+        """Whether a group has all that is needed of what is before a step's tokens."""
+        if isinstance(kind, MambaSpec):
+            before = step.begin - 1
+            return before < 0 or self.blocks[table[before // CHUNK]][0] == step.name(before)
+        size = kind.block_size
+        return all(
+            self.blocks[table[at // size]][at % size] == step.name(at)
+            for at in seen(kind, step.begin, step.num_prompt)
+        )
+
+    def _write(self, step: Computed, table: list[int], kind: KVCacheSpec, is_right: bool) -> None:
+        if isinstance(kind, MambaSpec):
+            for column, last in states_of(step, kind, self.scheduler).items():
+                self.blocks[table[column]] = [step.name(last) if is_right else RUBBISH] * CHUNK
+            return
+        size = kind.block_size
+        for at in range(step.begin, step.end):
+            block = self.blocks.setdefault(table[at // size], [RUBBISH] * size)
+            # Blocks of all groups are of one size in bytes, and go from one to another.
+            block += [RUBBISH] * (size - len(block))
+            block[at % size] = step.name(at) if is_right else RUBBISH
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Tokens of a request that are computed in a step, from `begin` to before `end`."""
+
+    tokens: list[int]
+    num_prompt: int
+    begin: int
+    end: int
+
+    def name(self, last: int) -> int:
+        """Of the prefix that ends with the token at this place."""
+        return prefix_name(self.tokens[: last + 1])
+
+
+def states_of(step: Computed, kind: MambaSpec, scheduler: Scheduler) -> dict[int, int]:
+    """By place in the block table, the last token of the states that a step leaves behind: where it
+    ends, and where the layer is told to save another one.
+    """
+    hash_tokens = scheduler.hash_block_size
+    (offset,), (column,) = compute_mamba_prefill_checkpoints(
+        [step.end],
+        [step.end - step.begin],
+        hash_block_size=hash_tokens,
+        mamba_block_size=CHUNK,
+        checkpoint_alignment=kind.prefill_checkpoint_alignment,
+        drop_eagle_block=False,
+        cache_hit_alignment_tokens=hash_tokens,
+    )
+    inside = {column: step.begin + offset - 1} if kind.num_prefill_checkpoint_blocks else {}
+    inside.pop(-1, None)
+    return {**inside, (step.end - 1) // CHUNK: step.end - 1}
 
 
 _CONFIGS: dict[tuple[Path, bool], Any] = {}
 
 
-def make_scheduler(
-    model: Path,
-    num_blocks: int,
-    kinds: Sequence[KVCacheSpec],
-    retention_interval: int | None,
-    *,
-    is_async: bool,
-) -> Scheduler:
+def kv_cache(
+    num_blocks: int, kinds: Sequence[KVCacheSpec], retention_interval: int | None
+) -> KVCacheConfig:
+    """Of a layer for each KV group."""
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"l{at}"], kind) for at, kind in enumerate(kinds)],
+        prefix_cache_retention_interval=retention_interval,
+    )
+
+
+def make_scheduler(model: Path, cache: KVCacheConfig, *, is_async: bool) -> Scheduler:
     """No more than 64 tokens a step."""
     if (model, is_async) not in _CONFIGS:
         _CONFIGS[model, is_async] = EngineArgs(
@@ -263,32 +370,30 @@ def make_scheduler(
             dtype="float32",
         ).create_engine_config()
     config = _CONFIGS[model, is_async]
-    config.cache_config.num_gpu_blocks = num_blocks
-    groups = [KVCacheGroupSpec([f"l{at}"], kind) for at, kind in enumerate(kinds)]
+    config.cache_config.num_gpu_blocks = cache.num_blocks
+    config.cache_config.mamba_cache_mode = "align" if cache.has_mamba_layers else "none"
     return (AsyncScheduler if is_async else Scheduler)(
         config,
-        KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=groups,
-            prefix_cache_retention_interval=retention_interval,
-        ),
+        cache,
         StructuredOutputManager(config),
-        block_size=CHUNK,
+        block_size=max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups),
+        hash_block_size=CHUNK,
     )
 
 
 def make_connector(
     manager: RayOffloadingManager,
-    scheduler: Scheduler,
     kinds: Sequence[KVCacheSpec],
     retention_interval: int | None,
+    share: float | None,
 ) -> RayKVConnector:
-    """The scheduler's side, without Ray, in the place where vLLM puts it."""
+    """The scheduler's side, without Ray."""
     connector: Any = RayKVConnector.__new__(RayKVConnector)
     connector.connector_scheduler = vllm_scheduler(
         manager, kinds, retention_interval=retention_interval
     )
+    if share is not None:
+        connector._windows = Windows(connector._tables, share)
     connector.connector_worker = None
     connector._manager = manager
     connector._runtime = None
@@ -300,8 +405,12 @@ def make_connector(
     connector.__dict__["_bounding_group_ids"] = ()
     connector._layered = LayeredScheduling(manager.layered, connector._tables)
     manager.view.accounts.tokens_per_chunk = CHUNK
+    made: RayKVConnector = connector
+    return made
+
+
+def bind(connector: RayKVConnector, scheduler: Scheduler) -> None:
+    """Put a connector in its place, as vLLM's scheduler does it."""
     connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
     scheduler.connector = connector
     scheduler.recompute_kv_load_failures = True
-    made: RayKVConnector = connector
-    return made

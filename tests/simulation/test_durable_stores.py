@@ -18,9 +18,8 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from raykv.serve.models import tiny_llama
-from tests.fixtures.vllm import CHUNK, FULL
+from tests.fixtures.vllm import CHUNK, FULL, WINDOW
 from tests.simulation.hook_world import HookWorld
-from tests.simulation.test_failed_loads import WINDOW
 from tests.simulation.test_layered_scheduler import prompt
 
 

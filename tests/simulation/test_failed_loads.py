@@ -8,21 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import RequestStatus
 
 from raykv.serve.models import tiny_llama
-from tests.fixtures.vllm import CHUNK, FULL
+from tests.fixtures.vllm import CHUNK, FULL, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt
-
-WINDOW = SlidingWindowSpec(
-    block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
-)
 
 SEVERAL = (FULL, WINDOW)
 

@@ -5,7 +5,7 @@ vLLM's scheduler, its offloading scheduler and worker, and both sides of RayKV's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
 from raykv.base.ids import Direction
 from raykv.engine.view import EngineView
 from raykv.serve.models import tiny_llama
 from raykv.vllm.internals.names import vllm_version
+from tests.fixtures.vllm import FULL, STATE
 from tests.simulation.hook_world import (
     SCHEDULER_HOOKS,
     WORKER_HOOKS,
@@ -26,11 +29,17 @@ from tests.simulation.hook_world import (
     PlantedError,
     Point,
 )
+from tests.simulation.test_failed_loads import SEVERAL
 from tests.simulation.test_layered_scheduler import prompt
 
 UNCALLED = {"request_finished", "wait_for_layer_load"}
 """By this engine: the first belongs to connectors of one KV group, and the second to loads that
 come layer by layer."""
+
+Kinds = Sequence[KVCacheSpec]
+
+KINDS: list[Kinds] = [(FULL,), SEVERAL, (FULL, STATE)]
+NAMES = ["one_group", "window", "states"]
 
 DOCUMENTS = [prompt(number, 100) for number in range(4)]
 
@@ -61,12 +70,13 @@ def play(world: HookWorld) -> None:
     world.run()
 
 
-def points_passed(model: Path, seed: int) -> dict[Point, str]:
+def points_passed(model: Path, seed: int, kinds: Kinds) -> dict[Point, str]:
     faults = Faults()
-    world = HookWorld(model, seed, faults)
+    world = HookWorld(model, seed, faults, kinds=kinds)
     play(world)
     world.check()
     world.check_rest()
+    world.check_pool()
     assert world.line.num_loaded
     return faults.seen
 
@@ -81,15 +91,19 @@ class Outcome:
     wrong: str
 
 
-def outcome(model: Path, seed: int, point: Point, hook: str, *, keeps_on: bool) -> Outcome:
+def outcome(
+    model: Path, seed: int, kinds: Kinds, point: Point, hook: str, *, keeps_on: bool
+) -> Outcome:
     faults = Faults(point, keeps_on)
-    world = HookWorld(model, seed, faults)
+    world = HookWorld(model, seed, faults, kinds=kinds)
     wrong = ""
     try:
         play(world)
         world.check()
         assert faults.num_planted, "it did not come to the exception"
         faults.point = None
+        # One state that is evicted costs a whole prompt.
+        world.evicting = 0.0
         before = world.line.num_loaded
         for _ in range(3):
             world.scheduler.reset_prefix_cache()
@@ -97,6 +111,7 @@ def outcome(model: Path, seed: int, point: Point, hook: str, *, keeps_on: bool) 
             world.run()
         world.check()
         world.check_rest()
+        world.check_pool()
         # Where the line itself fails, there is nothing left to load through.
         assert world.line.num_loaded > before or (keeps_on and world.line.is_closed), "no loads"
     except (AssertionError, PlantedError) as error:
@@ -104,11 +119,11 @@ def outcome(model: Path, seed: int, point: Point, hook: str, *, keeps_on: bool) 
     return Outcome(point, hook, keeps_on, wrong)
 
 
-def play_all(model: Path, seed: int, *, every: int) -> list[Outcome]:
+def play_all(model: Path, seed: int, kinds: Kinds, *, every: int) -> list[Outcome]:
     """With an exception at one point in `every`, once and each time."""
-    points = sorted(points_passed(model, seed).items())
+    points = sorted(points_passed(model, seed, kinds).items())
     return [
-        outcome(model, seed, point, hook, keeps_on=keeps_on)
+        outcome(model, seed, kinds, point, hook, keeps_on=keeps_on)
         for point, hook in points[seed % every :: every]
         for keeps_on in (False, True)
     ]
@@ -119,27 +134,35 @@ def wrong_ones(outcomes: list[Outcome]) -> str:
     return "\n".join(map(str, (each for each in outcomes if each.wrong)))
 
 
-def test_engine_without_exceptions_passes_every_hook(model: Path) -> None:
-    assert set(points_passed(model, 1).values()) >= {*SCHEDULER_HOOKS, *WORKER_HOOKS} - UNCALLED
+@pytest.mark.parametrize("kinds", KINDS, ids=NAMES)
+def test_engine_without_exceptions_passes_every_hook(model: Path, kinds: Kinds) -> None:
+    assert (
+        set(points_passed(model, 1, kinds).values()) >= {*SCHEDULER_HOOKS, *WORKER_HOOKS} - UNCALLED
+    )
 
 
 @pytest.mark.expects_failures
 def test_exception_in_a_hook_leaves_right_tokens_and_an_engine_that_comes_to_rest(
     model: Path,
 ) -> None:
-    outcomes = play_all(model, 1, every=24)
+    outcomes = [
+        each
+        for kinds, every in zip(KINDS, (36, 72, 72), strict=True)
+        for each in play_all(model, 1, kinds, every=every)
+    ]
     assert len(outcomes) > 75
     assert not wrong_ones(outcomes)
 
 
 @pytest.mark.expects_failures
 @pytest.mark.extended
+@pytest.mark.parametrize(("kinds", "every"), zip(KINDS, (1, 4, 4), strict=True), ids=NAMES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_exception_at_any_point_of_any_hook_leaves_right_tokens_and_an_engine_at_rest(
-    model: Path, seed: int
+    model: Path, kinds: Kinds, every: int, seed: int
 ) -> None:
-    outcomes = play_all(model, seed, every=1)
-    assert len(outcomes) > 2000
+    outcomes = play_all(model, seed, kinds, every=every)
+    assert len(outcomes) > 2000 // every
     assert not wrong_ones(outcomes)
 
 

@@ -120,6 +120,7 @@ class Catalog:
             namespaces=self.counts(),
             spaces=self.namespaces(),
             disk_chunks=self._disks.counts(),
+            waiting=base.waiting,
         )
 
     def counts(self) -> dict[str, int]:

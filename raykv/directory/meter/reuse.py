@@ -8,19 +8,23 @@
 The scheduler actor counts and informs each engine with every answer; the engine chooses.
 
 A store costs an engine a small part of the time that computing the chunk took; a load saves nearly
-all of it. So few loads are enough. A sample ends when as many chunks were stored as the pools hold,
-and never before `MIN_SAMPLE`: until then a chunk had no time to be wanted again. The sums of the
-last sample count half in the next one, so that one odd sample does not switch anything for long.
+all of it. So few loads are enough. What is loaded counts as the chunks of all KV groups that its
+tokens have: a prefix needs few of windows and states, and saves computing all of them.
+
+A sample ends when as many chunks were stored as the pools hold, and never before `MIN_SAMPLE`:
+until then a chunk had no time to be wanted again. The sums of the last sample count half in the
+next one, so that one odd sample does not switch anything for long.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raykv.base.ids import Namespace
 from raykv.directory.members import Engine, Node
+from raykv.protocol.groups import ChunkGroup
 
 LEAST_REUSE = 0.03
 """Loads for each store below which it does not pay: a store costs up to 3 % of computing."""
@@ -71,15 +75,25 @@ class ReuseGauges:
         self._gauges: defaultdict[Namespace, ReuseGauge] = defaultdict(ReuseGauge)
 
     def count(
-        self, engine: Engine, node: Node, counters: Mapping[str, int], num_nodes: int
+        self,
+        engine: Engine,
+        node: Node,
+        counters: Mapping[str, int],
+        groups: Sequence[ChunkGroup],
+        num_nodes: int,
     ) -> None:
-        """Take in the counters of an engine on a node; `num_nodes` nodes have engines."""
+        """Take in the counters of an engine on a node, of the KV groups as far as they are known;
+        `num_nodes` nodes have engines.
+        """
         if not counters:
             return
-        stored, loaded = (
-            counters.get(name, 0) - engine.counters.get(name, 0)
-            for name in ("chunks_stored", "chunks_loaded")
-        )
+
+        def more(name: str) -> int:
+            return counters.get(name, 0) - engine.counters.get(name, 0)
+
+        stored, loaded = more("chunks_stored"), more("chunks_loaded")
+        if groups:
+            loaded = round(more("loaded_tokens") * sum(1 / each.tokens for each in groups))
         sizes = engine.slot_bytes.values()
         num_slots = node.book.table.geometry.pool_bytes * len(sizes) // sum(sizes)
         # All those pools are assumed to be equally large.

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
@@ -21,6 +21,8 @@ START_DEADLINE_S = 180.0
 """An engine starts in 10 to 20 s on a quiet machine, and in 80 s on a busy one."""
 
 ANSWER_DEADLINE_S = 120.0
+
+CHILD = (sys.executable, "-m", "raykv.lab.bench.engine_child")
 
 
 def started_together(*starts: Callable[[], EngineProcess]) -> list[EngineProcess]:
@@ -54,11 +56,13 @@ class ChildProcess(Protocol):
     def wait(self, timeout: float) -> int: ...
 
 
-def launched(environment: dict[str, str], log: Path) -> ChildProcess:
+def launched(
+    environment: dict[str, str], log: Path, command: Sequence[str] = CHILD
+) -> ChildProcess:
     """A new process of `engine_child` in a session of its own."""
     with log.open("ab") as stderr:
         return subprocess.Popen(
-            [sys.executable, "-m", "raykv.lab.bench.engine_child"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -119,6 +123,9 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        return self._launched(environment)
+
+    def _launched(self, environment: dict[str, str]) -> ChildProcess:
         return EngineProcess.launch(environment, self._log)
 
     @property
@@ -172,7 +179,9 @@ class EngineProcess:
                 self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                # One that has just ended took no more: closing sends what waits.
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def kill(self) -> None:
         """SIGKILL for the engine and all its children; nothing if it is dead."""

@@ -71,12 +71,11 @@ class ChildEngine:
 
             hooks.watch()
         self._llm = LLM(
-            skip_tokenizer_init=True,
             enforce_eager=True,
             disable_log_stats=False,
             seed=0,
             kv_transfer_config=transfer,
-            **{"dtype": "float32", **config},
+            **{"skip_tokenizer_init": True, "dtype": "float32", **config},
         )
 
     def generate(
@@ -86,12 +85,14 @@ class ChildEngine:
         params: dict[str, Any] | None = None,
         salt: str | None = None,
         adapter: dict[str, Any] | None = None,
+        picture: list[int] | None = None,
     ) -> list[dict[str, Any]]:
         """Greedy tokens of each prompt, how many of its tokens were cached, time to the first.
 
-        "transfer" is what the connector has added to the answer.
+        "transfer" is what the connector has added to the answer. Each prompt comes with a `picture`
+        of one color, of red, green and blue.
         """
-        outputs = self._generate(prompts, max_tokens, params, salt, adapter)
+        outputs = self._generate(prompts, max_tokens, params, salt, adapter, picture)
         return [
             {
                 "id": output.request_id,
@@ -111,6 +112,7 @@ class ChildEngine:
         params: dict[str, Any] | None = None,
         salt: str | None = None,
         adapter: dict[str, Any] | None = None,
+        picture: list[int] | None = None,
     ) -> list[Any]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -125,6 +127,11 @@ class ChildEngine:
             extra_args=extra,
         )
         requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        if picture is not None:
+            from PIL import Image
+
+            media = {"image": Image.new("RGB", (32, 32), tuple(picture))}
+            requests = [{**request, "multi_modal_data": media} for request in requests]
         if salt is not None:
             requests = [{**request, "cache_salt": salt} for request in requests]
         outputs: list[Any] = self._llm.generate(

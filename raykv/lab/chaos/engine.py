@@ -85,6 +85,10 @@ class Worked(threading.Thread):
         """The engine itself was frozen: how long its requests take says nothing."""
         self._is_victim.set()
 
+    def lost(self) -> None:
+        """The engine ends with its host: it starts again, and its work is not counted."""
+        self._is_victim.set()
+
     def restart(self) -> None:
         """End the engine in good order between two batches, and start it again."""
         self._must_restart.set()

@@ -7,16 +7,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
 from raykv.base.errors import ClusterError
+from raykv.client.cluster import connect
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
-from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.cluster.local_nodes import add_local_node
 from raykv.cluster.processes import argument, command_lines, group_of, is_raylet
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.chaos.plan import Fault
 from raykv.lab.chaos.report import Process
 
 FIND_DEADLINE_S = 30.0
@@ -24,117 +29,176 @@ FIND_DEADLINE_S = 30.0
 
 POLL_S = 0.05
 
+LOST_S = 3.0
+"""How long an engine goes on at a node that is gone, before both are replaced."""
+
 NODE_ACTOR, SCHEDULER_ACTOR = "NodeActor", "SchedulerActor"
 
 
-@dataclass
-class ChaosNode:
-    """A Ray node; the head has no `local`, which is what we have started."""
+class Parts(Protocol):
+    """The processes of a cluster, wherever they run. Node 0 is the head."""
 
-    node_id: str
-    local: LocalNode | None = None
+    num_nodes: int
 
-
-class Parts:
-    """The processes of a cluster on this host.
-
-    Args:
-        address: of its GCS.
-        num_nodes: with the head, which is there already; this starts the others.
-    """
-
-    def __init__(self, address: str, num_nodes: int) -> None:
-        self.address = address
-        # Whether the GCS is gone: nothing may be asked through Ray then.
-        self.is_headless = False
-        self.nodes = [ChaosNode(cluster.resolve_node_id(""))]
-        while len(self.nodes) < num_nodes:
-            self.nodes.append(self._new_node())
-
-    def _new_node(self) -> ChaosNode:
-        local = add_local_node(self.address)
-        return ChaosNode(local.node_id, local)
-
-    def replace(self, number: int) -> None:
-        """A new Ray node in the place of one whose raylet is dead."""
-        local = self.nodes[number].local
-        assert local is not None, "the head can't be replaced"
-        local.stop()
-        self.nodes[number] = self._new_node()
-
-    def stop(self) -> None:
-        """End the nodes that this has started, with all that runs on them."""
-        for node in self.nodes:
-            if node.local is not None:
-                if not self.is_headless:
-                    with contextlib.suppress(ClusterError):
-                        ask.end_node_actor(node.node_id)
-                node.local.stop()
-
-    # Processes
+    def engine(self, number: int, model: Path, log: Path, **config: Any) -> EngineProcess:
+        """A new engine on a node; `config` as `EngineProcess` has it."""
 
     def raylet(self, number: int) -> int:
-        """Pid of a node's raylet."""
-        wanted = self.nodes[number].node_id
+        """Pid of a node's raylet.
+
+        Raises:
+            ClusterError: it has none.
+        """
+
+    def lose_raylet(self, number: int) -> bool:
+        """Kill it, and have another one in its place; whether engines have to start again."""
+
+    def gcs(self) -> int:
+        """Pid of the cluster's GCS server."""
+
+    def afflict(self, fault: Fault) -> AbstractContextManager[None]:
+        """What is wrong with a node's host, until the context ends."""
+
+    def num_bytes_moved(self) -> BytesMoved:
+        """What all nodes have stored and fetched."""
+
+    def end(self, *, is_headless: bool) -> None:
+        """End all of them. Headless: the GCS is gone, so nothing may be asked through Ray."""
+
+
+@dataclass(frozen=True)
+class BytesMoved:
+    """Bytes of all nodes."""
+
+    stored: int
+    fetched: int
+
+
+class LocalParts:
+    """`Parts` on this host, where every node has the same network and disk; see there.
+
+    Args:
+        num_nodes: with the head, which this starts too.
+        folder: for the disks.
+    """
+
+    def __init__(self, num_nodes: int, folder: Path) -> None:
+        self.num_nodes = num_nodes
+        self._folder = folder
+        self._address = cluster.ensure_cluster("local").address
+        self._cluster = connect(self._address)
+        self._head = cluster.resolve_node_id("")
+        self._others = [add_local_node(self._address) for _ in range(1, num_nodes)]
+
+    def _node_id(self, number: int) -> str:
+        return self._others[number - 1].node_id if number else self._head
+
+    def engine(self, number: int, model: Path, log: Path, **config: Any) -> EngineProcess:
+        settings = {
+            **config.pop("raykv"),
+            "ray_address": self._address,
+            "node_id": self._node_id(number),
+            "disk_path": str(self._folder / f"disk-{number}"),
+        }
+        return EngineProcess(model, log, settings, **config)
+
+    def raylet(self, number: int) -> int:
+        wanted = self._node_id(number)
         for process, arguments in command_lines():
             if is_raylet(arguments) and argument(arguments, "node-id") == wanted:
                 return int(process.pid)
         raise ClusterError(f"node {number} has no raylet")
 
+    def lose_raylet(self, number: int) -> bool:
+        assert number > 0, "the head can't be replaced"
+        kill(self.raylet(number))
+        time.sleep(LOST_S)
+        self._others[number - 1].stop()
+        self._others[number - 1] = add_local_node(self._address)
+        return True
+
     def gcs(self) -> int:
-        """Pid of the cluster's GCS server: it is in the process group of the head's raylet."""
+        """It is in the process group of the head's raylet."""
         group = os.getpgid(self.raylet(0))
         for process, arguments in command_lines():
             if Path(arguments[0]).name == "gcs_server" and group_of(process) == group:
                 return int(process.pid)
         raise ClusterError("the cluster has no GCS server")
 
-    def node_actor(self, number: int) -> int:
-        """Pid of a node's NodeActor, waited for."""
-        return self._actor(NODE_ACTOR, [number])
+    def afflict(self, fault: Fault) -> AbstractContextManager[None]:
+        raise ClusterError(f"{fault.kind}: all nodes are on one host")
 
-    def scheduler_actor(self) -> int:
-        """Pid of the scheduler actor, waited for."""
-        return self._actor(SCHEDULER_ACTOR, range(len(self.nodes)))
+    def num_bytes_moved(self) -> BytesMoved:
+        nodes = self._cluster.status().nodes
+        return BytesMoved(
+            sum(node.bytes_stored for node in nodes), sum(node.bytes_fetched for node in nodes)
+        )
 
-    def _actor(self, name: str, numbers: range | list[int]) -> int:
-        give_up_at = time.monotonic() + FIND_DEADLINE_S
-        while time.monotonic() < give_up_at:
-            for number in numbers:
-                for process in self._actors(number, name):
-                    return int(process.pid)
-            time.sleep(POLL_S)
-        raise ClusterError(f"no {name} within {FIND_DEADLINE_S:.0f} s")
+    def end(self, *, is_headless: bool) -> None:
+        for node in self._others:
+            if not is_headless:
+                with contextlib.suppress(ClusterError):
+                    ask.end_node_actor(node.node_id)
+            node.stop()
+        self._cluster.close()
+        cluster.stop_started(self._address)
 
-    def _actors(self, number: int, name: str) -> Iterator[psutil.Process]:
-        with contextlib.suppress(ClusterError, psutil.NoSuchProcess):
-            for process in psutil.Process(self.raylet(number)).children():
+
+# Actors
+
+
+def node_actor(parts: Parts, number: int) -> int:
+    """Pid of a node's NodeActor, waited for."""
+    return _actor(parts, NODE_ACTOR, [number])
+
+
+def scheduler_actor(parts: Parts) -> int:
+    """Pid of the scheduler actor, waited for."""
+    return _actor(parts, SCHEDULER_ACTOR, range(parts.num_nodes))
+
+
+def _actor(parts: Parts, name: str, numbers: range | list[int]) -> int:
+    give_up_at = time.monotonic() + FIND_DEADLINE_S
+    while time.monotonic() < give_up_at:
+        for number in numbers:
+            for process in _actors(parts, number, name):
+                return int(process.pid)
+        time.sleep(POLL_S)
+    raise ClusterError(f"no {name} within {FIND_DEADLINE_S:.0f} s")
+
+
+def _actors(parts: Parts, number: int, name: str) -> Iterator[psutil.Process]:
+    with contextlib.suppress(ClusterError, psutil.NoSuchProcess):
+        for process in psutil.Process(parts.raylet(number)).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name in " ".join(process.cmdline()):
+                    yield process
+
+
+# What they use
+
+
+def actors(parts: Parts) -> list[Process]:
+    """The actors of all nodes."""
+    found = []
+    for number in range(parts.num_nodes):
+        for name in (NODE_ACTOR, SCHEDULER_ACTOR):
+            for process in _actors(parts, number, name):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if name in " ".join(process.cmdline()):
-                        yield process
+                    found.append(measured(name, process.pid))
+    return found
 
-    # What they use
 
-    def processes(self) -> list[Process]:
-        """The actors of all nodes."""
-        found = []
-        for number in range(len(self.nodes)):
-            for name in (NODE_ACTOR, SCHEDULER_ACTOR):
-                for process in self._actors(number, name):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        found.append(measured(name, process.pid))
-        return found
-
-    def mappings(self, number: int) -> list[str]:
-        """Names of the memory that a NodeActor shares with others, one for each mapped object."""
-        found = set()
-        for process in self._actors(number, NODE_ACTOR):
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                    fields = line.split(maxsplit=5)
-                    if len(fields) == 6 and "memfd:" in fields[5]:
-                        found.add((fields[4], fields[5]))
-        return sorted(name for _, name in found)
+def mappings(parts: Parts, number: int) -> list[str]:
+    """Names of the memory that a NodeActor shares with others, one for each mapped object."""
+    found = set()
+    for process in _actors(parts, number, NODE_ACTOR):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and "memfd:" in fields[5]:
+                    found.add((fields[4], fields[5]))
+    return sorted(name for _, name in found)
 
 
 def measured(name: str, pid: int) -> Process:

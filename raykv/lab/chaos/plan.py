@@ -34,6 +34,9 @@ FREEZE_S = (1.0, 8.0)
 PAUSE_S = (0.5, 4.0)
 """How long a frozen process stays so, and how long the next fault is waited for."""
 
+AWAY_S = (5.0, 5.0, 30.0, 30.0, 120.0)
+"""How long a host is away, one of these: Ray gives it up after about a minute."""
+
 PROBE_SEEDS = 1_000_000
 """Prompts that no engine was asked before have seeds from here on."""
 
@@ -50,11 +53,26 @@ class FaultKind(StrEnum):
     ENGINE_KILLED = "engine killed"
     ENGINE_FROZEN = "engine frozen"
     GCS_FROZEN = "GCS frozen"
+    HOST_CUT_OFF = "host cut off"
+    HOST_HALF_OPEN = "host heard by nobody"
+    HOST_SLOW = "host at a slow link"
+    HOST_FROZEN = "host frozen"
+    HOST_LOST = "host without power"
 
     @property
     def freezes(self) -> bool:
-        """Whether the process goes on after a while."""
+        """Whether the process, or the host, goes on after a while."""
         return self.value.endswith("frozen")
+
+    @property
+    def is_of_a_host(self) -> bool:
+        """Whether it needs hosts, with networks of their own."""
+        return self.value.startswith("host")
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is over after a while; else something was killed."""
+        return self.freezes or self.is_of_a_host
 
     @property
     def is_of_the_cluster(self) -> bool:
@@ -66,14 +84,14 @@ class FaultKind(StrEnum):
 class Fault:
     """One fault.
 
-    `node` counts the nodes from 0, the head; `frozen_s` is 0 for what is killed. `pause_s` passes
+    `node` counts the nodes from 0, the head; `lasts_s` is 0 for what is killed. `pause_s` passes
     before it. With `overlaps` the next one does not wait until this one is mended.
     """
 
     number: int
     kind: FaultKind
     node: int
-    frozen_s: float
+    lasts_s: float
     pause_s: float
     overlaps: bool
 
@@ -81,22 +99,29 @@ class Fault:
 def faults(seed: int, num_nodes: int, kinds: Sequence[FaultKind]) -> Iterator[Fault]:
     """Draw faults without end; each kind comes once in every round, in a random order.
 
-    A head node's raylet is never killed: Ray itself does not survive that.
+    A head node's raylet is never killed, and its host never loses power: Ray itself does not
+    survive that.
     """
     source = random.Random(f"faults {seed}")
     number = 0
     while True:
         for kind in source.sample(list(kinds), len(kinds)):
-            first = 1 if kind is FaultKind.RAYLET_KILLED else 0
+            first = 1 if kind in (FaultKind.RAYLET_KILLED, FaultKind.HOST_LOST) else 0
             yield Fault(
                 number,
                 kind,
                 0 if kind.is_of_the_cluster else source.randrange(first, num_nodes),
-                source.uniform(*FREEZE_S) if kind.freezes else 0.0,
+                _lasts_s(source, kind),
                 source.uniform(*PAUSE_S),
                 source.random() < OVERLAPPING,
             )
             number += 1
+
+
+def _lasts_s(source: random.Random, kind: FaultKind) -> float:
+    if kind.freezes:
+        return source.uniform(*FREEZE_S)
+    return source.choice(AWAY_S) if kind.lasts else 0.0
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class FaultSeen:
     number: int
     kind: str
     node: int
-    frozen_s: float
+    lasts_s: float
     at_s: float
     note: str = ""
     waited: bool = False
@@ -205,7 +205,7 @@ def _numbers(report: ChaosReport) -> Table:
 
 
 def _faults(seen: Sequence[FaultSeen]) -> Table:
-    headings = ("#", "at, s", "fault", "node", "frozen, s", "loads again, s", "fetches again, s")
+    headings = ("#", "at, s", "fault", "node", "lasts, s", "loads again, s", "fetches again, s")
     table = Table(*headings, "", box=SIMPLE_HEAD, title="Faults", title_justify="left")
     for each in seen:
         table.add_row(
@@ -213,7 +213,7 @@ def _faults(seen: Sequence[FaultSeen]) -> Table:
             f"{each.at_s:.0f}",
             each.kind,
             str(each.node),
-            f"{each.frozen_s:.1f}" if each.frozen_s else "",
+            f"{each.lasts_s:.1f}" if each.lasts_s else "",
             _seconds(each.loads_again_s, waited=each.waited),
             _seconds(each.fetches_again_s, waited=each.waited),
             each.note,

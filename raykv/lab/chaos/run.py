@@ -3,7 +3,8 @@
     plan (seed) ──► faults ──► Parts ───────┐
               └──► batches ──► Worked (one thread per engine) ──► ChaosReport
 
-Everything runs on this host, in a Ray cluster of its own that ends with the run. What an engine
+Everything runs on this machine, in a Ray cluster of its own that ends with the run: on one host, or
+with `--hosts` on several, which are namespaces of Linux. What an engine
 answers is compared with an engine that used no cache: token by token, and how certain it was.
 """
 
@@ -26,14 +27,25 @@ from rich.console import Console
 from raykv.base.errors import ClusterError, SettingError
 from raykv.base.extras import require
 from raykv.base.geometry import aligned
-from raykv.client.cluster import Cluster, connect
-from raykv.cluster.join import ensure_cluster, stop_started
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.chaos.engine import Worked, answers_of
-from raykv.lab.chaos.parts import Parts, frozen, kill, measured, shared_memory
+from raykv.lab.chaos.hosts import HostParts
+from raykv.lab.chaos.parts import (
+    LocalParts,
+    Parts,
+    actors,
+    frozen,
+    kill,
+    mappings,
+    measured,
+    node_actor,
+    scheduler_actor,
+    shared_memory,
+)
 from raykv.lab.chaos.plan import BLOCK, MAX_TOKENS, Fault, FaultKind, batches, faults, prompts
 from raykv.lab.chaos.report import ChaosAnswer, ChaosReport, FaultSeen, Process, show
 from raykv.lab.chaos.watch import ChaosWatch
+from raykv.lab.hosts.network import objection
 from raykv.serve.models import tiny_llama
 
 CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
@@ -42,18 +54,22 @@ CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
 POOL_CHUNKS = 160
 """The prompts have about 270 chunks of their own: chunks are evicted all along."""
 
+DISK_CHUNKS = 80
+"""What the pools give up, but not all of it."""
+
 GPU_BLOCKS = 40
 """Six requests want up to 96, and one more each while they answer: some are pre-empted."""
 
 MENDED_DEADLINE_S = 90.0
 """A NodeActor is back after 3 to 10 s on a busy machine, an engine after 10 to 30 s."""
 
+AWAY_DEADLINE_S = 240.0
+"""A host that was away for two minutes gets a new Ray node, new actors, and an engine that has to
+find them."""
+
 BATCH_DEADLINE_S = 150.0
 HEADLESS_S = 75.0
 """Ray ends what has not reached its GCS for 60 s."""
-
-LOST_S = 3.0
-"""How long an engine goes on at a node that is gone, before both are replaced."""
 
 NODES = (2, 3)
 
@@ -65,9 +81,10 @@ class ChaosOptions:
     seconds: float
     seed: int
     num_nodes: int = 2
-    kinds: tuple[FaultKind, ...] = tuple(FaultKind)
+    kinds: tuple[FaultKind, ...] = ()
     logs: Path | None = None
     loses_head: bool = False
+    on_hosts: bool = False
 
 
 def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = None) -> int:
@@ -83,8 +100,11 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
     require("raykv chaos", "vllm")
     if options.num_nodes not in NODES:
         raise SettingError(f"nodes={options.num_nodes}: a chaos run has {NODES[0]} or {NODES[1]}")
-    if not options.kinds:
-        raise SettingError("no kind of fault is left to choose from")
+    for kind in options.kinds:
+        if kind.is_of_a_host and not options.on_hosts:
+            raise SettingError(f"the fault '{named(kind)}' needs hosts: --hosts {NODES[0]}")
+    if options.on_hosts and (reason := objection()):
+        raise SettingError(f"--hosts {options.num_nodes}: {reason}")
     if json_path is not None and not json_path.parent.is_dir():
         raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
     in_shm = shared_memory()
@@ -116,17 +136,22 @@ class _Chaos:
         self._options = options
         self._console = console
         self._report = report
-        folder = tempfile.TemporaryDirectory(prefix="raykv-chaos-", ignore_cleanup_errors=True)
+        # Hosts have a /tmp of their own each.
+        place = "/var/tmp" if options.on_hosts else None
+        folder = tempfile.TemporaryDirectory(
+            prefix="raykv-chaos-", dir=place, ignore_cleanup_errors=True
+        )
         self._folder = Path(stack.enter_context(folder))
         self._logs = options.logs or self._folder
         self._logs.mkdir(parents=True, exist_ok=True)
         self._model = tiny_llama(self._folder / "model")
-        joined = ensure_cluster("local")
-        stack.callback(stop_started, joined.address)
-        self._cluster: Cluster = connect(joined.address)
-        stack.callback(self._cluster.close)
-        self._parts = Parts(joined.address, options.num_nodes)
-        stack.callback(self._parts.stop)
+        self._is_headless = False
+        self._parts: Parts
+        if options.on_hosts:
+            self._parts = HostParts(options.num_nodes)
+        else:
+            self._parts = LocalParts(options.num_nodes, self._folder)
+        stack.callback(lambda: self._parts.end(is_headless=self._is_headless))
         self._engines: list[Worked] = []
         stack.callback(self._end_engines)
         self._probes = itertools.count()
@@ -156,7 +181,11 @@ class _Chaos:
     def _faults(self, began: float) -> Iterator[Fault]:
         """The faults for which there is time; after the last one, wait until all works again."""
         give_up_at = began + self._options.seconds
-        for fault in faults(self._options.seed, self._options.num_nodes, self._options.kinds):
+        options = self._options
+        kinds = options.kinds or tuple(
+            kind for kind in FaultKind if options.on_hosts or not kind.is_of_a_host
+        )
+        for fault in faults(options.seed, options.num_nodes, kinds):
             time.sleep(fault.pause_s)
             yield fault
             if time.monotonic() >= give_up_at:
@@ -190,18 +219,19 @@ class _Chaos:
 
     def _engine(self, number: int) -> EngineProcess:
         settings: dict[str, Any] = {
-            "ray_address": self._cluster.address,
-            "node_id": self._parts.nodes[number].node_id,
             "pool_bytes": POOL_CHUNKS * CHUNK_BYTES,
+            "disk_bytes": DISK_CHUNKS * CHUNK_BYTES,
+            "disk_free_bytes": 1,
             # However fast this model computes: what is wanted is that it fetches.
             "fetch_bytes_per_s": 1e15,
             "prefill_tokens_per_s": 1.0,
             "stop_unused_stores": False,
         }
-        return EngineProcess(
+        return self._parts.engine(
+            number,
             self._model,
             self._logs / f"engine-{number}.log",
-            settings,
+            raykv=settings,
             cores=str(number % 2),
             num_gpu_blocks_override=GPU_BLOCKS,
             max_model_len=1024,
@@ -223,7 +253,7 @@ class _Chaos:
 
     def _happen(self, fault: Fault, began: float) -> None:
         seen = FaultSeen(
-            fault.number, fault.kind, fault.node, fault.frozen_s, time.monotonic() - began
+            fault.number, fault.kind, fault.node, fault.lasts_s, time.monotonic() - began
         )
         self._report.faults.append(seen)
         with self._console.status(f"fault {fault.number}: {fault.kind}, node {fault.node}"):
@@ -235,7 +265,7 @@ class _Chaos:
                 self._wait_until_mended(seen, ChaosWatch(len(self._engines), self._nodes()))
         self._console.print(
             f"{seen.at_s:6.0f} s  {seen.number:3d}  {seen.kind}, node {seen.node}"
-            + (f", {seen.frozen_s:.1f} s" if seen.frozen_s else "")
+            + (f", {seen.lasts_s:.1f} s" if seen.lasts_s else "")
             + (f": {shown(seen)}" if seen.waited else ""),
             style="dim",
             highlight=False,
@@ -249,26 +279,31 @@ class _Chaos:
         elif kind is FaultKind.ENGINE_FROZEN:
             engine.frozen()
             with frozen(engine.process.pid):
-                time.sleep(fault.frozen_s)
+                time.sleep(fault.lasts_s)
         elif kind is FaultKind.RAYLET_KILLED:
-            kill(self._parts.raylet(number))
-            time.sleep(LOST_S)
-            self._parts.replace(number)
-            engine.restart()
+            if self._parts.lose_raylet(number):
+                engine.restart()
+        elif kind.is_of_a_host:
+            if kind is FaultKind.HOST_FROZEN:
+                engine.frozen()
+            elif kind is FaultKind.HOST_LOST:
+                engine.lost()
+            with self._parts.afflict(fault):
+                time.sleep(fault.lasts_s)
         else:
             pid = self._victim(fault)
             if not kind.freezes:
                 kill(pid)
                 return
             with frozen(pid):
-                time.sleep(fault.frozen_s)
+                time.sleep(fault.lasts_s)
 
     def _victim(self, fault: Fault) -> int:
         match fault.kind:
             case FaultKind.NODE_ACTOR_KILLED | FaultKind.NODE_ACTOR_FROZEN:
-                return self._parts.node_actor(fault.node)
+                return node_actor(self._parts, fault.node)
             case FaultKind.SCHEDULER_ACTOR_KILLED | FaultKind.SCHEDULER_ACTOR_FROZEN:
-                return self._parts.scheduler_actor()
+                return scheduler_actor(self._parts)
             case FaultKind.RAYLET_FROZEN:
                 return self._parts.raylet(fault.node)
             case _:
@@ -279,7 +314,8 @@ class _Chaos:
         seen.waited = True
         for engine in self._engines:
             engine.watch = watch
-        give_up_at = time.monotonic() + MENDED_DEADLINE_S
+        deadline_s = AWAY_DEADLINE_S if self._options.on_hosts else MENDED_DEADLINE_S
+        give_up_at = time.monotonic() + deadline_s
         while not watch.wait(0.5) and time.monotonic() < give_up_at:
             self._check_threads()
         for engine in self._engines:
@@ -295,7 +331,7 @@ class _Chaos:
 
     def _processes(self) -> list[Process]:
         engines = [measured("engine", engine.process.pid) for engine in self._engines]
-        return [*self._parts.processes(), *engines]
+        return [*actors(self._parts), *engines]
 
     def _stop_load(self) -> None:
         for engine in self._engines:
@@ -307,10 +343,9 @@ class _Chaos:
     def _count_cluster(self) -> None:
         report = self._report
         report.after = self._processes()
-        nodes = self._cluster.status().nodes
-        report.bytes_stored = sum(node.bytes_stored for node in nodes)
-        report.bytes_fetched = sum(node.bytes_fetched for node in nodes)
-        for number in range(len(self._parts.nodes)):
+        moved = self._parts.num_bytes_moved()
+        report.bytes_stored, report.bytes_fetched = moved.stored, moved.fetched
+        for number in range(self._parts.num_nodes):
             self._count_mappings(number)
 
     def _lose_head(self, began: float) -> None:
@@ -321,7 +356,7 @@ class _Chaos:
         self._report.faults.append(seen)
         with self._console.status(f"no GCS for {HEADLESS_S:.0f} s"):
             kill(self._parts.gcs())
-            self._parts.is_headless = True
+            self._is_headless = True
             time.sleep(HEADLESS_S)
         self._check_threads()
 
@@ -332,7 +367,7 @@ class _Chaos:
 
     def _count_mappings(self, number: int) -> None:
         """A NodeActor has its pool, and what its one engine shares with it."""
-        names = self._parts.mappings(number)
+        names = mappings(self._parts, number)
         extra = [name for name in set(names) if names.count(name) > 1]
         self._report.left_over += [
             f"node {number}: {name} is mapped more than once" for name in extra
@@ -345,13 +380,18 @@ class _Chaos:
 
 
 def kinds_named(names: Sequence[str]) -> tuple[FaultKind, ...]:
-    """Kinds of faults by name, like "node-actor-killed"; none named: all.
+    """Kinds of faults by name, like "node-actor-killed".
 
     Raises:
         SettingError: there is no such kind.
     """
-    known = {kind.name.lower().replace("_", "-"): kind for kind in FaultKind}
+    known = {named(kind): kind for kind in FaultKind}
     for name in names:
         if name not in known:
             raise SettingError(f"no fault is called {name!r}; there are {', '.join(known)}")
-    return tuple(known[name] for name in names) or tuple(FaultKind)
+    return tuple(known[name] for name in names)
+
+
+def named(kind: FaultKind) -> str:
+    """A kind as the command line has it."""
+    return kind.name.lower().replace("_", "-")

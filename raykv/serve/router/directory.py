@@ -37,10 +37,10 @@ from raykv.protocol.status import NamespaceStatus
 logger = logging.getLogger("ray.serve")
 
 MOST_KEYS = 1024
-"""Of one request: chunks behind them count as if no node had them."""
+"""Of one request; `PromptHasher` says which."""
 
 MOST_WAITING = 256
-"""Requests whose question is not out yet."""
+"""Prompts whose question is not out yet: with so many, no further request is asked about."""
 
 SCHEDULER = "the scheduler actor"
 
@@ -55,18 +55,19 @@ class FoundPrompt:
 
 @dataclass(eq=False)
 class _Question:
-    prompts: Sequence[PromptKeys]
-    keys: list[bytes] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    answer: asyncio.Future[list[FoundPrompt] | None] = field(
+    """About one prompt. `groups`: what its chunks are, as a question says it."""
+
+    prompt: PromptKeys
+    groups: str
+    keys: list[bytes]
+    answer: asyncio.Future[FoundPrompt | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def __post_init__(self) -> None:
-        for prompt in self.prompts:
-            for keys in prompt.keys.values():
-                self.keys += keys
-                self.counts.append(len(keys))
+
+def _question(prompt: PromptKeys) -> _Question:
+    keys: list[bytes] = [key for keys in prompt.keys.values() for key in keys]
+    return _Question(prompt, groups_text(list(prompt.keys)), keys)
 
 
 class Directory:
@@ -137,36 +138,43 @@ class Directory:
         """Where prompts are; None: the directory has not answered in time."""
         if self._space is None or len(self._waiting) >= MOST_WAITING:
             return None
-        question = _Question(prompts)
-        if not question.keys:
-            return [FoundPrompt({}, 0) for _ in prompts]
-        self._waiting.append(question)
-        if self._asking is None or self._asking.done():
+        questions = [_question(prompt) for prompt in prompts]
+        for question in questions:
+            if not question.keys:
+                question.answer.set_result(FoundPrompt({}, 0))
+        self._waiting += [question for question in questions if question.keys]
+        if self._waiting and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask_all())
+        answers = asyncio.gather(*(question.answer for question in questions))
         try:
-            return await asyncio.wait_for(question.answer, ROUTE_ANSWER_S)
+            found = await asyncio.wait_for(answers, ROUTE_ANSWER_S)
         except TimeoutError:
             return None
+        known = [each for each in found if each is not None]
+        return known if len(known) == len(found) else None
 
     async def _ask_all(self) -> None:
         while self._waiting:
-            batch: list[_Question] = []
-            num_keys = 0
-            while self._waiting:
-                num_keys += len(self._waiting[0].keys)
-                if batch and num_keys > MAX_KEYS:
-                    break
-                batch.append(self._waiting.popleft())
-            batch = [question for question in batch if not question.answer.done()]
+            batch = self._take_batch()
             found = await self._ask(batch) if batch else None
-            for question in batch:
-                mine = None if found is None else found[: len(question.prompts)]
-                found = None if found is None else found[len(question.prompts) :]
+            for at, question in enumerate(batch):
                 if not question.answer.done():
-                    question.answer.set_result(mine)
+                    question.answer.set_result(None if found is None else found[at])
+
+    def _take_batch(self) -> list[_Question]:
+        """The next ones that fit into one message, of chunks of one kind."""
+        batch: list[_Question] = []
+        num_keys = 0
+        while self._waiting:
+            following = self._waiting[0]
+            num_keys += len(following.keys)
+            if batch and (num_keys > MAX_KEYS or following.groups != batch[0].groups):
+                break
+            batch.append(self._waiting.popleft())
+        return [question for question in batch if not question.answer.done()]
 
     async def _ask(self, batch: Sequence[_Question]) -> list[FoundPrompt] | None:
-        """Answers to all prompts of a batch, in order."""
+        """Answers to all questions of a batch, in order."""
         call = self._breakers.begin(SCHEDULER, time.monotonic())
         if call is None:
             return None
@@ -182,19 +190,18 @@ class Directory:
         return found
 
     async def _prefixes(self, batch: Sequence[_Question]) -> list[FoundPrompt]:
-        space, hasher = self._space, self.hasher
+        space = self._space
         assert space is not None, batch
-        assert hasher is not None, batch
         query = PrefixQuery(
             PROTOCOL_VERSION,
             space.namespace,
-            groups_text(hasher.scheme.groups),
+            batch[0].groups,
             [key for question in batch for key in question.keys],
-            [count for question in batch for count in question.counts],
+            [len(keys) for question in batch for keys in question.prompt.keys.values()],
         )
         raw = await self._actor.prefixes.remote(encode(query))
         page = receive(raw, PrefixPage, SCHEDULER, "the router")
-        check_prefix_page(page, sum(len(question.prompts) for question in batch))
+        check_prefix_page(page, len(batch))
         width = len(page.nodes)
         return [
             FoundPrompt(dict(zip(page.nodes, page.tokens[row * width :], strict=False)), anywhere)

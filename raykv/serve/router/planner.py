@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
-from raykv.protocol.groups import ChunkGroup
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import MOST_KEYS, FoundPrompt
 from raykv.serve.router.rank import Candidate, Choice, PromptPlace, RecentPrompts, rank
@@ -99,7 +98,7 @@ class RoutePlanner:
     def remembers(self, request: PlacedRequest) -> bool:
         """Whether something of its prompts was sent to a replica lately."""
         now = self._clock()
-        firsts = (each.keys.keys[_followed(each.keys)][:1] for each in request.prompts)
+        firsts = (each.keys.first[:1] for each in request.prompts)
         return any(self._recent.num_held(first, now) for first in firsts)
 
     def choose(self, request: PlacedRequest, replicas: Sequence[Candidate]) -> list[Choice]:
@@ -125,19 +124,13 @@ class RoutePlanner:
     def _remember(self, request: PlacedRequest, name: str, now: float) -> None:
         request.sent_to = name
         for each in request.prompts:
-            self._recent.remember(name, each.keys.keys[_followed(each.keys)], now)
+            self._recent.remember(name, each.keys.first, now)
 
     def _place_of(self, placed: PlacedPrompt, now: float) -> PromptPlace:
-        group = _followed(placed.keys)
-        held = self._recent.num_held(placed.keys.keys[group], now)
+        held = self._recent.num_held(placed.keys.first, now)
         return PromptPlace(
             placed.keys.num_tokens,
             placed.found.on_nodes,
             placed.found.anywhere,
-            {name: number * group.tokens for name, number in held.items()},
+            {name: number * placed.keys.followed.tokens for name, number in held.items()},
         )
-
-
-def _followed(prompt: PromptKeys) -> ChunkGroup:
-    """The KV group whose chunks are remembered: the smallest that looks back to the beginning."""
-    return min(prompt.keys, key=lambda each: (each.window is not None, each.tokens, each.group))

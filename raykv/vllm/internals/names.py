@@ -152,7 +152,7 @@ CONNECTOR_TABLE = (
     ),
     Touched(
         f"{OFFLOADING}.scheduler:SchedulerOffloadConfig",
-        "kv_group_configs tokens_per_hash",
+        "blocks_per_chunk kv_group_configs tokens_per_hash",
         "how many tokens a chunk of a KV group has, and a hash",
         REFUSED,
         SCHEDULER,
@@ -204,8 +204,8 @@ CONNECTOR_TABLE = (
     ),
     Touched(
         f"{OFFLOADING}.scheduler:RequestGroupState",
-        "block_ids offload_keys",
-        "the same, by KV group",
+        "block_ids next_stored_chunk_idx offload_keys",
+        "the same, by KV group, and which of its blocks are offered, if they are its own still",
         REFUSED,
         SCHEDULER,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,6 +131,13 @@ class SchedulerTables:
         return {each.group_idx: each.kv_cache_spec for each in self.owner.config.kv_group_configs}
 
     @property
+    def states(self) -> list[int]:
+        """The KV groups with recurrent states."""
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return [group for group, kind in self.kinds.items() if isinstance(kind, MambaSpec)]
+
+    @property
     def blocks_per_chunk(self) -> int:
         """How many of vLLM's blocks a chunk has."""
         return int(self.owner.config.blocks_per_chunk)
@@ -194,6 +201,33 @@ class SchedulerTables:
             context, nothing = ReqContext(request.request_id), RequestOffloadingContext()
             state = RequestOffloadState(self.owner.config, request, context, nothing)
             self.requests[request.request_id] = state
+
+    def forget_blocks(self, request_ids: Iterable[str]) -> None:
+        """All blocks of these requests come anew with this step.
+
+        0.32 adds them to those that it has of a prompt that comes bit by bit, so that places in the
+        prompt no longer fit blocks; later versions do this themselves.
+        """
+        for status in (self.requests.get(each) for each in request_ids):
+            for state in () if status is None else status.group_states:
+                state.block_ids.clear()
+
+    def forget_blocks_left_behind(self, request_ids: Iterable[str]) -> None:
+        """Have no block offered again that a window has left behind: others may have it by now.
+
+        vLLM keeps the ids of those that it has offered, and does not notice when they are given
+        away. It offers some again after a reset, and those before a request's end where blocks of
+        KV groups differ in size.
+        """
+        config = self.owner.config
+        for status in (self.requests.get(each) for each in request_ids):
+            if status is None:
+                continue
+            for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
+                if group.sliding_window_size_in_chunks is not None:
+                    offered = state.next_stored_chunk_idx * config.blocks_per_chunk
+                    count = min(offered, len(state.block_ids))
+                    state.block_ids[:count] = [0] * count
 
     def replace_tracker(self, tracker: Any, kind: type) -> bool:
         """Replace the tracker that vLLM calls for chunks; False: vLLM calls none, or in another

@@ -8,12 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import pytest
 
 import raykv.engine.fetches
+from raykv.base.errors import ClusterError
 from raykv.base.ids import Epoch, Generation, Key, Refusal, Slot
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
@@ -86,6 +88,36 @@ class Engine:
     def keys(self) -> Counter[Key]:
         """How often the order of each key has ended."""
         return Counter(each.key for ended in self.ended for each in ended.orders)
+
+
+def test_handle_of_an_earlier_connection_is_not_used() -> None:
+    connections, actors = [1], [Actor()]
+
+    @contextmanager
+    def calling() -> Iterator[int]:
+        if not connections:
+            raise ClusterError("this engine is not connected to Ray")
+        yield connections[-1]
+
+    ended: list[FetchEnded] = []
+    client = FetchClient(
+        NAMESPACE, lambda: actors[-1], LONG_S, with_checksums=True, calling=calling
+    )
+    client.start(ended.append)
+    try:
+        client.submit([order(1)], 5)
+        wait_until(lambda: len(actors[0].futures) == 1, LONG_S, "the first one is called")
+        connections.append(2)
+        actors.append(Actor())
+        client.submit([order(2)], 5)
+        wait_until(lambda: len(actors[1].futures) == 1, LONG_S, "the second one is called")
+        assert len(actors[0].futures) == 1
+        connections.clear()
+        client.submit([order(3)], 5)
+        wait_until(lambda: len(ended) == 1, LONG_S, "it fails where there is no connection")
+        assert (ended[0].orders, ended[0].result) == ([order(3)], None)
+    finally:
+        client.stop()
 
 
 @pytest.fixture

@@ -15,15 +15,20 @@ import pytest
 import ray
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import EngineId
+from raykv.base.ids import EngineId, NodeId
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
-from raykv.engine.runtime import EngineRuntime, leave_ray
+from raykv.engine.place import leave_ray
+from raykv.engine.requests import RequestOptions
+from raykv.engine.runtime import EngineRuntime
 from raykv.engine.session import Session, SessionSettings
 from raykv.engine.view import EngineView
+from raykv.protocol.columns import Handles, Leases
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.measures import BreakerReport
+from tests.fixtures.engine.scheduler import PlayedScheduler
+from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
 
 LONG_S = 10.0
@@ -100,6 +105,43 @@ def test_dead_scheduler_actor_is_logged_once_and_its_return_too(
     wait_until(lambda: len(scheduler.requests) > num_known + 2, LONG_S, "exchanges go on")
     assert scheduler.requests[-1].breakers.opened == 1
     assert scheduler.requests[-1].breakers.failed > 5
+
+
+class Place:
+    """At which node an engine is."""
+
+    def __init__(self) -> None:
+        self.node_id = "n"
+
+    def follow(self) -> str:
+        return self.node_id
+
+
+def test_engine_that_is_at_another_node_attaches_there_with_nothing_of_the_last_one() -> None:
+    scheduler, place = PlayedScheduler(), Place()
+    view = EngineView(EngineId("engine"), [0], 1.0, 4, node_id=NodeId("n"))
+    settings = SessionSettings("engine", "n", "ns", "model", 1, {0: 4096}, heartbeat_s=0.01)
+    session = Session(view, scheduler, settings, follow=place.follow)
+    session.attach(LONG_S)
+    scheduler.grants = 4
+    session._exchange_quietly()
+    session.drain()
+    view.start_request("r", RequestOptions())
+    assert view.prepare_store("r", [key(1)]) is not None
+    place.node_id, scheduler.wants_attach = "next", True
+    session._exchange_quietly()
+    session._exchange_quietly()
+    there = scheduler.attached[-1]
+    assert (there.node_id, there.leases) == ("next", Leases())
+    # The engine's thread does not know yet: nothing of the last node is told to the next one.
+    assert scheduler.requests[-1].idle
+    session.drain()
+    assert view.node_id == "next"
+    session._exchange_quietly()
+    told = scheduler.requests[-1]
+    assert not told.idle
+    assert (told.released, told.announced) == (Leases(), Handles())
+    assert told.wanted
 
 
 def test_messages_tell_of_the_lines_of_the_workers(session: Session, scheduler: Scheduler) -> None:
@@ -202,7 +244,7 @@ import atexit, time
 import ray._private.worker
 calls = []
 ray._private.worker.disconnect = lambda *_: time.sleep(60)
-from raykv.engine.runtime import leave_ray
+from raykv.engine.place import leave_ray
 import ray
 assert not leave_ray(ray.shutdown, 0.2)
 """

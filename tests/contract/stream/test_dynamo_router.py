@@ -56,6 +56,7 @@ class Source:
         self.publication.nodes = {NodeId("a"): NodePlace("1.1.1.1", "a")}
         self.sockets = Sockets(
             PublisherSettings("tcp://*:0", "tcp://127.0.0.1:*"),
+            "127.0.0.1",
             lambda start, topic: self.publication.replay(start, topic, 0.0),
         )
         self.sockets.start()
@@ -100,7 +101,7 @@ async def play(source: Source) -> None:
             "model_name": "tiny",
             "block_size": BLOCK,
             "endpoint": "http://nowhere:1",
-            "kv_events_endpoints": {0: source.sockets.endpoint.replace("0.0.0.0", "127.0.0.1")},
+            "kv_events_endpoints": {0: source.sockets.endpoint},
             "replay_endpoint": source.sockets.replay_endpoint,
         }
     )

@@ -8,6 +8,7 @@ from itertools import pairwise
 from socket import create_connection
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 
@@ -34,7 +35,8 @@ class Publisher:
     def __init__(self) -> None:
         self.kept: list[Message] = []
         self.asked: list[tuple[int, str]] = []
-        self.sockets = Sockets(PublisherSettings("tcp://*:0", "tcp://127.0.0.1:*"), self._replay)
+        settings = PublisherSettings("tcp://*:0", "tcp://127.0.0.1:*")
+        self.sockets = Sockets(settings, "127.0.0.1", self._replay)
         self.sockets.start()
         wait_until(lambda: not self.sockets.error, 5.0, "the sockets are bound")
 
@@ -55,10 +57,6 @@ def running() -> Iterator[Publisher]:
     made.sockets.stop(5.0)
 
 
-def address(endpoint: str) -> str:
-    return endpoint.replace("0.0.0.0", "127.0.0.1")
-
-
 @contextmanager
 def subscribed(
     context: zmq.Context[zmq.Socket[bytes]], running: Publisher, **options: int
@@ -68,7 +66,7 @@ def subscribed(
         for name, value in options.items():
             socket.setsockopt(getattr(zmq, name), value)
         socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-        socket.connect(address(running.sockets.endpoint))
+        socket.connect(running.sockets.endpoint)
         socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
 
         def hears() -> bool:
@@ -103,7 +101,7 @@ def test_replay_answers_from_a_number_on_and_ends_with_minus_one(
         running.publish(seq)
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-        socket.connect(address(running.sockets.replay_endpoint))
+        socket.connect(running.sockets.replay_endpoint)
         for start, topic in ((3, []), (5, [b"kv@"])):
             socket.send_multipart([b"", start.to_bytes(8, "big"), *topic])
             for seq in range(start, 5):
@@ -126,7 +124,7 @@ def test_question_that_is_none_gets_no_answer_and_the_next_one_does(
 ) -> None:
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-        socket.connect(address(running.sockets.replay_endpoint))
+        socket.connect(running.sockets.replay_endpoint)
         socket.send_multipart(question)
         socket.send_multipart([b"", (9).to_bytes(8, "big")])
         assert len(socket.recv_multipart()) == 4
@@ -148,7 +146,7 @@ def test_message_that_is_too_long_is_not_taken_in(
         kind, endpoint = zmq.XSUB, running.sockets.endpoint
     with context.socket(kind) as socket, context.socket(zmq.DEALER) as other:
         ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(address(endpoint))
+        socket.connect(endpoint)
         frames = {
             "question": [b"", long],
             "topic": [b"", bytes(8), long],
@@ -159,7 +157,7 @@ def test_message_that_is_too_long_is_not_taken_in(
         socket.disable_monitor()
         ends.close()
         other.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-        other.connect(address(running.sockets.replay_endpoint))
+        other.connect(running.sockets.replay_endpoint)
         other.send_multipart([b"", (9).to_bytes(8, "big")])
         assert ends_of(other.recv_multipart())
     assert running.asked == [(9, "")]
@@ -182,11 +180,11 @@ def test_answer_to_who_does_not_read_it_ends_and_the_others_get_theirs(
     with context.socket(zmq.DEALER) as deaf, context.socket(zmq.DEALER) as other:
         deaf.setsockopt(zmq.RCVHWM, 1)
         deaf.setsockopt(zmq.RCVBUF, 4096)
-        deaf.connect(address(running.sockets.replay_endpoint))
+        deaf.connect(running.sockets.replay_endpoint)
         for _ in range(10):
             deaf.send_multipart([b"", bytes(8)])
         other.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-        other.connect(address(running.sockets.replay_endpoint))
+        other.connect(running.sockets.replay_endpoint)
         last = 3 * publisher.HIGH_WATER - 1
         other.send_multipart([b"", last.to_bytes(8, "big")])
         while int.from_bytes(other.recv_multipart()[2], "big") != last:
@@ -285,11 +283,46 @@ def test_sockets_are_bound_as_soon_as_an_earlier_life_lets_go(
     with context.socket(zmq.PUB) as earlier:
         port = earlier.bind_to_random_port("tcp://127.0.0.1")
         endpoint = f"tcp://*:{port}"
-        sockets = Sockets(PublisherSettings(endpoint), lambda _start, _topic: [])
+        sockets = Sockets(PublisherSettings(endpoint), "127.0.0.1", lambda _start, _topic: [])
         sockets.start()
         wait_until(lambda: "in use" in sockets.error, 5.0, "the port is taken")
     wait_until(lambda: not sockets.error, 5.0, "the port is free")
     sockets.stop(5.0)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "expected"),
+    [
+        ("tcp://*:0", "tcp://*:0", {"127.0.0.2"}),
+        ("tcp://*:*", "tcp://127.0.0.3:*", {"127.0.0.2", "127.0.0.3"}),
+        ("tcp://0.0.0.0:*", "tcp://0.0.0.0:*", {"0.0.0.0"}),
+        ("tcp://[::]:*", "tcp://[::]:*", {"::"}),
+    ],
+    ids=str,
+)
+def test_sockets_listen_at_the_nodes_address_unless_all_are_asked_for(
+    endpoint: str, replay: str, expected: set[str]
+) -> None:
+    sockets = Sockets(PublisherSettings(endpoint, replay), "127.0.0.2", lambda _start, _topic: [])
+    sockets.start()
+    wait_until(lambda: not sockets.error, 5.0, "the sockets are bound")
+    ports = {int(each.rpartition(":")[2]) for each in (sockets.endpoint, sockets.replay_endpoint)}
+    listening = {
+        each.laddr.ip
+        for each in psutil.Process().net_connections("inet")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port in ports
+    }
+    sockets.stop(5.0)
+    assert len(ports) == 2
+    assert listening == expected
+
+
+def test_sockets_listen_at_an_address_of_ipv6() -> None:
+    sockets = Sockets(PublisherSettings("tcp://*:0"), "::1", lambda _start, _topic: [])
+    sockets.start()
+    wait_until(lambda: not sockets.error, 5.0, "the socket is bound")
+    sockets.stop(5.0)
+    assert sockets.endpoint.startswith("tcp://[::1]:")
 
 
 def test_numbers_of_a_later_life_are_higher() -> None:

@@ -24,7 +24,7 @@ from raykv.protocol.worker import (
     PageMap,
     TensorLayout,
 )
-from raykv.worker.job import JobRequest
+from raykv.worker.job import JobRequest, Stage
 from raykv.worker.link import LinkTarget, WorkerLink
 from tests.fixtures.node.links import (
     LONG_S,
@@ -41,6 +41,52 @@ from tests.fixtures.node.links import (
 )
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until
+
+
+def test_line_goes_to_the_next_node_when_the_engine_is_at_another_one(
+    workers: list[Worker],
+) -> None:
+    slot_bytes = aligned(256)
+    first, second = Node(slot_bytes), Node(slot_bytes)
+    try:
+        worker = Worker(first, [256], 1)
+        workers.append(worker)
+        assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
+        last_epoch = worker.link.node_epoch
+        at_first = LinkTarget(first.name, "engine-ns", "ns", 1, {0: slot_bytes})
+        worker.link.set_target(replace(at_first, socket_name=second.name))
+        wait_until(lambda: worker.link.node_epoch > last_epoch, LONG_S, "it attaches there")
+        assert failures(worker.run(worker.job(Direction.LOAD, [0], [0]))) == [Refusal.STALE]
+        assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
+        assert first.process.poll() is None
+    finally:
+        first.end()
+        second.end()
+
+
+def test_jobs_of_the_last_node_have_ended_before_the_line_goes_to_the_next_one(
+    workers: list[Worker],
+) -> None:
+    slot_bytes = aligned(256)
+    first, second = Node(slot_bytes), Node(slot_bytes)
+    try:
+        worker = Worker(first, [256], 1, settings=PATIENT)
+        workers.append(worker)
+        assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
+        last_epoch = worker.link.node_epoch
+        freeze(first.process.pid)
+        job = worker.job(Direction.LOAD, [0], [0])
+        worker.link.submit(job)
+        wait_until(lambda: worker.link._pending[job.job_id].stage is Stage.FLYING, LONG_S, "sent")
+        at_first = LinkTarget(first.name, "engine-ns", "ns", 1, {0: slot_bytes})
+        worker.link.set_target(replace(at_first, socket_name=second.name))
+        assert failures(worker.finish(job.job_id)) == [Refusal.NODE_LOST]
+        # It could have written into the engine's blocks.
+        assert first.process.wait(LONG_S) == -signal.SIGKILL
+        wait_until(lambda: worker.link.node_epoch > last_epoch, LONG_S, "it attaches there")
+    finally:
+        first.end()
+        second.end()
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])

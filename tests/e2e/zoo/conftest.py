@@ -29,7 +29,13 @@ def start_zoo(
     running: list[EngineProcess] = []
 
     def start(
-        name: str, *, anew: bool = True, raykv: dict[str, Any] | None = None, **engine: Any
+        name: str,
+        *,
+        anew: bool = True,
+        raykv: dict[str, Any] | None = None,
+        connector: str = "RayKVConnector",
+        log: Path | None = None,
+        **engine: Any,
     ) -> ZooEngine:
         if anew:
             for each in running:
@@ -39,10 +45,11 @@ def start_zoo(
         if not folder.exists():
             build(name, folder)
         settings = {"ray_address": cluster.address, "pool_bytes": "256MiB", **(raykv or {})}
-        log = tmp_path_factory.mktemp(name) / "log"
+        log = log or tmp_path_factory.mktemp(name) / "log"
         usual = {"dtype": "float32", "max_model_len": 2048, "block_size": BLOCK}
         config = {**usual, **ZOO[name].engine, **engine}
-        running.append(EngineProcess(folder, log, settings, **config))
+        transfer = {"kv_connector": connector, "kv_connector_extra_config": settings}
+        running.append(EngineProcess(folder, log, None, connector=transfer, **config))
         return ZooEngine(name, folder, cluster, running[-1], config)
 
     yield start

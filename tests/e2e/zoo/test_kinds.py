@@ -46,23 +46,6 @@ def chunk_tokens(engine: ZooEngine) -> int:
     return {"qwen3-next": 96, "qwen3.5": 96, "deepseek": 16}.get(engine.name, BLOCK)
 
 
-def check_load(engine: ZooEngine, tokens: list[int]) -> int:
-    """A prompt is computed, found in vLLM's own cache, and loaded; how much of it was.
-
-    What has no cache of its own is loaded twice.
-    """
-    engine.ask(tokens)
-    if not engine.model.is_steady:
-        engine.settle()
-    (expected,) = engine.ask(tokens)
-    engine.settle()
-    (found,) = engine.ask(tokens)
-    engine.check_same(found, expected)
-    engine.process.reset()
-    cached: int = found["cached"]
-    return cached
-
-
 def test_answer_depends_on_early_tokens(engine: ZooEngine) -> None:
     """Else no wrong KV could show: not in tokens perhaps, but in their probabilities."""
     opted_out = {"raykv_load": False, "raykv_store": False}
@@ -82,7 +65,7 @@ def test_load_gives_what_vllms_own_hit_gives(engine: ZooEngine, beside: int) -> 
     """Around borders of chunks, and of windows."""
     chunk = chunk_tokens(engine)
     for length in (2 * WINDOW + beside, 4 * chunk + beside):
-        cached = check_load(engine, prompt(1000 * chunk + length, length))
+        cached = engine.check_load(prompt(1000 * chunk + length, length))
         # Of a whole prompt the last token is computed, and behind a window or a state the last
         # chunk with it.
         assert cached >= (length - 1) // chunk * chunk

@@ -185,6 +185,44 @@ def test_chunk_on_a_disk_is_shown_as_such(cluster: PlayedCluster) -> None:
     assert "1.0 MiB on disk, place 3 at generation 7, came 2.0 h ago, namespace" in shown
 
 
+@pytest.mark.parametrize(
+    ("group", "traits", "expected"),
+    [
+        (1, {"chunks": "0:32 1:32/3"}, "1, chunks of 32 tokens: a prefix needs the last 3"),
+        (0, {"chunks": "0:32 1:32/3"}, "0, chunks of 32 tokens: a prefix needs all"),
+        (
+            0,
+            {"chunks": "0:96/1 1:96", "state_groups": "0"},
+            "0, chunks of 96 tokens: a prefix needs the last, a recurrent state",
+        ),
+        (2, {"chunks": "0:32"}, "2"),
+        (2, {}, "2"),
+    ],
+)
+def test_chunk_is_shown_with_what_its_group_is(
+    group: int, traits: dict[str, str], expected: str
+) -> None:
+    assert chunks.group_text(group, traits) == expected
+
+
+def test_lookup_leaves_out_windows_that_are_nowhere_and_not_needed(
+    cluster: PlayedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        PromptChunk(
+            key=name * 36, group=1, first_token=0, end_token=32, nodes=nodes, is_needed=is_needed
+        )
+        for name, nodes, is_needed in ((b"w", ["n"], False), (b"x", [], False), (b"y", [], True))
+    ]
+    cluster.found = [CHUNK]
+    told = msgspec.structs.replace(cluster.lookup(), chunks=rows)
+    monkeypatch.setattr(cluster, "lookup", lambda **_: told)
+    shown = run("lookup", "1,2", "--form", "tokens")
+    digits = [each.key.hex()[: chunks.SHOWN_DIGITS] for each in rows]
+    assert [each in shown for each in digits] == [True, False, True]
+    assert "1 chunks of windows and states are nowhere, and not needed" in shown
+
+
 def test_lookup_tells_tokens_in_ram_and_on_disk(cluster: PlayedCluster) -> None:
     cluster.found = [CHUNK]
     assert "32 of 40 tokens can be loaded\n" in run("lookup", "1,2", "--form", "tokens")

@@ -8,7 +8,7 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
-from raykv.cluster.join import log_errors
+from raykv.cluster.join import Raylet, log_errors, successor
 from raykv.lab.bench.ports import free_port
 
 
@@ -88,3 +88,25 @@ def test_errors_are_logged_once_and_not_printed(
         worker.print_to_stdstream(OUTPUT, ignore_prefix=True)
     assert caplog.messages == ["Ray says: a raylet's error"]
     assert capsys.readouterr().out.strip() == "a worker's line"
+
+
+GONE = Raylet("gone", "head:1", 20.0)
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        [],
+        [Raylet("older", "head:1", 10.0)],
+        [Raylet("of-another-cluster", "head:2", 30.0)],
+        [GONE],
+    ],
+)
+def test_ray_node_has_no_successor_until_one_of_its_cluster_begins(there: list[Raylet]) -> None:
+    assert successor(GONE, there) is None
+
+
+def test_latest_ray_node_of_the_cluster_succeeds_one_that_is_gone() -> None:
+    second, third = Raylet("second", "head:1", 30.0), Raylet("third", "head:1", 40.0)
+    there = [third, Raylet("older", "head:1", 10.0), second, Raylet("other", "head:2", 50.0)]
+    assert successor(GONE, there) == third

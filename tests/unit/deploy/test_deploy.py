@@ -21,6 +21,8 @@ from raykv.base.parsing import parse_size
 from raykv.base.settings import load_settings
 from raykv.memory.room import MonitorSettings, PoolNeeds, monitor_limit, objection
 from raykv.metrics.table import METRICS
+from tests.fixtures import image
+from tests.fixtures.kubelet import AGENT_PORT, start_command
 from tests.fixtures.manifests import (
     ALL_OPTIONS,
     DEPLOY,
@@ -44,7 +46,10 @@ from tests.fixtures.manifests import (
 )
 from tests.house import ROOT
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None,
+    reason="overlays are put together by kubectl, which is not here",
+)
 every_overlay = pytest.mark.parametrize("overlay", render.OVERLAYS)
 every_ray_cluster = pytest.mark.parametrize("overlay", RAY_CLUSTERS)
 
@@ -337,6 +342,54 @@ def test_image_has_the_extras_of_the_package() -> None:
     (installed,) = re.findall(r'"\.\[([^]]*)\]"', dockerfile)
     assert set(installed.split(",")) == {"${EXTRA}", "serve"}
     assert {default, "cpu", "serve"} <= set(project["optional-dependencies"])
+
+
+def test_image_has_what_its_builder_sees_and_ends_as_the_user_of_the_pods() -> None:
+    taken = image.steps(image.DOCKERFILE.read_text())
+    let_through = image.DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    for step in taken:
+        if step.word == "COPY":
+            *sources, _ = (word for word in step.rest.split() if not word.startswith("--"))
+            assert {f"!{source}" for source in sources} <= {*let_through}
+    (user,) = (step.rest for step in taken if step.word == "USER")
+    after = [step.word for step in taken[taken.index(image.Step("USER", user)) :]]
+    assert "RUN" not in after
+    assert "COPY" not in after
+    for overlay in render.OVERLAYS:
+        for template in templates(overlay).values():
+            security = template["spec"]["securityContext"]
+            assert [security[name] for name in ("runAsUser", "runAsGroup", "fsGroup")] == [
+                int(user)
+            ] * 3
+
+
+def test_steps_of_a_dockerfile_are_joined_and_have_no_comments() -> None:
+    text = '# RUN no\nFROM a\n\nRUN b \\\n    # and\n    && c\nCMD ["d"]\n'
+    assert image.steps(text) == [("FROM", "a"), ("RUN", "b      && c"), ("CMD", '["d"]')]
+
+
+@every_overlay
+def test_probes_ask_ports_that_the_container_has_or_rays_agent(overlay: str) -> None:
+    """Liveness is the Ray node's alone: an engine that starts again must not cost the pool."""
+    for template in worker_templates(overlay):
+        worker = container(template)
+        liveness = worker["livenessProbe"]
+        assert liveness["httpGet"] == {"path": "/api/healthz", "port": AGENT_PORT}
+        assert liveness["failureThreshold"] * liveness["periodSeconds"] >= 60, (
+            "as long as Ray waits"
+        )
+        for name in {"readinessProbe", "startupProbe"} & worker.keys():
+            assert worker[name]["httpGet"] == {"path": "/health", "port": "http"}
+            assert worker[name]["httpGet"]["port"] in port_numbers(template)
+
+
+@pytest.mark.parametrize("group", ["head", "engines"])
+def test_ray_is_started_as_kuberay_would_with_the_parameters_of_the_group(group: str) -> None:
+    command = start_command("cpu-trial", group)
+    assert command.startswith("ray start --head" if group == "head" else "ray start --address=")
+    ray = pytest.importorskip("ray.scripts.scripts")
+    known = {name for each in ray.start.params for name in each.opts}
+    assert {word.partition("=")[0] for word in command.split()[2:]} <= known
 
 
 @every_ray_cluster

@@ -136,13 +136,29 @@ def test_engine_ends_before_ray_at_sigterm(start: Start, health: Health) -> None
     assert node.said()[2:] == ["engine-ended", "ray-ended"]
 
 
-def test_node_ends_with_ray_and_takes_the_engine_along(start: Start, health: Health) -> None:
+def test_ray_that_ends_is_started_again_and_the_engine_stays(start: Start, health: Health) -> None:
     health.is_up = True
     node = start(LIVING_RAY, LIVING_ENGINE)
     wait_until(lambda: len(node.said()) == 2, DEADLINE_S, "both run")
-    os.kill(node.pid_of("ray"), signal.SIGKILL)
-    assert node.process.wait(DEADLINE_S) == 1
-    assert node.said()[2:] == ["engine-ended"]
+    died = node.pid_of("ray")
+    os.kill(died, signal.SIGKILL)
+    wait_until(lambda: len(node.said()) == 3, DEADLINE_S, "Ray was started again")
+    (again,) = [word for word in node.said() if word.startswith("ray:") and word != f"ray:{died}"]
+    assert [word for word in node.said() if word.startswith("engine")] == [
+        f"engine:{node.pid_of('engine')}"
+    ]
+    node.process.terminate()
+    assert node.process.wait(DEADLINE_S) == 0
+    assert node.said()[2:] == [again, "engine-ended", "ray-ended"]
+
+
+def test_engine_is_ended_at_sigterm_while_there_is_no_ray(start: Start, health: Health) -> None:
+    health.is_up = True
+    node = start("echo ray:$$ >>$LOG; sleep 1", LIVING_ENGINE)
+    wait_until(lambda: len(node.said()) >= 4, DEADLINE_S, "Ray was started twice more")
+    node.process.terminate()
+    assert node.process.wait(DEADLINE_S) == 0
+    assert "engine-ended" in node.said()
 
 
 def test_node_ends_when_ray_does_not_start(start: Start, health: Health) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from raykv.base.errors import MessageError
+from raykv.base.errors import ClusterError, MessageError
 from raykv.base.ids import EVERY_NAMESPACE, Epoch, make_generation
-from raykv.directory import bequest
+from raykv.directory import bequest, steward
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.steward import Steward
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -109,6 +109,38 @@ def test_next_life_begins_with_the_clock_when_what_is_left_can_not_be_read(
 ) -> None:
     store[bequest.LIFE] = b"no struct"
     assert 0 < report(start()).epoch < FAR
+
+
+def test_life_does_not_begin_without_what_is_left_while_the_head_node_is_slow(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what was cleared could come back, and the next life would not know of it either."""
+    monkeypatch.setattr(steward, "RECONCILE_PAUSES_S", (0.01, 0.01))
+    cleared = {"model": int(make_generation(Epoch(FAR), 7))}
+    store[bequest.LIFE] = encode(KeptLife(FAR, cleared))
+    entries, failures = bequest.entries, iter(range(3))
+
+    def slow() -> Iterator[bequest.Entry]:
+        if next(failures, None) is not None:
+            raise TimeoutError("the head node is busy")
+        return iter(entries())
+
+    monkeypatch.setattr(bequest, "entries", slow)
+    assert report(start()).cleared == cleared
+    assert life(store).cleared == cleared
+
+
+def test_actor_does_not_begin_where_what_is_left_can_not_be_had(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away() -> Iterator[bequest.Entry]:
+        raise TimeoutError("the head node is away")
+
+    monkeypatch.setattr(bequest, "entries", away)
+    monkeypatch.setattr(steward, "INHERIT_S", 0.0)
+    monkeypatch.setattr(steward, "RECONCILE_PAUSES_S", (0.01, 0.01))
+    with pytest.raises(ClusterError, match="what an earlier life has left can't be read"):
+        start()
 
 
 def test_nobody_clears_the_namespace_without_a_name(store: Store) -> None:

@@ -22,7 +22,7 @@ from raykv.base.ids import (
 )
 from raykv.directory.leases import Generations
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.directory.meter.reuse import MIN_SAMPLE, SOME
+from raykv.directory.meter.reuse import LEAST_REUSE, MIN_SAMPLE, SOME
 from raykv.protocol.columns import MAX_KEYS, Handles, Leases
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -133,6 +133,7 @@ class Desk:
         sizes: dict[int, int] | None = None,
         held: Leases = Leases(),  # noqa: B008
         version: int = PROTOCOL_VERSION,
+        traits: dict[str, str] | None = None,
     ) -> EngineAttached:
         pages = sizes or {0: 1}
         message = AttachEngine(
@@ -144,6 +145,7 @@ class Desk:
             num_ranks=1,
             slot_bytes={group: size * PAGE for group, size in pages.items()},
             leases=held,
+            traits=traits or {},
         )
         answer = self.manager.attach_engine(message, self.now)
         self.manager.check()
@@ -242,6 +244,20 @@ def test_engine_is_told_to_come_again_when_its_node_has_not_reported() -> None:
     answer = Desk().attach()
     assert answer.retry
     assert "has not reported yet" in answer.error
+
+
+def test_engine_without_a_node_is_known_as_waiting_until_it_attaches_or_is_silent() -> None:
+    desk = Desk()
+    desk.attach()
+    assert desk.manager.status("", "", desk.now).waiting == {"engine": "node"}
+    desk.report()
+    desk.attach()
+    assert desk.manager.status("", "", desk.now).waiting == {}
+    desk.attach("other", node="gone")
+    assert desk.manager.status("", "", desk.now).waiting == {"other": "gone"}
+    desk.now += EXPIRY_S + 1
+    desk.manager.expire(desk.now)
+    assert desk.manager.status("", "", desk.now).waiting == {}
 
 
 def test_engine_is_refused_with_both_numbers_when_it_speaks_another_protocol(desk: Desk) -> None:
@@ -1355,6 +1371,17 @@ def test_engines_are_told_to_store_all_while_chunks_are_loaded_by_any_of_them(de
     desk.attach("twin")
     desk.sync("twin", counters={"chunks_loaded": MIN_SAMPLE})
     assert desk.sync(counters={"chunks_stored": MIN_SAMPLE}).store_share == 1
+
+
+def test_tokens_of_a_prefix_count_as_the_chunks_of_all_groups(desk: Desk) -> None:
+    """A prefix needs few chunks of windows, and saves what computing them all costs."""
+    desk.report()
+    desk.attach(traits={"chunks": "0:16 1:16/2 2:16/2 3:16/2"})
+    chunks = 4 * MIN_SAMPLE
+    loaded = {"chunks_loaded": int(chunks * LEAST_REUSE / 3)}
+    # Each is full attention; of the windows there are two chunks a prompt.
+    saved = {"loaded_tokens": 16 * loaded["chunks_loaded"]}
+    assert desk.sync(counters={"chunks_stored": chunks, **loaded, **saved}).store_share == 1
 
 
 def test_nothing_is_decided_before_the_pools_were_filled_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from raykv.cli.trouble import exit_code, print_findings
-from raykv.doctor.checks import CHECKS, MANY_STORED, diagnose
+from raykv.doctor.checks import CHECKS, MANY_MISSED, MANY_STORED, diagnose
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.memory.room import RESERVE_BYTES
 from raykv.protocol.findings import (
@@ -95,6 +95,13 @@ HEALTHY = ClusterFacts("1.0", PROTOCOL, ANSWERED, STATUS, [node("one"), node("tw
 
 
 STORES_ONLY = {"chunks_stored": MANY_STORED, "chunks_loaded": 0}
+WINDOWS = {**TRAITS, "chunks": "0:32 1:32/3 2:32/3"}
+WITHOUT_WINDOWS = {
+    "chunks_stored": 3 * MANY_STORED,
+    "missed_tokens_window_missing": MANY_MISSED,
+    "missed_tokens_never_stored": 100,
+    "missed_tokens_incomplete_chunk": 10 * MANY_MISSED,
+}
 
 
 def with_status(**changes: Any) -> ClusterFacts:
@@ -130,6 +137,20 @@ def test_healthy_cluster_gets_one_line_per_check_and_no_complaint() -> None:
 
 
 PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
+    (
+        "engine whose Ray node is gone",
+        replace(with_status(waiting={"e3": "three"}), hostnames={"three": "rack7"}),
+        "placement",
+        Severity.FAIL,
+        ["engine e3", "its Ray node three (rack7) is gone"],
+    ),
+    (
+        "engine whose NodeActor does not report",
+        replace(with_status(waiting={"e3": "two"}), hostnames={"two": "box"}),
+        "placement",
+        Severity.FAIL,
+        ["engine e3", "node two (box) does not report"],
+    ),
     (
         "scheduler actor frozen",
         replace(HEALTHY, scheduler=SILENT),
@@ -309,6 +330,22 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
         ["engine e1", "have stored 1,024 chunks and loaded none"],
     ),
     (
+        "stores that nobody can load for want of windows",
+        with_engines(counters=WITHOUT_WINDOWS, traits=WINDOWS),
+        "use",
+        Severity.WARN,
+        ["have stored 3,072 chunks and loaded none; 65,536 prompt tokens", "window_missing"],
+    ),
+    (
+        "more prefixes without their windows than with them",
+        with_engines(
+            counters={**WITHOUT_WINDOWS, "chunks_loaded": 9, "loaded_tokens": 288}, traits=WINDOWS
+        ),
+        "use",
+        Severity.WARN,
+        ["loaded 288 prompt tokens, and 65,536 that are known not, since no window or state"],
+    ),
+    (
         "refused pool",
         with_second(description=description("two", refusal="the box is full")),
         "memory",
@@ -410,6 +447,11 @@ def test_planted_fault_is_found_and_named(
     assert [word for word in words if word not in found[0].what] == [], found[0].what
     assert found[0].mend
     assert exit_code(found) == (severity is Severity.FAIL)
+
+
+def test_stores_of_several_groups_are_not_many_prompts() -> None:
+    counters = {"chunks_stored": 3 * MANY_STORED - 1}
+    assert wrong(with_engines(counters=counters, traits=WINDOWS)) == []
 
 
 def test_every_check_has_a_planted_fault() -> None:

@@ -73,6 +73,20 @@ def test_whole_last_chunk_that_is_missing_has_the_reason_of_the_lookup() -> None
     assert record.missed == {"evicted": CHUNK}
 
 
+def test_known_prefix_without_its_window_is_told_apart_from_what_is_behind_it() -> None:
+    miss = Miss(EVICTED.key, MissReason.NEVER_STORED, known_tokens=6 * CHUNK)
+    record = closed(10 * CHUNK + 5, own=0, loaded=2 * CHUNK, miss=miss)
+    assert record.missed == {
+        "incomplete_chunk": 5,
+        "window_missing": 6 * CHUNK,
+        "never_stored": 2 * CHUNK,
+    }
+    assert record.missing == EVICTED.key
+    # All that could be loaded is known.
+    record = closed(6 * CHUNK, own=0, miss=miss)
+    assert (record.missed, record.missing) == ({"window_missing": 6 * CHUNK}, b"")
+
+
 def test_last_token_of_a_window_counts_as_the_prompts_end() -> None:
     assert closed(4 * CHUNK, own=0, loaded=4 * CHUNK - 1).missed == {"incomplete_chunk": 1}
 

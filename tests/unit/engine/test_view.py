@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup
+from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, NodeId
 from raykv.engine.requests import FailedLoad, RequestOptions, StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases
@@ -574,6 +574,35 @@ def test_everything_misses_and_nothing_is_stored_while_the_line_is_down(view: En
 
 
 # A new life of the NodeActor
+
+
+def test_view_knows_nothing_of_the_last_node_when_the_engine_is_at_another_one(
+    view: EngineView,
+) -> None:
+    store(view, "a")
+    fail_load(view, "a", 10)
+    store(view, "b")
+    view.prepare_store("r", keys("c"))
+    view.declared_leases()
+    view.move(NodeId("other"))
+    assert view.node_id == "other"
+    assert look(view, "abc", request="new") == [MISS, MISS, MISS]
+    assert free_slots(view) == []
+    told = take(view)
+    assert (told.touched, told.pinned, told.released, told.dropped) == ([], [], Leases(), Handles())
+    # Its NodeActor may have begun earlier, and may have the same chunks.
+    attach(view, node_epoch=NODE_EPOCH - 5)
+    view.apply(reply(handles((key("a"), 5, 10)), node_epoch=NODE_EPOCH - 5))
+    assert look(view, "a", request="new") == [HIT]
+
+
+def test_store_of_the_last_node_that_ends_late_is_no_chunk_of_the_next_one(
+    view: EngineView,
+) -> None:
+    view.prepare_store("r", keys("a"))
+    view.move(NodeId("other"))
+    view.complete_store(keys("a"))
+    assert look(view, "a", request="new") == [MISS]
 
 
 def restarted_by_workers(view: EngineView) -> None:

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 
 from raykv import inspect
 from raykv.base.errors import ClusterError, SettingError
-from raykv.base.ids import Key, Namespace
+from raykv.base.ids import Key, Namespace, in_group
 from raykv.client.cluster import Cluster
 from raykv.inspect.frames import TABLES, frame
 from raykv.inspect.sources import chunk_places, known_tokens
@@ -30,11 +30,11 @@ from raykv.inspect.traces import Trace
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.events import BlockRemoved, BlockStored, Event, EventsMissed, NodeJoined
 from raykv.protocol.reader import Explanation, RequestPage
-from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
+from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
 from raykv.stream.replay import Replay
 from tests.fixtures.waiting import wait_until
 
-KEY = bytes(range(32)) + b"\0\0\0\1"
+KEY = Key(bytes(range(32)) + b"\0\0\0\1")
 PAGE = 3
 """Requests in a page of the played cluster."""
 
@@ -199,6 +199,22 @@ def test_tokens_are_known_of_all_chunks_or_of_none(cluster: Cluster) -> None:
     assert known_tokens(listing, space, [Key(KEY), Key(KEY)]) == [4, 5, 4, 5]
     assert known_tokens(listing, space, [Key(KEY), Key(b"other")]) is None
     assert known_tokens(cluster, space, [Key(KEY)]) is None
+
+
+class WindowedCluster(ListingCluster):
+    """Its engines have told what their KV groups are; of windows they describe nothing."""
+
+    def status(self) -> ClusterStatus:
+        space = NamespaceStatus("space", traits={"chunks": "1:32 2:32/3 3:64/3"})
+        return msgspec.structs.replace(super().status(), spaces=[space])
+
+
+def test_tokens_of_a_window_are_those_of_full_attention_at_its_place() -> None:
+    listing = cast("Cluster", WindowedCluster())
+    space = Namespace("space")
+    assert known_tokens(listing, space, [in_group(KEY, 2)]) == [4, 5]
+    # Its chunks have other tokens.
+    assert known_tokens(listing, space, [in_group(KEY, 3)]) is None
 
 
 def test_requests_of_all_pages_in_order(played: PlayedCluster, cluster: Cluster) -> None:

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import ClusterError, SettingError
+from raykv.base.ids import Key
 from raykv.prompts.block_hashes import DEFAULT_SEED, RANDOM, HashScheme, PromptTraits, seed_digest
 from raykv.prompts.lookup import PromptScheme, choose_namespace, look_up, scheme_of
 from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.groups import ChunkGroup, groups_text, parse_groups
+from raykv.protocol.reader import PromptLookup
 from raykv.protocol.status import NamespaceStatus
 
 FULL = ChunkGroup(0, 32)
@@ -233,6 +235,68 @@ def test_chunks_before_a_window_are_not_read_from_a_disk() -> None:
     found = look_up(SPACE, scheme, tokens, PromptTraits(), sources_of)
     # The window is the last two chunks of four.
     assert (found.cached_tokens, found.disk_tokens) == (128, 32)
+
+
+STATE = ChunkGroup(1, 32, 1)
+
+
+def looked_up(
+    groups: tuple[ChunkGroup, ...], tokens: Sequence[int], there: dict[int, str]
+) -> tuple[PromptLookup, dict[ChunkGroup, list[Key]]]:
+    """A lookup where `there` says, by group, which chunks node a has."""
+    states = frozenset({STATE.group} if STATE in groups else ())
+    scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), groups, states)
+    keys = scheme.chunks(tokens)
+    held = {
+        key
+        for group in groups
+        for key, letter in zip(keys[group], there[group.group], strict=True)
+        if letter == "x"
+    }
+    found = look_up(
+        SPACE,
+        scheme,
+        tokens,
+        PromptTraits(),
+        lambda asked: [{A} if k in held else () for k in asked],
+    )
+    return found, keys
+
+
+def needed(found: PromptLookup, group: ChunkGroup) -> list[int]:
+    return [c.first_token // 32 for c in found.chunks if c.is_needed and c.group == group.group]
+
+
+def test_state_behind_the_last_token_is_of_no_use() -> None:
+    """An engine computes that token, and a state is to be had where a chunk ends."""
+    found, _ = looked_up((FULL, STATE), range(4 * 32), {0: "xxxx", 1: ".x.x"})
+    assert (found.cached_tokens, found.nodes[0].tokens) == (64, 64)
+    found, _ = looked_up((FULL, STATE), range(4 * 32 + 1), {0: "xxxx", 1: ".x.x"})
+    assert (found.cached_tokens, found.nodes[0].tokens) == (128, 128)
+
+
+def test_window_behind_the_last_token_is_loaded_with_it() -> None:
+    found, _ = looked_up((FULL, WINDOW), range(4 * 32), {0: "xxxx", 1: "..xx"})
+    assert found.cached_tokens == 128
+
+
+def test_keys_are_those_of_whole_prefixes_and_of_windows_at_their_ends() -> None:
+    found, keys = looked_up((FULL, WINDOW), range(8 * 32 + 5), {0: "xxxxxxxx", 1: "xxxx.xxx"})
+    assert found.cached_tokens == 256
+    assert found.keys == [*keys[FULL], *keys[WINDOW][6:]]
+    # Loaded up to its fourth chunk, and once more is stored up to its eighth.
+    found, keys = looked_up((FULL, WINDOW), range(8 * 32 + 5), {0: "xxxxxxxx", 1: "x.xx...x"})
+    assert found.cached_tokens == 128
+    assert needed(found, FULL) == [*range(8)]
+    assert needed(found, WINDOW) == [2, 3, 6, 7]
+
+
+def test_keys_of_a_prompt_that_is_nowhere_are_what_it_will_need() -> None:
+    found, _ = looked_up((FULL, WINDOW), range(8 * 32 + 5), {0: "." * 8, 1: "." * 8})
+    assert (needed(found, FULL), needed(found, WINDOW)) == ([*range(8)], [6, 7])
+    # The prompt alone is loaded up to the chunk before its last token's, a longer one up to that.
+    found, _ = looked_up((FULL, STATE), range(8 * 32), {0: "." * 8, 1: "." * 8})
+    assert (needed(found, FULL), needed(found, STATE)) == ([*range(8)], [6, 7])
 
 
 def test_lookup_of_a_prompt_without_a_whole_chunk_finds_nothing() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raykv.prompts import prompt_keys
 from raykv.prompts.block_hashes import HashScheme, PromptTraits, block_hashes
 from raykv.prompts.lookup import PromptScheme
+from raykv.prompts.prefixes import loadable_tokens
 from raykv.prompts.prompt_keys import BLOCKS_OF_A_STRETCH, PromptHasher, PromptTokens
 from raykv.protocol.groups import ChunkGroup
 
@@ -62,11 +63,64 @@ def test_next_turn_of_a_conversation_hashes_only_what_is_new(
     assert hashed == [STRETCH, STRETCH, 8]
 
 
+PLAIN_SCHEME = PromptScheme(SCHEME.hashing, (ChunkGroup(0, 4),))
+
+
 def test_long_prompt_has_the_keys_of_its_beginning_only() -> None:
     tokens = list(range(10 * STRETCH))
-    found = PromptHasher(SCHEME).keys(PromptTokens(tokens, PromptTraits()), 30)
-    whole = SCHEME.chunks(tokens)
+    found = PromptHasher(PLAIN_SCHEME).keys(PromptTokens(tokens, PromptTraits()), 30)
+    (whole,) = PLAIN_SCHEME.chunks(tokens).values()
     assert found.num_tokens == len(tokens)
-    assert sum(map(len, found.keys.values())) == 30
-    for group, keys in found.keys.items():
-        assert keys == whole[group][: len(keys)]
+    assert found.keys == {ChunkGroup(0, 4): whole[:30]}
+    assert found.first == whole[:30]
+
+
+def test_long_prompt_with_windows_has_keys_up_to_its_end() -> None:
+    """What it needs of windows is there: with its beginning alone nothing could be loaded."""
+    scheme = PromptScheme(SCHEME.hashing, (ChunkGroup(0, 4), ChunkGroup(1, 4, 6)))
+    tokens = list(range(4 * 101))
+    found = PromptHasher(scheme).keys(PromptTokens(tokens, PromptTraits()), 60)
+    full, window = scheme.chunks(tokens).values()
+    assert found.keys == {
+        ChunkGroup(0, 16): full[3::4],
+        ChunkGroup(1, 16, 1): window[3::4],
+    }
+    assert (found.followed, found.first) == (ChunkGroup(0, 4), full[:60])
+
+
+def test_larger_chunks_of_a_window_find_the_end_of_a_smaller_one() -> None:
+    """A window of 6 chunks that ends with the 98th of 101, in chunks of four: up to the 96th."""
+    scheme = PromptScheme(SCHEME.hashing, (ChunkGroup(0, 4), ChunkGroup(1, 4, 6)))
+    tokens = list(range(4 * 101))
+    full, window = scheme.chunks(tokens).values()
+    held = {*full, *window[92:98]}
+    found = PromptHasher(scheme).keys(PromptTokens(tokens, PromptTraits()), 60)
+    there = {group.group: [key in held for key in keys] for group, keys in found.keys.items()}
+    assert loadable_tokens(list(found.keys), there) == 4 * 96
+
+
+def test_groups_that_are_alike_are_asked_for_once() -> None:
+    groups = tuple(ChunkGroup(number, 4, None if number == 3 else 2) for number in range(6))
+    tokens = list(range(50))
+    found = PromptHasher(PromptScheme(SCHEME.hashing, groups)).keys(
+        PromptTokens(tokens, PromptTraits()), MANY
+    )
+    assert [each.group for each in found.keys] == [0, 3]
+    assert found.followed == groups[3]
+
+
+def test_state_behind_the_last_token_is_not_asked_for() -> None:
+    groups = (ChunkGroup(0, 4, 1), ChunkGroup(1, 4))
+    hasher = PromptHasher(PromptScheme(SCHEME.hashing, groups, frozenset({0})))
+    for length, chunks in ((40, 9), (41, 10)):
+        found = hasher.keys(PromptTokens(list(range(length)), PromptTraits()), MANY)
+        assert [len(keys) for keys in found.keys.values()] == [chunks, chunks]
+
+
+def test_states_are_asked_for_where_they_are() -> None:
+    """In larger chunks most of them would not be seen."""
+    groups = (ChunkGroup(0, 4, 1), ChunkGroup(1, 4))
+    scheme = PromptScheme(SCHEME.hashing, groups, frozenset({0}))
+    tokens = list(range(4 * 101))
+    found = PromptHasher(scheme).keys(PromptTokens(tokens, PromptTraits()), 60)
+    assert found.keys == {group: keys[:30] for group, keys in scheme.chunks(tokens).items()}

@@ -11,15 +11,26 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+import torch
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from raykv.base.ids import Key, group_of
+from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.requests import RequestOptions
 from raykv.vllm.params import (
     HINTS,
     PARAMS,
+    PIN,
     PREFILLED,
     documented,
     hint_of,
     only_documented,
     request_options,
+)
+from tests.fixtures.vllm import CHUNK, FULL, Engine, PlayedRequest
+
+WINDOW = SlidingWindowSpec(
+    block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
 )
 
 VLLM_KEYS = (
@@ -183,3 +194,16 @@ def test_connector_hands_on_only_what_is_documented(monkeypatch: pytest.MonkeyPa
     for sent in ({"max_load_tokens": 0, "raykv_store": False}, ["max_load_tokens"], None):
         connector.on_new_request(made_request(sent))
     assert seen == [{"raykv_load": True, "raykv_store": False}, None, None]
+
+
+def test_chunks_of_full_attention_are_hinted_before_those_of_windows() -> None:
+    """What exceeds the queue is left out, and windows alone serve nothing."""
+    engine = Engine((WINDOW, FULL))
+    manager = engine.connector._manager
+    assert manager is not None
+    manager.hints = HintBox(Allowed.PIN)
+    request = PlayedRequest(kv_transfer_params={PIN: 60.0})
+    engine.begin(request)
+    pinned = manager.hints.take().pinned
+    count = request.num_prompt_tokens // CHUNK
+    assert [group_of(Key(each)) for each in pinned] == [1] * count + [0] * count

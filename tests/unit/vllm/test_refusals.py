@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,3 +148,28 @@ def test_start_that_is_stopped_says_why_in_one_line(caplog: pytest.LogCaptureFix
     with pytest.raises(SettingError), logged_refusals():
         raise SettingError("leave it out")
     assert caplog.messages == ["RayKV stops the start of the engine: leave it out"]
+
+
+def test_kinds_of_kv_that_say_nothing_about_beginnings_are_refused() -> None:
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec, UniformTypeKVCacheSpecs
+
+    from raykv.vllm.spec import refuse_kinds
+    from tests.fixtures.vllm import ATTENTION, FULL, STATE, kv_cache_config
+
+    refuse_kinds(kv_cache_config([FULL, STATE]))
+    cross = CrossAttentionSpec(**ATTENTION)
+    together = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": cross})
+    for kinds in ([FULL, cross], [together]):
+        with pytest.raises(SettingError, match="has an encoder and a decoder"):
+            refuse_kinds(kv_cache_config(kinds))
+    with pytest.raises(SettingError, match="without enable_prefix_caching=true"):
+        refuse_kinds(kv_cache_config([FULL, replace(STATE, mamba_cache_mode="none")]))
+
+
+def test_of_a_model_whose_answers_see_less_prompts_alone_are_stored() -> None:
+    from raykv.vllm.spec import stores_prompts_alone
+    from tests.fixtures.vllm import FULL, PROMPT, WINDOW, kv_cache_config
+
+    assert stores_prompts_alone(kv_cache_config([FULL, PROMPT]))
+    assert not stores_prompts_alone(kv_cache_config([FULL, WINDOW]))
+    assert not stores_prompts_alone(None)

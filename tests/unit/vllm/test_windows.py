@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from raykv.base.ids import EngineId
-from raykv.engine.requests import RequestOptions
+from raykv.base.ids import EngineId, Key, MissReason
+from raykv.engine.requests import Miss, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handles
 from raykv.protocol.engine import EngineAttached, SyncReply
@@ -98,6 +98,35 @@ def test_request_parts_nowhere_where_all_that_is_known_is_loaded() -> None:
 def test_place_where_vllm_sees_prompts_part_later_stays() -> None:
     request = PlayedRequest(shared_prefix_boundary=4 * CHUNK)
     assert World(0.5).asked(request, here=3, found=0) == 4 * CHUNK
+
+
+@pytest.mark.parametrize("share", [0.5, 0])
+def test_known_prefix_without_its_window_is_said_to_lack_it(share: float) -> None:
+    """And what is behind it was never stored, wherever the window's chunks were looked for."""
+    world, request = World(share), PlayedRequest()
+    world.view.start_request(request.request_id, RequestOptions())
+    world.view.requests.get(request.request_id).missed(Key(b"window"), MissReason.NEVER_STORED)
+    assert world.asked(request, here=3, found=0) == (3 * CHUNK if share else 0)
+    missed = world.view.requests.take_miss(request.request_id)
+    assert missed == Miss(key(3), MissReason.NEVER_STORED, 3 * CHUNK, MissReason.WINDOW_MISSING)
+
+
+def test_prefix_whose_window_was_evicted_is_said_to_be_evicted() -> None:
+    world, request = World(0.5), PlayedRequest()
+    world.view.start_request(request.request_id, RequestOptions())
+    world.view.requests.get(request.request_id).missed(Key(b"window"), MissReason.EVICTED)
+    world.asked(request, here=3, found=0)
+    missed = world.view.requests.take_miss(request.request_id)
+    assert missed == Miss(key(3), MissReason.NEVER_STORED, 3 * CHUNK, MissReason.EVICTED)
+
+
+def test_prefix_that_was_not_asked_about_in_time_is_not_said_to_lack_a_window() -> None:
+    world, request = World(0.5), PlayedRequest()
+    world.view.start_request(request.request_id, RequestOptions())
+    world.view.requests.get(request.request_id).missed(Key(b"window"), MissReason.UNANSWERED)
+    world.asked(request, here=3, found=0)
+    missed = world.view.requests.take_miss(request.request_id)
+    assert missed == Miss(Key(b"window"), MissReason.UNANSWERED)
 
 
 def test_prompt_leaves_a_state_behind_before_its_end() -> None:

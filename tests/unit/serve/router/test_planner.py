@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -289,6 +290,26 @@ def test_questions_that_come_meanwhile_go_out_together(monkeypatch: pytest.Monke
     asyncio.run(main())
     assert len(actor.asked) <= 2
     assert all(query.namespace == "space" for query in actor.asked)
+
+
+def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a long prompt with windows fewer, larger chunks are asked for."""
+    actor = PlayedActor()
+    large = ChunkGroup(0, 64)
+
+    async def main() -> None:
+        made = await learned(actor, monkeypatch)
+        short = keys(1, 64)
+        long = replace(keys(2, 192), keys={large: keys(2, 192).first[3::4]})
+        found = await made.find([short, long, short])
+        assert found is not None
+        assert [each.anywhere for each in found] == [64, 48, 64]
+
+    asyncio.run(main())
+    asked = sorted((query.chunks, query.counts) for query in actor.asked)
+    assert asked == [("0:16", [4]), ("0:16", [4]), ("0:64", [3])]
 
 
 def test_question_is_never_longer_than_a_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,205 @@
+"""The Ray node that an engine is at, and the engine's connection to Ray.
+
+                           its raylet is gone
+           HERE ──────────────────────────────────────► GONE: no cache
+            ▲      another one has begun on this host     │
+            └─────────────────────────────────────────────┘
+              at that node; by a new connection, if the raylet of the old one is gone
+
+Whether a raylet is gone is read from this host's processes. Ray is not asked: if another cluster
+has begun at its address since, Ray's list of nodes ends the process that asks for it.
+
+A process has one connection to Ray, and whoever calls Ray without one starts a cluster. So the
+connection is given up and made anew under a lock that other threads hold while they call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import ray
+
+from raykv.base.errors import ClusterError, ThreadError
+from raykv.base.threads import within
+from raykv.cluster import join as cluster
+from raykv.cluster.join import Raylet
+
+logger = logging.getLogger("raykv")
+
+
+class RayHere(Protocol):
+    """What is asked of Ray and of this host; `OwnRay`, and what tests play."""
+
+    def raylets(self) -> list[Raylet]:
+        """See `raykv.cluster.join.raylets`."""
+
+    def driver_node(self) -> str:
+        """The node of the raylet that this process is connected to; empty: it is not."""
+
+    def rejoin(self, address: str) -> None:
+        """See `raykv.cluster.join.rejoin`."""
+
+
+class OwnRay:
+    """This process's."""
+
+    def raylets(self) -> list[Raylet]:
+        return cluster.raylets()
+
+    def driver_node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+
+    def rejoin(self, address: str) -> None:
+        cluster.rejoin(address)
+
+
+class EnginePlace:
+    """See the module's docstring.
+
+    Args:
+        address: at which this process has joined its cluster.
+        node_id: of a raylet of this host.
+        is_ours: whether the connection is the engine's own, so that it may be made anew.
+        here: Ray, as this process sees it.
+    """
+
+    def __init__(
+        self, address: str, node_id: str, *, is_ours: bool, here: RayHere | None = None
+    ) -> None:
+        self._address = address
+        self._is_ours = is_ours
+        self._here = here or OwnRay()
+        self.node_id = node_id
+        self.is_gone = False
+        there = self._here.raylets()
+        # None: they can't be seen from here, and count as there.
+        self._driver = _find(there, self._here.driver_node())
+        self._node = _find(there, node_id)
+        # Guards the connection.
+        self._lock = threading.Lock()
+        self._life = 1
+        self._has_left = False
+
+    def follow(self) -> bool:
+        """Be at the next Ray node of this host if the last one is gone; False: there is none.
+
+        Takes as long as joining a cluster does: never on a thread of vLLM's. One thread calls it,
+        and keeps no handle of Ray's meanwhile.
+
+        Raises:
+            ClusterError: the connection could not be made anew; the next call tries again.
+        """
+        self.is_gone = not (self._connect() and self._move())
+        return not self.is_gone
+
+    def _connect(self) -> bool:
+        """Whether this process is connected to a raylet of this host."""
+        driver = self._driver
+        there = self._here.raylets()
+        if driver is None or (_find(there, driver.node_id) and self._here.driver_node()):
+            return True
+        if not self._is_ours:
+            self._say(
+                "the Ray node that this process is connected to is gone, and the connection is not "
+                "the engine's own: start this process again, or the engine has no cache"
+            )
+            return False
+        if not any(each.address == driver.address for each in there):
+            self._say_gone(driver)
+            return False
+        with self._lock:
+            self._refuse_after_end()
+            self._life += 1
+            self._here.rejoin(self._address)
+            self._driver = _find(self._here.raylets(), self._here.driver_node()) or driver
+        return True
+
+    def _move(self) -> bool:
+        """Whether there is a node for the engine; it may be another one."""
+        node = self._node
+        there = self._here.raylets()
+        if node is None or _find(there, node.node_id):
+            return True
+        following = cluster.successor(node, there)
+        if following is None:
+            self._say_gone(node)
+            return False
+        self._node, self.node_id = following, following.node_id
+        logger.warning(
+            "this engine is at the next Ray node of its host, %s, since %s is gone",
+            following.node_id[:12],
+            node.node_id[:12],
+        )
+        return True
+
+    def _say_gone(self, raylet: Raylet) -> None:
+        self._say(
+            f"the Ray node {raylet.node_id[:12]} of this engine is gone, and with it the cache: "
+            f"start Ray on this host again (`ray start --address={self._address}`), and the engine "
+            "goes on there by itself"
+        )
+
+    def _say(self, sentence: str) -> None:
+        """Once, until the engine has a place again."""
+        if not self.is_gone:
+            logger.warning("%s", sentence)
+
+    # The connection
+
+    @contextmanager
+    def calling(self) -> Iterator[int]:
+        """Call Ray within the context, on any thread. It gets the number of the connection: handles
+        of an earlier one must not be used.
+
+        Raises:
+            ClusterError: there is no connection.
+        """
+        with self._lock:
+            self._refuse_after_end()
+            if not self._here.driver_node():
+                raise ClusterError("this engine is not connected to Ray")
+            yield self._life
+
+    def _refuse_after_end(self) -> None:
+        if self._has_left:
+            raise ClusterError("the engine is shutting down")
+
+    def leave(self, deadline_s: float) -> bool:
+        """End the engine's own connection, for good, at most for `deadline_s` and as long again;
+        False if it took longer. One that is not its own stays.
+        """
+        if not self._is_ours:
+            return True
+        if not self._lock.acquire(timeout=deadline_s):
+            atexit.unregister(ray.shutdown)
+            return False
+        try:
+            self._has_left = True
+            return leave_ray(ray.shutdown, deadline_s)
+        finally:
+            self._lock.release()
+
+
+def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
+    """Disconnect from the cluster, at most for `deadline_s`; False if it took longer.
+
+    Ray waits long for parts of it that are dead. Then it is left as it is: Ray cleans up after this
+    process once it has ended, and Ray's own clean-up at our exit, which would wait again, is
+    skipped.
+    """
+    try:
+        within(deadline_s, shutdown)
+    except (TimeoutError, ThreadError):
+        logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
+        atexit.unregister(ray.shutdown)
+        return False
+    return True
+
+
+def _find(there: Sequence[Raylet], node_id: str) -> Raylet | None:
+    return next((each for each in there if each.node_id == node_id), None)

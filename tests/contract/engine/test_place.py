@@ -1,0 +1,172 @@
+"""At which Ray node an engine is when raylets end and begin on its host."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from raykv.base.errors import ClusterError
+from raykv.cluster.join import Raylet
+from raykv.engine.place import EnginePlace
+
+LONG_S = 10.0
+HEAD = "head:1"
+
+
+class PlayedRay:
+    """A host with raylets, and the one that this process is connected to."""
+
+    def __init__(self, *names: str, driver: str) -> None:
+        self.there: list[Raylet] = []
+        self._num_begun = 0
+        for name in names:
+            self.begin(name)
+        self.driver = driver
+        self.num_joined = 0
+        self.trouble = ""
+        self.meanwhile = threading.Event()
+        self.meanwhile.set()
+        self.joining = threading.Event()
+
+    def raylets(self) -> list[Raylet]:
+        return list(self.there)
+
+    def driver_node(self) -> str:
+        return self.driver
+
+    def rejoin(self, address: str) -> None:
+        assert address == HEAD
+        self.driver = ""
+        self.joining.set()
+        assert self.meanwhile.wait(LONG_S)
+        if self.trouble:
+            raise ClusterError(self.trouble)
+        self.num_joined += 1
+        self.driver = self.there[-1].node_id
+
+    def end(self, name: str) -> None:
+        self.there = [each for each in self.there if each.node_id != name]
+
+    def begin(self, name: str, address: str = HEAD) -> None:
+        self._num_begun += 1
+        self.there.append(Raylet(name, address, 10.0 * self._num_begun))
+
+
+def alone() -> tuple[PlayedRay, EnginePlace]:
+    """The only raylet of a host, to which the engine is connected."""
+    here = PlayedRay("one", driver="one")
+    return here, EnginePlace(HEAD, "one", is_ours=True, here=here)
+
+
+def test_engine_stays_while_its_raylet_runs() -> None:
+    here, place = alone()
+    here.begin("two")
+    assert place.follow()
+    assert (place.node_id, here.num_joined) == ("one", 0)
+
+
+def test_engine_waits_while_no_raylet_of_its_cluster_has_begun(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here, place = alone()
+    here.end("one")
+    here.begin("of-others", "others:1")
+    for _ in range(3):
+        assert not place.follow()
+    assert place.is_gone
+    assert (place.node_id, here.driver) == ("one", "one")
+    assert caplog.text.count("start Ray on this host again") == 1
+    with place.calling() as connection:
+        assert connection == 1
+
+
+def test_engine_joins_again_at_the_next_raylet_of_its_host() -> None:
+    here, place = alone()
+    here.end("one")
+    assert not place.follow()
+    here.begin("two")
+    assert place.follow()
+    assert not place.is_gone
+    assert (place.node_id, here.driver, here.num_joined) == ("two", "two", 1)
+    with place.calling() as connection:
+        assert connection == 2
+    assert place.follow()
+    assert here.num_joined == 1
+
+
+def test_engine_that_could_not_join_tries_again_and_nobody_calls_ray_meanwhile() -> None:
+    here, place = alone()
+    here.end("one")
+    here.begin("two")
+    here.trouble = "the head does not answer"
+    with pytest.raises(ClusterError, match="the head does not answer"):
+        place.follow()
+    with pytest.raises(ClusterError, match="not connected"), place.calling():
+        pass
+    here.trouble = ""
+    assert place.follow()
+    assert place.node_id == "two"
+
+
+def test_nobody_calls_ray_while_the_connection_is_made_anew() -> None:
+    here, place = alone()
+    here.end("one")
+    here.begin("two")
+    here.meanwhile.clear()
+    follower = threading.Thread(target=place.follow)
+    follower.start()
+    assert here.joining.wait(LONG_S)
+    called: list[int] = []
+
+    def call() -> None:
+        with place.calling() as connection:
+            called.append(connection)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join(0.2)
+    assert called == []
+    here.meanwhile.set()
+    for thread in (follower, caller):
+        thread.join(LONG_S)
+    assert called == [2]
+
+
+def test_engine_at_another_raylet_than_its_connection_moves_without_a_new_one() -> None:
+    here = PlayedRay("head", "one", driver="head")
+    place = EnginePlace(HEAD, "one", is_ours=True, here=here)
+    here.end("one")
+    assert not place.follow()
+    here.begin("two")
+    assert place.follow()
+    assert (place.node_id, here.driver, here.num_joined) == ("two", "head", 0)
+
+
+def test_connection_is_made_anew_where_only_its_raylet_has_ended() -> None:
+    here = PlayedRay("head", "one", driver="head")
+    place = EnginePlace(HEAD, "one", is_ours=True, here=here)
+    here.end("head")
+    assert place.follow()
+    assert (place.node_id, here.driver, here.num_joined) == ("one", "one", 1)
+
+
+def test_connection_of_somebody_else_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    here = PlayedRay("one", driver="one")
+    place = EnginePlace(HEAD, "one", is_ours=False, here=here)
+    here.end("one")
+    here.begin("two")
+    assert not place.follow()
+    assert not place.follow()
+    assert (place.node_id, here.num_joined) == ("one", 0)
+    assert caplog.text.count("start this process again") == 1
+    assert place.leave(LONG_S)
+    assert here.driver == "one"
+
+
+def test_raylets_that_cannot_be_seen_count_as_there() -> None:
+    here = PlayedRay(driver="hidden")
+    place = EnginePlace(HEAD, "hidden", is_ours=True, here=here)
+    here.begin("two")
+    assert place.follow()
+    assert place.node_id == "hidden"

@@ -1,0 +1,155 @@
+"""What is special about an engine: types of its KV, adapters, tokens that are guessed first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
+from tests.e2e.zoo.conftest import StartZoo
+from tests.fixtures.lora import write_adapter
+from tests.fixtures.waiting import wait_until_quiet
+from tests.fixtures.zoo import PICTURE, build, build_draft, build_seeing
+from tests.fixtures.zoo_engine import BLOCK, ZooEngine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
+
+DOCUMENT = prompt(7, 640)
+
+
+def question(number: int) -> list[int]:
+    return [*DOCUMENT, *prompt(100 + number, 70)]
+
+
+def check_document(engine: ZooEngine) -> None:
+    """Its first question is loaded whole, and the second one finds the document."""
+    assert engine.check_load(question(0)) >= len(question(0)) // BLOCK * BLOCK - BLOCK
+    (expected,) = engine.ask(question(1), params={"raykv_load": False, "raykv_store": False})
+    engine.process.reset()
+    (found,) = engine.ask(question(1))
+    engine.check_same(found, expected)
+    assert found["cached"] >= len(DOCUMENT)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "how", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}], ids=["bfloat16", "fp8"]
+)
+def test_kv_of_another_type_is_loaded(name: str, how: dict[str, Any], start_zoo: StartZoo) -> None:
+    check_document(start_zoo(name, **how))
+
+
+def test_adapters_of_a_model_with_windows_find_their_own_kv(
+    start_zoo: StartZoo, tmp_path: Path
+) -> None:
+    engine = start_zoo("gemma3", enable_lora=True, max_lora_rank=8, max_loras=2)
+    paths = {
+        number: write_adapter(tmp_path / str(number), engine.folder, number) for number in (1, 2)
+    }
+
+    def ask(number: int) -> tuple[list[int], int]:
+        adapter = {
+            "lora_name": f"adapter {number}",
+            "lora_int_id": number,
+            "lora_path": str(paths[number]),
+        }
+        (found,) = engine.process.call(
+            "generate", prompts=[question(0)], adapter=adapter if number else None
+        )
+        engine.settle()
+        return found["tokens"], found["cached"]
+
+    paths[0] = tmp_path
+    computed = {number: ask(number) for number in (0, 1, 2)}
+    assert [cached for _, cached in computed.values()] == [0, 0, 0]
+    said = {number: tokens for number, (tokens, _) in computed.items()}
+    assert said[1] != said[2] != said[0] != said[1]
+    for number in (1, 2, 0):
+        tokens, cached = ask(number)
+        assert tokens == said[number]
+        assert cached >= len(question(0)) // BLOCK * BLOCK - BLOCK
+
+
+def test_tokens_that_are_guessed_from_the_prompt_leave_right_kv(start_zoo: StartZoo) -> None:
+    """A model that repeats itself now and then."""
+    guesses = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+    engine = start_zoo("gemma3", speculative_config=guesses)
+    check_document(engine)
+    # An answer that is asked for again behind itself, and whose KV has guesses in it.
+    turn = prompt(300, 200)
+    (answer,) = engine.ask(turn, max_tokens=150)
+    engine.settle()
+    counted = engine.process.call("counters")
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 0, counted
+    longer = [*turn, *answer["tokens"], *prompt(301, 40)]
+    (expected,) = engine.ask(longer, params={"raykv_load": False, "raykv_store": False})
+    engine.process.reset()
+    (found,) = engine.ask(longer)
+    engine.check_same(found, expected)
+    assert found["cached"] >= (len(turn) + 149) // BLOCK * BLOCK - BLOCK
+
+
+def test_kv_of_a_draft_is_that_of_its_weights(
+    start_zoo: StartZoo, zoo_folder: Path, tmp_path: Path
+) -> None:
+    folder = zoo_folder / "llama"
+    if not folder.exists():
+        build("llama", folder)
+    drafts = [build_draft(tmp_path / str(seed), folder, seed) for seed in (1, 2)]
+
+    def start(draft: Path, *, anew: bool) -> ZooEngine:
+        eagle = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
+        return start_zoo("llama", anew=anew, speculative_config=eagle)
+
+    engine = start(drafts[0], anew=True)
+    check_document(engine)
+    assert engine.process.call("counters")["vllm:spec_decode_num_draft_tokens"] > 0
+    engine.process.stop()
+    other = start(drafts[1], anew=False)
+    assert other.ask(question(0))[0]["cached"] == 0
+    assert len(engine.cluster.status().namespaces) == 2
+
+
+def test_prompt_is_found_with_the_picture_that_it_came_with_alone(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.down()
+    settings = {"ray_address": cluster.address, "pool_bytes": "256MiB"}
+    model = build_seeing(tmp_path / "model")
+    engine = EngineProcess(
+        model, tmp_path / "log", settings, skip_tokenizer_init=False, max_model_len=1024
+    )
+    tokens = [20 + number % 480 for number in prompt(1, 100)]
+    seeing = [*tokens[:40], PICTURE, *tokens[40:]]
+
+    def stored() -> int:
+        return sum(node.bytes_stored for node in cluster.status().nodes)
+
+    def ask(picture: list[int]) -> tuple[list[int], int]:
+        (found,) = engine.call("generate", prompts=[seeing], picture=picture)
+        wait_until_quiet(stored, 20.0, "stores come to an end")
+        engine.reset()
+        return found["tokens"], found["cached"]
+
+    red, blue = [255, 0, 0], [0, 0, 255]
+    try:
+        said, cached = ask(red)
+        assert cached == 0
+        other, cached = ask(blue)
+        # What comes before the picture is the same.
+        assert cached == BLOCK
+        assert other != said
+        # 16 tokens stand for a picture.
+        for picture, tokens in ((red, said), (blue, other)):
+            assert ask(picture) == (tokens, (100 + 16) // BLOCK * BLOCK)
+    finally:
+        engine.stop()

@@ -1,0 +1,66 @@
+"""An engine whose Ray node has ended, while the one that it is connected to lives."""
+
+from __future__ import annotations
+
+import pytest
+
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId
+from raykv.base.settings import Settings
+from raykv.client.cluster import Cluster
+from raykv.cluster.local_nodes import add_local_node
+from raykv.engine.runtime import EngineIdentity, EngineRuntime
+from raykv.engine.view import EngineView
+from raykv.protocol.findings import Severity
+from tests.fixtures.waiting import wait_until
+
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
+
+LONG_S = 90.0
+
+
+def test_engine_waits_for_the_next_ray_node_of_its_host_and_goes_on_there(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.down()
+    second = add_local_node(cluster.address)
+    settings = Settings(
+        ray_address=cluster.address, node_id=second.node_id, pool_bytes=64 * SLOT_ALIGNMENT
+    )
+    identity = EngineIdentity("engine", "ns", "tiny", 1, {0: SLOT_ALIGNMENT}, "")
+    view = EngineView(EngineId("engine"), [0], 10.0, 8)
+    runtime = EngineRuntime(settings, view, identity)
+    third = None
+    try:
+        runtime.start()
+        assert [each.node_id for each in cluster.status().engines] == [second.node_id]
+        second.stop()
+        wait_until(
+            lambda: cluster.status().waiting == {"engine": second.node_id}, LONG_S, "it waits"
+        )
+        (finding,) = [
+            each
+            for each in cluster.doctor()
+            if each.severity is Severity.FAIL and "engine engine" in each.what
+        ]
+        assert "its Ray node" in finding.what
+        assert "is gone" in finding.what
+        assert runtime.node_id == second.node_id
+        third = add_local_node(cluster.address)
+        wait_until(lambda: runtime.node_id == third.node_id, LONG_S, "it is at the next node")
+        wait_until(
+            lambda: [each.node_id for each in cluster.status().engines] == [third.node_id],
+            LONG_S,
+            "it is attached there",
+        )
+        assert cluster.status().waiting == {}
+        runtime.session.drain()
+        assert view.node_id == third.node_id
+        assert runtime.node is not None
+        assert runtime.node.node_id == third.node_id
+        assert caplog.text.count("of this engine is gone, and with it the cache") == 1
+    finally:
+        runtime.stop()
+        cluster.down()
+        for node in (second, third):
+            if node is not None:
+                node.stop()
