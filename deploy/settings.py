@@ -27,7 +27,7 @@ TOPICS = {
         "lease_slots kv_handover staging_bytes window_share layerwise_loads durable_stores "
         "stop_unused_stores"
     ),
-    "Chunks of other nodes": "fetch_checksums fetch_bytes_per_s prefill_tokens_per_s",
+    "Chunks of other nodes": "transport fetch_checksums fetch_bytes_per_s prefill_tokens_per_s",
     "Deadlines": (
         "load_deadline_s store_deadline_s flush_deadline_s lookup_deadline_s query_deadline_s "
         "fetch_deadline_s cancel_grace_s attach_deadline_s rpc_deadline_s heartbeat_s"

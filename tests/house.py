@@ -60,7 +60,8 @@ HOUSE = {
         5,
         "msgspec numpy psutil ray safetensors torch xxhash",
         "actor attached copying devices fetch host integrity keeper lanes launch peers read "
-        "service disk.chunk_file disk.folder disk.reads disk.tier states.capturing states.file",
+        "service disk.chunk_file disk.folder disk.reads disk.tier nixl.agent nixl.offers "
+        "nixl.transport states.capturing states.file",
     ),
     "worker": Room(4, "msgspec torch", "export handover link staging"),
     "copy": Room(

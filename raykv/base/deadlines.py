@@ -185,6 +185,19 @@ it for less.
 DISK_RETRY_S = 15.0
 """After a failed write, or while there is no room, before the next attempt."""
 
+OFFER_S = 10.0
+"""For another node to take an offer's bytes, which no store may overwrite meanwhile; it may have
+died."""
+
+OFFER_LOOK_S = 1.0
+"""Between two looks for offers that are too old."""
+
+NIXL_AGAIN_S = 60.0
+"""A node that could not be read through NIXL, or has none, is read through Ray for so long."""
+
+NIXL_LOOK_S = 0.0005
+"""Between two looks at transfers of NIXL, which wakes nobody up."""
+
 DISK_READ_S = 10.0
 """For a read on behalf of another node, which has a deadline of its own: a network's disk may hang,
 and must not hold up reads of the pool for ever."""

@@ -86,6 +86,18 @@ class DiskPlace:
 
 
 @dataclass(frozen=True)
+class NodeOptions:
+    """What a NodeActor has beside its pool, and how it reads from others; see the settings.
+
+    `metrics` None: it shows none.
+    """
+
+    metrics: MetricsPlace | None = None
+    disk: DiskPlace = DiskPlace()
+    transport: str = "ray"
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of an engine; deploy/settings.md is made of the texts here."""
 
@@ -180,6 +192,13 @@ class Settings:
     )
     fetch_checksums: bool = _setting(
         True, flag, "Check every chunk that comes from another node (XXH3)"
+    )
+    transport: str = _setting(
+        "ray",
+        one_of("auto", "ray", "nixl"),
+        "How chunks go from node to node: Ray's object refs (ray), or NIXL where both nodes have "
+        "it, else Ray (nixl; auto: the same, and no warning where it can't be loaded). UCX listens "
+        "without a password: see deploy/security.md. The first engine decides, or `raykv up`",
     )
     fetch_bytes_per_s: float | None = _setting(
         None, rate, "Speed of a fetch when it is compared with computing. Default: measured"
@@ -286,9 +305,10 @@ class Settings:
         return MetricsPlace(self.metrics_port, self.metrics_address, self.metrics_sd_path)
 
     @property
-    def disk_place(self) -> DiskPlace:
-        """The three settings of the disk."""
-        return DiskPlace(self.disk_path, self.disk_bytes, self.disk_free_bytes)
+    def node_options(self) -> NodeOptions:
+        """The settings of a NodeActor, but for those of its pool."""
+        disk = DiskPlace(self.disk_path, self.disk_bytes, self.disk_free_bytes)
+        return NodeOptions(self.metrics_place, disk, self.transport)
 
     def labels(self) -> dict[str, str]:
         """All settings as labels of a metric; empty where RayKV chooses."""
@@ -335,3 +355,6 @@ def _unknown(what: str, name: str, allowed: set[str]) -> str:
 
 ANY_PORT = MetricsPlace()
 """Where actors show their metrics that nobody has settings for."""
+
+USUAL_OPTIONS = NodeOptions(ANY_PORT)
+"""Of a NodeActor that nobody has settings for."""

@@ -61,6 +61,7 @@ def wish_of(
         slab_bytes=slab_bytes,
         metrics=(settings.metrics_port, settings.metrics_address, settings.metrics_sd_path),
         disk=(settings.disk_path, settings.disk_bytes, settings.disk_free_bytes),
+        transport=settings.transport,
     )
 
 

@@ -220,18 +220,16 @@ class EngineRuntime:
         self._refuse_after_end()
         geometry = self._geometry
         settings = self._settings
-        place = settings.metrics_place
         scheduler = scheduler_actor(
-            self.address, settings.eviction_policy, settings.pin_share, place
+            self.address, settings.eviction_policy, settings.pin_share, settings.metrics_place
         )
         node_actor(
             self.address,
             self.node_id,
             geometry.pool_bytes,
             geometry.slab_bytes,
-            self._settings.pool_path,
-            place,
-            self._settings.disk_place,
+            settings.pool_path,
+            settings.node_options,
         )
         ensure_publisher(self._settings)
         return scheduler

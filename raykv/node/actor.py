@@ -40,7 +40,7 @@ from raykv.base.deadlines import (
 from raykv.base.errors import MessageError, RayKVError, SettingError, cause_of, first_line
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import MAX_GENERATION
-from raykv.base.settings import DiskPlace, MetricsPlace
+from raykv.base.settings import NodeOptions
 from raykv.base.threads import OnFailure, end_process, start_thread, within
 from raykv.base.version import __version__
 from raykv.cluster import names
@@ -54,7 +54,10 @@ from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.host import host_facts
 from raykv.node.keeper import inventory_of
-from raykv.node.peers import Bytes, ObjectRefTransport
+from raykv.node.nixl.agent import NixlAgent, NixlError
+from raykv.node.nixl.offers import Offers
+from raykv.node.nixl.transport import NixlTransport
+from raykv.node.peers import Bytes, ObjectRefTransport, RayPeers, Switch
 from raykv.node.read import ReadService
 from raykv.node.service import (
     NodeService,
@@ -74,6 +77,7 @@ from raykv.protocol.node import (
     FailedStores,
     Inventory,
     Kept,
+    NixlEnd,
     NodeDescription,
     NodeReport,
     NodeReportReply,
@@ -89,8 +93,11 @@ MAX_PAGE = MAX_KEYS // 2
 """Chunks per report: with namespace and size columns they stay under 100 KiB."""
 
 
-CONCURRENCY = {"fetch": 4, "read": 4, "host": 1, "demote": 1, "keep": 1, "states": 8}
+CONCURRENCY = {"fetch": 4, "read": 4, "offer": 2, "host": 1, "demote": 1, "keep": 1, "states": 8}
 """Threads of the actor for each kind of call; further calls wait their turn."""
+
+
+NO_OPTIONS = NodeOptions()
 
 
 class NodeActor:
@@ -103,8 +110,7 @@ class NodeActor:
         pool_bytes: int,
         slab_bytes: int,
         pool_path: str,
-        metrics: MetricsPlace | None = None,
-        disk: DiskPlace | None = None,
+        options: NodeOptions = NO_OPTIONS,
     ) -> None:
         see_all_gpus()
         self._node_id = node_id
@@ -123,8 +129,11 @@ class NodeActor:
         # The report thread opens and closes it.
         self._breakers = Breakers(Pauses(*NODE_REPORT_PAUSES_S))
         self._metrics: MetricsServer | None = None
-        self._disk_place = disk or DiskPlace()
+        self._disk_place = options.disk
         self._disk: DiskTier | None = None
+        self._transport_wish = options.transport
+        self._nixl = NixlEnd()
+        self._nixl_reads: NixlTransport | None = None
         # Several threads fetch and read.
         self._measuring = threading.Lock()
         # Why there is no pool; empty as soon as there is one.
@@ -132,10 +141,10 @@ class NodeActor:
         if self._refusal:
             logger.error("no pool on this node: %s", self._refusal)
             start_thread("raykv-room", self._open_later, OnFailure.END_PROCESS)
-        if metrics is not None:
+        if options.metrics is not None:
             try:
                 host = ray.util.get_node_ip_address()
-                self._metrics = MetricsServer(metrics, host, self._families)
+                self._metrics = MetricsServer(options.metrics, host, self._families)
             except Exception:
                 logger.exception("this node shows no metrics")
 
@@ -172,8 +181,11 @@ class NodeActor:
         if self._disk_place.path:
             self._disk = DiskTier(self._disk_place, keeper, epoch, self._news.set, is_busy)
         disk_reads = None if self._disk is None else self._disk.reads
-        transport = TieredTransport(self._node_id, disk_reads, ObjectRefTransport())
+        peers = RayPeers()
+        self._between = Switch(ObjectRefTransport(peers))
+        transport = TieredTransport(self._node_id, disk_reads, self._between)
         self._fetching = FetchService(keeper, epoch, transport, self._news.set)
+        self._offers = Offers(self._reading)
         try:
             self._start()
         except RayKVError as error:
@@ -186,8 +198,28 @@ class NodeActor:
             return f"the pool {self._pool_path} can't be opened: {error}"
         if self._disk is not None:
             self._disk.start()
+        if self._transport_wish != "ray":
+            start_thread("raykv-nixl", lambda: self._open_nixl(peers), OnFailure.GIVE_UP)
         start_thread("raykv-report", self._report_for_ever, OnFailure.END_PROCESS)
         return ""
+
+    def _open_nixl(self, peers: RayPeers) -> None:
+        """Read through NIXL from now on, where others have it, and let them; takes seconds."""
+        keeper, epoch = self._service.keeper, self._service.epoch
+        pool_bytes = self._settings.geometry.pool_bytes
+        try:
+            agent = NixlAgent(f"raykv:{self._node_id}:{epoch}")
+            agent.register(keeper.pool.address, pool_bytes)
+            metadata = agent.metadata()
+        except NixlError as error:
+            is_wanted = self._transport_wish == "nixl"
+            level = logging.WARNING if is_wanted else logging.INFO
+            logger.log(level, "chunks of other nodes come through Ray, without NIXL: %s", error)
+            return
+        start_thread("raykv-offers", self._offers.expire_for_ever, OnFailure.END_PROCESS)
+        self._nixl_reads = NixlTransport(agent, peers, ObjectRefTransport(peers))
+        self._between.use(self._nixl_reads)
+        self._nixl = NixlEnd(metadata, keeper.pool.address)
 
     def _start(self) -> None:
         give_up_at = time.monotonic() + NODE_BIND_S
@@ -229,6 +261,7 @@ class NodeActor:
                 prefaulted_bytes=stats.prefaulted_bytes,
                 num_workers=stats.num_workers,
                 stats=stats,
+                nixl=self._nixl,
             )
         )
 
@@ -257,6 +290,18 @@ class NodeActor:
         with self._measuring:
             self._service.meter.reading.observe(time.monotonic() - began)
         return encode(reply), data
+
+    @ray.method(concurrency_group="offer")
+    def offer(self, raw: bytes) -> bytes:
+        """`ReadRequest` → `Offer`: chunks that another node takes out of the pool itself."""
+        self._refuse_without_pool()
+        return encode(self._offers.begin(receive(raw, ReadRequest, "another NodeActor", HERE)))
+
+    @ray.method(concurrency_group="offer")
+    def end_offer(self, epoch: int, number: int) -> bool:
+        """Whether an offer of that life was in force until now; it ends."""
+        self._refuse_without_pool()
+        return epoch == self._service.epoch and self._offers.end(number)
 
     def has_hidden_states(self, request_id: str) -> bool:
         """Whether a request of that name is known here, captured or failed."""
@@ -309,6 +354,7 @@ class NodeActor:
             bytes_fetched=fetched.bytes_fetched,
             chunks_fetched=fetched.chunks_fetched,
             fetches_failed=fetched.fetches_failed,
+            bytes_nixl=0 if self._nixl_reads is None else self._nixl_reads.bytes_read,
             bytes_sent=self._reading.bytes_sent,
             reading=self._reading.reading,
             breakers=joined(

@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.deadlines import UP_MEMORY_S
 from raykv.base.errors import ClusterError, first_line
-from raykv.base.settings import ANY_PORT, DiskPlace, MetricsPlace
+from raykv.base.settings import USUAL_OPTIONS, DiskPlace, MetricsPlace, NodeOptions
 from raykv.cluster import ask, names
 from raykv.memory.room import default_pool_bytes, tightest
 from raykv.node.actor import CONCURRENCY, NodeActor
@@ -26,8 +26,7 @@ def node_actor(
     pool_bytes: int,
     slab_bytes: int,
     pool_path: str,
-    metrics: MetricsPlace = ANY_PORT,
-    disk: DiskPlace | None = None,
+    extra: NodeOptions = USUAL_OPTIONS,
 ) -> Any:
     """The NodeActor of a node, created there if there is none."""
     options = {
@@ -46,7 +45,7 @@ def node_actor(
     return (
         ray.remote(concurrency_groups=CONCURRENCY)(NodeActor)
         .options(**options)
-        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, metrics, disk)
+        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, extra)
     )
 
 
@@ -85,8 +84,7 @@ def make_node_actor(address: str, node_id: str, wish: PoolWish) -> Any:
         geometry.pool_bytes,
         geometry.slab_bytes,
         wish.pool_path,
-        MetricsPlace(*wish.metrics),
-        DiskPlace(*wish.disk),
+        NodeOptions(MetricsPlace(*wish.metrics), DiskPlace(*wish.disk), wish.transport),
     )
 
 

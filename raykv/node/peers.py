@@ -1,7 +1,8 @@
-"""How NodeActors read from each other: a protocol, and its implementation through Ray object refs.
+"""How NodeActors read from each other: protocols, and their implementation through Ray.
 
 A read is a call of the source's method `read`, whose return value travels through the object stores
-of both nodes: Ray moves the bytes, and frees them when the reference goes.
+of both nodes: Ray moves the bytes, and frees them when the reference goes. `nixl` has the other
+way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from raykv.base.errors import RayKVError, cause_of
 from raykv.base.threads import within
 from raykv.cluster import names
 from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.framing import encode, receive
+from raykv.protocol.framing import S, encode, receive
 from raykv.protocol.peer import ReadReply, ReadRequest
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,6 +39,9 @@ class PendingRead(Protocol):
             PeerError: there was no answer.
         """
 
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+
 
 class PeerTransport(Protocol):
     """Reads chunks out of other nodes' pools."""
@@ -50,20 +54,45 @@ class PeerTransport(Protocol):
         """
 
 
-class ObjectRefTransport:
-    """Reads by calling the named actors, whose handles are kept until a call fails."""
+class Call(Protocol):
+    """A question to another NodeActor that is under way."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
+    def wait(self, timeout_s: float) -> Any:
+        """The answer.
+
+        Raises:
+            PeerError: there is none.
+        """
+
+
+class Peers(Protocol):
+    """The other NodeActors."""
+
+    def call(self, source: Source, method: str, *arguments: Any) -> Call:
+        """Ask one of them.
+
+        Raises:
+            PeerError: there is no such node.
+        """
+
+
+class RayPeers:
+    """Calls the named actors, whose handles are kept until a call fails."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._handles: dict[str, Any] = {}
 
-    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+    def call(self, source: Source, method: str, *arguments: Any) -> RayCall:
         try:
-            ref = self._handle(source).read.remote(encode(request))
+            ref = getattr(self._handle(source), method).remote(*arguments)
         except Exception as error:
-            self._forget(source)
+            self.forget(source)
             raise PeerError(f"node {source.node_id}: {what_failed(error)}") from error
-        return _PendingRef(self, source, ref)
+        return RayCall(self, source, ref)
 
     def _handle(self, source: Source) -> Any:
         name = names.source_actor(source)
@@ -77,24 +106,83 @@ class ObjectRefTransport:
                     self._handles[name] = handle
         return handle
 
-    def _forget(self, source: Source) -> None:
+    def forget(self, source: Source) -> None:
+        """The source's handle is looked up anew next time."""
         with self._lock:
             self._handles.pop(names.source_actor(source), None)
 
 
-class _PendingRef:
-    def __init__(self, transport: ObjectRefTransport, source: Source, ref: Any) -> None:
-        self._transport = transport
+class RayCall:
+    """A call of `RayPeers`."""
+
+    def __init__(self, peers: RayPeers, source: Source, ref: Any) -> None:
+        self._peers = peers
         self._source = source
         self._ref = ref
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+    def is_done(self) -> bool:
+        done, _ = ray.wait([self._ref], timeout=0, fetch_local=False)
+        return bool(done)
+
+    def wait(self, timeout_s: float) -> Any:
         try:
-            raw, data = ray.get(self._ref, timeout=max(0.0, timeout_s))
-            return receive(raw, ReadReply, "the source", "the NodeActor"), data
+            return ray.get(self._ref, timeout=max(0.0, timeout_s))
         except Exception as error:
-            self._transport._forget(self._source)
+            self._peers.forget(self._source)
             raise PeerError(f"node {self._source.node_id}: {what_failed(error)}") from error
+
+
+class ObjectRefTransport:
+    """Reads whose bytes come as return values."""
+
+    def __init__(self, peers: Peers | None = None) -> None:
+        self._peers = peers or RayPeers()
+
+    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+        return _PendingCall(source, self._peers.call(source, "read", encode(request)))
+
+
+class Switch:
+    """A transport that may become another one."""
+
+    def __init__(self, first: PeerTransport) -> None:
+        self._now = first
+
+    def use(self, other: PeerTransport) -> None:
+        """Begin reads with the other one from now on."""
+        self._now = other
+
+    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+        return self._now.start_read(source, request)
+
+
+class _PendingCall:
+    def __init__(self, source: Source, call: Call) -> None:
+        self._source = source
+        self._call = call
+
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+        answer = self._call.wait(timeout_s)
+        try:
+            raw, data = answer
+        except (TypeError, ValueError) as error:
+            raise PeerError(f"node {self._source.node_id}: {what_failed(error)}") from error
+        return received(self._source, raw, ReadReply), data
+
+    def abandon(self) -> None:
+        """Ray frees what comes."""
+
+
+def received(source: Source, raw: Any, kind: type[S]) -> S:
+    """A source's answer.
+
+    Raises:
+        PeerError: it is no such answer.
+    """
+    try:
+        return receive(raw, kind, "the source", "the NodeActor")
+    except RayKVError as error:
+        raise PeerError(f"node {source.node_id}: {what_failed(error)}") from error
 
 
 def what_failed(error: BaseException) -> str:

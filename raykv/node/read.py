@@ -34,11 +34,11 @@ from raykv.protocol.peer import ReadReply, ReadRequest, check_read
 MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
 
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 64 << 20
 """Bytes of each buffer: as much as one read asks for, as a rule."""
 
-MAX_KEPT = 8
-"""Buffers that wait for their next use: 128 MiB at most."""
+MAX_KEPT = 4
+"""Buffers that wait for their next use, as many as reads run at a time: 256 MiB at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +86,75 @@ class ReadService:
             self.bytes_sent += len(data)
         return reply, data
 
+    def hold(self, request: ReadRequest) -> tuple[ReadReply, list[ChunkName]]:
+        """The answer to a read that leaves the bytes where they are.
+
+        Each chunk that is not refused has a reader from now on, whom the caller has to end.
+
+        Raises:
+            MessageError: the request is invalid.
+        """
+        check_read(request, self._keeper.table.geometry.slab_bytes)
+        held: list[ChunkName] = []
+
+        def hold_one(name: ChunkName, _: Bytes) -> ChunkRead:
+            found = self._hold_one(name, with_checksum=request.with_checksums)
+            if found.refusal is Refusal.NONE:
+                held.append(name)
+            return found
+
+        try:
+            reply, _ = answer(request, self._epoch, hold_one, lambda _: np.empty(0, np.uint8))
+        except BaseException:
+            self.let_go(held)
+            raise
+        with self._lock:
+            self.bytes_sent += sum(name.slot_bytes for name in held)
+        return reply, held
+
+    def let_go(self, held: list[ChunkName]) -> None:
+        """The readers that `hold` has registered are done."""
+        for name in held:
+            self._keeper.end_load(name)
+
     def _read_one(self, name: ChunkName, to: Bytes, *, with_checksum: bool) -> ChunkRead:
         """Copy a chunk, and compare it with what was stored."""
         refusal = self._keeper.begin_load(name)
         if refusal is not Refusal.NONE:
             return ChunkRead(refusal)
         try:
-            blocks = self._keeper.blocks_of(name)
-            place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
-            ctypes.memmove(to.ctypes.data, place, name.slot_bytes)
-            seal = self._keeper.seal_of(name)
-            if not with_checksum and (seal is None or seal.is_proven):
-                return ChunkRead(Refusal.NONE, blocks=blocks)
-            checksum = xxhash.xxh3_64_intdigest(to.data)
-            return ChunkRead(self._keeper.settle(name, checksum), checksum, blocks)
+            ctypes.memmove(to.ctypes.data, self._place_of(name), name.slot_bytes)
+            return self._compared(name, to, with_checksum=with_checksum)
         finally:
             self._keeper.end_load(name)
+
+    def _hold_one(self, name: ChunkName, *, with_checksum: bool) -> ChunkRead:
+        """Compare a chunk with what was stored; it keeps its reader if it is not refused."""
+        found = ChunkRead(self._keeper.begin_load(name))
+        if found.refusal is not Refusal.NONE:
+            return found
+        try:
+            place = (ctypes.c_ubyte * name.slot_bytes).from_address(self._place_of(name))
+            data = np.frombuffer(memoryview(place), np.uint8)
+            found = self._compared(name, data, with_checksum=with_checksum)
+        except BaseException:
+            self._keeper.end_load(name)
+            raise
+        if found.refusal is not Refusal.NONE:
+            self._keeper.end_load(name)
+        return found
+
+    def _place_of(self, name: ChunkName) -> int:
+        return self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
+
+    def _compared(self, name: ChunkName, data: Bytes, *, with_checksum: bool) -> ChunkRead:
+        """What there is to say of a chunk that has a reader; `data` are its bytes."""
+        blocks = self._keeper.blocks_of(name)
+        seal = self._keeper.seal_of(name)
+        if not with_checksum and (seal is None or seal.is_proven):
+            return ChunkRead(Refusal.NONE, blocks=blocks)
+        checksum = xxhash.xxh3_64_intdigest(data.data)
+        return ChunkRead(self._keeper.settle(name, checksum), checksum, blocks)
 
 
 def answer(
@@ -151,6 +204,14 @@ def names_of(request: ReadRequest) -> list[ChunkName]:
     ]
 
 
+def lent(memory: mmap.mmap, num_bytes: int, home: deque[mmap.mmap]) -> npt.NDArray[np.uint8]:
+    """An array over the beginning of `memory`, which goes home when nobody sees it any more."""
+    # All arrays over the memory, slices too, keep this one alive.
+    owner = (ctypes.c_ubyte * num_bytes).from_buffer(memory)
+    weakref.finalize(owner, home.append, memory).atexit = False
+    return np.frombuffer(memoryview(owner), np.uint8)
+
+
 class Scratch:
     """Any thread may take."""
 
@@ -166,10 +227,7 @@ class Scratch:
             memory = self._kept.pop()
         except IndexError:
             memory = mmap.mmap(-1, BUFFER_BYTES)
-        # All arrays over the memory, slices too, keep this one alive.
-        owner = (ctypes.c_ubyte * num_bytes).from_buffer(memory)
-        weakref.finalize(owner, self._kept.append, memory).atexit = False
-        return np.frombuffer(memoryview(owner), np.uint8)
+        return lent(memory, num_bytes, self._kept)
 
     @property
     def num_kept(self) -> int:

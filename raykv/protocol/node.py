@@ -139,6 +139,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     bytes_fetched: int = 0
     chunks_fetched: int = 0
     fetches_failed: int = 0
+    bytes_nixl: int = 0
     bytes_sent: int = 0
     reading: int = 0
     quarantined: int = 0
@@ -150,6 +151,16 @@ class NodeStats(msgspec.Struct, frozen=True):
     disk: DiskStats = DiskStats()
     states: CaptureStats = CaptureStats()
     threads_failed: int = 0
+
+
+class NixlEnd(msgspec.Struct, frozen=True):
+    """How other nodes reach a NodeActor's pool through NIXL; without `metadata` they can't.
+
+    `address` is where the pool begins in the NodeActor's memory.
+    """
+
+    metadata: bytes = b""
+    address: int = 0
 
 
 class NodeDescription(msgspec.Struct, frozen=True):
@@ -168,6 +179,7 @@ class NodeDescription(msgspec.Struct, frozen=True):
     pool_path: str = ""
     stats: NodeStats = NodeStats()
     refusal: str = ""
+    nixl: NixlEnd = NixlEnd()
 
 
 class DiskNews(msgspec.Struct, frozen=True):

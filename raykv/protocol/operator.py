@@ -238,7 +238,7 @@ class PoolWish(msgspec.Struct, frozen=True):
     `on`: "all", a Ray resource like "GPU", or a label as "key=value". `node_ids` names nodes
     instead. `pool_bytes` None: a quarter of what the node has free. `slab_bytes` None: of the size
     that fits the pool. `metrics`: port, address and file, as the settings of these names; `disk`:
-    path, bytes, and bytes that stay free.
+    path, bytes, and bytes that stay free; `transport`: as the setting.
     """
 
     version: int
@@ -249,11 +249,12 @@ class PoolWish(msgspec.Struct, frozen=True):
     slab_bytes: int | None = None
     metrics: tuple[str, str, str] = ("auto", "", "")
     disk: tuple[str, int | None, int] = ("", None, 0)
+    transport: str = "ray"
 
 
 def check_wish(wish: PoolWish) -> None:
     """Refuse an invalid wish for pools with a MessageError."""
-    check_names("a name", (wish.on, wish.pool_path, *wish.node_ids, *wish.metrics))
+    check_names("a name", (wish.on, wish.pool_path, *wish.node_ids, *wish.metrics, wish.transport))
     check_rows("nodes", wish.node_ids)
     for size in (wish.pool_bytes, wish.slab_bytes):
         if size is not None:

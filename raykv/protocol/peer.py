@@ -89,6 +89,17 @@ def check_read(request: ReadRequest, slab_bytes: int) -> None:
     check_numbers("slot sizes", request.slot_bytes, 1, slab_bytes)
 
 
+class Offer(msgspec.Struct, frozen=True):
+    """Answer to a `ReadRequest` of a node that takes the bytes out of the pool itself.
+
+    Chunks that `reply` does not refuse stay as they are, where they are, until offer `number` is
+    ended or has become too old. A node whose offer is ended in time has read what was offered.
+    """
+
+    number: int
+    reply: ReadReply
+
+
 class ReadReply(msgspec.Struct, frozen=True):
     """A `Refusal` per chunk, and the checksums (XXH3, 64 bit) of those that follow as bytes.
 

@@ -8,12 +8,15 @@ import pytest
 
 from tests.fixtures.node import links
 from tests.fixtures.node.links import Line, Worker
+from tests.fixtures.node.nixl import IS_INSTALLED, NixlNetwork
 from tests.fixtures.node.peers import Network, Node
 
+NETWORKS = [Network, NixlNetwork] if IS_INSTALLED else [Network]
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    made = Network()
+
+@pytest.fixture(params=NETWORKS)
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    made: Network = request.param()
     yield made
     made.close()
 

@@ -12,7 +12,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from raykv.base.ids import MissReason, TokenSource
-from raykv.base.settings import MetricsPlace
+from raykv.base.settings import MetricsPlace, NodeOptions
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.cluster import join as clusters
@@ -43,7 +43,7 @@ def running(cluster: Cluster, sd_path: Path) -> Iterator[Cluster]:
     place = MetricsPlace(sd_path=str(sd_path))
     scheduler_actor(cluster.address, "lru", metrics=place)
     node_id = clusters.resolve_node_id("")
-    node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "", place)
+    node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "", NodeOptions(place))
     wait_until(lambda: len(targets(sd_path)) == 2, 60.0, "both actors are in the file of targets")
     yield cluster
     cluster.down()

@@ -2,17 +2,23 @@
 
 Two Ray nodes on this host. A fetch is what an engine's NodeActor does: chunks are read out of the
 source's pool in pieces, checked, and land in the other pool at their slots. The bare pull moves one
-object between the nodes' object stores and no further. All are timed by the caller.
+object between the nodes' object stores and no further. All are timed by the caller; the CPU
+seconds are those of all processes that take part: both raylets, both NodeActors, both peers, and
+the caller. Where NIXL is installed, two more nodes use it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,18 +27,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.errors import ClusterError
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.base.settings import NodeOptions
 from raykv.cluster import ask, names
 from raykv.cluster import join as clusters
 from raykv.cluster.local_nodes import add_local_node
 from raykv.directory.launch import scheduler_actor
 from raykv.lab.bench.registry import BENCHMARKS
-from raykv.lab.bench.report import Options, Result, Verdict, alternate
+from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
 from raykv.lab.bench.serving import Bed
 from raykv.memory.region import Region
 from raykv.node.launch import node_actor
 from raykv.protocol.columns import Handles, Replicas, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.peer import FetchRequest, FetchResult
+from raykv.protocol.node import NodeStats
+from raykv.protocol.peer import FetchRequest, FetchResult, ReadRequest
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -41,11 +49,15 @@ CHUNK_BYTES = 2 << 20
 SIZES = (2 << 20, 8 << 20, 32 << 20, 128 << 20, 512 << 20)
 OBJECT_STORE_BYTES = 2 << 30
 SLAB_BYTES = 64 << 20
+CHUNKS_A_READ = 64
 DEADLINE_S = 60.0
 
 RAYKV, RAYKV_UNCHECKED = "RayKV fetch", "RayKV fetch, no checksums"
-PULL, TCP = "bare Ray pull", "loopback TCP"
+PULL, TCP, NIXL = "bare Ray pull", "loopback TCP", "RayKV fetch, NIXL"
 LEAST_SHARE = 0.9
+MOST_CPU_S = 1.2
+"""Of a fetch, for each GiB."""
+WARM_UPS = 1
 NAMESPACE = "bench"
 
 
@@ -54,23 +66,67 @@ def run(options: Options) -> Result:
     sizes = SIZES[:2] if options.quick else SIZES
     result = Result("fetch", BENCHMARKS["fetch"].summary)
     with ExitStack() as stack:
-        pair = _Pair(stack, max(sizes))
+        pair = Pair(stack, max(sizes))
         for size in sizes:
-            case = f"{size >> 20} MiB"
-            subjects = {
-                RAYKV: lambda size=size: size / pair.fetch(size, with_checksums=True) / 1e9,
-                RAYKV_UNCHECKED: lambda size=size: (
-                    size / pair.fetch(size, with_checksums=False) / 1e9
-                ),
-                PULL: lambda size=size: size / pair.pull(size) / 1e9,
-                TCP: lambda size=size: size / pair.send(size) / 1e9,
-            }
-            result.rows += alternate(case, "GB/s", subjects, options.repeats_or(7))
-            share = result.row(case, RAYKV).ratio_to(result.row(case, PULL))
-            budget = f"{case}: at least 90 % of the bare pull"
-            result.verdicts.append(Verdict(budget, share, LEAST_SHARE, is_most=False))
+            _compare(result, pair, size, options.repeats_or(7))
+    if find_spec("nixl") is not None:
+        os.environ.setdefault("UCX_TLS", "tcp")
+        with ExitStack() as stack:
+            pair = Pair(stack, max(sizes), transport="nixl")
+            pair.wait_for_nixl()
+            for size in sizes:
+                moves = {NIXL: lambda size: pair.fetch(size, with_checksums=True), TCP: pair.send}
+                _measure(result, pair, size, options.repeats_or(7), moves, f"{NIXL} ")
+        result.notes.append(f"NIXL had UCX_TLS={os.environ['UCX_TLS']}.")
     result.notes.append("Both nodes share this host's cores and memory.")
     return result
+
+
+def _compare(result: Result, pair: Pair, size: int, repeats: int) -> None:
+    case = f"{size >> 20} MiB"
+    moves = {
+        RAYKV: lambda size: pair.fetch(size, with_checksums=True),
+        RAYKV_UNCHECKED: lambda size: pair.fetch(size, with_checksums=False),
+        PULL: pair.pull,
+        TCP: pair.send,
+    }
+    costs = _measure(result, pair, size, repeats, moves, "")
+    share = result.row(case, RAYKV).ratio_to(result.row(case, PULL))
+    budget = f"{case}: at least 90 % of the bare pull"
+    result.verdicts.append(Verdict(budget, share, LEAST_SHARE, is_most=False))
+    budget = f"{case}: at most {MOST_CPU_S} CPU seconds for each GiB"
+    result.verdicts.append(Verdict(budget, result.row(costs, RAYKV).median, MOST_CPU_S))
+
+
+def _measure(
+    result: Result,
+    pair: Pair,
+    size: int,
+    repeats: int,
+    moves: Mapping[str, Callable[[int], float]],
+    prefix: str,
+) -> str:
+    """Add rows of what each move reaches and costs; returns the case of the costs."""
+    case = f"{prefix}{size >> 20} MiB"
+    cpu_s: dict[str, list[float]] = {}
+
+    def rated(name: str, move: Callable[[int], float]) -> Callable[[], float]:
+        spent = cpu_s.setdefault(name, [])
+
+        def measure() -> float:
+            before = pair.cpu_s()
+            took_s = move(size)
+            spent.append((pair.cpu_s() - before) * (1 << 30) / size)
+            return size / took_s / 1e9
+
+        return measure
+
+    subjects = {name: rated(name, move) for name, move in moves.items()}
+    result.rows += alternate(case, "GB/s", subjects, repeats, WARM_UPS)
+    costs = f"{case}, CPU"
+    for name, spent in cpu_s.items():
+        result.rows.append(Row(costs, name, "s/GiB", tuple(spent[WARM_UPS:])))
+    return costs
 
 
 class BenchPeer:
@@ -79,6 +135,10 @@ class BenchPeer:
     def __init__(self, most_bytes: int) -> None:
         self._bytes = np.ones(most_bytes, dtype=np.uint8)
         self._port = 0
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
 
     def make(self, size: int) -> Any:
         """An object in this node's store."""
@@ -113,10 +173,10 @@ class BenchPeer:
         return done
 
 
-class _Pair:
+class Pair:
     """Two nodes with a NodeActor and a peer each; the first one's pool is full of chunks."""
 
-    def __init__(self, stack: ExitStack, most_bytes: int) -> None:
+    def __init__(self, stack: ExitStack, most_bytes: int, transport: str = "ray") -> None:
         bed = stack.enter_context(Bed(quick=True, max_tokens=256, pool_bytes=most_bytes))
         address = bed.cluster.address
         scheduler_actor(address, "lru")
@@ -124,23 +184,78 @@ class _Pair:
         stack.callback(other.stop)
         self._nodes = [clusters.resolve_node_id(""), other.node_id]
         pool_bytes = -(-most_bytes // SLAB_BYTES) * SLAB_BYTES
+        extra = NodeOptions(transport=transport)
         self._actors = [
-            node_actor(address, node_id, pool_bytes, SLAB_BYTES, "") for node_id in self._nodes
+            node_actor(address, node_id, pool_bytes, SLAB_BYTES, "", extra)
+            for node_id in self._nodes
         ]
-        self._epochs = [ask.describe(actor, DEADLINE_S).epoch for actor in self._actors]
+        described = [ask.describe(actor, DEADLINE_S) for actor in self._actors]
+        self._epochs = [each.epoch for each in described]
+        self.node_pids = [each.pid for each in described]
         self._peers = [_peer(node_id, most_bytes) for node_id in self._nodes]
+        pids = [each.pid for each in described]
+        # A raylet is the parent of its actors.
+        pids += [_parent(pid) for pid in pids]
+        pids += ray.get([peer.pid.remote() for peer in self._peers], timeout=DEADLINE_S)
+        self._pids = [*pids, os.getpid()]
         self._port = ray.get(self._peers[0].listen.remote(), timeout=DEADLINE_S)
         self._generations = itertools.count(1)
+        self._generation = 0
         bed.wait_for_pools()
-        sockets = names.node_socket(address, self._nodes[0])
-        _fill(sockets, most_bytes // CHUNK_BYTES)
+        self._socket = names.node_socket(address, self._nodes[0])
+        self._most_bytes = most_bytes
+        self.fill(1)
         stack.callback(ask.end_node_actor, other.node_id)
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far of all processes that take part."""
+        return sum(_cpu_s(pid) for pid in self._pids)
+
+    def fill(self, generation: int) -> None:
+        """Store chunks into all slots of the first pool, as a worker does."""
+        _fill(self._socket, self._most_bytes // CHUNK_BYTES, generation)
+
+    def stats(self) -> NodeStats:
+        """Of the second NodeActor."""
+        return ask.describe(self._actors[1], DEADLINE_S).stats
+
+    def fetched_bytes(self, size: int) -> Iterator[bytes]:
+        """What the second pool has of the last fetch, in pieces."""
+        handles = _handles(size // CHUNK_BYTES, self._generation)
+        for first in range(0, len(handles), CHUNKS_A_READ):
+            part = slice(first, first + CHUNKS_A_READ)
+            asked = Handles(handles.keys[part], handles.slots[part], handles.generations[part])
+            sizes = [CHUNK_BYTES] * len(asked)
+            request = ReadRequest(PROTOCOL_VERSION, NAMESPACE, self._epochs[1], asked, sizes)
+            raw = self._actors[1].read.remote(encode(request))
+            yield ray.get(raw, timeout=DEADLINE_S)[1].tobytes()
+
+    def wait_for_nixl(self) -> None:
+        """Fetch until bytes come through NIXL."""
+
+        def is_used() -> bool:
+            self.fetch(CHUNK_BYTES, with_checksums=True)
+            return self.stats().bytes_nixl > 0
+
+        _wait(is_used, "both NodeActors load NIXL")
 
     def fetch(self, size: int, *, with_checksums: bool) -> float:
         """Seconds until chunks of that size together are in the second pool."""
+        began = time.perf_counter()
+        result = self.fetched(size, with_checksums=with_checksums)
+        took_s = time.perf_counter() - began
+        refusals = set(result.refusals)
+        if refusals != {int(Refusal.NONE)}:
+            raise ClusterError(f"a fetch was refused: {refusals}")
+        return took_s
+
+    def fetched(
+        self, size: int, *, with_checksums: bool = True, deadline_s: float = DEADLINE_S
+    ) -> FetchResult:
+        """How a fetch of that size ends."""
         count = size // CHUNK_BYTES
-        generation = next(self._generations)
-        handles = _handles(count, generation)
+        self._generation = next(self._generations)
+        handles = _handles(count, self._generation)
         sources = Replicas(
             sources=[Source(self._nodes[0])],
             node_epochs=[self._epochs[0]],
@@ -156,16 +271,11 @@ class _Pair:
             handles=handles,
             slot_bytes=[CHUNK_BYTES] * count,
             sources=sources,
-            deadline_s=DEADLINE_S,
+            deadline_s=deadline_s,
             with_checksums=with_checksums,
         )
-        began = time.perf_counter()
         raw = ray.get(self._actors[1].fetch.remote(encode(request)), timeout=DEADLINE_S)
-        took_s = time.perf_counter() - began
-        refusals = set(decode(raw, FetchResult).refusals)
-        if refusals != {int(Refusal.NONE)}:
-            raise ClusterError(f"a fetch was refused: {refusals}")
-        return took_s
+        return decode(raw, FetchResult)
 
     def pull(self, size: int) -> float:
         """Seconds until an object of the first node is in the second one's store."""
@@ -180,6 +290,20 @@ class _Pair:
         began = time.perf_counter()
         ray.get(self._peers[1].receive.remote(self._port, size), timeout=DEADLINE_S)
         return time.perf_counter() - began
+
+
+def _parent(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("PPid:"))
+
+
+def _cpu_s(pid: int) -> float:
+    """Of the threads that a process has; to the nanosecond, unlike its own times."""
+    spent_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):
+            spent_ns += int((task / "schedstat").read_text(encoding="ascii").split()[0])
+    return spent_ns / 1e9
 
 
 def _peer(node_id: str, most_bytes: int) -> Any:
@@ -198,7 +322,7 @@ def _handles(count: int, generation: int) -> Handles:
     )
 
 
-def _fill(socket_name: str, count: int) -> None:
+def _fill(socket_name: str, count: int, generation: int) -> None:
     """Store chunks into a pool, as a worker does."""
     memory = Region.anonymous(CHUNK_BYTES, "raykv-bench")
     ctypes.memset(memory.address, 7, CHUNK_BYTES)
@@ -213,7 +337,14 @@ def _fill(socket_name: str, count: int) -> None:
     zeros = [0] * count
     link.submit(
         JobRequest(
-            1, Direction.STORE, link.node_epoch, _handles(count, 1), zeros, ones, zeros, zeros
+            1,
+            Direction.STORE,
+            link.node_epoch,
+            _handles(count, generation),
+            zeros,
+            ones,
+            zeros,
+            zeros,
         )
     )
     results: list[Any] = []

@@ -187,6 +187,9 @@ class _PendingDiskRead:
             raise PeerError("the disk can't be read")
         return self._read.answer
 
+    def abandon(self) -> None:
+        """It is read all the same."""
+
 
 class TieredTransport:
     """Reads from pools and disks: those of other nodes through `others`, the own disk directly.

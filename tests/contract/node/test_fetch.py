@@ -19,7 +19,7 @@ import pytest
 import raykv.node.fetch
 from raykv.base.ids import ChunkName, Epoch, Generation, Namespace, Refusal, Slot
 from raykv.engine.remote import FetchOrder
-from raykv.node.fetch import PIECE_BYTES, WINDOW
+from raykv.node.fetch import MOST_PIECE_BYTES, PIECE_BYTES, WINDOW, piece_bytes
 from raykv.node.slots import SlotState
 from raykv.protocol.columns import (
     Handle,
@@ -58,6 +58,7 @@ NONE = Refusal.NONE
 @pytest.fixture
 def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(raykv.node.fetch, "MOST_PIECE_BYTES", PAGE)
 
 
 def state(node: Node, order: FetchOrder) -> SlotState:
@@ -96,7 +97,7 @@ def test_bytes_at_the_destination_are_those_of_the_source(network: Network, case
     assert_right(here, orders)
     assert here.ready() == {landed(order) for order in orders}
     for _, read in network.reads:
-        assert sum(read.slot_bytes) <= PIECE_BYTES or len(read.handles) == 1
+        assert sum(read.slot_bytes) <= piece_bytes(num_bytes) or len(read.handles) == 1
 
 
 def test_chunks_that_fit_into_one_piece_are_read_with_one_call(
@@ -117,6 +118,21 @@ def test_what_has_landed_is_reported_and_somebody_is_told(here: Node, source: No
     assert report.generations == [order.handle.generation for order in orders]
     assert report.slot_bytes == [2 * PAGE] * 3
     assert report.namespaces == [NAMESPACE]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (PAGE, PIECE_BYTES),
+        (WINDOW * PIECE_BYTES, PIECE_BYTES),
+        (3 * PIECE_BYTES * WINDOW, 3 * PIECE_BYTES),
+        (100 * MOST_PIECE_BYTES, MOST_PIECE_BYTES),
+    ],
+)
+def test_pieces_grow_with_the_fetch_as_long_as_several_are_under_way(
+    num_bytes: int, expected: int
+) -> None:
+    assert piece_bytes(num_bytes) == expected
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")

@@ -336,6 +336,9 @@ class Direct:
         assert timeout_s > 0
         return self._reply, self._data
 
+    def abandon(self) -> None:
+        raise AssertionError
+
 
 def fetch(to: Node, source: Direct, epoch: int, handle: Handle) -> None:
     """Have the chunk of `handle` at a source in slot `CHUNK` of a node."""

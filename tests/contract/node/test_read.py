@@ -343,6 +343,7 @@ def set_breaker(here: Node, first_s: float, longest_s: float) -> None:
 @pytest.fixture
 def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(raykv.node.fetch, "MOST_PIECE_BYTES", PAGE)
 
 
 def pause_s(network: Network, here: Node, source: Node, name: ChunkName) -> float:
@@ -388,7 +389,7 @@ def test_half_of_the_time_is_left_however_many_pieces_are_under_way(
     here: Node, source: Node, other: Node
 ) -> None:
     source.faults.is_silent = True
-    other.faults.delay_s = 0.5
+    other.faults.delay_s = 0.3
     orders = [
         here.order_of((source, source.store(key(i))), (other, other.store(key(i))))
         for i in range(3)

@@ -135,6 +135,7 @@ BAD = [
     ("weights_version", 2.0),
     ("eviction_policy", 1),
     ("kv_handover", "teleported"),
+    ("transport", "pigeon"),
     ("staging_bytes", "-1"),
     ("lease_slots", 0),
     ("lease_slots", -3),
@@ -193,6 +194,11 @@ def test_bad_value_is_refused_with_key_and_value(key: str, value: Any) -> None:
 @pytest.mark.parametrize("value", ["auto", "ipc", "staged"])
 def test_ways_to_hand_the_kv_cache_over_are_accepted(value: str) -> None:
     assert load_settings({"kv_handover": value}, {}).kv_handover == value
+
+
+@pytest.mark.parametrize("value", ["auto", "ray", "nixl"])
+def test_ways_between_nodes_are_accepted(value: str) -> None:
+    assert load_settings({"transport": value}, {}).node_options.transport == value
 
 
 def test_every_setting_refuses_some_value() -> None:

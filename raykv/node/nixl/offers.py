@@ -1,0 +1,83 @@
+"""The source's side of a read without its own hands: chunks are held while another node takes them.
+
+    begin ──► held ──► end: True, what was offered is what was read
+                │
+                └── expire ──► end: False, a store may have overwritten it
+
+An offer's chunks have readers, so no store touches them. Whoever reads asks for the end, and
+believes its bytes only if the offer was in force until then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+
+from raykv.base.deadlines import OFFER_LOOK_S, OFFER_S
+from raykv.base.ids import ChunkName
+from raykv.node.read import ReadService
+from raykv.protocol.peer import Offer, ReadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    chunks: list[ChunkName]
+    ends_at: float
+
+
+class Offers:
+    """Any thread may call.
+
+    Args:
+        reader: of this node's pool.
+        offer_s: how long an offer is in force.
+    """
+
+    def __init__(self, reader: ReadService, offer_s: float = OFFER_S) -> None:
+        self._reader = reader
+        self._offer_s = offer_s
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._held: dict[int, _Held] = {}
+
+    def begin(self, request: ReadRequest) -> Offer:
+        """Hold what is still there, at its generation, of what is asked for.
+
+        Raises:
+            MessageError: the request is invalid.
+        """
+        reply, chunks = self._reader.hold(request)
+        with self._lock:
+            number = next(self._numbers)
+            self._held[number] = _Held(chunks, time.monotonic() + self._offer_s)
+        return Offer(number, reply)
+
+    def end(self, number: int) -> bool:
+        """Let an offer's chunks go; False: that was done already, it was too old."""
+        with self._lock:
+            held = self._held.pop(number, None)
+        if held is None:
+            return False
+        self._reader.let_go(held.chunks)
+        return True
+
+    def expire(self) -> None:
+        """End all offers that are too old."""
+        now = time.monotonic()
+        with self._lock:
+            old = [number for number, held in self._held.items() if held.ends_at <= now]
+        for number in old:
+            self.end(number)
+
+    def expire_for_ever(self) -> None:
+        """A thread's body: nobody waits long for a node that has died."""
+        while True:
+            time.sleep(OFFER_LOOK_S)
+            self.expire()
+
+    def __len__(self) -> int:
+        """Offers in force."""
+        with self._lock:
+            return len(self._held)

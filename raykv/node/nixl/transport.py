@@ -1,0 +1,299 @@
+"""Reads from other nodes through NIXL: their bytes are taken out of the other pool, one-sided.
+
+    start_read ──► OFFERED ──► READING ──► ENDING ──► the answer
+                     │ no answer │ failed    │ the offer was not in force until the end
+                     └───────────┴───────────┴──► PeerError
+
+The source is asked through Ray, before and after: first it holds the chunks at their generations
+and says their checksums, at the end it says whether it has held them so long. Between the two its
+NodeActor does nothing. The bytes land in buffers of this transport, never in slots: a transfer that
+is given up may still write into its buffer, which nobody is lent until it has ended.
+
+1. A node is read through Ray until its description is there, when it has no NIXL, and for
+   `NIXL_AGAIN_S` after a transfer from it has failed or was given up.
+2. Whoever waits for a read also moves on all the others, those that were abandoned too.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+from raykv.base.deadlines import NIXL_AGAIN_S, NIXL_LOOK_S
+from raykv.base.ids import SLOT_ALIGNMENT, Refusal
+from raykv.node.nixl.agent import NixlAgent, NixlError, Part
+from raykv.node.peers import Bytes, Call, PeerError, Peers, PeerTransport, PendingRead, received
+from raykv.node.read import lent
+from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.framing import encode
+from raykv.protocol.node import NodeDescription
+from raykv.protocol.peer import Offer, ReadReply, ReadRequest
+
+logger = logging.getLogger("raykv.node")
+
+BUFFER_BYTES = 64 << 20
+"""Bytes of each buffer that reads land in; a larger read goes through Ray."""
+
+MOST_BUFFERS = 6
+"""Reads under way and not copied yet; those beyond go through Ray. 384 MiB at most."""
+
+
+class _Buffers:
+    """Registered memory for reads; a buffer comes back when nobody sees its bytes any more."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._free: deque[mmap.mmap] = deque()
+        self._num_made = 0
+
+    def take(self, num_bytes: int) -> Bytes | None:
+        """An array of `num_bytes` bytes, or None if that is too large, or all are in use.
+
+        Raises:
+            NixlError: the memory can't be registered.
+        """
+        if not 0 < num_bytes <= BUFFER_BYTES:
+            return None
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            if self._num_made == MOST_BUFFERS:
+                return None
+            memory = mmap.mmap(-1, BUFFER_BYTES)
+            whole = np.frombuffer(memory, np.uint8)
+            self._agent.register(whole.ctypes.data, BUFFER_BYTES)
+            self._num_made += 1
+        return lent(memory, num_bytes, self._free)
+
+
+@dataclass(slots=True)
+class _Known:
+    """Another node, in one life. `name`: how the agent calls it, once that is known."""
+
+    epoch: int
+    asked: Call | None
+    name: str = ""
+    address: int = 0
+    again_at: float = 0.0
+
+
+class NixlTransport:
+    """Reads through NIXL from nodes that have it, through `others` from those that don't.
+
+    Any thread may call.
+
+    Args:
+        agent: with which the pool is registered.
+        peers: the other NodeActors.
+        others: the other way to them.
+    """
+
+    def __init__(self, agent: NixlAgent, peers: Peers, others: PeerTransport) -> None:
+        self.agent = agent
+        self.peers = peers
+        self.bytes_read = 0
+        self._others = others
+        self._lock = threading.Lock()
+        self._buffers = _Buffers(agent)
+        self._known: dict[str, _Known] = {}
+        self._reads: list[_NixlRead] = []
+        # Buffers of transfers that have failed, and until when they are not used again.
+        self._resting: deque[tuple[float, Bytes]] = deque()
+
+    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+        if source.kind is not SourceKind.POOL or request.from_disk:
+            return self._others.start_read(source, request)
+        self.advance()
+        with self._lock:
+            known = self._reachable(source, request.node_epoch)
+            buffer = None if known is None else self._buffer(sum(request.slot_bytes))
+            if known is not None and buffer is not None:
+                asked = self.peers.call(source, "offer", encode(request))
+                read = _NixlRead(self, source, known, request, buffer, asked)
+                self._reads.append(read)
+                return read
+        return self._others.start_read(source, request)
+
+    def _buffer(self, num_bytes: int) -> Bytes | None:
+        try:
+            return self._buffers.take(num_bytes)
+        except NixlError as error:
+            logger.warning("no memory for reads through NIXL: %s", error)
+            return None
+
+    def _reachable(self, source: Source, epoch: int) -> _Known | None:
+        """The source, if it is known to have NIXL in that life; else ask, and do not wait."""
+        known = self._known.get(source.node_id)
+        now = time.monotonic()
+        if known is None or known.epoch < epoch or (not known.name and known.again_at < now):
+            asked = None if known is None or known.epoch < epoch else known.asked
+            if asked is None:
+                asked = self.peers.call(source, "describe")
+            known = self._known[source.node_id] = _Known(epoch, asked)
+        if known.asked is not None and known.asked.is_done():
+            self._meet(source, known)
+        is_usable = known.epoch == epoch and known.name and known.again_at <= now
+        return known if is_usable else None
+
+    def _meet(self, source: Source, known: _Known) -> None:
+        asked, known.asked = known.asked, None
+        known.again_at = time.monotonic() + NIXL_AGAIN_S
+        assert asked is not None
+        try:
+            described = received(source, asked.wait(0.0), NodeDescription)
+            if described.epoch != known.epoch or not described.nixl.metadata:
+                return
+            known.name = self.agent.meet(described.nixl.metadata)
+        except (PeerError, NixlError) as error:
+            logger.warning("node %s is not read through NIXL: %s", source.node_id, error)
+            return
+        known.address = described.nixl.address
+        known.again_at = 0.0
+
+    def failed(self, known: _Known, buffer: Bytes | None = None) -> None:
+        """A transfer has failed: the node is read through Ray for a while, and its buffer is not
+        used so long, for what NIXL might still have under way.
+        """
+        known.again_at = time.monotonic() + NIXL_AGAIN_S
+        if buffer is not None:
+            self._resting.append((known.again_at, buffer))
+
+    def advance(self) -> None:
+        """Take each read one step further, if that can be done at once."""
+        with self._lock:
+            while self._resting and self._resting[0][0] <= time.monotonic():
+                self._resting.popleft()
+            for read in self._reads:
+                read.advance()
+            self._reads = [read for read in self._reads if not read.is_over]
+
+
+class _Stage(Enum):
+    OFFERED = auto()
+    READING = auto()
+    ENDING = auto()
+    OVER = auto()
+
+
+class _NixlRead:
+    """A read of `NixlTransport`, whose lock is held when it is advanced."""
+
+    def __init__(
+        self,
+        transport: NixlTransport,
+        source: Source,
+        known: _Known,
+        request: ReadRequest,
+        buffer: Bytes,
+        asked: Call,
+    ) -> None:
+        self._transport = transport
+        self._source = source
+        self._known = known
+        self._request = request
+        self._buffer: Bytes | None = buffer
+        self._call = asked
+        self._stage = _Stage.OFFERED
+        self._offer: Offer | None = None
+        self._handle: Any = None
+        self._num_bytes = 0
+        self._is_wanted = True
+        self._error: PeerError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._stage is _Stage.OVER
+
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+        give_up_at = time.monotonic() + timeout_s
+        self._transport.advance()
+        while not self.is_over:
+            if time.monotonic() > give_up_at:
+                self.abandon()
+                raise PeerError(f"node {self._source.node_id}: no answer in time through NIXL")
+            time.sleep(NIXL_LOOK_S)
+            self._transport.advance()
+        buffer, self._buffer = self._buffer, None
+        if self._error is not None:
+            raise self._error
+        assert self._offer is not None
+        assert buffer is not None
+        return self._offer.reply, buffer[: self._num_bytes]
+
+    def abandon(self) -> None:
+        """Its buffer is used again as soon as nothing writes into it any more."""
+        self._is_wanted = False
+        if self._stage is _Stage.READING:
+            self._transport.failed(self._known)
+
+    def advance(self) -> None:
+        """One step further, if that can be done at once; never raises."""
+        try:
+            if self._stage is _Stage.OFFERED and self._call.is_done():
+                self._begin()
+            if self._stage is _Stage.READING and self._transport.agent.is_done(self._handle):
+                self._transport.agent.release(self._handle)
+                self._handle = None
+                self._ask_for_the_end()
+            if self._stage is _Stage.ENDING and self._call.is_done():
+                self._end()
+        except NixlError as error:
+            self._transport.failed(self._known, self._buffer)
+            self._handle = None
+            self._fail(f"node {self._source.node_id}: {error}")
+        except PeerError as error:
+            self._fail(str(error))
+        if self.is_over and not self._is_wanted:
+            self._buffer = None
+
+    def _begin(self) -> None:
+        """The source has answered: read what it holds."""
+        self._offer = received(self._source, self._call.wait(0.0), Offer)
+        parts = self._parts(self._offer.reply)
+        if parts and self._is_wanted:
+            self._handle = self._transport.agent.read(self._known.name, parts)
+            self._stage = _Stage.READING
+        else:
+            self._ask_for_the_end()
+
+    def _parts(self, reply: ReadReply) -> list[Part]:
+        """Where the bytes of the chunks that were not refused lie, there and here."""
+        assert self._buffer is not None
+        request = self._request
+        if len(reply.refusals) != len(request.slot_bytes):
+            raise PeerError(f"node {self._source.node_id}: an answer about other chunks")
+        here = int(self._buffer.ctypes.data)
+        parts = []
+        for slot, size, refusal in zip(
+            request.handles.slots, request.slot_bytes, reply.refusals, strict=True
+        ):
+            if refusal == Refusal.NONE:
+                there = self._known.address + slot * SLOT_ALIGNMENT
+                parts.append(Part(here + self._num_bytes, there, size))
+                self._num_bytes += size
+        return parts
+
+    def _ask_for_the_end(self) -> None:
+        assert self._offer is not None
+        epoch, number = self._request.node_epoch, self._offer.number
+        self._call = self._transport.peers.call(self._source, "end_offer", epoch, number)
+        self._stage = _Stage.ENDING
+
+    def _end(self) -> None:
+        """The bytes are what was offered if the source has held them until now."""
+        if self._call.wait(0.0) is not True:
+            raise PeerError(f"node {self._source.node_id}: it was read too slowly")
+        self._transport.bytes_read += self._num_bytes
+        self._stage = _Stage.OVER
+
+    def _fail(self, why: str) -> None:
+        self._error = PeerError(why)
+        self._stage = _Stage.OVER

@@ -1,0 +1,210 @@
+"""Reads through NIXL, beside what all transports have in common (`test_fetch.py`, `test_read.py`).
+
+`SlowAgent` stands for transfers that take long: those of UCX in this process end at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+import raykv.node.nixl.transport
+from raykv.base.ids import Refusal
+from raykv.node.nixl.agent import NixlAgent, NixlError, Part
+from raykv.node.nixl.transport import MOST_BUFFERS, NixlTransport
+from raykv.node.peers import PeerError
+from raykv.protocol.columns import Source
+from raykv.protocol.node import NixlEnd, NodeDescription
+from raykv.protocol.peer import Offer, ReadRequest
+from tests.contract.node.test_offers import may_overwrite, question
+from tests.fixtures.keys import numbered_key as key
+from tests.fixtures.node.nixl import NixlNetwork, OtherWay, needs_nixl
+from tests.fixtures.node.nixl import agent as nixl_agent
+from tests.fixtures.node.peers import Node, PendingCall, assert_right, content, refusals
+from tests.fixtures.waiting import wait_until
+
+pytestmark = needs_nixl
+
+NONE = Refusal.NONE
+
+
+@pytest.fixture
+def network() -> Iterator[NixlNetwork]:
+    made = NixlNetwork()
+    yield made
+    made.close()
+
+
+class SlowAgent(NixlAgent):
+    """Its transfers copy when `finish` is called, however long nobody waits for them."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.has_failed = False
+
+    def register(self, address: int, num_bytes: int) -> None:
+        pass
+
+    def meet(self, metadata: bytes) -> str:
+        return "source"
+
+    def read(self, remote: str, parts: Sequence[Part]) -> Any:
+        self.parts += parts
+        return object()
+
+    def is_done(self, handle: Any) -> bool:
+        if self.has_failed:
+            raise NixlError("the transfer has failed")
+        return not self.parts
+
+    def release(self, handle: Any) -> None:
+        assert not self.parts
+
+    def finish(self) -> None:
+        for part in self.parts:
+            ctypes.memmove(part.here, part.there, part.num_bytes)
+        self.parts.clear()
+
+
+@pytest.fixture
+def slow(network: NixlNetwork) -> SlowAgent:
+    agent = SlowAgent()
+    network.transport = NixlTransport(agent, network, OtherWay(network))
+    return agent
+
+
+@pytest.mark.parametrize("name", ["madvise", "mmap", "munmap", "mremap", "brk", "shmat"])
+def test_ucx_leaves_the_code_of_libc_alone(name: str) -> None:
+    """Another thread may run it just then. A jump stands where UCX has been."""
+    nixl_agent("here")
+    function = ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value
+    assert function is not None
+    assert ctypes.string_at(function, 1) != b"\xe9"
+
+
+def test_source_that_has_no_nixl_is_read_the_other_way(
+    network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def described(node: Node) -> NodeDescription:
+        return msgspec.structs.replace(NixlNetwork.described(network, node), nixl=NixlEnd())
+
+    monkeypatch.setattr(network, "described", described)
+    for number in range(2):
+        order = here.order_of((source, source.store(key(number))))
+        assert refusals(here.fetch([order])) == [NONE]
+        assert_right(here, [order])
+    assert network.calls == [("source", "describe")]
+    assert network.transport.bytes_read == 0
+    network.has_another_way = True
+
+
+def test_source_that_can_not_be_read_is_read_the_other_way_next_time(
+    network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def described(node: Node) -> NodeDescription:
+        right = NixlNetwork.described(network, node)
+        nowhere = msgspec.structs.replace(right.nixl, address=1 << 40)
+        return msgspec.structs.replace(right, nixl=nowhere)
+
+    monkeypatch.setattr(network, "described", described)
+    name = source.store(key(0))
+    read = network.transport.start_read(Source("source"), question(source, name))
+    with pytest.raises(PeerError, match="NOT_FOUND"):
+        read.wait(10.0)
+    again = network.transport.start_read(Source("source"), question(source, name))
+    assert isinstance(again, PendingCall)
+    network.count_under_way(1)
+    assert again.wait(10.0)[1].tobytes() == content(name)
+    network.offers["source"].end(1)
+
+
+def test_bytes_of_an_offer_that_was_too_old_are_refused(
+    network: NixlNetwork, here: Node, source: Node, slow: SlowAgent
+) -> None:
+    name = source.store(key(0))
+    order = here.order_of((source, name))
+    fetch = here.begin_fetch([order])
+    wait_until(lambda: bool(slow.parts), 10.0, "the transfer begins")
+    assert not may_overwrite(source, name)
+    assert network.offers["source"].end(1)
+    source.store(key(99), at=source.lease(slot=name.slot))
+    slow.finish()
+    assert refusals(fetch.result(10.0)) == [Refusal.NODE_LOST]
+    assert here.ready() == set()
+
+
+def test_buffer_of_an_abandoned_transfer_is_not_lent_before_it_has_ended(
+    network: NixlNetwork, here: Node, source: Node, slow: SlowAgent
+) -> None:
+    """NIXL can't take a transfer back: it may write at any time."""
+    name = source.store(key(0))
+    read = network.transport.start_read(Source("source"), question(source, name))
+    with pytest.raises(PeerError, match="no answer in time"):
+        read.wait(0.3)
+    (part,) = slow.parts
+    lent = [network.transport._buffers.take(4096) for _ in range(MOST_BUFFERS)]
+    assert [each is None for each in lent] == [False] * (MOST_BUFFERS - 1) + [True]
+    assert part.here not in {each.ctypes.data for each in lent if each is not None}
+    del read
+    slow.finish()
+    wait_until(lambda: advanced(network), 10.0, "the read is over")
+    again = network.transport._buffers.take(4096)
+    assert again is not None
+    assert again.ctypes.data == part.here
+
+
+def advanced(network: NixlNetwork) -> bool:
+    network.settle()
+    return not network.transport._reads
+
+
+def test_buffer_of_a_failed_transfer_rests_and_the_source_is_read_the_other_way(
+    network: NixlNetwork,
+    here: Node,
+    source: Node,
+    slow: SlowAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raykv.node.nixl.transport, "NIXL_AGAIN_S", 0.5)
+    slow.has_failed = True
+    name = source.store(key(0))
+    read = network.transport.start_read(Source("source"), question(source, name))
+    with pytest.raises(PeerError, match="the transfer has failed"):
+        read.wait(10.0)
+    del read
+    assert len(network.transport._buffers._free) == 0
+    order = here.order_of((source, name))
+    assert refusals(here.fetch([order])) == [NONE]
+    assert_right(here, [order])
+    assert network.transport.bytes_read == 0
+
+    def has_rested() -> bool:
+        network.transport.advance()
+        return len(network.transport._buffers._free) == 1
+
+    wait_until(has_rested, 10.0, "the buffer is used again")
+    slow.has_failed = False
+    slow.parts.clear()
+    network.has_another_way = True
+    network.offers["source"].end(1)
+
+
+def test_answer_about_other_chunks_is_refused(
+    network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = source.store(key(0))
+    begin = network.offers["source"].begin
+
+    def shortened(asked: ReadRequest) -> Offer:
+        offer = begin(asked)
+        network.offers["source"].end(offer.number)
+        reply = msgspec.structs.replace(offer.reply, refusals=[])
+        return msgspec.structs.replace(offer, reply=reply)
+
+    monkeypatch.setattr(network.offers["source"], "begin", shortened)
+    order = here.order_of((source, name))
+    assert refusals(here.fetch([order])) == [Refusal.NODE_LOST]
