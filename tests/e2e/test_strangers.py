@@ -34,7 +34,7 @@ EXPECTED = {
     Answer.TOKEN: {"grpc UNAUTHENTICATED", "grpc UNAUTHENTICATED UNIMPLEMENTED"},
     Answer.UNAUTHORIZED: {"http 401 "},
     Answer.METRICS: {"http 200 ", "http 200 raykv"},
-    Answer.API: {"http 200  vllm"},
+    Answer.API: {"http 200 raykv vllm"},
     Answer.EVENTS: {"zmq"},
     Answer.GLOO: {"silence"},
 }
