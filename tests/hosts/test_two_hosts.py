@@ -15,7 +15,7 @@ from tests.fixtures.hosts.world import BACK_S, LENGTH, SLOWEST_S, World, new_wor
 from tests.fixtures.waiting import wait_until
 from tests.house import CHILDREN, ROOT
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.hosts, pytest.mark.extended, pytest.mark.timeout(900)]
 
 CLOCK_AHEAD_S = 3600.0
 
@@ -39,7 +39,6 @@ def test_prompt_of_one_host_is_loaded_on_the_other_with_equal_tokens(world: Worl
     assert world.comes(world.b, world.a)
 
 
-@pytest.mark.extended
 def test_engine_whose_raylet_died_goes_on_at_the_next_one_of_its_host(world: World) -> None:
     """Ray ends on one host with all that it has started there, and somebody starts it again."""
     in_file, asked = world.computed(world.b), world.computed(world.b)
@@ -59,7 +58,6 @@ def test_engine_whose_raylet_died_goes_on_at_the_next_one_of_its_host(world: Wor
     wait_until(lambda: failures(world) == [], BACK_S, "the doctor finds nothing")
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("seconds", [5.0, 30.0, 120.0])
 def test_host_that_was_away_loads_again_and_no_request_failed_meanwhile(
     world: World, seconds: float
@@ -84,7 +82,6 @@ def half_open(world: World, source: Host, target: Host) -> Iterator[None]:
         world.cluster.network.mend(source, target)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("silent", ["a", "b"])
 def test_half_open_link_costs_time_and_no_request(world: World, silent: str) -> None:
     """What `silent` sends is lost; what is sent to it arrives."""
@@ -94,7 +91,6 @@ def test_half_open_link_costs_time_and_no_request(world: World, silent: str) -> 
     world.wait_for_all()
 
 
-@pytest.mark.extended
 def test_host_that_was_frozen_loads_again(world: World) -> None:
     """Its engine too, so that only the other one is asked."""
     known = world.computed(world.b)
@@ -107,7 +103,6 @@ def test_host_that_was_frozen_loads_again(world: World) -> None:
     world.wait_for_all()
 
 
-@pytest.mark.extended
 def test_host_whose_clock_is_wrong_stores_and_loads_as_any(world: World) -> None:
     world.cluster.stop(world.b)
     wrong = {"PYTHONPATH": f"{CHILDREN / 'clock'}:{ROOT}", "CLOCK_AHEAD_S": str(CLOCK_AHEAD_S)}
@@ -120,7 +115,6 @@ def test_host_whose_clock_is_wrong_stores_and_loads_as_any(world: World) -> None
     world.wait_for_all()
 
 
-@pytest.mark.extended
 def test_fetch_over_a_slow_link_is_declined_and_the_prompt_is_computed(world: World) -> None:
     """The engines measure what a fetch takes; that computing is slow they are told."""
     world.end_engine(world.b)
@@ -147,7 +141,6 @@ def is_computed_at_once(world: World) -> bool:
     return cached == 0 and time.monotonic() - began < 2.0
 
 
-@pytest.mark.extended
 def test_two_clusters_in_one_network_share_nothing(world: World) -> None:
     network = world.cluster.network
     others = HostCluster(network, network.host("c"))
@@ -171,7 +164,6 @@ def test_two_clusters_in_one_network_share_nothing(world: World) -> None:
         others.head.lose_power()
 
 
-@pytest.mark.extended
 def test_node_that_leaves_for_good_is_forgotten_and_the_others_go_on(world: World) -> None:
     """The last test here: nobody comes back."""
     tokens, reference = world.computed(world.b)
