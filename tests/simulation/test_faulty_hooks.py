@@ -156,7 +156,7 @@ def test_exception_in_a_hook_leaves_right_tokens_and_an_engine_that_comes_to_res
 
 @pytest.mark.expects_failures
 @pytest.mark.extended
-@pytest.mark.parametrize(("kinds", "every"), zip(KINDS, (1, 4, 4), strict=True), ids=NAMES)
+@pytest.mark.parametrize(("kinds", "every"), [*zip(KINDS, (1, 4, 4), strict=True)], ids=NAMES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_exception_at_any_point_of_any_hook_leaves_right_tokens_and_an_engine_at_rest(
     model: Path, kinds: Kinds, every: int, seed: int

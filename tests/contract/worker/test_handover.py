@@ -258,7 +258,7 @@ def offloading_config(
 @pytest.mark.parametrize("replicated", [False, True])
 def test_canonical_chunk_has_a_part_of_each_rank_and_one_size(*, replicated: bool) -> None:
     """Latents of MLA too, of which each rank stores a share."""
-    told = SimpleNamespace(block_bytes={0: 5000, 1: 4000}, sleeps=False)
+    told = SimpleNamespace(block_bytes={0: 5000, 1: 4000}, sleeps=False, kv_cache=None)
     extra = {"canonical_layout": True, TOLD: told}
     canonical = {"canonical_layout": True, "extra_config": extra, "kv_cache_layout": "LBHNC"}
     specs = [
