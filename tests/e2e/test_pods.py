@@ -42,7 +42,7 @@ KUBERAYS_PROBE = (
     "wget --tries 1 -T 2 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success && "
     "wget --tries 1 -T 10 -q -O- http://localhost:8265/api/gcs_healthz | grep success"
 )
-START_S = 300.0
+START_S = 600.0
 
 
 @pytest.fixture(scope="module")

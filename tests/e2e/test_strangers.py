@@ -23,18 +23,18 @@ from tests.house import CHILDREN, ROOT
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.extended,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(bool(objection()), reason=objection()),
 ]
 
 BIN = Path(sys.executable).parent
-START_S = 300.0
+START_S = 600.0
 API_PORT = 8001
 EXPECTED = {
     Answer.TOKEN: {"grpc UNAUTHENTICATED", "grpc UNAUTHENTICATED UNIMPLEMENTED"},
     Answer.UNAUTHORIZED: {"http 401 "},
     Answer.METRICS: {"http 200 ", "http 200 raykv"},
-    Answer.API: {"http 200  vllm"},
+    Answer.API: {"http 200 raykv vllm"},
     Answer.EVENTS: {"zmq"},
     Answer.GLOO: {"silence"},
 }

@@ -41,7 +41,7 @@ def test_engines_go_on_in_the_cluster_that_begins_at_the_address_of_one_that_los
     """Without its state, which Ray keeps in a Redis or not at all, it is another cluster. What lies
     in pool files is of use there too.
     """
-    known = {host.name: world.computed(host) for host in world.hosts}
+    in_file = {host.name: world.computed(host) for host in world.hosts}
     time.sleep(2.0)
     head = world.cluster.head
     head.lose_power()
@@ -53,4 +53,4 @@ def test_engines_go_on_in_the_cluster_that_begins_at_the_address_of_one_that_los
     took_s = time.monotonic() - began
     print(f"after {seconds:g} s without power all load again after {took_s:.1f} s")
     for host in world.hosts:
-        assert world.loads(host, *known[host.name])
+        assert world.loads(host, *in_file[host.name])

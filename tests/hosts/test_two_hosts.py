@@ -42,10 +42,10 @@ def test_prompt_of_one_host_is_loaded_on_the_other_with_equal_tokens(world: Worl
 @pytest.mark.extended
 def test_engine_whose_raylet_died_goes_on_at_the_next_one_of_its_host(world: World) -> None:
     """Ray ends on one host with all that it has started there, and somebody starts it again."""
-    tokens, reference = world.computed(world.b)
+    in_file, asked = world.computed(world.b), world.computed(world.b)
     time.sleep(2.0)
     world.cluster.stop(world.b)
-    assert not world.loads(world.b, tokens, reference)
+    assert not world.loads(world.b, *asked)
     wait_until(
         lambda: any("has no cache: its Ray node" in each for each in failures(world)),
         BACK_S,
@@ -53,11 +53,8 @@ def test_engine_whose_raylet_died_goes_on_at_the_next_one_of_its_host(world: Wor
     )
     assert any("(b) is gone" in each for each in failures(world))
     world.cluster.start(world.b)
-    wait_until(
-        lambda: world.loads(world.b, tokens, reference),
-        BACK_S,
-        "what lies in the pool's file is loaded again",
-    )
+    world.wait_for_own(world.b)
+    assert world.loads(world.b, *in_file), "it lies in the pool's file"
     world.wait_for_all()
     wait_until(lambda: failures(world) == [], BACK_S, "the doctor finds nothing")
 
@@ -68,14 +65,14 @@ def test_host_that_was_away_loads_again_and_no_request_failed_meanwhile(
     world: World, seconds: float
 ) -> None:
     """After 57 s Ray has given the node up, and its raylet ends as soon as the link is there."""
-    tokens, reference = world.computed(world.b)
+    in_file = world.computed(world.b)
     time.sleep(2.0)
     with world.cluster.network.unplugged(world.b, seconds):
         assert world.slowest_answer(seconds) < SLOWEST_S
     began = time.monotonic()
     world.wait_for_all()
     print(f"away for {seconds:g} s, both load again after {time.monotonic() - began:.1f} s")
-    assert world.loads(world.b, tokens, reference)
+    assert world.loads(world.b, *in_file)
 
 
 @contextlib.contextmanager
