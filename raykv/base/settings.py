@@ -197,8 +197,9 @@ class Settings:
         "ray",
         one_of("auto", "ray", "nixl"),
         "How chunks go from node to node: Ray's object refs (ray), or NIXL where both nodes have "
-        "it, else Ray (nixl; auto: the same, and no warning where it can't be loaded). UCX listens "
-        "without a password: see deploy/security.md. The first engine decides, or `raykv up`",
+        "it, else Ray (nixl; auto: the same, and no warning where it can't be loaded). Over TCP "
+        "NIXL is slower than Ray; RDMA is untried. UCX listens without a password: see "
+        "deploy/security.md. The first engine decides, or `raykv up`",
     )
     fetch_bytes_per_s: float | None = _setting(
         None, rate, "Speed of a fetch when it is compared with computing. Default: measured"

@@ -221,9 +221,11 @@ class _NixlRead:
                 raise PeerError(f"node {self._source.node_id}: no answer in time through NIXL")
             time.sleep(NIXL_LOOK_S)
             self._transport.advance()
-        buffer, self._buffer = self._buffer, None
         if self._error is not None:
+            # Its traceback must not keep the buffer.
+            self._buffer = None
             raise self._error
+        buffer, self._buffer = self._buffer, None
         assert self._offer is not None
         assert buffer is not None
         return self._offer.reply, buffer[: self._num_bytes]
