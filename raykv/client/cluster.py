@@ -615,17 +615,5 @@ def _fresh(node: NodeStatus) -> NodeStatus:
         stats = ask.describe(actor, CLIENT_S).stats
     except ClusterError:
         return node
-    return msgspec.structs.replace(
-        node,
-        prefaulted_bytes=stats.prefaulted_bytes,
-        used_bytes=stats.used_bytes,
-        bytes_stored=stats.bytes_stored,
-        bytes_loaded=stats.bytes_loaded,
-        bytes_fetched=stats.bytes_fetched,
-        bytes_sent=stats.bytes_sent,
-        chunks_refused=stats.chunks_refused,
-        num_workers=stats.num_workers,
-        quarantined=stats.quarantined,
-        breakers=stats.breakers,
-        locked_bytes=stats.locked_bytes,
-    )
+    # All of them, so that they are of one moment.
+    return msgspec.structs.replace(node, **msgspec.structs.asdict(stats))
