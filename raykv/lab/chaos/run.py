@@ -99,7 +99,8 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
     """
     require("raykv chaos", "vllm")
     if options.num_nodes not in NODES:
-        raise SettingError(f"nodes={options.num_nodes}: a chaos run has {NODES[0]} or {NODES[1]}")
+        what = "hosts" if options.on_hosts else "nodes"
+        raise SettingError(f"{what}={options.num_nodes}: a chaos run has {NODES[0]} or {NODES[1]}")
     for kind in options.kinds:
         if kind.is_of_a_host and not options.on_hosts:
             raise SettingError(f"the fault '{named(kind)}' needs hosts: --hosts {NODES[0]}")
