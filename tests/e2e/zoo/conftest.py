@@ -25,7 +25,9 @@ def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_zoo(
     cluster: Cluster, zoo_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartZoo]:
-    """Starts an engine of a model over the pool that is there, or over a new one."""
+    """Starts an engine of a model, or of another one of its kind in `folder`, over the pool that is
+    there, or over a new one.
+    """
     running: list[EngineProcess] = []
 
     def start(
@@ -35,13 +37,14 @@ def start_zoo(
         raykv: dict[str, Any] | None = None,
         connector: str = "RayKVConnector",
         log: Path | None = None,
+        folder: Path | None = None,
         **engine: Any,
     ) -> ZooEngine:
         if anew:
             for each in running:
                 each.stop()
             cluster.down()
-        folder = zoo_folder / name
+        folder = folder or zoo_folder / name
         if not folder.exists():
             build(name, folder)
         settings = {"ray_address": cluster.address, "pool_bytes": "256MiB", **(raykv or {})}

@@ -13,7 +13,16 @@ from raykv.lab.bench.prompts import prompt
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.lora import write_adapter
 from tests.fixtures.waiting import wait_until_quiet
-from tests.fixtures.zoo import PICTURE, build, build_draft, build_seeing
+from tests.fixtures.zoo import (
+    PICTURE,
+    build,
+    build_draft,
+    build_foreseeing,
+    build_scaled,
+    build_seeing,
+    rewrite,
+    say_few_words,
+)
 from tests.fixtures.zoo_engine import BLOCK, ZooEngine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
@@ -74,7 +83,47 @@ def test_adapters_of_a_model_with_windows_find_their_own_kv(
         assert cached >= len(question(0)) // BLOCK * BLOCK - BLOCK
 
 
-def test_tokens_that_are_guessed_from_the_prompt_leave_right_kv(start_zoo: StartZoo) -> None:
+def test_scales_of_kv_are_those_of_its_weights(start_zoo: StartZoo, tmp_path: Path) -> None:
+    folders = [build_scaled(tmp_path / str(scale), scale) for scale in (0.5, 8.0)]
+    fp8 = {"kv_cache_dtype": "fp8"}
+    engine = start_zoo("llama", folder=folders[0], **fp8)
+    check_document(engine)
+    (said,) = engine.ask(question(0))
+    assert said["cached"] > 0
+    engine.process.stop()
+    other = start_zoo("llama", folder=folders[1], anew=False, **fp8)
+    # Its keys are other numbers, of equal weights.
+    (found,) = other.ask(question(0))
+    assert found["cached"] == 0
+    assert found["logprobs"] != said["logprobs"]
+    assert len(other.cluster.status().namespaces) == 2
+
+
+def check_guesses(engine: ZooEngine) -> None:
+    """An answer that is asked for again behind itself, and whose KV has guesses in it: right ones
+    and wrong ones.
+    """
+    turn = prompt(300, 200)
+    (answer,) = engine.ask(turn, max_tokens=150)
+    engine.settle()
+    counted = engine.process.call("counters")
+    drafted, accepted = (
+        counted[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")
+    )
+    assert 0 < accepted < drafted, counted
+    longer = [*turn, *answer["tokens"], *prompt(301, 40)]
+    (expected,) = engine.ask(longer, params={"raykv_load": False, "raykv_store": False})
+    engine.process.reset()
+    (found,) = engine.ask(longer)
+    engine.check_same(found, expected)
+    # At a draft that reads states of the model itself the last chunk is computed again.
+    assert found["cached"] >= ((len(turn) + 149) // BLOCK * BLOCK - BLOCK) * engine.model.found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
+def test_tokens_that_are_guessed_from_the_prompt_leave_right_kv(
+    name: str, start_zoo: StartZoo
+) -> None:
     """A model that repeats itself now and then."""
     guesses = {
         "method": "ngram",
@@ -82,39 +131,38 @@ def test_tokens_that_are_guessed_from_the_prompt_leave_right_kv(start_zoo: Start
         "prompt_lookup_min": 1,
         "prompt_lookup_max": 3,
     }
-    engine = start_zoo("gemma3", speculative_config=guesses)
+    engine = start_zoo(name, speculative_config=guesses)
     check_document(engine)
-    # An answer that is asked for again behind itself, and whose KV has guesses in it.
-    turn = prompt(300, 200)
-    (answer,) = engine.ask(turn, max_tokens=150)
-    engine.settle()
-    counted = engine.process.call("counters")
-    assert counted["vllm:spec_decode_num_accepted_tokens"] > 0, counted
-    longer = [*turn, *answer["tokens"], *prompt(301, 40)]
-    (expected,) = engine.ask(longer, params={"raykv_load": False, "raykv_store": False})
-    engine.process.reset()
-    (found,) = engine.ask(longer)
-    engine.check_same(found, expected)
-    assert found["cached"] >= (len(turn) + 149) // BLOCK * BLOCK - BLOCK
+    check_guesses(engine)
 
 
-def test_kv_of_a_draft_is_that_of_its_weights(
-    start_zoo: StartZoo, zoo_folder: Path, tmp_path: Path
-) -> None:
-    folder = zoo_folder / "llama"
-    if not folder.exists():
-        build("llama", folder)
+def test_kv_of_a_draft_is_that_of_its_weights(start_zoo: StartZoo, tmp_path: Path) -> None:
+    folder = rewrite(build("llama", tmp_path / "llama"), say_few_words)
     drafts = [build_draft(tmp_path / str(seed), folder, seed) for seed in (1, 2)]
 
     def start(draft: Path, *, anew: bool) -> ZooEngine:
         eagle = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
-        return start_zoo("llama", anew=anew, speculative_config=eagle)
+        return start_zoo("llama", folder=folder, anew=anew, speculative_config=eagle)
 
     engine = start(drafts[0], anew=True)
     check_document(engine)
-    assert engine.process.call("counters")["vllm:spec_decode_num_draft_tokens"] > 0
+    check_guesses(engine)
     engine.process.stop()
     other = start(drafts[1], anew=False)
+    assert other.ask(question(0))[0]["cached"] == 0
+    assert len(engine.cluster.status().namespaces) == 2
+
+
+def test_kv_of_layers_that_guess_is_that_of_their_weights(
+    start_zoo: StartZoo, tmp_path: Path
+) -> None:
+    mtp = {"method": "mtp", "num_speculative_tokens": 1}
+    folders = [build_foreseeing(tmp_path / str(seed), seed) for seed in (1, 2)]
+    engine = start_zoo("llama", folder=folders[0], speculative_config=mtp)
+    check_document(engine)
+    check_guesses(engine)
+    engine.process.stop()
+    other = start_zoo("llama", folder=folders[1], anew=False, speculative_config=mtp)
     assert other.ask(question(0))[0]["cached"] == 0
     assert len(engine.cluster.status().namespaces) == 2
 
