@@ -16,9 +16,10 @@ from raykv.lab.bench.prompts import prompt
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.truth_of_states import hidden_states_by_transformers
 from tests.fixtures.waiting import wait_until
+from tests.fixtures.zoo import kinds
 from tests.fixtures.zoo_engine import BLOCK, ZooEngine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.extended]
+pytestmark = pytest.mark.e2e
 
 LENGTH = 6 * BLOCK + 20
 
@@ -26,6 +27,13 @@ STATES_TOLERANCE = 1e-3
 """Of the largest number: experts add up in another order than transformers does."""
 
 LAYERWISE = {"layerwise_loads": True}
+
+NOT_BY_LAYER = {
+    "gemma3": "this model has 6 KV groups",
+    "qwen3-next": "this model has 4 KV groups",
+    "mistral": "this model's KV is of the kind SlidingWindowSpec",
+    "deepseek": "this model's KV is of the kind MLAAttentionSpec",
+}
 
 CANONICAL = {"canonical_layout": True}
 
@@ -52,29 +60,24 @@ def check_loads(engine: ZooEngine, tokens: list[int]) -> None:
 
 
 @pytest.mark.support("layer-wise")
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", kinds(["llama", "qwen3-moe"]))
 def test_layers_are_computed_as_they_come(name: str, start_zoo: StartZoo) -> None:
     check_loads(start_zoo(name, raykv=LAYERWISE, async_scheduling=False), prompt(1, LENGTH))
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("gemma3", "this model has 6 KV groups"),
-        ("qwen3-next", "this model has 4 KV groups"),
-        ("mistral", "this model's KV is of the kind SlidingWindowSpec"),
-        ("deepseek", "this model's KV is of the kind MLAAttentionSpec"),
-    ],
-)
+@pytest.mark.parametrize("name", kinds(NOT_BY_LAYER))
 def test_layers_that_can_not_wait_are_refused(
-    name: str, why: str, start_zoo: StartZoo, tmp_path: Path
+    name: str, start_zoo: StartZoo, tmp_path: Path
 ) -> None:
     said = refusal(start_zoo, tmp_path, name, raykv=LAYERWISE, async_scheduling=False)
-    assert f"RayKV stops the start of the engine: layerwise_loads can't be had: {why}" in said
+    assert (
+        f"RayKV stops the start of the engine: layerwise_loads can't be had: {NOT_BY_LAYER[name]}"
+        in said
+    )
 
 
 @pytest.mark.support("canonical layout")
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("name", kinds(["llama", "mistral", "gemma3", "gpt-oss", "qwen3-moe"]))
 def test_engine_of_two_ranks_loads_what_one_rank_stored(name: str, start_zoo: StartZoo) -> None:
     one = start_zoo(name, raykv=CANONICAL)
     tokens = prompt(2, LENGTH)
@@ -97,7 +100,7 @@ def test_engine_of_two_ranks_loads_what_one_rank_stored(name: str, start_zoo: St
     assert found["cached"] >= 4 * BLOCK
 
 
-@pytest.mark.parametrize("name", ["llama4", "qwen3-next"])
+@pytest.mark.parametrize("name", kinds(["llama4", "qwen3-next"]))
 def test_local_chunks_and_states_have_no_canonical_layout(
     name: str, start_zoo: StartZoo, tmp_path: Path
 ) -> None:
@@ -107,7 +110,7 @@ def test_local_chunks_and_states_have_no_canonical_layout(
 
 
 @pytest.mark.support("hidden states")
-@pytest.mark.parametrize("name", ["mistral", "gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("name", kinds(["mistral", "gpt-oss", "qwen3-moe"]))
 def test_hidden_states_come_with_what_is_loaded(
     name: str, start_zoo: StartZoo, tmp_path: Path
 ) -> None:
@@ -146,7 +149,7 @@ def second(cluster: Cluster) -> Iterator[LocalNode]:
 
 
 @pytest.mark.support("prefetch")
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "qwen3-next"])
+@pytest.mark.parametrize("name", kinds(["llama", "gemma3", "gpt-oss", "qwen3-next"]))
 def test_prefetch_brings_all_that_a_prompt_needs(
     name: str, cluster: Cluster, second: LocalNode, start_zoo: StartZoo
 ) -> None:

@@ -13,7 +13,7 @@ from raykv.vllm.plan import plan
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until
-from tests.fixtures.zoo import WINDOW, ZOO
+from tests.fixtures.zoo import WINDOW, ZOO, kinds
 from tests.fixtures.zoo_engine import BLOCK, ZooEngine
 
 pytestmark = pytest.mark.e2e
@@ -27,12 +27,7 @@ PLANNED = 1890
 """Tokens of a prompt behind which an answer ends in the same chunk, whatever that's size."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.extended) for name in ZOO
-    ],
-)
+@pytest.fixture(scope="module", params=kinds(ZOO, QUICK))
 def engine(request: pytest.FixtureRequest, start_zoo: StartZoo) -> ZooEngine:
     return start_zoo(request.param, raykv={"load_deadline_s": 2.0, "cancel_grace_s": 0.5})
 

@@ -14,9 +14,10 @@ from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.lab.bench.prompts import prompt
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.fixtures.zoo import kinds
 from tests.fixtures.zoo_engine import BLOCK
 
-pytestmark = [pytest.mark.e2e, pytest.mark.extended]
+pytestmark = pytest.mark.e2e
 
 DOCUMENT = 640
 
@@ -42,7 +43,7 @@ NEVER_COMPUTES = {"prefill_tokens_per_s": 1.0, "query_deadline_s": 10.0}
 """However fast a model computes, what others have is fetched."""
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=kinds(KINDS))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -22,6 +22,7 @@ from raykv.protocol.reader import PromptLookup
 from raykv.serve.router.directory import Directory
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.waiting import wait_until
+from tests.fixtures.zoo import kinds
 from tests.fixtures.zoo_engine import ZooEngine
 
 pytestmark = pytest.mark.e2e
@@ -40,12 +41,7 @@ DOCUMENT = 576
 KV_TOLERANCE = 1e-3
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name == QUICK else pytest.mark.extended) for name in KINDS
-    ],
-)
+@pytest.fixture(scope="module", params=kinds(KINDS, [QUICK]))
 def engine(request: pytest.FixtureRequest, start_zoo: StartZoo) -> ZooEngine:
     settings = {"pool_bytes": "24MiB", "describe_chunks": True}
     started = start_zoo(request.param, raykv=settings)
