@@ -105,6 +105,16 @@ def test_hosts_have_their_own_names_addresses_processes_folders_and_clocks(
     assert float(b.spaces.run(*clock)) - float(a.spaces.run(*clock)) > 80_000
 
 
+def test_hosts_know_each_others_names_and_wait_for_no_others(hosts: tuple[Host, Host]) -> None:
+    for host in hosts:
+        for other in hosts:
+            assert host.spaces.run("getent", "ahostsv4", other.name).split()[0] == other.address
+    began = time.monotonic()
+    with pytest.raises(AssertionError):
+        hosts[0].spaces.run("getent", "hosts", "nobody.has.this.name")
+    assert time.monotonic() - began < 1.0
+
+
 def test_link_is_cut_in_one_direction_or_both_and_mended(
     network: Network, hosts: tuple[Host, Host]
 ) -> None:
