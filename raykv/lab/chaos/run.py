@@ -112,7 +112,9 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
     report = ChaosReport(options.seed, options.num_nodes, options.num_nodes)
     with ExitStack() as stack:
         _Chaos(stack, options, console, report).run()
-    report.left_over += [f"/dev/shm/{name}" for name in sorted(shared_memory() - in_shm)]
+    # That of hosts ends with them.
+    if not options.on_hosts:
+        report.left_over += [f"/dev/shm/{name}" for name in sorted(shared_memory() - in_shm)]
     console.print(show(report))
     if json_path is not None:
         json_path.write_text(json.dumps(report.as_json(), indent=2) + "\n")

@@ -116,22 +116,27 @@ def check_guesses(engine: ZooEngine) -> None:
     engine.process.reset()
     (found,) = engine.ask(longer)
     engine.check_same(found, expected)
-    # At a draft that reads states of the model itself the last chunk is computed again.
-    assert found["cached"] >= ((len(turn) + 149) // BLOCK * BLOCK - BLOCK) * engine.model.found
+    # With a draft that reads hidden states the last chunk is computed again.
+    assert found["cached"] >= (len(turn) + 149) // BLOCK * BLOCK - BLOCK
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_tokens_that_are_guessed_from_the_prompt_leave_right_kv(
-    name: str, start_zoo: StartZoo
+    name: str, start_zoo: StartZoo, tmp_path: Path
 ) -> None:
-    """A model that repeats itself now and then."""
+    """Models that repeat themselves now and then. Beside recurrent states vLLM's CPU build can't
+    guess: a kernel of Triton's is missing.
+    """
     guesses = {
         "method": "ngram",
         "num_speculative_tokens": 3,
         "prompt_lookup_min": 1,
         "prompt_lookup_max": 3,
     }
-    engine = start_zoo(name, speculative_config=guesses)
+    folder = build(name, tmp_path / name)
+    if name == "llama":
+        rewrite(folder, say_few_words)
+    engine = start_zoo(name, folder=folder, speculative_config=guesses)
     check_document(engine)
     check_guesses(engine)
 
