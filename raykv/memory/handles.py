@@ -38,6 +38,11 @@ class OpenedKV(Protocol):
     def address(self) -> int:
         """Where offset 0 of the layout is mapped."""
 
+    def populate(self, may_go_on: Callable[[], bool]) -> None:
+        """Fill this process's page table, piece by piece while `may_go_on`, so that no copy has to
+        wait for each page that it touches first.
+        """
+
     def close(self) -> None:
         """Unmap; the worker's memory is then no longer held by this process."""
 
@@ -57,6 +62,9 @@ class MemfdKV:
     @property
     def address(self) -> int:
         return self._region.address
+
+    def populate(self, may_go_on: Callable[[], bool]) -> None:
+        self._region.prefault(lambda _done: may_go_on())
 
     def close(self) -> None:
         self._region.close()

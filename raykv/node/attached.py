@@ -12,14 +12,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from raykv.base.errors import AttachError, MessageError, VersionError
+from raykv.base.deadlines import NODE_STOP_S
+from raykv.base.errors import AttachError, MessageError, ThreadError, VersionError
 from raykv.base.ids import Blocks, ChunkName, Direction, Generation, Key, Namespace, Refusal, Slot
+from raykv.base.threads import OnFailure, SupervisedThread, start_thread
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import CopyBackend, LaneName, StopSign
 from raykv.copy.plan import Planner
 from raykv.copy.rows import RowCopier
 from raykv.memory.cuda.kv import DeviceKV
 from raykv.memory.handles import OpenedKV
+from raykv.memory.limits import has_room
+from raykv.memory.region import yield_to_others
+from raykv.memory.room import NEAR_BYTES
 from raykv.memory.words import CancelWords, Word
 from raykv.node.devices import Devices
 from raykv.protocol import wire
@@ -57,6 +62,7 @@ class AttachedWorker:
         self._devices = devices
         self._device_backend: CopyBackend | None = None
         self._send_lock = threading.Lock()
+        self._populating: SupervisedThread | None = None
 
     @property
     def is_open(self) -> bool:
@@ -93,12 +99,27 @@ class AttachedWorker:
             except OSError:
                 self.close_connection()
 
+    def populate(self) -> None:
+        """Fill the page table of its KV cache in the background, which makes the first copy to and
+        from each block several times as fast; unless memory is short. Begun at most once.
+        """
+
+        def run() -> None:
+            yield_to_others()
+            self._kv.populate(lambda: self.is_open and has_room(NEAR_BYTES))
+
+        # Without a thread pages come one by one, when they are touched.
+        with contextlib.suppress(ThreadError):
+            self._populating = start_thread("raykv-populate", run, OnFailure.GIVE_UP)
+
     def close_connection(self) -> None:
         self._closed.value = 1
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def unmap(self) -> None:
+        if self._populating is not None:
+            self._populating.join(NODE_STOP_S)
         self._kv.close()
         self.words.close()
 

@@ -255,6 +255,7 @@ class NodeService:
             self.forms.take(worker.hello.namespace, worker.hello.layout.form)
         wire.limit_sends(sock, NODE_SEND_S)
         worker.send(WorkerAttached(self.epoch))
+        worker.populate()
         return worker, reader
 
     def _admit(self, sock: socket.socket, hello: AttachWorker, fds: list[int]) -> AttachedWorker:

@@ -210,6 +210,9 @@ class DeviceKV:
     def address(self) -> int:
         return self._address
 
+    def populate(self, may_go_on: Callable[[], bool]) -> None:
+        """A GPU's memory is there with its mapping."""
+
     def close(self) -> None:
         """See `OpenedKV.close`. What CUDA refuses to let go of is logged; the rest goes."""
         while self._undo:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import random
+import re
 import signal
 import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +32,7 @@ from raykv.worker.link import LinkTarget, WorkerLink
 from tests.fixtures.node.links import (
     LONG_S,
     NUM_BLOCKS,
+    NUM_SLOTS,
     PATIENT,
     SECONDS,
     SETTINGS,
@@ -40,7 +44,7 @@ from tests.fixtures.node.links import (
     job_ids,
 )
 from tests.fixtures.processes import freeze
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 
 def test_line_goes_to_the_next_node_when_the_engine_is_at_another_one(
@@ -87,6 +91,41 @@ def test_jobs_of_the_last_node_have_ended_before_the_line_goes_to_the_next_one(
     finally:
         first.end()
         second.end()
+
+
+def test_first_load_into_blocks_takes_no_page_fault_for_each_page(workers: list[Worker]) -> None:
+    """Each costs more than the copy of the page."""
+    page_bytes = 1 << 20
+    node = Node(page_bytes)
+    try:
+        worker = Worker(node, [page_bytes], 1)
+        workers.append(worker)
+        pool_bytes, kv_bytes = NUM_SLOTS * page_bytes, worker.kv.num_bytes
+        wait_until(lambda: mapped_bytes(node, "pool") >= pool_bytes, LONG_S, "the pool is mapped")
+        wait_until(lambda: mapped_bytes(node, "test-kv") >= kv_bytes, LONG_S, "the KV is mapped")
+        chunks = list(range(8))
+        assert failures(worker.run(worker.job(Direction.STORE, chunks, chunks))) == []
+        # It loads code in the background, too.
+        wait_until_quiet(lambda: num_faults(node), LONG_S, "it has begun")
+        before = num_faults(node)
+        blocks = list(range(8, 16))
+        assert failures(worker.run(worker.job(Direction.LOAD, chunks, blocks))) == []
+        assert num_faults(node) - before < 8 * page_bytes // mmap.PAGESIZE // 10
+    finally:
+        node.end()
+
+
+def mapped_bytes(node: Node, name: str) -> int:
+    """That the node's process has in its page table."""
+    maps = Path(f"/proc/{node.process.pid}/smaps").read_text().partition(f"raykv-{name} ")[2]
+    found = re.search(r"^Rss: +(\d+) kB$", maps, re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def num_faults(node: Node) -> int:
+    """Of pages that were in memory already."""
+    stat = Path(f"/proc/{node.process.pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[7])
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
