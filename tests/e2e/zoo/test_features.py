@@ -93,11 +93,14 @@ def test_engine_of_two_ranks_loads_what_one_rank_stored(name: str, start_zoo: St
     )
     (first, second) = one.cluster.status().engines
     assert first.namespace == second.namespace
-    wait_until(lambda: bool(two.ask(tokens)[0]["cached"]), 20.0, "it has a mirror")
-    two.process.reset()
-    (found,) = two.ask(tokens)
-    two.check_same(found, expected)
-    assert found["cached"] >= 4 * BLOCK
+
+    def loads() -> bool:
+        two.process.reset()
+        (found,) = two.ask(tokens)
+        two.check_same(found, expected)
+        return found["cached"] >= 4 * BLOCK
+
+    wait_until(loads, 30.0, "it has a mirror, and loads")
 
 
 @pytest.mark.parametrize("name", kinds(["llama4", "qwen3-next"]))

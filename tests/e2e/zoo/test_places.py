@@ -27,7 +27,7 @@ KINDS = ("llama", "mistral", "gemma3-groups", "gpt-oss", "llama4", "deepseek", "
 FEW_BLOCKS = {
     "llama": 64,
     "mistral": 24,
-    "gemma3-groups": 160,
+    "gemma3-groups": 140,
     "gpt-oss": 48,
     "llama4": 72,
     "deepseek": 64,
