@@ -1,10 +1,11 @@
 """`fetch`: node to node, beside one bare Ray object pull and a loopback TCP copy of the same size.
 
-Two Ray nodes on this host. A fetch is what an engine's NodeActor does: chunks are read out of the
-source's pool in pieces, checked, and land in the other pool at their slots. The bare pull moves one
-object between the nodes' object stores and no further. All are timed by the caller; the CPU
-seconds are those of all processes that take part: both raylets, both NodeActors, both peers, and
-the caller. Where NIXL is installed, two more nodes use it.
+Two Ray nodes on this host, each on a core of its own where it has two. A fetch is what an engine's
+NodeActor does: chunks are read out of the source's pool in pieces, checked, and land in the other
+pool at their slots. The bare pull moves one object between the nodes' object stores and no further.
+All are timed by the caller; the CPU seconds are those of all processes that take part: both
+raylets, both NodeActors, both peers, and the caller. Where NIXL is installed, two more nodes use
+it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def run(options: Options) -> Result:
                 moves = {NIXL: lambda size: pair.fetch(size, with_checksums=True), TCP: pair.send}
                 _measure(result, pair, size, options.repeats_or(7), moves, f"{NIXL} ")
         result.notes.append(f"NIXL had UCX_TLS={os.environ['UCX_TLS']}.")
-    result.notes.append("Both nodes share this host's cores and memory.")
+    result.notes.append("Both nodes share this host's memory, and its cores with other processes.")
     return result
 
 
@@ -193,11 +194,16 @@ class Pair:
         self._epochs = [each.epoch for each in described]
         self.node_pids = [each.pid for each in described]
         self._peers = [_peer(node_id, most_bytes) for node_id in self._nodes]
-        pids = [each.pid for each in described]
+        peers = ray.get([peer.pid.remote() for peer in self._peers], timeout=DEADLINE_S)
         # A raylet is the parent of its actors.
-        pids += [_parent(pid) for pid in pids]
-        pids += ray.get([peer.pid.remote() for peer in self._peers], timeout=DEADLINE_S)
-        self._pids = [*pids, os.getpid()]
+        of_nodes = [
+            (pid, _parent(pid), peer) for pid, peer in zip(self.node_pids, peers, strict=True)
+        ]
+        cores = sorted(os.sched_getaffinity(0))
+        for pids, core in zip(of_nodes, cores if len(cores) > 1 else [], strict=False):
+            for pid in pids:
+                _pin(pid, core)
+        self._pids = [*itertools.chain(*of_nodes), os.getpid()]
         self._port = ray.get(self._peers[0].listen.remote(), timeout=DEADLINE_S)
         self._generations = itertools.count(1)
         self._generation = 0
@@ -295,6 +301,13 @@ class Pair:
 def _parent(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("PPid:"))
+
+
+def _pin(pid: int, core: int) -> None:
+    """Threads that it begins later are there too."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), {core})
 
 
 def _cpu_s(pid: int) -> float:
