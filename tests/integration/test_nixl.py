@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from raykv.base.errors import ClusterError
 from raykv.base.ids import Refusal
 from raykv.lab.bench.fetch import CHUNK_BYTES, Pair
 from raykv.protocol.peer import FetchResult
@@ -96,5 +98,13 @@ def test_destination_that_dies_in_the_middle_leaves_no_slot_of_the_source_held(p
     _, here = pair.node_pids
     begin(pair, LONG_S)
     os.kill(here, signal.SIGKILL)
-    # Every slot can be stored into again, as soon as the offers are too old.
-    pair.fill(2)
+    generations = itertools.count(2)
+
+    def takes_stores() -> bool:
+        try:
+            pair.fill(next(generations))
+        except ClusterError:
+            return False
+        return True
+
+    wait_until(takes_stores, LONG_S, "the offers are too old, and every slot is stored into")
