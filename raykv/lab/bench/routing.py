@@ -18,6 +18,7 @@ from raykv.directory.answers.prefixes import MAX_NODES_OF_A_KEY, prefix_page
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
+from raykv.lab.bench.routing_simulation import run_simulation
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptHasher, PromptTokens
@@ -36,7 +37,9 @@ HASH, WHOLE = "keys", "keys and decision"
 
 
 def run(options: Options) -> Result:
-    """See the module's docstring."""
+    """See the module's docstring, or with `cluster` that of `routing_simulation`."""
+    if options.cluster is not None:
+        return run_simulation(options, options.cluster, "routers in front of a simulated cluster")
     tokens = 512 if options.quick else TOKENS
     repeats = options.repeats_or(15)
     result = Result("routing", BENCHMARKS["routing"].summary)
