@@ -73,7 +73,7 @@ class SimulationResult(Result):
         for case, found in self.found.items():
             least = min(each.computed for each in found.values())
             for number, (router, each) in enumerate(found.items()):
-                best = [name for name in MEASURES if router == _best(found, name)]
+                best = [name for name in MEASURES if _is_best(found, router, name)]
                 table.add_row(
                     case if number == 0 else "",
                     router,
@@ -97,8 +97,9 @@ def _measures(each: Simulated) -> dict[str, float]:
     return {"mean": each.mean_s, "p99": each.p99_s, "computed": float(each.computed)}
 
 
-def _best(found: Mapping[str, Simulated], measure: str) -> str:
-    return min(found, key=lambda router: _measures(found[router])[measure])
+def _is_best(found: Mapping[str, Simulated], router: str, measure: str) -> bool:
+    least = min(_measures(each)[measure] for each in found.values())
+    return _measures(found[router])[measure] == least
 
 
 def run_simulation(options: Options, cluster: ClusterOptions, summary: str) -> Result:
