@@ -45,16 +45,16 @@ class Weights:
     """What things cost, in tokens to compute; see the module's docstring.
 
     The defaults: a token came from the own node's pool in 0.03 of the time that it takes to compute
-    it, and from another node's in 0.1, on a CPU with a small model. A GPU computes faster (0.04 and
-    0.4 for one of 7 billion parameters on an H100 and 5 GB/s), and who fetches keeps others waiting
-    for the link. A request takes a little of each step, and room.
+    it, and from another node's in 0.1, on a CPU with a small model. A GPU computes faster: 0.04 and
+    0.15 to 0.4, by the prompt's length, with 7 billion parameters on an H100 and links of 5 GB/s. A
+    request takes a little of each step, and room.
 
     Raises:
         SettingError: a weight is invalid.
     """
 
     load: float = 0.05
-    fetch: float = 0.5
+    fetch: float = 0.25
     request: float = 64.0
     waiting: float = 0.35
 
