@@ -57,7 +57,7 @@ def demo(
 
 
 @app.command()
-def bench(
+def bench(  # noqa: PLR0913 - a command's options
     names: Annotated[
         list[str] | None, typer.Argument(help="Benchmarks to run. Default: all.")
     ] = None,
@@ -74,8 +74,30 @@ def bench(
         bool, typer.Option("--quick", help="Use small sizes: shows that it runs, not how fast.")
     ] = False,
     trace: Annotated[
-        str | None, typer.Option(help="For `policy`: a file of requests, JSON lines with hash_ids.")
+        str | None,
+        typer.Option(
+            help="For `policy`, `windows` and `routing --simulate`: a file of requests, JSON lines "
+            "with hash_ids."
+        ),
     ] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate", help="For `routing`: compare routers on a simulated cluster instead."
+        ),
+    ] = False,
+    replicas: Annotated[
+        list[int] | None, typer.Option(help="With --simulate: so many; repeatable. Default: 16.")
+    ] = None,
+    load: Annotated[
+        list[float] | None,
+        typer.Option(help="With --simulate: in per cent; repeatable. Default: 50, 70, 80 and 95."),
+    ] = None,
+    delay_ms: Annotated[
+        list[float] | None,
+        typer.Option(help="With --simulate: of the directory; repeatable. Default: 5."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="With --simulate: of all that is drawn.")] = 1,
     device: Annotated[
         str, typer.Option(help="For `copy` and `ttft`: cpu, or cuda for the first GPU.")
     ] = "cpu",
@@ -86,12 +108,13 @@ def bench(
     """
     from raykv.cluster.warden import ending_what_it_starts
     from raykv.lab.bench.command import list_benchmarks, run_benchmarks
-    from raykv.lab.bench.report import Options
+    from raykv.lab.bench.report import ClusterOptions, Options
 
     if list_only:
         list_benchmarks()
         return
-    options = Options(repeats=repeats, quick=quick, trace=trace, device=device)
+    cluster = ClusterOptions().given(replicas, load, delay_ms, seed) if simulate else None
+    options = Options(repeats, quick, trace, device, cluster)
     with ending_what_it_starts():
         run_benchmarks(names or [], options, json_path)
 

@@ -293,13 +293,21 @@ class Catalog:
         return WherePage(PROTOCOL_VERSION, len(keys), sources, key_index, source_index)
 
     def prefixes(self, query: PrefixQuery) -> PrefixPage:
-        """How much of prompts each node has."""
+        """How much of prompts each node has, in its pool or on its disk."""
         nodes = tuple(self._nodes)
         if not nodes or not query.keys:
             return prefix_page(query, (), (), ())
         space = Namespace(query.namespace)
         found = self._table.ask(space, query.keys, nodes, (), MAX_NODES_OF_A_KEY, None)
-        return prefix_page(query, found.nodes, found.key_index, found.node_index)
+        if not self._disks.holds_any(space):
+            return prefix_page(query, found.nodes, found.key_index, found.node_index)
+        places = {node: at for at, node in enumerate(found.nodes)}
+        key_index, node_index = list(found.key_index), list(found.node_index)
+        for index, key in enumerate(query.keys):
+            for each in self._disks.find(space, Key(key)):
+                key_index.append(index)
+                node_index.append(places.setdefault(each.node_id, len(places)))
+        return prefix_page(query, list(places), key_index, node_index)
 
     def space_page(self) -> SpacePage:
         """All namespaces, and where their engines are."""

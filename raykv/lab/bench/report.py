@@ -22,18 +22,53 @@ DEVICES = (CPU, "cuda")
 
 
 @dataclass(frozen=True)
+class ClusterOptions:
+    """What clusters are simulated: all combinations. `loads` in per cent, `delays_ms` of the
+    directory's answers.
+    """
+
+    replicas: tuple[int, ...] = (16,)
+    loads: tuple[float, ...] = (50.0, 70.0, 80.0, 95.0)
+    delays_ms: tuple[float, ...] = (5.0,)
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name, values in (("replicas", self.replicas), ("load", self.loads)):
+            if not values or min(values) <= 0:
+                raise SettingError(f"--{name}: {values} must be greater than 0")
+        if not self.delays_ms or min(self.delays_ms) < 0:
+            raise SettingError(f"--delay-ms: {self.delays_ms} must be 0 or more")
+
+    def given(
+        self,
+        replicas: Sequence[int] | None,
+        loads: Sequence[float] | None,
+        delays_ms: Sequence[float] | None,
+        seed: int,
+    ) -> ClusterOptions:
+        """With these instead of its own, where they are given."""
+        return ClusterOptions(
+            tuple(replicas or self.replicas),
+            tuple(loads or self.loads),
+            tuple(delays_ms or self.delays_ms),
+            seed,
+        )
+
+
+@dataclass(frozen=True)
 class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
-    `trace`: a file of requests for `policy`. `device`: what `copy` copies from and to, what
-    `ttft` computes on.
+    `trace`: a file of requests for `policy`, `windows` and `cluster`. `device`: what `copy` copies
+    from and to, what `ttft` computes on. `cluster`: for `routing`, to simulate clusters.
     """
 
     repeats: int | None = None
     quick: bool = False
     trace: str | None = None
     device: str = CPU
+    cluster: ClusterOptions | None = None
 
     @property
     def is_on_gpu(self) -> bool:

@@ -1,50 +1,73 @@
-"""`routing`: what it costs a request to be placed, without its tokenising and the question.
+"""`routing`: what it costs a request to be placed: CPU of the router's own thread.
 
-A prompt of 4096 tokens in blocks of 16, each of which is a chunk, for 8 replicas on 4 nodes: its
-keys are made, what was sent where lately is looked up, the replicas are put in order, and it is
-remembered where the prompt goes. A new prompt is hashed whole; the next turn of a conversation has
-256 tokens more than the last one. Beside it what it takes to tokenise the prompt, which is done on
-a thread of its own, and to answer the question in the scheduler actor's process.
+*Remembered*: a conversation's next turn, of which the router knows where the turns before went; it
+neither makes tokens nor asks. All of it is counted, from the body to the note that the first token
+has come, with 64 replicas on 16 nodes that all have had the system prompt. The prompts are as long
+as those of the published traces: 7,000 tokens are the median of conversations, 95,000 of agents.
+
+*Asked*: a new prompt of 4096 tokens in blocks of 16, each of which is a chunk; its keys are made,
+too. Beside it what it takes to tokenise the prompt, which is done on a thread of its own, and to
+answer the question in the scheduler actor's process.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
+from random import Random
 from typing import Any
 
 from raykv.directory.answers.prefixes import MAX_NODES_OF_A_KEY, prefix_page
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
+from raykv.lab.bench.routing_simulation import run_simulation
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme
 from raykv.prompts.lookup import PromptScheme
-from raykv.prompts.prompt_keys import PromptHasher, PromptTokens
+from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.reader import PrefixQuery
-from raykv.serve.router.rank import Candidate, PromptPlace, RecentPrompts, Weights, rank
+from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.router.directory import FoundPrompt
+from raykv.serve.router.planner import KnownFrom, PlacedRequest, RoutePlanner
+from raykv.serve.router.rank import Candidate
+from raykv.serve.router.rendering import Fallback
+from raykv.serve.router.settings import RouteSettings
+from raykv.serve.router.trail import read_trail
 
 MOST_MS = 1.0
 TOKENS, BLOCK, TURN = 4096, 16, 256
-NUM_NODES = 4
 MOST_KEYS = 1024
+LENGTHS = (7_000, 30_000, 95_000, 250_000)
+NUM_REPLICAS, NUM_NODES = 64, 16
+SYSTEM_TOKENS = 4000
+BYTES_PER_TOKEN = 4
 
 NEW, NEXT = "new prompt", "next turn"
-HASH, WHOLE = "keys", "keys and decision"
+PLACE, ASKED = "remembered", "directory asked"
 
 
 def run(options: Options) -> Result:
-    """See the module's docstring."""
+    """See the module's docstring, or with `cluster` that of `routing_simulation`."""
+    if options.cluster is not None:
+        return run_simulation(options, options.cluster, "routers in front of a simulated cluster")
     tokens = 512 if options.quick else TOKENS
     repeats = options.repeats_or(15)
     result = Result("routing", BENCHMARKS["routing"].summary)
-    for name, is_new in ((NEW, True), (NEXT, False)):
-        case = f"{name}, {tokens} tokens"
-        result.rows += alternate(case, "ms", _subjects(tokens, is_new=is_new), repeats)
-        whole = result.row(case, WHOLE).median
+    for length in LENGTHS[:1] if options.quick else LENGTHS:
+        case = f"{NEXT}, {length:,} tokens, {NUM_REPLICAS} replicas"
+        result.rows += alternate(
+            case, "ms of CPU", {PLACE: PlacedTurns(length).remembered_ms}, repeats
+        )
+        whole = result.row(case, PLACE).median
         result.verdicts.append(Verdict(f"{case}: at most {MOST_MS:g} ms", whole, MOST_MS))
+    case = f"{NEW}, {tokens} tokens, {NUM_REPLICAS} replicas"
+    result.rows += alternate(case, "ms of CPU", {ASKED: PlacedTurns(tokens).asked_ms}, repeats)
+    whole = result.row(case, ASKED).median
+    result.verdicts.append(Verdict(f"{case}: at most {MOST_MS:g} ms", whole, MOST_MS))
     beside: dict[str, Callable[[], float]] = {
         "the answer for 32 nodes": lambda: _answer_ms(tokens // BLOCK)
     }
@@ -54,33 +77,87 @@ def run(options: Options) -> Result:
     return result
 
 
-def _subjects(tokens: int, *, is_new: bool) -> dict[str, Callable[[], float]]:
-    """Each measures a prompt that was not measured before."""
-    seeds = count(1)
-    group = ChunkGroup(0, BLOCK)
-    scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, BLOCK), (group,))
-    recent = RecentPrompts(30.0)
-    replicas = [Candidate(f"r{n}", f"n{n % NUM_NODES}", n % 3) for n in range(2 * NUM_NODES)]
-    on_nodes = {f"n{n}": n * BLOCK for n in range(NUM_NODES)}
+class Answering:
+    """Takes the place of the tokenizer and of the directory. `asked`: how often."""
 
-    def measure(decides: bool) -> float:
-        hasher = PromptHasher(scheme)
-        whole = prompt(next(seeds), tokens)
-        if not is_new:
-            before = PromptTokens(whole[: tokens - TURN], PLAIN)
-            recent.remember("r0", hasher.keys(before, MOST_KEYS).keys[group], 0.0)
-        began = time.perf_counter()
-        keys = hasher.keys(PromptTokens(whole, PLAIN), MOST_KEYS).keys[group]
-        if decides:
-            held = recent.num_held(keys, 1.0)
-            place = PromptPlace(
-                tokens, on_nodes, tokens // 2, {name: n * BLOCK for name, n in held.items()}
-            )
-            best = rank(replicas, [place], Weights())[0]
-            recent.remember(best.name, keys, 1.0)
-        return (time.perf_counter() - began) * 1e3
+    def __init__(self) -> None:
+        scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, BLOCK), (ChunkGroup(0, BLOCK),))
+        self.hasher: PromptHasher | None = PromptHasher(scheme)
+        self.tokens: list[int] = []
+        self.asked = 0
 
-    return {HASH: lambda: measure(False), WHOLE: lambda: measure(True)}
+    async def render(self, request: HttpRequest) -> list[PromptTokens] | Fallback:
+        """See `raykv.serve.router.planner.Renderer`."""
+        return [PromptTokens(self.tokens, PLAIN)]
+
+    async def find(self, prompts: Sequence[PromptKeys]) -> list[FoundPrompt] | None:
+        """See `raykv.serve.router.planner.Finder`."""
+        self.asked += 1
+        on_nodes = {f"n{n}": n * BLOCK for n in range(NUM_NODES)}
+        return [FoundPrompt(on_nodes, NUM_NODES * BLOCK) for _ in prompts]
+
+
+class PlacedTurns:
+    """A planner that has sent a system prompt everywhere, and then turns of conversations."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._random = Random(length)
+        self._replicas = [
+            Candidate(f"r{n}", f"n{n % NUM_NODES}", n % 7) for n in range(NUM_REPLICAS)
+        ]
+        self._answers = Answering()
+        self._planner = RoutePlanner(self._answers, self._answers, RouteSettings())
+        self._planner.keep([each.name for each in self._replicas])
+        self._system = self._text(SYSTEM_TOKENS)
+        for each in self._replicas:
+            self._send(PlacedRequest(read_trail(self._body("")), KnownFrom.DIRECTORY), each)
+
+    def remembered_ms(self) -> float:
+        """For the next turn of another conversation."""
+        talk = self._text(self._length - SYSTEM_TOKENS - TURN)
+        first = PlacedRequest(read_trail(self._body(talk)), KnownFrom.DIRECTORY)
+        self._send(first, self._random.choice(self._replicas))
+        taken = self._place_ms(self._body(talk + self._text(TURN)))
+        assert not self._answers.asked, self._length
+        return taken
+
+    def asked_ms(self) -> float:
+        """For a prompt with nothing that is known, without its tokens and the answer."""
+        self._answers.tokens = prompt(self._random.getrandbits(30), self._length)
+        body = json.dumps({"model": "m", "prompt": self._text(self._length)}).encode()
+        return self._place_ms(body)
+
+    def _place_ms(self, body: bytes) -> float:
+        request = HttpRequest("POST", "/v1/completions", b"", [], body)
+        began = time.thread_time()
+        placed = _at_once(self._planner.place(request))
+        assert isinstance(placed, PlacedRequest), placed
+        best = self._planner.choose(placed, self._replicas)[0].name
+        self._planner.went(placed, next(each for each in self._replicas if each.name == best))
+        self._planner.began(placed)
+        return (time.thread_time() - began) * 1e3
+
+    def _send(self, request: PlacedRequest, replica: Candidate) -> None:
+        self._planner.went(request, replica)
+        self._planner.began(request)
+
+    def _text(self, tokens: int) -> str:
+        return self._random.randbytes(max(0, tokens) * BYTES_PER_TOKEN // 2).hex()
+
+    def _body(self, talk: str) -> bytes:
+        messages = [{"role": "system", "content": self._system}, {"role": "user", "content": talk}]
+        return json.dumps({"model": "m", "messages": messages, "stream": True}).encode()
+
+
+def _at_once(running: Coroutine[Any, Any, PlacedRequest | Fallback]) -> PlacedRequest | Fallback:
+    """What a coroutine returns that waits for nothing."""
+    try:
+        running.send(None)
+    except StopIteration as done:
+        found: PlacedRequest | Fallback = done.value
+        return found
+    raise AssertionError("it waits")
 
 
 def _answer_ms(num_keys: int) -> float:

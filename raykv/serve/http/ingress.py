@@ -37,6 +37,7 @@ from raykv.serve.http.exchange import (
     whole,
 )
 from raykv.serve.http.metrics import CONTENT_TYPE, ReplicaMetrics, merge
+from raykv.serve.http.starts import STARTS
 
 logger = logging.getLogger("ray.serve")
 
@@ -89,7 +90,11 @@ class ReplicaBackend:
         pieces = self.handle.handle_http.remote(request)
         try:
             await self._taken(pieces)
+            has_begun = False
             async for piece in pieces:
+                if not has_begun and isinstance(piece, bytes):
+                    has_begun = True
+                    STARTS.began(request)
                 yield piece
         except BaseException:
             # The client has left, or no replica took it in time: no replica should work on it.

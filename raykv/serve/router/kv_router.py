@@ -1,12 +1,14 @@
-"""The request router of the policy "kv": asks RayKV's directory, falls back to Ray's own choice.
+"""The request router of the policy "kv": follows what it remembers, or asks RayKV's directory.
 
-While the directory is silent a request follows what it begins with; Ray chooses for all others.
+Ray chooses only for requests that can't be looked into.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ray.serve.request_router import (
@@ -21,8 +23,9 @@ from ray.util.metrics import Counter
 
 from raykv.serve.arguments import ModelArguments, parse, plan_of
 from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.http.starts import STARTS
 from raykv.serve.router.directory import Directory
-from raykv.serve.router.planner import PlacedRequest, RoutePlanner
+from raykv.serve.router.planner import KnownFrom, PlacedRequest, RoutePlanner
 from raykv.serve.router.power_of_two import two_choices
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import Fallback, PromptRenderer, Render
@@ -31,9 +34,20 @@ from raykv.serve.router.settings import parse_route_settings
 MOST_PLACED = 1024
 """Requests whose places are known and that no replica has taken yet."""
 
+MOST_TAKEN = 4096
+"""Requests that a replica has taken and that have not ended, as far as is known."""
+
 PLACED = "placed"
-NO_ANSWER = Fallback.NO_ANSWER.value
-REMEMBERED = "directory did not answer, sent where its beginning went"
+REMEMBERED = "sent where its beginning went"
+SILENT_BUT_REMEMBERED = "directory did not answer, sent where its beginning went"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A request that a replica has taken."""
+
+    request: HttpRequest
+    placed: PlacedRequest
 
 
 class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
@@ -51,6 +65,9 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         self._renderer.start()
         self._planner = RoutePlanner(self._renderer, self._directory, settings)
         self._placed: OrderedDict[str, PlacedRequest] = OrderedDict()
+        self._taken: OrderedDict[str, Taken] = OrderedDict()
+        # Filled by the ingress, on its own thread.
+        self._begun: deque[PlacedRequest] = deque()
         self._outcomes = Counter(
             "raykv_routed_requests",
             "Requests by how a replica was chosen for them: placed, or why not.",
@@ -73,32 +90,54 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
     ) -> list[list[RunningReplica]]:
         self._directory.learn(each.node_id for each in candidate_replicas)
         placed = await self._place(pending_request)
-        if pending_request is None or placed is None or self._outcome(placed) == NO_ANSWER:
+        if pending_request is None or placed is None:
             return await two_choices(self, candidate_replicas, pending_request)
         # Where all are full Serve waits before it asks again.
         pending_request.routing_context.should_backoff = True
+        while self._begun:
+            self._planner.began(self._begun.popleft())
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        loads = self.replica_queue_len_cache
-        replicas = [
-            Candidate(name, each.node_id, loads.get(each.replica_id) or 0)
-            for name, each in by_name.items()
-        ]
+        replicas = self._candidates(candidate_replicas)
         return [[by_name[choice.name]] for choice in self._planner.choose(placed, replicas)]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         super().on_request_routed(pending_request, replica_id, result)
-        placed = self._placed.pop(pending_request.metadata.internal_request_id, None)
-        if placed is not None:
-            self._planner.went(placed, replica_id.unique_id)
+        name = pending_request.metadata.internal_request_id
+        placed, replica = self._placed.pop(name, None), self.curr_replicas.get(replica_id)
+        if placed is None or replica is None:
+            return
+        self._planner.went(placed, *self._candidates([replica]))
+        taken = Taken(pending_request.args[0], placed)
+        self._taken[name] = taken
+        STARTS.watch(taken.request, partial(self._begun.append, placed))
+        if len(self._taken) > MOST_TAKEN:
+            self._end(self._taken.popitem(last=False)[1])
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        super().on_request_completed(replica_id, internal_request_id)
+        taken = self._taken.pop(internal_request_id, None)
+        if taken is not None:
+            self._end(taken)
+
+    def _end(self, taken: Taken) -> None:
+        STARTS.forget(taken.request)
+        self._planner.ended(taken.placed)
+
+    def _candidates(self, replicas: Sequence[RunningReplica]) -> list[Candidate]:
+        loads = self.replica_queue_len_cache
+        return [
+            Candidate(each.replica_id.unique_id, each.node_id, loads.get(each.replica_id) or 0)
+            for each in replicas
+        ]
 
     def _outcome(self, placed: PlacedRequest) -> str:
         """How a replica is chosen, where the prompts are known."""
-        if placed.is_answered:
-            return PLACED
-        # The router remembers where it goes anyway, so that the next turn follows it.
-        return REMEMBERED if self._planner.remembers(placed) else NO_ANSWER
+        if placed.source is not KnownFrom.SILENCE:
+            return PLACED if placed.is_answered else REMEMBERED
+        is_known = self._planner.remembers(placed)
+        return SILENT_BUT_REMEMBERED if is_known else Fallback.NO_ANSWER.value
 
     async def _place(self, pending: PendingRequest | None) -> PlacedRequest | None:
         """Where the request's prompts are; the first answer counts while replicas are full."""

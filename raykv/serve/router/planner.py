@@ -1,19 +1,37 @@
-"""Places requests: from a request to an order of replicas, or to why there is no order."""
+"""Places requests: from a request to an order of replicas, or to why there is no order.
+
+What a request's text begins with is remembered: where it went, and on which node it has been
+computed since. If that is most of it, it decides. Otherwise the text's tokens are made, and the
+directory is asked, which knows what other routers have sent and what was stored long ago.
+
+    place ─► choose ─► went ─► began ─► ended
+
+Invariant: what waits at a replica is the work of the requests that went there and neither began nor
+ended.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Protocol
 
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import MOST_KEYS, FoundPrompt
 from raykv.serve.router.rank import Candidate, Choice, PromptPlace, RecentPrompts, rank
-from raykv.serve.router.rendering import Fallback
+from raykv.serve.router.rendering import Fallback, has_prompt
 from raykv.serve.router.settings import RouteSettings
+from raykv.serve.router.trail import Trail, read_trail
+
+MOST_UNKNOWN = 0.25
+"""Of a text whose beginning is remembered, for that to decide. A conversation's turn adds less."""
+
+MOST_UNANSWERED = 4096
+"""Requests that went somewhere and have not begun; the oldest ones are no longer counted."""
 
 
 class Renderer(Protocol):
@@ -34,24 +52,40 @@ class Finder(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class PlacedPrompt:
-    """A prompt, and which nodes have how much of it."""
+class KnownFrom(Enum):
+    """What says where a request's prompts are."""
 
-    keys: PromptKeys
+    DIRECTORY = "the directory"
+    MEMORY = "what is remembered, which was enough"
+    SILENCE = "what is remembered: the directory did not answer"
+
+
+@dataclass(frozen=True)
+class FoundTokens:
+    """A prompt's length, and which nodes have how much of it."""
+
+    num_tokens: int
     found: FoundPrompt
 
 
-@dataclass
+@dataclass(eq=False)
 class PlacedRequest:
-    """A request with its prompts. `sent_to`: the replica that it is believed to go to; or none.
+    """A request with what is known of it.
 
-    Not `is_answered`: the directory is silent, and all that can be known is what was sent where.
+    `prompts`: what the directory says, if it was asked. `choices`: what was chosen last, by
+    replica. `sent_to`: the replica that it is believed to go to, or none.
     """
 
-    prompts: Sequence[PlacedPrompt]
-    sent_to: str | None = None
-    is_answered: bool = True
+    trail: Trail
+    source: KnownFrom
+    prompts: Sequence[FoundTokens] = ()
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    sent_to: Candidate | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the directory has said where its prompts are."""
+        return self.source is KnownFrom.DIRECTORY
 
 
 class RoutePlanner:
@@ -62,6 +96,7 @@ class RoutePlanner:
         directory: see `Finder`.
         settings: of the router.
         clock: of a monotonic clock, in seconds.
+        read: makes the trail of a body.
     """
 
     def __init__(
@@ -70,16 +105,27 @@ class RoutePlanner:
         directory: Finder,
         settings: RouteSettings,
         clock: Callable[[], float] = time.monotonic,
+        read: Callable[[bytes], Trail] = read_trail,
     ) -> None:
         self._renderer = renderer
         self._directory = directory
         self._weights = settings.weights
-        self._recent = RecentPrompts(settings.recent_s)
-        self._sent: Counter[str] = Counter()
         self._clock = clock
+        self._read = read
+        # By replica, what is in vLLM's own cache or being computed; by node, what is stored.
+        self._sent = RecentPrompts(settings.recent_s)
+        self._stored = RecentPrompts(settings.recent_s)
+        self._replicas: dict[str, _Account] = {}
+        # The replica's account, and the work in it.
+        self._unanswered: OrderedDict[PlacedRequest, _SentWork] = OrderedDict()
 
     async def place(self, request: HttpRequest) -> PlacedRequest | Fallback:
         """Where the prompts of a request are."""
+        if not has_prompt(request):
+            return Fallback.NO_PROMPT
+        trail = self._read(request.body)
+        if self._decides(trail):
+            return PlacedRequest(trail, KnownFrom.MEMORY)
         rendered = await self._renderer.render(request)
         if isinstance(rendered, Fallback):
             return rendered
@@ -90,47 +136,100 @@ class RoutePlanner:
         prompts = [hasher.keys(prompt, most) for prompt in rendered]
         found = await self._directory.find(prompts)
         if found is None:
-            nowhere = FoundPrompt({}, 0)
-            unknown = [PlacedPrompt(each, nowhere) for each in prompts]
-            return PlacedRequest(unknown, is_answered=False)
-        return PlacedRequest([PlacedPrompt(*pair) for pair in zip(prompts, found, strict=True)])
+            return PlacedRequest(trail, KnownFrom.SILENCE)
+        pairs = zip(prompts, found, strict=True)
+        known = [FoundTokens(keys.num_tokens, each) for keys, each in pairs]
+        return PlacedRequest(trail, KnownFrom.DIRECTORY, known)
 
     def remembers(self, request: PlacedRequest) -> bool:
-        """Whether something of its prompts was sent to a replica lately."""
-        now = self._clock()
-        firsts = (each.keys.first[:1] for each in request.prompts)
-        return any(self._recent.num_held(first, now) for first in firsts)
+        """Whether something of its text was sent to a replica lately."""
+        return bool(self._sent.num_held(request.trail.digests[:1], self._clock()))
 
     def choose(self, request: PlacedRequest, replicas: Sequence[Candidate]) -> list[Choice]:
         """All replicas, the best one first: it is remembered that the prompts go there."""
         now = self._clock()
-        prompts = [self._place_of(each, now) for each in request.prompts]
-        counted = [replace(each, sent=self._sent[each.name]) for each in replicas]
-        choices = rank(counted, prompts, self._weights)
+        counted = [self._counted(each) for each in replicas]
+        choices = rank(counted, [self._place_of(request, now)], self._weights)
+        request.choices = {each.name: each for each in choices}
         if choices:
-            self._remember(request, choices[0].name, now)
+            best = next(each for each in replicas if each.name == choices[0].name)
+            self._send(request, best, now)
         return choices
 
-    def went(self, request: PlacedRequest, name: str) -> None:
+    def went(self, request: PlacedRequest, replica: Candidate) -> None:
         """Note that this replica took the request; it need not be the best one."""
-        self._sent[name] += 1
-        if request.sent_to != name:
-            self._remember(request, name, self._clock())
+        if request.sent_to is None or request.sent_to.name != replica.name:
+            self._send(request, replica, self._clock())
+        choice = request.choices.get(replica.name)
+        work = choice.work if choice else request.trail.num_tokens
+        account = self._replicas.setdefault(replica.name, _Account())
+        account.sent += work
+        self.ended(request)
+        account.waiting += work
+        self._unanswered[request] = _SentWork(account, work)
+        if len(self._unanswered) > MOST_UNANSWERED:
+            self.ended(next(iter(self._unanswered)))
+
+    def began(self, request: PlacedRequest) -> None:
+        """Note that its first token has come: its prompts are stored on the replica's node."""
+        if request in self._unanswered and request.sent_to is not None:
+            node_id = request.sent_to.node_id
+            self._stored.remember(node_id, request.trail.digests, self._clock())
+        self.ended(request)
+
+    def ended(self, request: PlacedRequest) -> None:
+        """Note that nothing waits for it any more, however it has ended."""
+        entry = self._unanswered.pop(request, None)
+        if entry is not None:
+            entry.account.waiting -= entry.work
 
     def keep(self, names: Collection[str]) -> None:
         """Forget all replicas but these."""
-        self._sent = Counter({name: self._sent[name] for name in names})
+        self._replicas = {name: self._replicas.get(name, _Account()) for name in names}
 
-    def _remember(self, request: PlacedRequest, name: str, now: float) -> None:
-        request.sent_to = name
+    def _decides(self, trail: Trail) -> bool:
+        """Whether what is remembered is enough."""
+        now = self._clock()
+        held = self._sent.num_held(trail.digests, now)
+        number = max((held[name] for name in held if name in self._replicas), default=0)
+        return number > 0 and trail.unknown(number) <= MOST_UNKNOWN * trail.num_tokens
+
+    def _counted(self, replica: Candidate) -> Candidate:
+        account = self._replicas.get(replica.name) or _Account()
+        return replace(replica, sent=account.sent, waiting=account.waiting)
+
+    def _send(self, request: PlacedRequest, replica: Candidate, now: float) -> None:
+        request.sent_to = replica
+        self._sent.remember(replica.name, request.trail.digests, now)
+
+    def _place_of(self, request: PlacedRequest, now: float) -> PromptPlace:
+        """All its prompts as one: what is known of each is added up."""
+        trail = request.trail
+        num_tokens = float(sum(each.num_tokens for each in request.prompts)) or trail.num_tokens
+        held = trail.tokens(self._sent.num_held(trail.digests, now), num_tokens)
+        on_nodes = trail.tokens(self._stored.num_held(trail.digests, now), num_tokens)
+        anywhere = max(on_nodes.values(), default=0.0)
+        answered: dict[str, float] = {}
         for each in request.prompts:
-            self._recent.remember(name, each.keys.first, now)
+            for node, tokens in each.found.on_nodes.items():
+                answered[node] = answered.get(node, 0.0) + tokens
+        for node, total in answered.items():
+            on_nodes[node] = max(total, on_nodes.get(node, 0.0))
+        found = sum(each.found.anywhere for each in request.prompts)
+        return PromptPlace(num_tokens, on_nodes, max(anywhere, found), held)
 
-    def _place_of(self, placed: PlacedPrompt, now: float) -> PromptPlace:
-        held = self._recent.num_held(placed.keys.first, now)
-        return PromptPlace(
-            placed.keys.num_tokens,
-            placed.found.on_nodes,
-            placed.found.anywhere,
-            {name: number * placed.keys.followed.tokens for name, number in held.items()},
-        )
+
+@dataclass
+class _Account:
+    """Of a replica: work that was ever sent there, and that of no first token yet."""
+
+    sent: float = 0.0
+    waiting: float = 0.0
+
+
+@dataclass(frozen=True)
+class _SentWork:
+    """Work in an account."""
+
+    account: _Account
+    work: float

@@ -1,4 +1,4 @@
-"""Which replica a request should go to: where the fewest bytes have to move and least work waits.
+"""Which replica a request should go to: where it and those behind it wait for the shortest time.
 
 Costs are in tokens: 1 is what it costs to compute one. A token of the prompt is, for a replica, one
 of these, and the bytes to move are in proportion to the tokens:
@@ -8,31 +8,36 @@ of these, and the bytes to move are in proportion to the tokens:
    in another node's pool               `fetch`
    nowhere                              1
 
-and each request that is waiting or running there adds `request`. The lowest cost comes first; equal
-ones in the order of the requests there, then of the requests that were ever sent there, so that new
-prompts are spread, then of the names. Replicas on one node share its pool, not vLLM's own cache.
+The sum is the *work* of the request there. To it come `waiting`, for each token of work that was
+sent there before and of which no first token has come yet, and `request` for each request that
+waits or runs there. The lowest cost comes first; equal ones in the order of the requests there,
+then of the work that was ever sent there, so that new prompts are spread, then of the names.
+Replicas on one node share its pool, not vLLM's own cache.
+
+A request waits for all the work before it, but its own work counts three times as much: it delays
+the request, and then all that come behind it. So nothing is computed again only to be there a
+little earlier.
 
 What was sent to a replica a moment ago is being computed and in no directory yet. `RecentPrompts`
 remembers it, or each request of a burst that begins alike would go somewhere else and be computed
-there. The memory only says what a replica need not compute: the burst stays together until the
-requests that wait there cost more than to compute the prefix once more, then it spreads to one more
-replica, and the next ones balance between the two.
+there. The memory only says what a replica need not compute: the burst stays together until what
+waits there costs more than to compute the prefix once more, then it spreads to one more replica,
+and the next ones balance between the two.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raykv.base.errors import SettingError
-from raykv.base.ids import Key
 
-MOST_REMEMBERED = 65_536
-"""Chunks that were sent somewhere lately: some 20 MiB."""
+MOST_REMEMBERED = 131_072
+"""Stretches of prompts that were sent somewhere lately: some 50 MiB."""
 
 _MANY_REPLICAS = 8
-"""Replicas of a chunk, above which the expired ones are looked for and removed."""
+"""Places of a stretch, above which the expired ones are looked for and removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,9 @@ class Weights:
     """What things cost, in tokens to compute; see the module's docstring.
 
     The defaults: a token came from the own node's pool in 0.03 of the time that it takes to compute
-    it, and from another node's in 0.1, on a CPU with a small model. GPUs compute faster and links
-    differ, hence the reserve. One request is as a short prompt.
+    it, and from another node's in 0.1, on a CPU with a small model. A GPU computes faster: 0.04 and
+    0.15 to 0.4, by the prompt's length, with 7 billion parameters on an H100 and links of 5 GB/s. A
+    request takes a little of each step, and room.
 
     Raises:
         SettingError: a weight is invalid.
@@ -49,7 +55,8 @@ class Weights:
 
     load: float = 0.05
     fetch: float = 0.25
-    request: float = 256.0
+    request: float = 64.0
+    waiting: float = 0.35
 
     def __post_init__(self) -> None:
         if not 0 <= self.load <= self.fetch <= 1:
@@ -61,112 +68,121 @@ class Weights:
             raise SettingError(
                 f"the routing weight request={self.request:g} is a number of tokens, 0 or more"
             )
+        if not 0 <= self.waiting < float("inf"):
+            raise SettingError(
+                f"the routing weight waiting={self.waiting:g} is a share of work, 0 or more"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A replica that could take a request.
 
-    `load`: requests that wait or run there; `sent`: requests ever sent there by this router.
+    `load`: requests that wait or run there; `sent`: work ever sent there by this router; `waiting`:
+    work of which no first token has come yet.
     """
 
     name: str
     node_id: str
     load: int = 0
-    sent: int = 0
+    sent: float = 0.0
+    waiting: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlace:
-    """Where a prompt of `num_tokens` is, in tokens from its beginning on.
+    """Where a prompt of `num_tokens` is, in tokens from its beginning on; they may be estimates.
 
     `on_nodes`: what each node's pool has; `anywhere`: what can be loaded if the rest is fetched;
     `held`: by replica, what it is believed to have in vLLM's own cache, or to compute just now.
     """
 
-    num_tokens: int
-    on_nodes: Mapping[str, int]
-    anywhere: int
-    held: Mapping[str, int]
+    num_tokens: float
+    on_nodes: Mapping[str, float]
+    anywhere: float
+    held: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A replica and what the request costs there."""
+    """A replica, what the request costs there, and how much of that is work."""
 
     name: str
     cost: float
+    work: float
 
 
 def rank(
     replicas: Sequence[Candidate], prompts: Sequence[PromptPlace], weights: Weights
 ) -> list[Choice]:
     """All replicas, the best one first; a request may have several prompts."""
-    costs = {each.name: _cost(each, prompts, weights) for each in replicas}
+    works = {each.name: _work(each, prompts, weights) for each in replicas}
+    costs = {
+        each.name: works[each.name] + weights.waiting * each.waiting + weights.request * each.load
+        for each in replicas
+    }
     ordered = sorted(replicas, key=lambda r: (costs[r.name], r.load, r.sent, r.name))
-    return [Choice(each.name, costs[each.name]) for each in ordered]
+    return [Choice(each.name, costs[each.name], works[each.name]) for each in ordered]
 
 
-def _cost(replica: Candidate, prompts: Sequence[PromptPlace], weights: Weights) -> float:
-    moved = 0.0
+def _work(replica: Candidate, prompts: Sequence[PromptPlace], weights: Weights) -> float:
+    work = 0.0
     for prompt in prompts:
         held = min(prompt.held.get(replica.name, 0), prompt.num_tokens)
         here = max(held, min(prompt.on_nodes.get(replica.node_id, 0), prompt.num_tokens))
         found = max(here, min(prompt.anywhere, prompt.num_tokens))
-        moved += weights.load * (here - held) + weights.fetch * (found - here)
-        moved += prompt.num_tokens - found
-    return moved + weights.request * replica.load
+        work += weights.load * (here - held) + weights.fetch * (found - here)
+        work += prompt.num_tokens - found
+    return work
 
 
 class RecentPrompts:
-    """The chunks of prompts that were sent to replicas lately.
+    """The stretches of prompts that were brought to places lately: to replicas, or to nodes.
 
-    Invariant: at most `most` chunks; the ones that were sent longest ago go first.
+    A stretch's key names all that comes before it.
+
+    Invariant: at most `most` stretches; the ones that were brought longest ago go first.
 
     Args:
-        lifetime_s: how long they are remembered; computing and storing them takes seconds.
+        lifetime_s: how long they are remembered.
         most: see above.
     """
 
     def __init__(self, lifetime_s: float, most: int = MOST_REMEMBERED) -> None:
         self._lifetime_s = lifetime_s
         self._most = most
-        # Until when each replica is believed to have a chunk.
-        self._sent: OrderedDict[Key, dict[str, float]] = OrderedDict()
+        # Until when each place is believed to have a stretch.
+        self._sent: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sent)
 
-    def remember(self, replica: str, keys: Sequence[Key], now: float) -> None:
-        """A prompt whose chunks have these keys, in its order, is being sent there."""
+    def remember(self, place: str, keys: Sequence[Hashable], now: float) -> None:
+        """A prompt whose stretches have these keys, in its order, is being brought there."""
         until = now + self._lifetime_s
         sent = self._sent
         # From the last one on: what is forgotten first is then the end of a prompt.
         for key in reversed(keys):
             ends = sent.get(key)
             if ends is None:
-                sent[key] = {replica: until}
+                sent[key] = {place: until}
                 continue
             if len(ends) >= _MANY_REPLICAS:
                 for name in [name for name, end in ends.items() if end <= now]:
                     del ends[name]
-            ends[replica] = until
+            ends[place] = until
             sent.move_to_end(key)
         while len(sent) > self._most:
             sent.popitem(last=False)
 
-    def num_held(self, keys: Sequence[Key], now: float) -> dict[str, int]:
-        """How many of the first chunks were sent to each replica lately."""
+    def num_held(self, keys: Sequence[Hashable], now: float) -> dict[str, int]:
+        """How many of the first stretches were brought to each place lately."""
         found: dict[str, int] = {}
-        for number, key in enumerate(keys):
-            ends = self._sent.get(key)
-            if ends is None:
-                break
-            goes_on = False
-            for name, until in ends.items():
-                if until > now and found.get(name, 0) == number:
-                    found[name] = number + 1
-                    goes_on = True
-            if not goes_on:
-                break
+        # Who has a stretch has all before it, so that the last one says it all.
+        for number in range(len(keys), 0, -1):
+            ends = self._sent.get(keys[number - 1], {})
+            if len(ends) > len(found):
+                for name, until in ends.items():
+                    if until > now and name not in found:
+                        found[name] = number
         return found

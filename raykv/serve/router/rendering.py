@@ -28,6 +28,11 @@ Render = Callable[[str, bytes], list[PromptTokens] | None]
 """Given a path and a body: the prompts of the request, or None if it is not understood."""
 
 
+def has_prompt(request: HttpRequest) -> bool:
+    """Whether it is a completion or a chat."""
+    return request.method == "POST" and request.path in PATHS
+
+
 class PromptRenderer:
     """Has a thread that loads, then renders one request after the other.
 
@@ -62,7 +67,7 @@ class PromptRenderer:
 
     async def render(self, request: HttpRequest) -> list[PromptTokens] | Fallback:
         """The prompts of a request, within a deadline."""
-        if request.method != "POST" or request.path not in PATHS:
+        if not has_prompt(request):
             return Fallback.NO_PROMPT
         if self._render is None:
             return Fallback.NOT_LOADED

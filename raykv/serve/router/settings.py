@@ -25,16 +25,18 @@ class RouteSettings(BaseModel):
     """A token that comes from another node's pool."""
     request: float = _DEFAULTS.request
     """Each request that waits or runs at the replica."""
-    recent_s: float = Field(default=30.0, ge=0, le=3600)
-    """How long the router believes that a replica has, or computes, what was sent to it: longer
-    than computing and storing take."""
+    waiting: float = _DEFAULTS.waiting
+    """A token of work that was sent to the replica before, while its first token has not come."""
+    recent_s: float = Field(default=300.0, ge=0, le=3600)
+    """How long the router believes that a replica has, or computes, what was sent to it: until its
+    node's pool may have given it up."""
     namespace: str = ""
     """The beginning of the replicas' namespace, should there be several of the model on a node."""
 
     @property
     def weights(self) -> Weights:
         """The costs, checked; invalid ones are a SettingError."""
-        return Weights(self.load, self.fetch, self.request)
+        return Weights(self.load, self.fetch, self.request, self.waiting)
 
 
 def parse_route_settings(kwargs: Mapping[str, Any]) -> RouteSettings:

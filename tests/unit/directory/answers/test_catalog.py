@@ -525,6 +525,21 @@ def test_router_is_told_how_much_of_prompts_each_node_has(directory: Directory) 
     assert other.anywhere == [0, 0]
 
 
+def test_router_is_told_of_disks_as_of_pools(directory: Directory) -> None:
+    first, second, third = NODES[:3]
+    directory.hold(first, [1])
+    directory.put_on_disk(first, [2])
+    directory.put_on_disk(second, [1, 2, 3])
+    directory.hold(third, [7])
+    keys = [key(number) for number in (1, 2, 3, 4)]
+    page = directory.manager.catalog.prefixes(
+        PrefixQuery(PROTOCOL_VERSION, MODEL, "0:16", keys, [4])
+    )
+    found = dict(zip(page.nodes, page.tokens, strict=True))
+    assert (found[first], found[second], found.get(third, 0)) == (32, 48, 0)
+    assert page.anywhere == [48]
+
+
 def test_router_is_told_where_a_namespaces_engines_are(directory: Directory) -> None:
     for node in NODES[:2]:
         directory.hold(node, [1])

@@ -6,8 +6,6 @@ import pytest
 
 from raykv.lab.bench import serve_routing
 from raykv.lab.bench.conversations import Answered, ConversationLoad, Sums, conversations, sums
-from raykv.lab.bench.registry import BENCHMARKS
-from raykv.lab.bench.report import Options
 
 
 def test_each_turn_has_all_earlier_ones_as_its_beginning() -> None:
@@ -58,14 +56,3 @@ def test_each_router_is_measured_with_and_without_the_cache() -> None:
         ("kv, with RayKV: mean time to first token", "s", (0.5,)),
         ("kv, with RayKV: p99", "s", (1.0,)),
     ]
-
-
-def test_placing_is_measured_for_new_and_for_known_prompts() -> None:
-    made = BENCHMARKS["routing"].run(Options(quick=True, repeats=1))
-    assert {row.subject for row in made.rows} == {
-        "keys",
-        "keys and decision",
-        "the answer for 32 nodes",
-    }
-    assert len(made.verdicts) == 2
-    assert all(value > 0 for row in made.rows for value in row.values)

@@ -16,6 +16,7 @@ from raykv.serve.http.answer import BrokenAnswerError
 from raykv.serve.http.exchange import Head, HttpRequest
 from raykv.serve.http.ingress import Ingress, NoReplicaError, ReplicaBackend, ServedModel
 from raykv.serve.http.metrics import ReplicaMetrics
+from raykv.serve.http.starts import STARTS
 from tests.fixtures.asgi import Client
 from tests.fixtures.serve_handle import Handle, Pieces
 
@@ -468,6 +469,25 @@ def test_time_that_an_answer_takes_does_not_count_as_waiting() -> None:
         assert not pieces.is_cancelled
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
+    heard: list[str] = []
+
+    class Watching(Handle):
+        def remote(self, request: HttpRequest) -> Any:
+            STARTS.watch(request, lambda: heard.append("begun"))
+            return super().remote(request)
+
+    async def scenario() -> None:
+        pieces = Pieces(Head(200, []), b"well", b"done")
+        pieces.is_taken.set()
+        client = asking()
+        await client.ask(ingress(ReplicaBackend(Watching(pieces))))
+        assert client.text == "welldone"
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert heard == ["begun"]
 
 
 def test_client_that_leaves_while_it_waits_withdraws_its_request() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router import directory as directories
 from raykv.serve.router import rendering
 from raykv.serve.router.directory import Directory, FoundPrompt
-from raykv.serve.router.planner import PlacedRequest, RoutePlanner
+from raykv.serve.router.planner import KnownFrom, PlacedRequest, RoutePlanner
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import MOST_BODY_BYTES, Fallback, PromptRenderer
 from raykv.serve.router.settings import RouteSettings, kv_router_kwargs, parse_route_settings
@@ -46,6 +47,12 @@ PATIENCE_S = 20.0
 
 def request(body: bytes = b"{}", path: str = "/v1/completions") -> HttpRequest:
     return HttpRequest("POST", path, b"", [], body)
+
+
+def asking(first: int, length: int) -> HttpRequest:
+    """A request with such a prompt in its text, too."""
+    tokens = prompt(first, length).tokens
+    return request(json.dumps({"model": "m", "prompt": list(tokens)}).encode())
 
 
 def prompt(first: int, length: int) -> PromptTokens:
@@ -84,36 +91,89 @@ def test_request_goes_to_the_node_that_has_its_prompt() -> None:
     assert [choice.name for choice in made.choose(placed, REPLICAS)] == ["r2", "r1"]
 
 
+def placed_at(made: RoutePlanner, asked: HttpRequest) -> PlacedRequest:
+    found = asyncio.run(made.place(asked))
+    assert isinstance(found, PlacedRequest)
+    return found
+
+
 def test_prompt_that_was_sent_somewhere_follows_it_even_if_another_replica_took_it() -> None:
     made = planner(PlayedDirectory(), [prompt(1, 200)])
-    first = asyncio.run(made.place(request()))
-    assert isinstance(first, PlacedRequest)
+    first = placed_at(made, asking(1, 200))
     assert made.choose(first, REPLICAS)[0].name == "r1"
-    made.went(first, "r2")
-    again = asyncio.run(made.place(request()))
-    assert isinstance(again, PlacedRequest)
-    busy = [Candidate("r1", "n1"), Candidate("r2", "n2")]
-    costs = {choice.name: choice.cost for choice in made.choose(again, busy)}
-    assert costs == {"r1": 8.0, "r2": 8.0}
+    made.went(first, REPLICAS[1])
+    made.began(first)
+    again = placed_at(made, asking(1, 200))
+    works = {choice.name: choice.work for choice in made.choose(again, REPLICAS)}
+    # Both are believed to have it: the one that it was meant for, and the one that took it.
+    assert works["r1"] == works["r2"] < 50
 
 
-def test_new_prompts_are_spread_by_what_was_sent() -> None:
-    directory = PlayedDirectory()
+def test_new_prompts_are_spread_by_the_work_that_was_sent() -> None:
     renderer = PlayedRenderer([])
-    made = RoutePlanner(renderer, directory, RouteSettings(), lambda: 0.0)
+    made = RoutePlanner(renderer, PlayedDirectory(), RouteSettings(), lambda: 0.0)
     went = []
-    for number in range(6):
-        renderer.answer = [prompt(1000 + number, 40)]
-        placed = asyncio.run(made.place(request()))
-        assert isinstance(placed, PlacedRequest)
+    for number, length in enumerate((90, 30, 30, 30, 40, 40)):
+        renderer.answer = [prompt(1000 + number, length)]
+        placed = placed_at(made, asking(1000 + number, length))
         went.append(made.choose(placed, REPLICAS)[0].name)
-        made.went(placed, went[-1])
-    assert sorted(went) == ["r1"] * 3 + ["r2"] * 3
+        made.went(placed, next(each for each in REPLICAS if each.name == went[-1]))
+        made.began(placed)
+    assert went == ["r1", "r2", "r2", "r2", "r1", "r2"]
+
+
+def test_memory_that_knows_most_of_a_text_asks_nobody() -> None:
+    directory, renderer = PlayedDirectory(), PlayedRenderer([prompt(1, 2000)])
+    made = RoutePlanner(renderer, directory, RouteSettings(), lambda: 0.0)
+    made.keep(["r1", "r2"])
+    first = placed_at(made, asking(1, 2000))
+    made.choose(first, REPLICAS)
+    made.went(first, REPLICAS[1])
+    renderer.answer = Fallback.BUSY
+    turn = placed_at(made, asking(1, 2200))
+    assert (turn.source, turn.is_answered) == (KnownFrom.MEMORY, False)
+    assert {choice.name for choice in made.choose(turn, REPLICAS)[:1]} <= {"r1", "r2"}
+    assert asyncio.run(made.place(asking(1, 4000))) is Fallback.BUSY, "half of it is new"
+    made.keep(["r3"])
+    assert asyncio.run(made.place(asking(1, 2200))) is Fallback.BUSY, "nobody is there who has it"
+
+
+def test_work_waits_at_a_replica_until_the_first_token_or_the_end() -> None:
+    made = planner(PlayedDirectory(), [prompt(1, 1000)])
+    sent = [placed_at(made, asking(number, 1000)) for number in range(2)]
+    for each in sent:
+        assert made.choose(each, REPLICAS[:1])[0].cost == 1000 + 350 * sent.index(each)
+        made.went(each, REPLICAS[0])
+    other = placed_at(made, asking(7, 1000))
+    assert made.choose(other, REPLICAS)[0].name == "r2"
+    made.began(sent[0])
+    made.ended(sent[0])
+    made.ended(sent[1])
+    assert [choice.cost for choice in made.choose(other, [REPLICAS[0]])] == [1000]
+
+
+def test_what_has_been_computed_is_in_the_pool_of_its_node() -> None:
+    made = planner(PlayedDirectory(), [prompt(1, 2000)])
+    made.keep(["r1", "r2", "r3"])
+    first = placed_at(made, asking(1, 2000))
+    made.choose(first, [REPLICAS[0]])
+    made.went(first, REPLICAS[0])
+    sibling = Candidate("r3", "n1")
+    again = placed_at(made, asking(1, 2000))
+    before, far = made.choose(again, [sibling]), made.choose(again, [REPLICAS[1]])
+    assert before[0].work == far[0].work == pytest.approx(again.trail.num_tokens)
+    made.began(first)
+    # Two more replicas were believed to compute it meanwhile.
+    later = RoutePlanner(PlayedRenderer([]), PlayedDirectory(), RouteSettings(), lambda: 0.0)
+    later._stored = made._stored
+    near, far = later.choose(again, [sibling]), later.choose(again, [REPLICAS[1]])
+    assert near[0].work < far[0].work < before[0].work
 
 
 def test_reason_for_falling_back_is_told() -> None:
     directory = PlayedDirectory()
     told = planner(directory, Fallback.NOT_LOADED)
+    assert asyncio.run(told.place(request(path="/tokenize"))) is Fallback.NO_PROMPT
     assert asyncio.run(told.place(request())) is Fallback.NOT_LOADED
     directory.hasher = None
     silent = planner(directory, [prompt(1, 100)])
@@ -126,16 +186,14 @@ def test_request_follows_its_beginning_while_the_directory_is_silent() -> None:
     now = [0.0]
     made = RoutePlanner(renderer, directory, RouteSettings(recent_s=30.0), lambda: now[0])
     directory.answers = False
-    first = asyncio.run(made.place(request()))
-    assert isinstance(first, PlacedRequest)
-    assert (first.is_answered, made.remembers(first)) == (False, False)
-    # Ray has chosen.
-    made.went(first, "r2")
-    renderer.answer = [prompt(1, 160)]
-    turn = asyncio.run(made.place(request()))
-    assert isinstance(turn, PlacedRequest)
-    assert (turn.is_answered, made.remembers(turn)) == (False, True)
-    assert made.choose(turn, REPLICAS)[0].name == "r2"
+    first = placed_at(made, asking(1, 300))
+    assert (first.source, made.remembers(first)) == (KnownFrom.SILENCE, False)
+    made.choose(first, REPLICAS)
+    made.went(first, REPLICAS[0])
+    made.began(first)
+    turn = placed_at(made, asking(1, 600))
+    assert (turn.source, made.remembers(turn)) == (KnownFrom.SILENCE, True)
+    assert made.choose(turn, REPLICAS)[0].name == "r1"
     now[0] = 31.0
     assert not made.remembers(turn)
 
@@ -395,7 +453,14 @@ def test_short_prompt_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"laod": 0.1}, {"load": 0.9, "fetch": 0.1}, {"request": -1}, {"recent_s": -1}, {"load": "x"}],
+    [
+        {"laod": 0.1},
+        {"load": 0.9, "fetch": 0.1},
+        {"request": -1},
+        {"recent_s": -1},
+        {"load": "x"},
+        {"waiting": -1},
+    ],
     ids=str,
 )
 def test_setting_that_can_not_be_meant_is_refused_when_the_application_is_built(

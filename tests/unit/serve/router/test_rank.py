@@ -62,6 +62,12 @@ def test_tie_goes_to_the_least_loaded_then_to_the_one_with_the_fewest_requests()
     assert order(C, B, A, at=[place()]) == "abc"
 
 
+def test_work_that_waits_is_avoided_but_not_at_the_price_of_computing_twice() -> None:
+    here = [place(held={"a": 4096})]
+    assert order(replace(A, waiting=11_000), B, at=here) == "ab"
+    assert order(replace(A, waiting=12_000), B, at=here) == "ba"
+
+
 def test_prompts_of_one_request_are_added_up() -> None:
     prompts = [place(1000, node1=1000), place(600, node2=600)]
     assert order(A, B, at=prompts) == "ab"
