@@ -245,7 +245,8 @@ def test_burst_with_one_beginning_stays_together_and_spreads_before_it_queues_up
         # Nobody has it yet, and each of them stays where it went.
         went = [await routed.send([*beginning, n]) for n in range(3)]
         assert len(set(went)) == 1
-        more = [await routed.send([*beginning, n]) for n in range(3, 12)]
+        # No first token comes: what waits there soon costs more than the beginning, computed again.
+        more = [await routed.send([*beginning, *prompt(100 + n, 40)]) for n in range(9)]
         assert set(more) == set(NODES)
 
     asyncio.run(main())
