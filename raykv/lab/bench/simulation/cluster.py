@@ -21,7 +21,7 @@ from typing import Any
 
 from raykv.lab.bench.simulation.hardware import Hardware
 from raykv.lab.bench.simulation.nodes import NodeNet
-from raykv.lab.bench.simulation.replica import Job, Outcomes, SimReplica
+from raykv.lab.bench.simulation.replica import Events, Job, SimReplica
 from raykv.lab.bench.simulation.routers import Pause, SimRouter
 from raykv.lab.bench.simulation.workload import Workload
 from raykv.serve.router.rank import Candidate
@@ -79,12 +79,11 @@ class SimCluster:
         self.net = NodeNet(workload.num_chunks, hardware, delay_s)
         self._workload, self._hardware = workload, hardware
         self._changes = changes
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._calendar: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._replicas: dict[str, SimReplica] = {}
         self._taking: set[str] = set()
         self._gone: list[SimReplica] = []
-        self._outcomes = Outcomes(self._first, self._finished)
         self._waits: dict[int, float] = {}
         self._came: dict[int, float] = {}
         self._went: dict[int, str] = {}
@@ -103,8 +102,8 @@ class SimCluster:
             self._schedule(request.at, partial(self._due, number))
         for change in self._changes:
             self._schedule(change.at * end, partial(self._change, change))
-        while self._events:
-            self.now, _, act = heapq.heappop(self._events)
+        while self._calendar:
+            self.now, _, act = heapq.heappop(self._calendar)
             act()
         assert len(self._ended) == len(self._waits) == len(requests), len(self._ended)
         every = [*self._replicas.values(), *self._gone]
@@ -117,7 +116,7 @@ class SimCluster:
         )
 
     def _schedule(self, at: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (at, next(self._order), act))
+        heapq.heappush(self._calendar, (at, next(self._order), act))
 
     # Replicas
 
@@ -133,8 +132,8 @@ class SimCluster:
         number = len(self._replicas) + len(self._gone)
         node = f"n{number // self._hardware.replicas_per_node}"
         name = f"r{number:03d}"
-        num_chunks = self._workload.num_chunks
-        self._replicas[name] = SimReplica(name, node, self.net, num_chunks, self._hardware)
+        events = Events(self._schedule, self._first, self._finished)
+        self._replicas[name] = SimReplica(name, node, self.net, events, self._hardware)
         self._taking.add(name)
 
     def _change(self, change: Change) -> None:
@@ -175,8 +174,7 @@ class SimCluster:
         name = await self._router.route(number, request, self.candidates)
         assert name in self._taking, name
         self._went[number] = name
-        replica = self._replicas[name]
-        replica.arrive(Job(request, number), self.now, self._schedule, self._outcomes)
+        self._replicas[name].arrive(Job(request, number), self.now)
 
     def _step(self, running: Coroutine[Any, Any, None]) -> None:
         """Go on with what may pause."""

@@ -59,7 +59,7 @@ class NodeNet:
     """
 
     def __init__(self, num_chunks: int, hardware: Hardware, ask_s: float) -> None:
-        self._num_chunks = num_chunks
+        self.num_chunks = num_chunks
         self._hardware = hardware
         self._ask_s = ask_s
         self.nodes: dict[str, SimNode] = {}
@@ -67,7 +67,7 @@ class NodeNet:
     def node(self, name: str) -> SimNode:
         """A node, made when it is named for the first time."""
         if name not in self.nodes:
-            self.nodes[name] = SimNode(name, self._num_chunks, self._hardware)
+            self.nodes[name] = SimNode(name, self.num_chunks, self._hardware)
         return self.nodes[name]
 
     def find(self, chunks: Chunks) -> FoundPrompt:

@@ -43,10 +43,11 @@ class Job:
     first_at: float | None = None
 
 
-@dataclass
-class Outcomes:
-    """What a replica tells the cluster: of first tokens, and of finished requests."""
+@dataclass(frozen=True)
+class Events:
+    """The cluster's clock, and whom a replica tells of first tokens and finished requests."""
 
+    schedule: Schedule
     first: Callable[[Job], None]
     finished: Callable[[Job], None]
 
@@ -66,14 +67,14 @@ class SimReplica:
     """One GPU with a model. `computed` counts tokens of prompts, `busy_s` time in steps."""
 
     def __init__(
-        self, name: str, node_id: str, net: NodeNet, num_chunks: int, hardware: Hardware
+        self, name: str, node_id: str, net: NodeNet, events: Events, hardware: Hardware
     ) -> None:
         self.name, self.node_id = name, node_id
         self.computed = 0
         self.busy_s = 0.0
         self.is_dead = False
-        self.cache = ChunkCache(num_chunks, hardware.cache_chunks)
-        self._net, self._hardware = net, hardware
+        self.cache = ChunkCache(net.num_chunks, hardware.cache_chunks)
+        self._net, self._events, self._hardware = net, events, hardware
         self._gpu = Wire()
         self._waiting: deque[Job] = deque()
         self._loading: list[Job] = []
@@ -84,8 +85,7 @@ class SimReplica:
         self._steps = 0
         self._order = count()
         self._run: _Steps | None = None
-        node = net.node(node_id)
-        self._node = node
+        self._node = net.node(node_id)
 
     @property
     def num_ongoing(self) -> int:
@@ -105,26 +105,26 @@ class SimReplica:
             self._run.is_over = True
         return self.jobs()
 
-    def arrive(self, job: Job, now: float, schedule: Schedule, outcomes: Outcomes) -> None:
+    def arrive(self, job: Job, now: float) -> None:
         """A request comes."""
         assert not self.is_dead, self.name
         self._waiting.append(job)
-        self._wake(now, schedule, outcomes)
+        self._wake(now)
 
-    def _wake(self, now: float, schedule: Schedule, outcomes: Outcomes) -> None:
+    def _wake(self, now: float) -> None:
         """There is something to admit: cut steps short, or begin one."""
         run = self._run
         if run is None:
-            self._begin(now, schedule, outcomes)
+            self._begin(now)
         elif run.steps > 1:
             run.is_over = True
             steps = min(run.steps, max(1, ceil((now - run.began) / run.step_s)))
-            self._go(_Steps(run.began, run.step_s, steps), now, schedule, outcomes)
+            self._go(_Steps(run.began, run.step_s, steps), now)
 
-    def _begin(self, now: float, schedule: Schedule, outcomes: Outcomes) -> None:
+    def _begin(self, now: float) -> None:
         """Plan the next step, or stop if there is nothing to do."""
         hardware = self._hardware
-        self._admit(now, schedule, outcomes)
+        self._admit(now)
         budget = max(0, hardware.step_tokens - len(self._decoding))
         parts, taken_s = [], 0.0
         for job in self._computing:
@@ -139,14 +139,14 @@ class SimReplica:
             return
         steps = 1 if parts else max(1, self._decoding[0][0] - self._steps)
         taken_s += hardware.step_s + hardware.decoding_s(len(self._decoding), self._context)
-        self._go(_Steps(now, taken_s, steps, parts), now, schedule, outcomes)
+        self._go(_Steps(now, taken_s, steps, parts), now)
 
-    def _go(self, run: _Steps, now: float, schedule: Schedule, outcomes: Outcomes) -> None:
+    def _go(self, run: _Steps, now: float) -> None:
         self._run = run
         end = max(now, run.began + run.steps * run.step_s)
-        schedule(end, lambda: self._end(run, end, schedule, outcomes))
+        self._events.schedule(end, lambda: self._end(run, end))
 
-    def _end(self, run: _Steps, now: float, schedule: Schedule, outcomes: Outcomes) -> None:
+    def _end(self, run: _Steps, now: float) -> None:
         if run.is_over:
             return
         self.busy_s += now - run.began
@@ -160,7 +160,7 @@ class SimReplica:
         for job in firsts:
             self._computing.remove(job)
             job.first_at = now
-            outcomes.first(job)
+            self._events.first(job)
             left = job.request.output_tokens - 1
             if left <= 0:
                 finished.append(job)
@@ -169,8 +169,8 @@ class SimReplica:
             heapq.heappush(self._decoding, (self._steps + left, next(self._order), job))
         for job in finished:
             self._release(job)
-            outcomes.finished(job)
-        self._begin(now, schedule, outcomes)
+            self._events.finished(job)
+        self._begin(now)
 
     def _advance(self, job: Job, tokens: int) -> None:
         """Tokens were computed: whole chunks of them are in the cache and on the node."""
@@ -194,7 +194,7 @@ class SimReplica:
         job.reserved = 0
         self.cache.unpin(request.chunks)
 
-    def _admit(self, now: float, schedule: Schedule, outcomes: Outcomes) -> None:
+    def _admit(self, now: float) -> None:
         """Take in what has room, in order; what has parts elsewhere loads them first."""
         while self._waiting:
             running = len(self._loading) + len(self._computing) + len(self._decoding)
@@ -213,10 +213,7 @@ class SimReplica:
             if loaded.number:
                 self._loading.append(job)
                 end = own + loaded.number
-                schedule(
-                    loaded.at,
-                    partial(self._loaded, job, end, loaded.at, schedule, outcomes),
-                )
+                self._events.schedule(loaded.at, partial(self._loaded, job, end, loaded.at))
             else:
                 self._computing.append(job)
 
@@ -233,9 +230,7 @@ class SimReplica:
         self.cache.reserved += new
         return True
 
-    def _loaded(
-        self, job: Job, end: int, now: float, schedule: Schedule, outcomes: Outcomes
-    ) -> None:
+    def _loaded(self, job: Job, end: int, now: float) -> None:
         if self.is_dead:
             return
         number = end - job.done // TOKENS
@@ -245,4 +240,4 @@ class SimReplica:
         job.done = end * TOKENS
         self._loading.remove(job)
         self._computing.append(job)
-        self._wake(now, schedule, outcomes)
+        self._wake(now)

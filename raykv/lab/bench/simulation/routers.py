@@ -195,8 +195,6 @@ class SimDirectory:
         self, find: Callable[[Chunks], FoundPrompt], delay_s: float, clock: Callable[[], float]
     ) -> None:
         self.hasher: PromptHasher | None = cast(PromptHasher, SimHasher())
-        self.num_asked = 0
-        self.num_answers = 0
         self._find, self._delay_s, self._clock = find, delay_s, clock
         self._breakers = Breakers(Pauses(*ROUTE_PAUSES_S))
 
@@ -205,18 +203,16 @@ class SimDirectory:
         call = self._breakers.begin("directory", self._clock())
         if call is None:
             return None
-        self.num_asked += 1
         found = [self._find(each.chunks) for each in prompts if isinstance(each, SimKeys)]
         await Pause(min(self._delay_s, ROUTE_ANSWER_S))
         if self._delay_s > ROUTE_ANSWER_S:
             self._breakers.failed("directory", call, self._clock(), "late")
             return None
         self._breakers.worked("directory")
-        self.num_answers += 1
         return found
 
 
-class SimKVRouter(SimRoundRobin):
+class SimKVRouter:
     """The policy "kv"."""
 
     def __init__(
@@ -225,7 +221,6 @@ class SimKVRouter(SimRoundRobin):
         directory: SimDirectory,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__()
         trails = [_trail(each) for each in requests]
         self._planner = RoutePlanner(
             SimRenderer(requests),

@@ -11,7 +11,7 @@ import pytest
 
 from raykv.lab.bench.simulation.hardware import TOKENS, Hardware
 from raykv.lab.bench.simulation.nodes import NodeNet
-from raykv.lab.bench.simulation.replica import Job, Outcomes, SimReplica
+from raykv.lab.bench.simulation.replica import Events, Job, SimReplica
 from raykv.lab.bench.simulation.workload import SimRequest
 
 HARDWARE = Hardware(cache_chunks=64, pool_chunks=32, disk_chunks=64)
@@ -24,19 +24,21 @@ class PlayedTime:
         self.now = 0.0
         self.first: list[int] = []
         self.ended: list[int] = []
-        self.outcomes = Outcomes(
-            lambda job: self.first.append(job.number), lambda job: self.ended.append(job.number)
+        self.events = Events(
+            self.schedule,
+            lambda job: self.first.append(job.number),
+            lambda job: self.ended.append(job.number),
         )
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
 
     def schedule(self, at: float, act: Callable[[], None]) -> None:
         assert at >= self.now
-        heapq.heappush(self._events, (at, next(self._order), act))
+        heapq.heappush(self._due, (at, next(self._order), act))
 
     def run(self, until: float = float("inf")) -> None:
-        while self._events and self._events[0][0] <= until:
-            self.now, _, act = heapq.heappop(self._events)
+        while self._due and self._due[0][0] <= until:
+            self.now, _, act = heapq.heappop(self._due)
             act()
 
 
@@ -46,8 +48,8 @@ def job(number: int, first: int, chunks: int, output: int = 4) -> Job:
     )
 
 
-def replica(net: NodeNet, name: str = "r", node: str = "n0") -> SimReplica:
-    return SimReplica(name, node, net, 1000, HARDWARE)
+def replica(time: PlayedTime, net: NodeNet, name: str = "r", node: str = "n0") -> SimReplica:
+    return SimReplica(name, node, net, time.events, HARDWARE)
 
 
 def net() -> NodeNet:
@@ -55,9 +57,10 @@ def net() -> NodeNet:
 
 
 def test_prompt_takes_as_long_as_its_steps() -> None:
-    time, one = PlayedTime(), replica(net())
+    time = PlayedTime()
+    one = replica(time, net())
     each = job(0, 0, 4)
-    one.arrive(each, 0.0, time.schedule, time.outcomes)
+    one.arrive(each, 0.0)
     time.run()
     assert each.first_at == pytest.approx(HARDWARE.step_s + HARDWARE.prefill_s(0, 4 * TOKENS + 1))
     assert (time.first, time.ended, one.computed) == ([0], [0], 4 * TOKENS + 1)
@@ -67,15 +70,15 @@ def test_prompt_takes_as_long_as_its_steps() -> None:
 
 def test_prompt_is_found_in_the_own_cache_then_on_the_node_then_elsewhere() -> None:
     time, nodes = PlayedTime(), net()
-    own = replica(nodes)
-    sibling, far = replica(nodes, "s"), replica(nodes, "f", "n1")
-    own.arrive(job(0, 0, 8), 0.0, time.schedule, time.outcomes)
+    own = replica(time, nodes)
+    sibling, far = replica(time, nodes, "s"), replica(time, nodes, "f", "n1")
+    own.arrive(job(0, 0, 8), 0.0)
     time.run()
     waits = []
     for at, each in enumerate((own, sibling, far), 1):
         again = job(at, 0, 8)
         began = time.now
-        each.arrive(again, began, time.schedule, time.outcomes)
+        each.arrive(again, began)
         time.run()
         assert again.first_at is not None
         waits.append(again.first_at - began)
@@ -85,9 +88,10 @@ def test_prompt_is_found_in_the_own_cache_then_on_the_node_then_elsewhere() -> N
 
 
 def test_request_that_has_no_room_waits_until_another_has_ended() -> None:
-    time, one = PlayedTime(), replica(net())
-    one.arrive(job(0, 0, 40, output=50), 0.0, time.schedule, time.outcomes)
-    one.arrive(job(1, 100, 40), 0.0, time.schedule, time.outcomes)
+    time = PlayedTime()
+    one = replica(time, net())
+    one.arrive(job(0, 0, 40, output=50), 0.0)
+    one.arrive(job(1, 100, 40), 0.0)
     time.run(until=0.9)
     assert (time.first, time.ended, one.num_ongoing) == ([0], [], 2)
     time.run()
@@ -95,11 +99,12 @@ def test_request_that_has_no_room_waits_until_another_has_ended() -> None:
 
 
 def test_arrival_cuts_steps_without_prompts_short() -> None:
-    time, one = PlayedTime(), replica(net())
-    one.arrive(job(0, 0, 1, output=2000), 0.0, time.schedule, time.outcomes)
+    time = PlayedTime()
+    one = replica(time, net())
+    one.arrive(job(0, 0, 1, output=2000), 0.0)
     time.run(until=0.1)
     late = job(1, 100, 1)
-    one.arrive(late, 0.1, time.schedule, time.outcomes)
+    one.arrive(late, 0.1)
     time.run()
     assert late.first_at is not None
     assert late.first_at < 0.2
@@ -107,8 +112,9 @@ def test_arrival_cuts_steps_without_prompts_short() -> None:
 
 
 def test_dead_replica_says_nothing_more() -> None:
-    time, one = PlayedTime(), replica(net())
-    one.arrive(job(0, 0, 4), 0.0, time.schedule, time.outcomes)
+    time = PlayedTime()
+    one = replica(time, net())
+    one.arrive(job(0, 0, 4), 0.0)
     assert [each.number for each in one.die()] == [0]
     time.run()
     assert (time.first, time.ended) == ([], [])
