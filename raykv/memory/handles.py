@@ -38,9 +38,9 @@ class OpenedKV(Protocol):
     def address(self) -> int:
         """Where offset 0 of the layout is mapped."""
 
-    def populate(self, may_go_on: Callable[[], bool]) -> None:
-        """Fill this process's page table, piece by piece while `may_go_on`, so that no copy has to
-        wait for each page that it touches first.
+    def populate(self, progress: Callable[[int], bool]) -> None:
+        """Fill this process's page table, so that no copy has to wait for each page that it touches
+        first; `progress` as in `Region.prefault`. Ends before `close` is called.
         """
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class MemfdKV:
     def address(self) -> int:
         return self._region.address
 
-    def populate(self, may_go_on: Callable[[], bool]) -> None:
-        self._region.prefault(lambda _done: may_go_on())
+    def populate(self, progress: Callable[[int], bool]) -> None:
+        self._region.prefault(progress)
 
     def close(self) -> None:
         self._region.close()

@@ -42,16 +42,13 @@ from raykv.base.ids import (
 )
 from raykv.base.ownership import open_own
 from raykv.memory.pages import place_near_gpus, pool_region
-from raykv.memory.region import PREFAULT_PIECE_BYTES, Region
+from raykv.memory.region import ROOM_CHECK_BYTES, Region
 
 logger = logging.getLogger("raykv.node")
 
 JOURNAL_VERSION = 3
 COMPACT_FACTOR = 4
 """The journal is rewritten when it has so many times more records than the pool has chunks."""
-
-_ROOM_CHECK_BYTES = 16 * PREFAULT_PIECE_BYTES
-"""Between two looks at how much memory is left, each some files to read."""
 
 MAX_SET_ASIDE = 4
 """Damaged journals that are kept beside a pool file; then the oldest goes."""
@@ -396,7 +393,7 @@ class Pool:
 
     def _progress(self, done: int, has_room: Callable[[], bool]) -> bool:
         self.prefaulted_bytes = done
-        if done % _ROOM_CHECK_BYTES == 0:
+        if done % ROOM_CHECK_BYTES == 0:
             self.is_short = not has_room()
         return not self.is_short and not self._stopped.is_set()
 

@@ -27,6 +27,9 @@ PREFAULT_PIECE_BYTES = 4 << 20
 a busy machine a thread that yields to all others takes a hundred times as long.
 """
 
+ROOM_CHECK_BYTES = 16 * PREFAULT_PIECE_BYTES
+"""Between two looks at how much memory is left, each some files to read."""
+
 _LOWEST_PRIORITY = 19
 
 _MADV_POPULATE_WRITE = 23

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import socket
 import threading
@@ -23,7 +24,7 @@ from raykv.copy.rows import RowCopier
 from raykv.memory.cuda.kv import DeviceKV
 from raykv.memory.handles import OpenedKV
 from raykv.memory.limits import has_room
-from raykv.memory.region import yield_to_others
+from raykv.memory.region import ROOM_CHECK_BYTES, yield_to_others
 from raykv.memory.room import NEAR_BYTES
 from raykv.memory.words import CancelWords, Word
 from raykv.node.devices import Devices
@@ -38,6 +39,8 @@ from raykv.protocol.worker import (
     check_attach_worker,
     check_batch,
 )
+
+logger = logging.getLogger("raykv.node")
 
 
 class AttachedWorker:
@@ -104,9 +107,12 @@ class AttachedWorker:
         from each block several times as fast; unless memory is short. Begun at most once.
         """
 
+        def may_go_on(done: int) -> bool:
+            return self.is_open and (done % ROOM_CHECK_BYTES > 0 or has_room(NEAR_BYTES))
+
         def run() -> None:
             yield_to_others()
-            self._kv.populate(lambda: self.is_open and has_room(NEAR_BYTES))
+            self._kv.populate(may_go_on)
 
         # Without a thread pages come one by one, when they are touched.
         with contextlib.suppress(ThreadError):
@@ -120,7 +126,16 @@ class AttachedWorker:
     def unmap(self) -> None:
         if self._populating is not None:
             self._populating.join(NODE_STOP_S)
-        self._kv.close()
+        if self._populating is not None and self._populating.is_alive():
+            # It may be about to touch the next page. The memory goes with this process.
+            logger.warning(
+                "the KV memory of engine %s, which has left, stays mapped: its pages are still "
+                "being touched after %.0f s",
+                self.hello.engine_id,
+                NODE_STOP_S,
+            )
+        else:
+            self._kv.close()
         self.words.close()
 
 

@@ -60,8 +60,8 @@ class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
-    `trace`: a file of requests for `policy`, `windows` and `cluster`. `device`: what `copy` copies
-    from and to, what `ttft` computes on. `cluster`: for `routing`, to simulate clusters.
+    `trace`: a file of requests for `policy`, `windows` and simulated clusters. `device`: what
+    `copy` copies from and to, what `ttft` computes on. `cluster`: for `routing`, to simulate them.
     """
 
     repeats: int | None = None

@@ -210,7 +210,7 @@ class DeviceKV:
     def address(self) -> int:
         return self._address
 
-    def populate(self, may_go_on: Callable[[], bool]) -> None:
+    def populate(self, progress: Callable[[int], bool]) -> None:
         """A GPU's memory is there with its mapping."""
 
     def close(self) -> None:
