@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from raykv.base.errors import SettingError
 from raykv.cli.base import Address, app
 
 
@@ -113,6 +114,10 @@ def bench(  # noqa: PLR0913 - a command's options
     if list_only:
         list_benchmarks()
         return
+    if simulate and names != ["routing"]:
+        raise SettingError("--simulate is for `raykv bench routing` alone")
+    if not simulate and (replicas or load or delay_ms):
+        raise SettingError("--replicas, --load and --delay-ms describe what --simulate simulates")
     cluster = ClusterOptions().given(replicas, load, delay_ms, seed) if simulate else None
     options = Options(repeats, quick, trace, device, cluster)
     with ending_what_it_starts():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate, count
 from pathlib import Path
 from random import Random
@@ -26,27 +26,37 @@ def read_trace(path: str) -> list[Request]:
     Raises:
         SettingError: the file can't be read, has no requests, or a line is not a request.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--trace {path}: can't be read: {error}") from None
     numbers: dict[Hashable, int] = {}
     requests = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            names = _hash_ids(line, f"--trace {path}, line {number}")
-            requests.append([numbers.setdefault(name, len(numbers)) for name in names])
+    for place, row in read_rows(path):
+        names = _hash_ids(row, place)
+        requests.append([numbers.setdefault(name, len(numbers)) for name in names])
     if not numbers:
         raise SettingError(f"--trace {path}: there are no requests in it")
     return requests
 
 
-def _hash_ids(line: str, place: str) -> list[Hashable]:
-    """The chunks in order, each once: a chunk that is there twice is one chunk."""
+def read_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """What each line has as JSON, and where it is, for messages; empty lines are skipped.
+
+    Raises:
+        SettingError: the file can't be read, or a line is not JSON.
+    """
     try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise SettingError(f"{place}: is not JSON: {error}") from None
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--trace {path}: can't be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        place = f"--trace {path}, line {number}"
+        try:
+            if line.strip():
+                yield place, json.loads(line)
+        except ValueError as error:
+            raise SettingError(f"{place}: is not JSON: {error}") from None
+
+
+def _hash_ids(row: Any, place: str) -> list[Hashable]:
+    """The chunks in order, each once: a chunk that is there twice is one chunk."""
     names = row.get("hash_ids") if isinstance(row, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, int | str) for name in names):
         raise SettingError(f"{place}: must have `hash_ids`, a list of numbers or strings")

@@ -34,10 +34,10 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         for name, values in (("replicas", self.replicas), ("load", self.loads)):
-            if not values or min(values) <= 0:
-                raise SettingError(f"--{name}: {values} must be greater than 0")
-        if not self.delays_ms or min(self.delays_ms) < 0:
-            raise SettingError(f"--delay-ms: {self.delays_ms} must be 0 or more")
+            if min(values) <= 0:
+                raise SettingError(f"--{name} {min(values):g}: must be greater than 0")
+        if min(self.delays_ms) < 0:
+            raise SettingError(f"--delay-ms {min(self.delays_ms):g}: must be 0 or more")
 
     def given(
         self,

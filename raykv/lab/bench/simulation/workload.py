@@ -13,17 +13,16 @@ A request that continues another one's prompt does not come before that is answe
 from __future__ import annotations
 
 import heapq
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 
 from raykv.base.errors import SettingError
+from raykv.inspect.trace_files import read_rows
 from raykv.lab.bench.simulation.chunk_cache import ChunkCache, Chunks
 from raykv.lab.bench.simulation.hardware import TOKENS, Hardware
 
@@ -93,21 +92,30 @@ def from_trace(
     """The first requests of a trace, those with at most `max_tokens` tokens.
 
     Raises:
-        SettingError: the file is no trace with times.
+        SettingError: the file can't be read, is no trace with times, or has no such request.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.strip()]
-        rows = [row for row in rows if row["input_length"] + row["output_length"] <= max_tokens]
-        rows.sort(key=lambda row: row["timestamp"])
-        if rows and "session" in rows[0]:
-            return _of_sessions(rows, num_requests, num_replicas, seed)
-        return _in_order(rows[:num_requests])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    rows = []
+    for place, row in read_rows(path):
+        _check(row, place)
+        if row["input_length"] + row["output_length"] <= max_tokens:
+            rows.append(row)
+    if not rows:
+        raise SettingError(f"--trace {path}: no request in it has {max_tokens:,} tokens or fewer")
+    rows.sort(key=lambda row: row["timestamp"])
+    if "session" in rows[0]:
+        return _of_sessions(rows, num_requests, num_replicas, seed)
+    return _in_order(rows[:num_requests])
+
+
+def _check(row: Any, place: str) -> None:
+    """Refuse a line of another kind with a SettingError."""
+    names = row if isinstance(row, dict) else {}
+    numbers = ("input_length", "output_length", "timestamp")
+    has_numbers = all(isinstance(names.get(name), int | float) for name in numbers)
+    if not has_numbers or not isinstance(names.get("hash_ids"), list):
         raise SettingError(
-            f"--trace {path}: needs lines with hash_ids, input_length, output_length and timestamp "
-            f"({type(error).__name__}: {error})"
-        ) from None
+            f"{place}: must have `hash_ids`, a list, and the numbers {', '.join(numbers)}"
+        )
 
 
 class _Numbers:

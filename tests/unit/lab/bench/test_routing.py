@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from raykv.base.errors import SettingError
+from raykv.cli.base import app
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import ClusterOptions, Options
 from raykv.lab.bench.routing_simulation import MEASURES, ROUTERS
@@ -45,3 +47,18 @@ def test_cluster_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(SettingError, match="--"):
         ClusterOptions().given(*wrong, 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["policy", "--simulate"], "--simulate is for `raykv bench routing` alone"),
+        (["routing", "--load", "80"], "describe what --simulate simulates"),
+    ],
+)
+def test_options_of_a_simulation_are_refused_beside_anything_else(
+    command: list[str], why: str
+) -> None:
+    done = CliRunner().invoke(app, ["bench", *command])
+    assert isinstance(done.exception, SettingError)
+    assert why in str(done.exception)

@@ -56,9 +56,17 @@ def test_prompt_that_the_model_does_not_take_is_left_out(tmp_path: Path) -> None
     assert len(from_trace(path, 10, 1, 0, LIMIT).requests) == 2
 
 
-@pytest.mark.parametrize("line", ["{", '{"hash_ids": [1]}', "3", row(0, [1], input_length="x")])
-def test_file_that_is_no_trace_is_refused(tmp_path: Path, line: str) -> None:
-    with pytest.raises(SettingError, match="needs lines with"):
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "line 1: is not JSON"),
+        ('{"hash_ids": [1]}', "line 1: must have `hash_ids`, a list, and the numbers"),
+        ("3", "line 1: must have `hash_ids`, a list, and the numbers"),
+        (row(0, [1], input_length="x"), "line 1: must have `hash_ids`, a list, and the numbers"),
+    ],
+)
+def test_file_that_is_no_trace_is_refused(tmp_path: Path, line: str, why: str) -> None:
+    with pytest.raises(SettingError, match=why):
         from_trace(write(tmp_path, line), 10, 1, 0, LIMIT)
 
 
@@ -77,3 +85,11 @@ def test_load_is_the_share_of_all_replicas_time_that_the_work_takes() -> None:
     assert made.at_load(1.0, 2, hardware).requests[-1].at == pytest.approx(
         moved.requests[-1].at / 2
     )
+
+
+def test_trace_without_a_request_that_fits_is_refused(tmp_path: Path) -> None:
+    line = json.dumps({"hash_ids": [1], "input_length": 9, "output_length": 1, "timestamp": 0})
+    with pytest.raises(SettingError, match="no request in it has 9 tokens or fewer"):
+        from_trace(write(tmp_path, line), 10, 1, 0, 9)
+    with pytest.raises(SettingError, match="can't be read"):
+        from_trace(str(tmp_path / "nowhere"), 10, 1, 0, 9)
