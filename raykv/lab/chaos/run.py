@@ -150,6 +150,8 @@ class _Chaos:
         self._model = tiny_llama(self._folder / "model")
         self._is_headless = False
         self._parts: Parts
+        what = "hosts" if options.on_hosts else "nodes"
+        self._say(f"starting Ray on {options.num_nodes} {what}: up to a minute")
         if options.on_hosts:
             self._parts = HostParts(options.num_nodes)
         else:
@@ -161,8 +163,8 @@ class _Chaos:
 
     def run(self) -> None:
         """Start engines, let the faults happen, count."""
-        with self._console.status("starting engines"):
-            self._start_engines()
+        self._say(f"starting {self._options.num_nodes} engines: a minute or two")
+        self._start_engines()
         for engine in self._engines:
             engine.start()
         # As a fault that was none: all engines have to store, load and fetch.
@@ -180,6 +182,10 @@ class _Chaos:
             self._lose_head(began)
         self._stop_load()
         self._count_engines()
+
+    def _say(self, line: str) -> None:
+        """What goes on; a status is seen on terminals alone."""
+        self._console.print(line, style="dim", highlight=False)
 
     def _faults(self, began: float) -> Iterator[Fault]:
         """The faults for which there is time; after the last one, wait until all works again."""
@@ -266,12 +272,10 @@ class _Chaos:
                 seen.note = str(error)
             if not fault.overlaps:
                 self._wait_until_mended(seen, ChaosWatch(len(self._engines), self._nodes()))
-        self._console.print(
+        self._say(
             f"{seen.at_s:6.0f} s  {seen.number:3d}  {seen.kind}, node {seen.node}"
             + (f", {seen.lasts_s:.1f} s" if seen.lasts_s else "")
-            + (f": {shown(seen)}" if seen.waited else ""),
-            style="dim",
-            highlight=False,
+            + (f": {shown(seen)}" if seen.waited else "")
         )
 
     def _do(self, fault: Fault) -> None:
