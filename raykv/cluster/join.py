@@ -42,6 +42,8 @@ MOST_GCS_PATIENCE_S = "2000000"
 
 logger = logging.getLogger("raykv.ray")
 
+LOOPBACK = "127.0.0.1"
+
 SENDER = "raylet"
 """Who these messages are said to come from."""
 
@@ -111,8 +113,8 @@ def find_cluster(ray_address: str | None) -> str | None:
     return running[0] if running else None
 
 
-def ensure_cluster(ray_address: str | None) -> Joined:
-    """The cluster to join; a new local one if there is none.
+def ensure_cluster(ray_address: str | None, own_ip: str = LOOPBACK) -> Joined:
+    """The cluster to join; a new local one if there is none, which others reach at `own_ip`.
 
     Processes that call this at the same time agree on one cluster.
 
@@ -123,7 +125,7 @@ def ensure_cluster(ray_address: str | None) -> Joined:
         found = find_cluster(ray_address)
         if found is not None:
             return Joined(found, started=False)
-        return Joined(_start_local(), started=True)
+        return Joined(_start_local(own_ip), started=True)
 
 
 @contextmanager
@@ -150,10 +152,11 @@ def _start_lock() -> Iterator[None]:
         yield
 
 
-def _start_local() -> str:
+def _start_local(own_ip: str) -> str:
     """`ray start --head` on a free port, detached from us."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
-    command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    command += ["--include-dashboard=false", "--disable-usage-stats"]
+    command += [f"--node-ip-address={own_ip}"]
     _make_token()
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     # Whoever reaches Ray runs code: without a token that would be the whole network.

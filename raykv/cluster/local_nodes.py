@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -38,19 +38,30 @@ def add_local_node(
     address: str,
     object_store_bytes: int = OBJECT_STORE_BYTES,
     resources: Mapping[str, float] | None = None,
+    own_ip: str = "",
+    inside: Sequence[str] = (),
 ) -> LocalNode:
     """Start one more Ray node on this host, in a process group of its own; joins the cluster.
 
-    `resources` are custom ones, which it has beside this host's.
+    `resources` are custom ones, which it has beside this host's. `inside` is the beginning of a
+    command line that enters another network, where others reach the node at `own_ip`.
 
     Raises:
         ClusterError: it did not start.
     """
     join(address)
     before = _alive()
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
+    command = [
+        *inside,
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--address={address}",
+    ]
     command += ["--disable-usage-stats", f"--object-store-memory={object_store_bytes}"]
     command += [f"--resources={json.dumps(dict(resources or {}))}"]
+    command += [f"--node-ip-address={own_ip}"] if own_ip else []
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment.setdefault("RAY_AUTH_MODE", "token")
     with tempfile.TemporaryFile("w+") as output:

@@ -1,11 +1,13 @@
-"""`fetch`: node to node, beside one bare Ray object pull and a loopback TCP copy of the same size.
+"""`fetch`: node to node, beside one bare Ray object pull and a plain TCP copy of the same size.
 
-Two Ray nodes on this host, each on a core of its own where it has two. A fetch is what an engine's
-NodeActor does: chunks are read out of the source's pool in pieces, checked, and land in the other
-pool at their slots. The bare pull moves one object between the nodes' object stores and no further.
-All are timed by the caller; the CPU seconds are those of all processes that take part: both
-raylets, both NodeActors, both peers, and the caller. Where NIXL is installed, two more nodes use
-it.
+Two Ray nodes, each on a core of its own where there are two: in networks of their own, with a
+router between them, where hosts can be made (see `raykv.lab.hosts`), else on loopback. A fetch is
+what an engine's NodeActor does: chunks are read out of the source's pool in pieces, checked, and
+land in the other pool at their slots. The bare pull moves one object between the nodes' object
+stores and no further. All are timed by the caller; the CPU seconds are those of all processes that
+take part: both raylets, both NodeActors, both peers, and the caller. Those of the bare pull are
+with the copy into the first object store, its time is not. Where NIXL is installed, two more nodes
+use it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.base.errors import ClusterError
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
 from raykv.base.settings import NodeOptions
+from raykv.client.cluster import Cluster, connect
 from raykv.cluster import ask, names
 from raykv.cluster import join as clusters
+from raykv.cluster.join import LOOPBACK
 from raykv.cluster.local_nodes import add_local_node
 from raykv.directory.launch import scheduler_actor
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
-from raykv.lab.bench.serving import Bed
+from raykv.lab.hosts.network import Host, networked, objection
 from raykv.memory.region import Region
 from raykv.node.launch import node_actor
 from raykv.protocol.columns import Handles, Replicas, Source
@@ -52,9 +56,11 @@ OBJECT_STORE_BYTES = 2 << 30
 SLAB_BYTES = 64 << 20
 CHUNKS_A_READ = 64
 DEADLINE_S = 60.0
+CLONE_NEWNET = 0x40000000
+"""`sched.h`."""
 
 RAYKV, RAYKV_UNCHECKED = "RayKV fetch", "RayKV fetch, no checksums"
-PULL, TCP, NIXL = "bare Ray pull", "loopback TCP", "RayKV fetch, NIXL"
+PULL, TCP, NIXL = "bare Ray pull", "plain TCP", "RayKV fetch, NIXL"
 LEAST_SHARE = 0.9
 MOST_CPU_S = 1.2
 """Of a fetch, for each GiB."""
@@ -67,20 +73,50 @@ def run(options: Options) -> Result:
     sizes = SIZES[:2] if options.quick else SIZES
     result = Result("fetch", BENCHMARKS["fetch"].summary)
     with ExitStack() as stack:
-        pair = Pair(stack, max(sizes))
+        pair = Pair(stack, max(sizes), networks=_networks(stack))
         for size in sizes:
             _compare(result, pair, size, options.repeats_or(7))
     if find_spec("nixl") is not None:
         os.environ.setdefault("UCX_TLS", "tcp")
         with ExitStack() as stack:
-            pair = Pair(stack, max(sizes), transport="nixl")
+            pair = Pair(stack, max(sizes), transport="nixl", networks=_networks(stack))
             pair.wait_for_nixl()
             for size in sizes:
                 moves = {NIXL: lambda size: pair.fetch(size, with_checksums=True), TCP: pair.send}
                 _measure(result, pair, size, options.repeats_or(7), moves, f"{NIXL} ")
         result.notes.append(f"NIXL had UCX_TLS={os.environ['UCX_TLS']}.")
-    result.notes.append("Both nodes share this host's memory, and its cores with other processes.")
+    why = objection()
+    where = f"on loopback, since {why}" if why else "in a network of its own, over a router"
+    result.notes.append(f"Each node is {where}; they share this machine's memory.")
     return result
+
+
+def _networks(stack: ExitStack) -> Sequence[Host]:
+    """Of two hosts, where they can be made; this thread, and what it begins, is in the first's."""
+    if objection():
+        return []
+    network = stack.enter_context(networked())
+    hosts = [network.host(name) for name in ("a", "b")]
+    stack.enter_context(_within_network(hosts[0].spaces.pid))
+    return hosts
+
+
+@contextmanager
+def _within_network(pid: int) -> Iterator[None]:
+    """Be in the network of another process, with this thread alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def enter(network: int) -> None:
+        if libc.setns(network, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "no other network can be entered")
+
+    ours, theirs = Path("/proc/thread-self/ns/net"), Path(f"/proc/{pid}/ns/net")
+    with ours.open("rb") as own, theirs.open("rb") as other:
+        enter(other.fileno())
+        try:
+            yield
+        finally:
+            enter(own.fileno())
 
 
 def _compare(result: Result, pair: Pair, size: int, repeats: int) -> None:
@@ -135,7 +171,6 @@ class BenchPeer:
 
     def __init__(self, most_bytes: int) -> None:
         self._bytes = np.ones(most_bytes, dtype=np.uint8)
-        self._port = 0
 
     def pid(self) -> int:
         """Of this process."""
@@ -149,12 +184,12 @@ class BenchPeer:
         """Pull another node's object."""
         return int(ray.get(refs[0], timeout=DEADLINE_S)[-1])
 
-    def listen(self) -> int:
-        """Port at which a client asks for a number of bytes and gets them."""
-        server = socket.create_server(("127.0.0.1", 0))
-        self._port = int(server.getsockname()[1])
+    def listen(self) -> tuple[str, int]:
+        """Address at which a client asks for a number of bytes and gets them."""
+        server = socket.create_server((ray.util.get_node_ip_address(), 0))
         threading.Thread(target=self._serve, args=(server,), daemon=True).start()
-        return self._port
+        host, port = server.getsockname()[:2]
+        return str(host), int(port)
 
     def _serve(self, server: socket.socket) -> None:
         while True:
@@ -163,9 +198,9 @@ class BenchPeer:
                 size = int.from_bytes(line.recv(8), "big")
                 line.sendall(self._bytes.data[:size])
 
-    def receive(self, port: int, size: int) -> int:
+    def receive(self, address: tuple[str, int], size: int) -> int:
         """Get bytes from a listening peer."""
-        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as line:
+        with socket.create_connection(address, timeout=DEADLINE_S) as line:
             line.sendall(size.to_bytes(8, "big"))
             view = self._bytes.data[:size]
             done = 0
@@ -175,13 +210,30 @@ class BenchPeer:
 
 
 class Pair:
-    """Two nodes with a NodeActor and a peer each; the first one's pool is full of chunks."""
+    """Two nodes with a NodeActor and a peer each; the first one's pool is full of chunks.
 
-    def __init__(self, stack: ExitStack, most_bytes: int, transport: str = "ray") -> None:
-        bed = stack.enter_context(Bed(quick=True, max_tokens=256, pool_bytes=most_bytes))
-        address = bed.cluster.address
+    Args:
+        networks: two hosts, whose networks the nodes are in; empty: both are in this process's.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        most_bytes: int,
+        transport: str = "ray",
+        networks: Sequence[Host] = (),
+    ) -> None:
+        own_ip = networks[0].address if networks else LOOPBACK
+        address = clusters.ensure_cluster("local", own_ip).address
+        stack.callback(clusters.stop_started, address)
+        cluster = stack.enter_context(connect(address))
+        stack.callback(cluster.down)
         scheduler_actor(address, "lru")
-        other = add_local_node(address, OBJECT_STORE_BYTES)
+        where: dict[str, Any] = {}
+        if networks:
+            inside = ["nsenter", f"--target={networks[1].spaces.pid}", "--net"]
+            where = {"own_ip": networks[1].address, "inside": inside}
+        other = add_local_node(address, OBJECT_STORE_BYTES, **where)
         stack.callback(other.stop)
         self._nodes = [clusters.resolve_node_id(""), other.node_id]
         pool_bytes = -(-most_bytes // SLAB_BYTES) * SLAB_BYTES
@@ -204,10 +256,10 @@ class Pair:
             for pid in pids:
                 _pin(pid, core)
         self._pids = [*itertools.chain(*of_nodes), os.getpid()]
-        self._port = ray.get(self._peers[0].listen.remote(), timeout=DEADLINE_S)
+        self._listener = ray.get(self._peers[0].listen.remote(), timeout=DEADLINE_S)
         self._generations = itertools.count(1)
         self._generation = 0
-        bed.wait_for_pools()
+        _wait(lambda: _are_filled(cluster), "the pools' pages are there")
         self._socket = names.node_socket(address, self._nodes[0])
         self._most_bytes = most_bytes
         self.fill(1)
@@ -294,8 +346,12 @@ class Pair:
     def send(self, size: int) -> float:
         """Seconds until bytes have come over a socket."""
         began = time.perf_counter()
-        ray.get(self._peers[1].receive.remote(self._port, size), timeout=DEADLINE_S)
+        ray.get(self._peers[1].receive.remote(self._listener, size), timeout=DEADLINE_S)
         return time.perf_counter() - began
+
+
+def _are_filled(cluster: Cluster) -> bool:
+    return all(node.prefaulted_bytes >= node.pool_bytes for node in cluster.status().nodes)
 
 
 def _parent(pid: int) -> int:

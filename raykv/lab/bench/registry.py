@@ -37,7 +37,7 @@ BENCHMARKS = {
         Benchmark("policy", "prefix hit rates of the eviction policies beside the optimum"),
         Benchmark("windows", "what models with sliding windows store, and find again"),
         Benchmark("copy", "GB/s between a KV cache and the pool, by page size"),
-        Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull and loopback TCP"),
+        Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull and plain TCP"),
         Benchmark("disk", "MiB/s of the disk tier beside plain files, and what it costs loads"),
         Benchmark("scale", "what 10 to 1000 nodes ask of the scheduler actor"),
         Benchmark("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk"),
