@@ -94,7 +94,7 @@ def up(
         )
     with raykv.connect(joined.address) as cluster, _bars() as bars:
         if not bars.disable:
-            bars.console.print("waiting for the actors, which compile at their first start")
+            bars.console.print("waiting for the actors")
         found = cluster.up(
             on=on,
             node_ids=nodes or (),

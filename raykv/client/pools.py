@@ -73,7 +73,6 @@ def up(
         address, settings.eviction_policy, settings.pin_share, settings.metrics_place
     )
     found = bring_up(address, wish, deadline_s, watch)
-    # At its first start on a machine the scheduler actor compiles for a quarter of a minute.
     left_s = max(CLIENT_S, give_up_at - time.monotonic())
     try:
         ask.answer(scheduler, "wish", encode(wish), timeout_s=left_s)

@@ -26,11 +26,13 @@ from raykv.base.deadlines import METRICS_COLLECT_S
 from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace
 from raykv.base.settings import MetricsPlace
+from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.base.version import __version__
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.pins import SHARE
 from raykv.directory.steward import Steward
-from raykv.directory.table.choose import open_table
+from raykv.directory.table.choose import fast_table
+from raykv.directory.table.protocol import ChunkTable
 from raykv.metrics.discovery import Discovery, TargetsFile, default_path
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import numbers
@@ -96,8 +98,11 @@ class SchedulerActor:
         # Above every earlier life's epoch, also if the host's clock has gone back. Should Ray have
         # lost what that one has left, the NodeActors' reports raise it.
         epoch = Epoch(max(int(time.time()) - _EPOCH_ZERO, last.epoch + 1))
-        table = open_table(eviction_policy)
-        self._manager = BlockManager(epoch, settings, table, last.cleared)
+        self._manager = BlockManager(epoch, settings, cleared=last.cleared)
+        # Nobody waits for a compiler: what answers until then takes ten times as long for a chunk.
+        self._fast: ChunkTable | None = None
+        self._compiler = SupervisedThread("raykv-compiler", self._compile, OnFailure.GIVE_UP)
+        self._compiler.revive()
         self._keep_life()
         self._descriptions = DescriptionBook()
         self._expires_at = 0.0
@@ -110,6 +115,9 @@ class SchedulerActor:
             except Exception:
                 # A constructor that raised would be run again by Ray for ever.
                 logger.exception("the scheduler actor lives without metrics")
+
+    def _compile(self) -> None:
+        self._fast = fast_table(self._manager.settings.eviction_policy)
 
     def _show_metrics(self, place: MetricsPlace) -> None:
         """Serve them from threads, which collect what they show with a call that waits its turn."""
@@ -331,6 +339,9 @@ class SchedulerActor:
 
     def _tick(self) -> float:
         now = time.monotonic()
+        if self._fast is not None:
+            self._manager.change_table(self._fast)
+            self._fast = None
         if now >= self._expires_at:
             self._expires_at = now + EXPIRY_PAUSE_S
             self._keep_life()

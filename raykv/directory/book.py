@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from raykv.base.clearings import Clearings
 from raykv.base.ids import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
+from raykv.directory.table.dicts import DictNodeTable
 from raykv.directory.table.protocol import Changes, Lease, Name, NodeTable, TableChunk
 from raykv.prompts.prefixes import companions
 from raykv.protocol.columns import Handles, Leases
@@ -49,7 +50,7 @@ class PoolBook:
         give_way: Callable[[int, int], int] = lambda _slot_bytes, _count: 0,
         groups_of: Callable[[Namespace], Sequence[ChunkGroup]] = lambda _namespace: (),
     ) -> None:
-        self.table = table
+        self.table: NodeTable = table
         self.geometry = table.geometry
         self._on_changes = on_changes
         self._free_slabs = list(range(self.geometry.num_slabs - 1, -1, -1))
@@ -297,6 +298,15 @@ class PoolBook:
             others = companions(groups, changes.keys)
             for more in self.table.evict_keys(changes.namespace, others, now):
                 self._on_changes(more)
+
+    def move_to(self, table: NodeTable) -> None:
+        """Go on with another table, an empty one of the same pool; this one is of dicts."""
+        assert isinstance(self.table, DictNodeTable), self.table
+        for slot_bytes, slabs in self._slabs.items():
+            for slab in slabs:
+                table.give_slab(slab, slot_bytes, self._floors.get(slab, NO_GENERATION))
+        self.table.pour_into(table)
+        self.table = table
 
     # Slabs
 

@@ -129,16 +129,16 @@ class BlockManager:
         self._waiting: dict[EngineId, tuple[NodeId, float]] = {}
         self._table = table or DictTable(self.settings.eviction_policy)
         self._disks = Disks()
-        self._questions = Questions(self._nodes, self._table, self._disks)
+        self._questions = Questions(self._nodes, self._table_now, self._disks)
         self._reuse = ReuseGauges()
         self.misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
-        self.catalog = Catalog(self._nodes, self._engines, self._table, self._disks)
+        self.catalog = Catalog(self._nodes, self._engines, self._table_now, self._disks)
         of_pins = (self.settings.pin_share, self.settings.pin_s)
-        self.pins = Pins(self._nodes, self._table, *of_pins)
+        self.pins = Pins(self._nodes, self._table_now, *of_pins)
         lending = (lambda: self._generations, self.settings.transfer_s)
-        self.transfers = Transfers(self._nodes, self._table, self._disks, self.pins, *lending)
+        self.transfers = Transfers(self._nodes, self._table_now, self._disks, self.pins, *lending)
         self.meter = ClusterMeter(self._nodes, self._engines, self._log)
 
     @property
@@ -150,6 +150,20 @@ class BlockManager:
     def cleared(self) -> dict[str, int]:
         """The generation up to which each namespace's chunks are void; a copy."""
         return self._clearings.told
+
+    def _table_now(self) -> ChunkTable:
+        return self._table
+
+    def change_table(self, table: ChunkTable) -> None:
+        """Go on with an empty table instead of the one of dicts; all that is known moves there."""
+        self._table = table
+        for node in self._nodes.values():
+            node.book.move_to(table.add_node(node.node_id, node.book.geometry))
+        # Their places are in the old one.
+        self._snapshots.forget()
+        for engine in self._engines.values():
+            if engine.mirror.is_in_snapshot:
+                self._start_snapshot(engine)
 
     # Nodes
 

@@ -43,6 +43,11 @@ class Mirror:
         return bool(self._changes) or self._snapshot is not None
 
     @property
+    def is_in_snapshot(self) -> bool:
+        """Whether chunks of the table itself are still to be sent."""
+        return self._snapshot is not None
+
+    @property
     def is_overfull(self) -> bool:
         """Whether a new snapshot is cheaper than what is kept."""
         return self.num_pending > MAX_PENDING_CHANGES

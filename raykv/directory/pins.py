@@ -21,7 +21,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -87,7 +87,11 @@ class Pins:
     """
 
     def __init__(
-        self, nodes: Mapping[NodeId, Node], table: ChunkTable, share: float, linger_s: float
+        self,
+        nodes: Mapping[NodeId, Node],
+        table: Callable[[], ChunkTable],
+        share: float,
+        linger_s: float,
     ) -> None:
         self._nodes = nodes
         self._table = table
@@ -241,7 +245,7 @@ class Pins:
         """The nodes that have each of some chunks of one namespace."""
         every = tuple(self._nodes)
         keys = [key for _, key in names]
-        found = self._table.ask(names[0][0], keys, every, (), len(every), 0.0)
+        found = self._table().ask(names[0][0], keys, every, (), len(every), 0.0)
         holders: list[list[Node]] = [[] for _ in names]
         for index, number in zip(found.key_index, found.node_index, strict=True):
             holders[index].append(self._nodes[found.nodes[number]])

@@ -115,7 +115,7 @@ class Transfers:
     def __init__(
         self,
         nodes: Mapping[NodeId, Node],
-        table: ChunkTable,
+        table: Callable[[], ChunkTable],
         disks: Disks,
         pins: Pins,
         generations: Callable[[], Generations],
@@ -149,7 +149,7 @@ class Transfers:
         keys = [Key(key) for key in dict.fromkeys(order.keys)]
         namespace = Namespace(order.namespace)
         # What is there must not be evicted for what is to come, and sources must stay.
-        found = self._table.ask(
+        found = self._table().ask(
             namespace, keys, tuple(self._nodes), [node.node_id], MAX_SOURCES, until
         )
         self._keep_series(order, node, now)
@@ -350,7 +350,7 @@ class Transfers:
         for start in range(0, len(there), step):
             part = there[start : start + step]
             every = tuple(self._nodes)
-            found = self._table.ask(namespace, part, every, (), len(every), 0.0)
+            found = self._table().ask(namespace, part, every, (), len(every), 0.0)
             for index, number in zip(found.key_index, found.node_index, strict=True):
                 source = found.nodes[number]
                 if source == order.node_id:

@@ -258,10 +258,7 @@ class EngineRuntime:
     @contextmanager
     def _said_if_slow(self) -> Iterator[None]:
         """Log what the engine waits for, for the person who waits for the engine."""
-        text = (
-            "waiting for RayKV's actors, at most %.0f s; where they start for the first time they "
-            "compile for a quarter of a minute"
-        )
+        text = "waiting for RayKV's actors, at most %.0f s"
         done = threading.Event()
 
         def say() -> None:

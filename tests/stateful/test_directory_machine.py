@@ -53,7 +53,7 @@ from raykv.protocol.columns import Handle
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import FailedStores, Inventory, NodeReport
-from tests.fixtures.directory.tables import use_table
+from tests.fixtures.directory.tables import open_table, use_table
 from tests.fixtures.effort import examples
 from tests.fixtures.keys import named_key as key
 
@@ -476,6 +476,13 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.settle()
         finally:
             self.patches.undo()
+
+    @precondition(lambda self: self.TABLE == "dict")
+    @rule()
+    def fast_table_is_ready(self) -> None:
+        """Once at most, at any time."""
+        self.TABLE = "flat"
+        self.manager.change_table(open_table("flat"))
 
     # What the engines do
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import raykv.directory.answers.snapshots
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace, NodeId
@@ -27,7 +27,7 @@ from raykv.protocol.events import EpochBegan, EventPage, SnapshotPage, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
 from raykv.stream.replay import Replay
-from tests.fixtures.directory.tables import use_table
+from tests.fixtures.directory.tables import open_table, use_table
 from tests.fixtures.effort import examples
 from tests.fixtures.keys import named_key as key
 
@@ -287,6 +287,13 @@ class EventLogMachine(RuleBasedStateMachine):
     def generation(self, node: str, namespace: str, letter: str) -> int:
         """At which a chunk is held; 0 if it is not."""
         return self.manager.holds(NodeId(node), Namespace(namespace), key(letter)) or 0
+
+    @precondition(lambda self: self.TABLE == "dict")
+    @rule()
+    def fast_table_is_ready(self) -> None:
+        """Once at most, at any time."""
+        self.TABLE = "flat"
+        self.manager.change_table(open_table("flat"))
 
     # The directory changes
 

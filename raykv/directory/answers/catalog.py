@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
@@ -76,7 +76,7 @@ class Catalog:
         self,
         nodes: Mapping[NodeId, Node],
         engines: Mapping[EngineId, Engine],
-        table: ChunkTable,
+        table: Callable[[], ChunkTable],
         disks: Disks,
     ) -> None:
         self._nodes = nodes
@@ -239,7 +239,7 @@ class Catalog:
             rows.setdefault(space, []).append(row)
         for space, own in rows.items():
             keys = [chunks[row][0][1] for row in own]
-            for index in self._table.ask(space, keys, tuple(self._nodes), (), 1, None).key_index:
+            for index in self._table().ask(space, keys, tuple(self._nodes), (), 1, None).key_index:
                 found[own[index]] = True
         return found
 
@@ -281,7 +281,7 @@ class Catalog:
             return WherePage(PROTOCOL_VERSION, len(query.keys))
         keys = query.keys[: max(1, MAX_REPLICAS // (len(nodes) + self._disks.num_disks))]
         namespace = Namespace(query.namespace)
-        found = self._table.ask(namespace, keys, nodes, (), len(nodes), None)
+        found = self._table().ask(namespace, keys, nodes, (), len(nodes), None)
         pools = [Source(node_id) for node_id in found.nodes]
         key_index, rows = list(found.key_index), [pools[at] for at in found.node_index]
         for index, key in enumerate(keys):
@@ -298,7 +298,7 @@ class Catalog:
         if not nodes or not query.keys:
             return prefix_page(query, (), (), ())
         space = Namespace(query.namespace)
-        found = self._table.ask(space, query.keys, nodes, (), MAX_NODES_OF_A_KEY, None)
+        found = self._table().ask(space, query.keys, nodes, (), MAX_NODES_OF_A_KEY, None)
         if not self._disks.holds_any(space):
             return prefix_page(query, found.nodes, found.key_index, found.node_index)
         places = {node: at for at, node in enumerate(found.nodes)}

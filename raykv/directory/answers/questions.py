@@ -9,7 +9,7 @@ be fetched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot
 from raykv.directory.disks import Disks
@@ -42,7 +42,9 @@ class Questions:
         disks: the chunks on their disks, for those that no pool has.
     """
 
-    def __init__(self, nodes: dict[NodeId, Node], table: ChunkTable, disks: Disks) -> None:
+    def __init__(
+        self, nodes: dict[NodeId, Node], table: Callable[[], ChunkTable], disks: Disks
+    ) -> None:
         self._nodes = nodes
         self._table = table
         self._disks = disks
@@ -102,7 +104,7 @@ class Questions:
         if not asked:
             return Replicas()
         first = self._first(engine, now)
-        found = self._table.ask(
+        found = self._table().ask(
             engine.namespace, asked, self._ranked, first, MAX_TOLD, pinned_until
         )
         replicas = Replicas(
@@ -126,7 +128,7 @@ class Questions:
         if changes.hits and self._disks.is_open(node_id):
             if self._ranked_at == _NEVER:
                 self._rank(_NEVER)
-            found = self._table.ask(changes.namespace, changes.keys, self._ranked, (), 1, None)
+            found = self._table().ask(changes.namespace, changes.keys, self._ranked, (), 1, None)
             self._disks.demote(node_id, changes, found.missing)
 
     def lost(self, namespace: Namespace, lost: LostReplicas) -> None:

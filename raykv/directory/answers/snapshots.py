@@ -51,6 +51,10 @@ class Snapshots:
             self._open.popitem(last=False)
         return self._counter << _POSITION_BITS
 
+    def forget(self) -> None:
+        """All of them; their readers begin anew."""
+        self._open.clear()
+
     def page(self, cursor: int, nodes: dict[NodeId, Node]) -> SnapshotPage:
         """The page at a cursor; with an error if its snapshot is not kept any more."""
         number, position = cursor >> _POSITION_BITS, cursor & ((1 << _POSITION_BITS) - 1)

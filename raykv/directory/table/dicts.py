@@ -9,7 +9,7 @@ from itertools import chain, groupby
 from operator import itemgetter
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import EngineId, Generation, Key, Namespace, NodeId, Slot
+from raykv.base.ids import NO_GENERATION, EngineId, Generation, Key, Namespace, NodeId, Slot
 from raykv.directory.table.policies import LRU, POLICIES, EvictionPolicy
 from raykv.directory.table.protocol import (
     Changes,
@@ -17,6 +17,7 @@ from raykv.directory.table.protocol import (
     Held,
     Lease,
     Name,
+    NodeTable,
     Stretch,
     TableChunk,
     Uses,
@@ -448,6 +449,29 @@ class DictNodeTable:
             for slot_class in self._classes.values()
             for namespace, key in slot_class.spares.candidates()
         ]
+
+    def pour_into(self, table: NodeTable) -> None:
+        """Give an empty table, whose slabs have their slot sizes already, all that is in this one.
+
+        Chunks go by their last use, which is all that the other one learns of their past.
+        """
+        for size, slot_class in self._classes.items():
+            assert not slot_class.claimed, slot_class.claimed
+            for slot, lowest in slot_class.free.items():
+                table.claim(slot, size)
+                table.release(slot, size, lowest)
+            table.use(size, slot_class.used_at)
+        for slot, lease in self._leases.items():
+            table.claim(slot, lease.slot_bytes)
+            table.lend_at(slot, lease)
+        names = sorted(self.names(), key=lambda name: self._records.of(name).used_at)
+        for namespace, group in groupby(names, key=itemgetter(0)):
+            held = self.held_at(list(group))
+            came = Changes(True, namespace, held.keys, held.slots, held.generations)
+            others = table.store(came, held.slot_bytes, NO_GENERATION, from_free=True)
+            assert not others, others
+        for (namespace, key), until in self._pinned.items():
+            table.protect(namespace, [key], until)
 
     def check(self) -> None:
         for size, slot_class in self._classes.items():

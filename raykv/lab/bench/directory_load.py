@@ -18,7 +18,7 @@ import psutil
 from raykv.base.ids import Epoch
 from raykv.directory.log import MAX_EVENTS
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.directory.table.choose import open_table
+from raykv.directory.table.choose import fast_table
 from raykv.lab.bench.directory import CORE, DICT, MESSAGES
 from raykv.protocol.columns import Leases
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
@@ -94,7 +94,7 @@ class Stopwatch:
 
 def manager() -> BlockManager:
     """A block manager like the scheduler actor's."""
-    return BlockManager(Epoch(1), table=open_table(ManagerSettings().eviction_policy))
+    return BlockManager(Epoch(1), table=fast_table(ManagerSettings().eviction_policy))
 
 
 class DirectoryLoad:

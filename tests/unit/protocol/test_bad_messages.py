@@ -129,6 +129,7 @@ class Desk:
         with pytest.MonkeyPatch.context() as patches:
             use_table_in_actors(patches, table)
             self.actor = SchedulerActor("here", DEFAULT_POLICY)
+            self.actor._compiler.join(5.0)
         self.epoch = self.actor._manager.epoch
         self.seq = 0
         self.report()

@@ -1,0 +1,92 @@
+"""The scheduler actor before its fast table is compiled, and after."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+import raykv.directory.actor
+from raykv.base.ids import SLOT_ALIGNMENT
+from raykv.directory.actor import SchedulerActor
+from raykv.directory.table.choose import fast_table
+from raykv.directory.table.protocol import ChunkTable
+from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.node import Inventory, NodeReport
+
+PAGE = SLOT_ALIGNMENT
+REPORT = NodeReport(PROTOCOL_VERSION, "node", 7, 1, 64 * PAGE, 8 * PAGE, 0, 0)
+ATTACH = AttachEngine(PROTOCOL_VERSION, "engine", "node", "space", "tiny", 1, {0: PAGE})
+
+
+class Desk:
+    """An actor without Ray, with a node and an engine."""
+
+    def __init__(self) -> None:
+        self.actor = SchedulerActor("here", "lru")
+        self.actor.report(encode(REPORT))
+        self.epoch = self.attach().epoch
+        self.seq = 1
+
+    def attach(self) -> EngineAttached:
+        return decode(self.actor.attach(encode(ATTACH)), EngineAttached)
+
+    def sync(self, wanted: dict[int, int] | None = None) -> SyncReply:
+        self.seq += 1
+        request = SyncRequest("engine", self.epoch, self.seq, wanted or {})
+        return decode(self.actor.sync(encode(request)), SyncReply)
+
+    def store(self, *keys: bytes) -> None:
+        granted = self.sync({0: len(keys)}).granted
+        count = len(keys)
+        stored = Inventory(
+            ["space"], [0] * count, [*keys], granted.slots, granted.generations, [PAGE] * count
+        )
+        self.seq += 1
+        self.actor.report(encode(msgspec.structs.replace(REPORT, seq=self.seq, stored=stored)))
+
+    @property
+    def kind(self) -> str:
+        return type(self.actor._manager._table).__name__
+
+
+def test_actor_serves_while_it_compiles_and_forgets_nothing_when_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_compiled = threading.Event()
+
+    def compiled(policy: str) -> ChunkTable | None:
+        assert is_compiled.wait(30.0)
+        return fast_table(policy)
+
+    monkeypatch.setattr(raykv.directory.actor, "fast_table", compiled)
+    desk = Desk()
+    desk.store(b"first", b"second")
+    assert desk.sync().stored.keys == [b"first", b"second"]
+    assert desk.kind == "DictTable"
+    # A lease is out, and another engine is in the middle of its mirror.
+    (late,) = desk.sync({0: 1}).granted.generations
+    assert desk.attach().error == ""
+    is_compiled.set()
+    desk.actor._compiler.join(30.0)
+    after = desk.sync()
+    assert desk.kind == "FlatTable"
+    assert sorted(after.stored.keys) == [b"first", b"second"], "a mirror from the beginning"
+    desk.store(b"third")
+    reply = desk.sync()
+    assert b"third" in reply.stored.keys
+    desk.actor._manager.check()
+    assert late < desk.sync({0: 1}).granted.generations[0]
+
+
+def test_actor_stays_with_what_it_has_where_nothing_can_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raykv.directory.actor, "fast_table", lambda _: None)
+    desk = Desk()
+    desk.actor._compiler.join(30.0)
+    desk.store(b"first")
+    assert desk.sync().stored.keys == [b"first"]
+    assert desk.kind == "DictTable"
