@@ -21,8 +21,8 @@ which the next one is submitted. All chunks of a span fail together when its job
 should not be much larger."""
 
 HOST_SPAN_BYTES = 4 << 20
-"""For KV caches in the host's memory, where the end of a call costs microseconds: half a
-millisecond, for which a store and a load may hold each other up."""
+"""For stores out of the host's memory: half a millisecond, for which they may hold up a load. Loads
+wait for nobody: with spans as large as a device's one of 96 MiB takes 0.8 ms less."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ class Copying:
             return 0
         runs = queued.worker.planner.plan(queued.job)
         left = self._admit(queued)
-        most_bytes = HOST_SPAN_BYTES if queued.lane.device == HOST else SPAN_BYTES
+        is_host_store = queued.lane == (HOST, Direction.STORE)
+        most_bytes = HOST_SPAN_BYTES if is_host_store else SPAN_BYTES
         slab_bytes = self._keeper.table.geometry.slab_bytes
         num_bytes = 0
         try:

@@ -408,6 +408,13 @@ def in_thread(act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+def test_load_into_host_memory_is_one_copy_where_a_store_is_several(gate: Gate, two: Two) -> None:
+    worker, _ = two
+    assert worker.run(STORE, [0, 1, 2, 3, 4], 5) == [Refusal.NONE] * 5
+    assert worker.run(LOAD, [0, 1, 2, 3, 4], 5) == [Refusal.NONE] * 5
+    assert [direction for direction, _ in gate.done] == [STORE, STORE, STORE, LOAD]
+
+
 def test_store_of_host_memory_lets_a_load_that_runs_end_first(
     gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
