@@ -200,6 +200,8 @@ class NodeActor:
             self._disk.start()
         if self._transport_wish != "ray":
             start_thread("raykv-nixl", lambda: self._open_nixl(peers), OnFailure.GIVE_UP)
+        # The first report is not a heartbeat to wait for: engines can't attach before it.
+        self._news.set()
         start_thread("raykv-report", self._report_for_ever, OnFailure.END_PROCESS)
         return ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,17 @@ POOL_BYTES = 1 << 60
 def refused(monkeypatch: pytest.MonkeyPatch) -> NodeActor:
     monkeypatch.setattr(raykv.node.actor, "NODE_ROOM_GRACE_S", 0.0)
     return NodeActor("node", "raykv/test-refused", POOL_BYTES, 1 << 20, "")
+
+
+def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.node.actor, "NODE_HEARTBEAT_S", 3600.0)
+    has_reported = threading.Event()
+    monkeypatch.setattr(NodeActor, "_report", lambda _: has_reported.set())
+    actor = NodeActor("node", f"raykv/test-first-report/{os.getpid()}", 1 << 20, 1 << 20, "")
+    try:
+        assert has_reported.wait(10.0)
+    finally:
+        actor._service.stop()
 
 
 def test_description_says_why_there_is_no_pool(refused: NodeActor) -> None:
