@@ -6,8 +6,9 @@
      └───────────────────┴──────────────────────┘ drop, eviction
 
 The slots themselves are in a table (`table/protocol.py`); this module knows which slab has which
-slot size, which reports about a slot to believe, and who is informed. Chunks that another node has
-too are given up first, the others by the policy, and with each those that serve no prefix any more.
+slot size, which reports about a slot to believe, and who is informed. Chunks that were released are
+given up first, then those that another node has too, the others by the policy, and with each those
+that serve no prefix any more.
 A slot size gets slabs from others up to its fair share, and all there are from one that lies idle.
 
 Invariants:
@@ -101,6 +102,10 @@ class PoolBook:
         if len(came):
             self._on_changes(came)
         return others
+
+    def release(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Nobody will miss these chunks: they are evicted next; see `NodeTable.release`."""
+        self.table.release(namespace, keys)
 
     def drop(self, namespace: Namespace, key: Key, *, replaced: bool = False) -> None:
         """Forget a chunk and free its slot; nothing if it is not held."""
@@ -212,7 +217,7 @@ class PoolBook:
     def outlive(self, chunk: TableChunk) -> None:
         """A free slot has had a chunk that nobody needs: no earlier lease of it is valid."""
         if self.may_come(chunk) and self.claim_place(chunk):
-            self.table.release(chunk.slot, chunk.slot_bytes, Generation(chunk.generation + 1))
+            self.table.unclaim(chunk.slot, chunk.slot_bytes, Generation(chunk.generation + 1))
 
     def may_come(self, chunk: TableChunk) -> bool:
         """Whether nothing newer was in a chunk's place, nor this chunk itself."""
@@ -249,12 +254,12 @@ class PoolBook:
         """The lease ended without a chunk: the slot is free."""
         self.table.end_lease(slot, lease.generation)
 
-    def release(self, leases: Leases) -> None:
+    def take_back(self, leases: Leases) -> None:
         """Leases that are given back; those that are over already don't matter."""
-        for released, generation in zip(leases.slots, leases.generations, strict=True):
-            lease = self.lease_at(Slot(released), generation)
+        for slot, generation in zip(leases.slots, leases.generations, strict=True):
+            lease = self.lease_at(Slot(slot), generation)
             if lease is not None:
-                self.end_lease(Slot(released), lease)
+                self.end_lease(Slot(slot), lease)
 
     def end_older_lease(self, chunk: TableChunk) -> None:
         """A lease that is older than what was stored in its slot is void."""

@@ -395,7 +395,7 @@ class BlockManager:
         if request.clear > engine.cleared:
             engine.cleared = request.clear
             self.clear(engine.namespace)
-        node.book.release(request.released)
+        node.book.take_back(request.released)
         node.book.drop_all(engine.namespace, request.dropped)
         self._questions.lost(engine.namespace, request.lost)
         self._questions.announce(engine, request.announced)

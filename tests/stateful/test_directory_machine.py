@@ -501,6 +501,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     def engine_loads(self, which: int, keys: list[str]) -> None:
         self.engines[which].load(self.node, list(map(key, keys)), self.now)
 
+    @rule(which=engines, keys=names)
+    def chunks_are_released(self, which: int, keys: list[str]) -> None:
+        for node in self.manager._nodes.values():
+            node.book.release(self.engines[which].namespace, [key(name) for name in keys])
+
     @precondition(lambda self: any(engine.ended for engine in self.engines))
     @rule()
     def engines_learn_how_their_jobs_ended(self) -> None:

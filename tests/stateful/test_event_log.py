@@ -324,6 +324,12 @@ class EventLogMachine(RuleBasedStateMachine):
         names = [*map(key, some)]
         self.sync(which, touched=names, pinned=names[:1], asked=names[1:])
 
+    @rule(name=nodes, namespace=st.sampled_from(sorted(PAGES)), some=letters)
+    def chunks_are_released(self, name: str, namespace: str, some: list[str]) -> None:
+        node = self.manager._nodes.get(NodeId(name))
+        if node is not None:
+            node.book.release(Namespace(namespace), [key(letter) for letter in some])
+
     @rule(which=engines, some=letters)
     def engine_drops_chunks(self, which: tuple[str, str], some: list[str]) -> None:
         generations = [self.generation(*which, letter) for letter in some]

@@ -33,31 +33,58 @@ class _SlotClass:
     """All slots of one size; `free` has the longest free slot first, each with the lowest
     generation that may still be stored there.
 
-    `spares` orders the chunks that another node has too, by their last use, `policy` all others.
-    For the policy, a chunk that becomes a spare is evicted, so that it may remember its uses.
+    `released` has chunks that go first, `spares` all that another node has too, by their last use,
+    and `policy` those that are in neither. For the policy, a chunk that becomes a spare or is
+    released is evicted, so that it may remember its uses.
     """
 
     policy: EvictionPolicy[tuple[str, bytes]]
+    released: LRU[tuple[str, bytes]] = field(default_factory=LRU)
     spares: LRU[tuple[str, bytes]] = field(default_factory=LRU)
     free: OrderedDict[Slot, Generation] = field(default_factory=OrderedDict)
     claimed: set[Slot] = field(default_factory=set)
     used_at: float = 0.0
 
-    def release(self, slot: Slot, lowest: Generation) -> None:
+    def set_free(self, slot: Slot, lowest: Generation) -> None:
         assert slot not in self.free, slot
         self.free[slot] = lowest
 
     def forget(self, name: Name) -> None:
         self.policy.remove(name)
         self.spares.remove(name)
+        self.released.remove(name)
 
     def evict(self, name: Name) -> None:
         """The chunk is given up for lack of room; `forget` has nothing left to do."""
         self.policy.evicted(name)
         self.spares.evicted(name)
+        self.released.evicted(name)
+
+    def give_up_first(self, name: Name) -> None:
+        """The chunk is released."""
+        self.policy.evicted(name)
+        self.released.add(name)
+
+    def touch(self, name: Name) -> None:
+        self.policy.touch(name)
+        self.spares.touch(name)
+        if name in self.released:
+            self.released.remove(name)
+            if name not in self.spares:
+                self.policy.add(name)
+
+    def set_spare(self, name: Name, is_spare: bool) -> None:
+        if is_spare:
+            self.policy.evicted(name)
+            self.spares.add(name)
+        else:
+            self.spares.remove(name)
+            if name not in self.released:
+                self.policy.add(name)
 
     def candidates(self) -> Iterator[tuple[str, bytes]]:
-        return chain(self.spares.candidates(), self.policy.candidates())
+        spares = (name for name in self.spares.candidates() if name not in self.released)
+        return chain(self.released.candidates(), spares, self.policy.candidates())
 
 
 class DictTable:
@@ -188,7 +215,7 @@ class DictNodeTable:
     def give_slab(self, slab: int, slot_bytes: int, lowest: Generation) -> None:
         slot_class = self._class_of(slot_bytes)
         for slot in self.geometry.slots_of(slab, slot_bytes):
-            slot_class.release(slot, lowest)
+            slot_class.set_free(slot, lowest)
 
     def take_slab(self, slab: int, slot_bytes: int) -> Generation:
         free = self._class_of(slot_bytes).free
@@ -207,10 +234,10 @@ class DictNodeTable:
         del slot_class.free[slot]
         slot_class.claimed.add(slot)
 
-    def release(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
+    def unclaim(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
         slot_class = self._class_of(slot_bytes)
         slot_class.claimed.remove(slot)
-        slot_class.release(slot, lowest)
+        slot_class.set_free(slot, lowest)
 
     # Leases
 
@@ -244,7 +271,7 @@ class DictNodeTable:
 
     def end_lease(self, slot: Slot, lowest: Generation) -> None:
         lease = self._leases.pop(slot)
-        self._class_of(lease.slot_bytes).release(slot, lowest)
+        self._class_of(lease.slot_bytes).set_free(slot, lowest)
 
     # Chunks
 
@@ -295,7 +322,7 @@ class DictNodeTable:
         self._records.went(name)
         slot_class = self._class_of(chunk.slot_bytes)
         slot_class.forget(name)
-        slot_class.release(chunk.slot, Generation(chunk.generation + 1))
+        slot_class.set_free(chunk.slot, Generation(chunk.generation + 1))
         self._moved(name, False)
         return chunk
 
@@ -306,10 +333,8 @@ class DictNodeTable:
     def set_spare(self, name: Name, is_spare: bool) -> None:
         """Whether another node has the chunk too; for the table of all nodes."""
         slot_class = self._class_of(self._chunks[name[0]][name[1]].slot_bytes)
-        if is_spare == (name in slot_class.spares):
-            return
-        slot_class.evict(name)
-        (slot_class.spares if is_spare else slot_class.policy).add(name)
+        if is_spare != (name in slot_class.spares):
+            slot_class.set_spare(name, is_spare)
 
     def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
         victims: list[Name] = []
@@ -359,10 +384,14 @@ class DictNodeTable:
         for key in keys:
             chunk = self.find(namespace, Key(key))
             if chunk is not None:
-                slot_class = self._class_of(chunk.slot_bytes)
-                slot_class.policy.touch((namespace, key))
-                slot_class.spares.touch((namespace, key))
+                self._class_of(chunk.slot_bytes).touch((namespace, Key(key)))
                 self._records.used((namespace, Key(key)))
+
+    def release(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            chunk = self.find(namespace, Key(key))
+            if chunk is not None:
+                self._class_of(chunk.slot_bytes).give_up_first((namespace, Key(key)))
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
         for key in keys:
@@ -447,7 +476,8 @@ class DictNodeTable:
         return [
             (Namespace(namespace), Key(key))
             for slot_class in self._classes.values()
-            for namespace, key in slot_class.spares.candidates()
+            for namespace, key in slot_class.candidates()
+            if (namespace, key) in slot_class.spares
         ]
 
     def pour_into(self, table: NodeTable) -> None:
@@ -459,7 +489,7 @@ class DictNodeTable:
             assert not slot_class.claimed, slot_class.claimed
             for slot, lowest in slot_class.free.items():
                 table.claim(slot, size)
-                table.release(slot, size, lowest)
+                table.unclaim(slot, size, lowest)
             table.use(size, slot_class.used_at)
         for slot, lease in self._leases.items():
             table.claim(slot, lease.slot_bytes)
@@ -470,6 +500,9 @@ class DictNodeTable:
             came = Changes(True, namespace, held.keys, held.slots, held.generations)
             others = table.store(came, held.slot_bytes, NO_GENERATION, from_free=True)
             assert not others, others
+        for slot_class in self._classes.values():
+            for space, released in groupby(slot_class.released.candidates(), key=itemgetter(0)):
+                table.release(space, [key for _, key in released])
         for (namespace, key), until in self._pinned.items():
             table.protect(namespace, [key], until)
 

@@ -5,7 +5,7 @@ out.
     free ─────────────────► leased ─────────────────────► held
      │ ▲                       │ end_lease                  │
      │ └───────────────────────┴────────────────────────────┘ drop, evict, clear
-     └─► claimed (by `claim`) ─► leased, held, or free again (`release`)
+     └─► claimed (by `claim`) ─► leased, held, or free again (`unclaim`)
 
 `dicts.py` is the table in plain Python. `flat/` has one of flat arrays, which
 takes a fifth of the memory and a tenth of the time; only the scheduler actor loads it. What is in
@@ -13,8 +13,8 @@ which order when several chunks come or go at once (those of a node, of a slab) 
 
 Invariants:
 1. A slot of a slab that has a slot size is in exactly one of the states.
-2. Held chunks are in their class's eviction order, spares first: a spare is a chunk that another
-   node holds too.
+2. Held chunks are in their class's eviction order: released ones first, then spares. A spare is a
+   chunk that another node holds too.
 3. A pin ends with the replica.
 """
 
@@ -167,7 +167,7 @@ class NodeTable(Protocol):
     def claim(self, slot: Slot, slot_bytes: int) -> None:
         """A certain free slot is free no longer."""
 
-    def release(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
+    def unclaim(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
         """A claimed slot is free."""
 
     # Leases
@@ -235,6 +235,14 @@ class NodeTable(Protocol):
 
     def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Chunks were used, in this order; nothing for those that are not held."""
+
+    def release(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Nobody will miss these chunks: they are the next to be evicted, after those that were
+        released before, in this order, so the tail of a prefix is to be named first.
+
+        A chunk that is touched is an ordinary one again, with its past. Nothing happens to those
+        that are not held; a pin protects a released chunk as any other.
+        """
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
         """Do not evict chunks before `until`, and count their size as used until then.

@@ -136,6 +136,71 @@ def test_spare_that_is_not_held_here_is_not_noted() -> None:
     assert book.evict(4) == "abcd"
 
 
+@pytest.mark.parametrize(
+    ("spares", "released", "order"),
+    [("", "", "abcd"), ("", "db", "dbac"), ("a", "dc", "dcab"), ("ab", "cb", "cbad")],
+)
+def test_released_chunks_are_given_up_before_all_others_in_their_order(
+    spares: str, released: str, order: str
+) -> None:
+    book = Book("abcd", spares)
+    book.release(MODEL, [letter.encode() for letter in released])
+    assert book.evict(4) == order
+
+
+def test_chunk_that_is_released_again_is_given_up_after_those_released_meanwhile() -> None:
+    book = Book("abcd")
+    for letter in (b"c", b"d", b"c"):
+        book.release(MODEL, [letter])
+    assert book.evict(4) == "dcab"
+
+
+@pytest.mark.parametrize(
+    ("spares", "order"), [("", "dbca"), ("a", "dabc"), ("ab", "dbac"), ("d", "dbca")]
+)
+def test_released_chunk_that_is_used_again_is_an_ordinary_one_or_a_spare(
+    spares: str, order: str
+) -> None:
+    book = Book("abcd", spares)
+    book.release(MODEL, [b"a", b"d"])
+    book.table.touch(MODEL, [b"a"])
+    assert book.evict(4) == order
+
+
+def test_released_chunk_goes_first_whether_another_node_gets_it_or_loses_it() -> None:
+    book = Book("abcd", "c")
+    book.release(MODEL, [b"c", b"d"])
+    book.set_spare(name("c"), False)
+    book.set_spare(name("d"), True)
+    book.check()
+    assert book.evict(4) == "cdab"
+
+
+def test_released_chunk_that_is_pinned_is_given_up_when_the_pin_is_over() -> None:
+    book = Book("abcd")
+    book.release(MODEL, [b"d"])
+    book.table.pin(MODEL, [b"d"], NOW + PIN_S)
+    assert book.evict(1) == "a"
+    assert book.evict(2, NOW + PIN_S) == "d"
+
+
+def test_release_of_chunks_that_are_not_held_changes_nothing() -> None:
+    book = Book("abcd", "b")
+    book.release(MODEL, [b"e"])
+    book.release(SECOND, [b"a"])
+    book.drop(*name("a"))
+    book.put("a")
+    assert book.evict(4) == "bcda"
+
+
+def test_release_outlives_a_chunk_no_longer_than_the_chunk_is_held() -> None:
+    book = Book("abcd")
+    book.release(MODEL, [b"d"])
+    book.drop(*name("d"))
+    book.put("d")
+    assert book.evict(4) == "abcd"
+
+
 @pytest.fixture
 def s3fifo(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that remembers what it has evicted, in place of `table`."""

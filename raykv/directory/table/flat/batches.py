@@ -25,9 +25,11 @@ from raykv.directory.table.flat.kernels import (
     hash_of,
     hash_of_row,
     hold,
+    is_shared,
     look_ahead,
     look_ahead_of,
     place_from,
+    use_again,
 )
 from raykv.directory.table.flat.layout import (
     BASE,
@@ -45,9 +47,9 @@ from raykv.directory.table.flat.layout import (
     NONE,
     NUM_LISTS,
     PIN,
+    RELEASED,
     SLOT,
     SLOT_BYTES,
-    SPARE,
     STATE,
     STRIDE,
     TOUCHED,
@@ -167,10 +169,27 @@ def touch(arrays: Arrays, keys: Array, names: Array, node: int) -> None:
             look_ahead(rows, arrays.places, keys, names, position, some)
         row = find(arrays, keys, position, names[position], node)
         if row >= 0:
-            order.touch(arrays, row)
+            use_again(arrays, row)
             rows[row, TOUCHED] = classes[rows[row, CLASS], CLOCK]
             if rows[row, HITS] < NONE:
                 rows[row, HITS] += 1
+
+
+@outer(types.void(ARRAYS, KEYS, COLUMN, INT))
+def release(arrays: Arrays, keys: Array, names: Array, node: int) -> None:
+    """Chunks on a node are the next to be given up."""
+    for position in range(len(names)):
+        row = find(arrays, keys, position, names[position], node)
+        if row >= 0:
+            give_up(arrays, row)
+            move(arrays.rows, arrays.lists, row, RELEASED)
+
+
+@outer(types.void(ARRAYS, COLUMN))
+def mark_shared(arrays: Arrays, wanted: Array) -> None:
+    """Replace rows of chunks by 1 where another node has the chunk too, by 0 where none has."""
+    for number in range(len(wanted)):
+        wanted[number] = is_shared(arrays, wanted[number])
 
 
 @inner(types.void(ARRAYS, TABLE, INT, KEYS, TABLE, INT, INT))
@@ -312,7 +331,7 @@ def scan(rows: Array, slabs: Array, pages: int, namespace: int, out: Array) -> i
         if base < 0:
             continue
         for row in range(base, base + pages // slabs[slab, STRIDE]):
-            if rows[row, STATE] >= SPARE and (
+            if rows[row, STATE] >= RELEASED and (
                 namespace < 0 or rows[row, NAME] >> LENGTH_BITS == namespace
             ):
                 out[count] = row

@@ -19,6 +19,7 @@ from raykv.directory.table.flat.layout import (
     NAME,
     NODE,
     NONE,
+    RELEASED,
     SPARE,
     STATE,
     TWIN,
@@ -125,7 +126,9 @@ class FlatTable:
             nodes = [int(rows.classes[rows.rows[row, CLASS], NODE]) for row in chain]
             assert len(set(nodes)) == len(nodes), (first, nodes)
             states = {int(rows.rows[row, STATE]) for row in chain}
-            assert min(states) >= HELD if len(chain) == 1 else states == {SPARE}, chain
+            ordinary = max(states) >= HELD if len(chain) == 1 else SPARE in states
+            assert ordinary or states == {RELEASED}, chain
+            assert len(chain) == 1 or states <= {SPARE, RELEASED}, chain
             assert all((rows.rows[row, NAME:] == rows.rows[first, NAME:]).all() for row in chain)
             seen.update(chain)
         held = [row for node in self._nodes.values() for row in node.places()]

@@ -41,6 +41,7 @@ from raykv.directory.table.flat.layout import (
     NODE,
     NONE,
     PIN,
+    RELEASED,
     SPARE,
     STATE,
     STORED,
@@ -313,10 +314,30 @@ def forget(arrays: Arrays, row: int) -> None:
             while rows[before, TWIN] != row:
                 before = np.int64(rows[before, TWIN])
             rows[before, TWIN] = after
-        if rows[first, TWIN] == NONE:
+        if rows[first, TWIN] == NONE and rows[first, STATE] == SPARE:
             order.add(arrays, first, hash_of_row(rows, first))
     move(rows, arrays.lists, row, CLAIMED)
     arrays.counts[arrays.classes[rows[row, CLASS], NODE], name >> LENGTH_BITS] -= 1
+
+
+@inner(types.boolean(ARRAYS, INT))
+def is_shared(arrays: Arrays, row: int) -> bool:
+    """Whether another node has a row's chunk too."""
+    rows, index = arrays.rows, arrays.places
+    if rows[row, TWIN] != NONE:
+        return True
+    return bool((index[place_of_row(rows, index, row)] & NONE) - 1 != row)
+
+
+@inner(types.void(ARRAYS, INT))
+def use_again(arrays: Arrays, row: int) -> None:
+    """A row's chunk was used; one that was released is an ordinary one again."""
+    if arrays.rows[row, STATE] != RELEASED:
+        order.touch(arrays, row)
+    elif is_shared(arrays, row):
+        move(arrays.rows, arrays.lists, row, SPARE)
+    else:
+        order.add(arrays, row, hash_of_row(arrays.rows, row))
 
 
 @inner(types.void(ARRAYS, INT))

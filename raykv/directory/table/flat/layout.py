@@ -50,16 +50,17 @@ KEY = 15
 LENGTH_BITS = 12
 """Bits of a name that have the key's length in bytes."""
 
-# States; from FREE on a row is in a list, from SPARE on it has a chunk.
+# States; from FREE on a row is in a list, from RELEASED on it has a chunk.
 GONE = 0
 CLAIMED = 1
 FREE = 2
 LEASED = 3
-SPARE = 4
-HELD = 5
+RELEASED = 4
+SPARE = 5
+HELD = 6
 """The first of the policy's queues, each of which is a state; `lru` has no other."""
 
-NUM_LISTS = 3 + NUM_QUEUES + 1
+NUM_LISTS = HELD - FREE + NUM_QUEUES + 1
 """For each class: those of the states, and that of its ghosts."""
 GHOSTS = NUM_LISTS - 1
 

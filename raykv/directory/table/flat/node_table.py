@@ -26,6 +26,7 @@ from raykv.directory.table.flat.layout import (
     NODE,
     NONE,
     PIN,
+    RELEASED,
     SLAB_CLASS,
     SLOT,
     SLOT_BYTES,
@@ -65,8 +66,9 @@ class FlatNodeTable:
         """The node is gone."""
         rows = self._rows
         for of_class in self._classes.values():
-            for part in self._walks(of_class, SPARE):
-                self._forget(part)
+            for state in (RELEASED, SPARE):
+                for part in self._walks(of_class, state):
+                    self._forget(part)
         self._forget(self._held())
         for base, _, stride in self._slabs.tolist():
             if base >= 0:
@@ -161,7 +163,7 @@ class FlatNodeTable:
         assert self._rows.rows[row, STATE] == FREE, slot
         self._move(row, CLAIMED)
 
-    def release(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
+    def unclaim(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
         self._free(slot, CLAIMED, lowest)
 
     def _free(self, slot: Slot, state: int, lowest: Generation) -> None:
@@ -332,7 +334,7 @@ class FlatNodeTable:
         for slab in slabs:
             if 0 <= slab < len(self._slabs) and self._slabs[slab, BASE] >= 0:
                 block = self._block(slab)
-                rows = np.flatnonzero(self._rows.rows[block, STATE] >= SPARE) + block.start
+                rows = np.flatnonzero(self._rows.rows[block, STATE] >= RELEASED) + block.start
                 names = self._names(rows)
                 chunks = [self._chunk(row) for row in rows.tolist()]
                 found += zip(names, chunks, strict=True)
@@ -348,6 +350,12 @@ class FlatNodeTable:
         rows = self._rows
         batch = rows.batch(namespace, keys)
         batches.touch(rows.arrays, batch.keys, batch.names, self.number)
+
+    def release(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        rows = self._rows
+        batch = rows.batch(namespace, keys)
+        arrays = rows.room_for_ghosts(len(keys))
+        batches.release(arrays, batch.keys, batch.names, self.number)
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
         rows = self._rows
@@ -397,7 +405,7 @@ class FlatNodeTable:
     def held_at(self, places: Any, namespace: Namespace | None = None) -> Held:
         rows = self._rows
         places = np.asarray(places, np.int64)
-        is_held = rows.rows[places, STATE] >= SPARE
+        is_held = rows.rows[places, STATE] >= RELEASED
         # A block of rows may have gone to another node.
         is_held &= rows.classes[rows.rows[places, CLASS], NODE] == self.number
         if namespace is not None:
@@ -414,7 +422,7 @@ class FlatNodeTable:
         length = self._pages // stride
         start = 0 if slab > number_of_slab else min(-(-rest // stride), length)
         end = min(start + most, length)
-        rows = np.flatnonzero(self._rows.rows[base + start : base + end, STATE] >= SPARE)
+        rows = np.flatnonzero(self._rows.rows[base + start : base + end, STATE] >= RELEASED)
         rows += base + start
         if namespace is not None:
             rows = rows[self._rows.is_of(rows, namespace)]
@@ -426,8 +434,13 @@ class FlatNodeTable:
         return self._rows.uses(np.asarray(places, np.int64))
 
     def spares(self) -> list[Name]:
-        walks = [self._walks(of_class, SPARE) for of_class in self._classes.values()]
-        return [name for parts in walks for part in parts for name in self._names(part)]
+        walks = [
+            self._walks(of_class, state)
+            for of_class in self._classes.values()
+            for state in (RELEASED, SPARE)
+        ]
+        places = [part[self._rows.is_shared(part)] for parts in walks for part in parts]
+        return [name for part in places for name in self._names(part)]
 
     def check(self) -> None:
         rows = self._rows

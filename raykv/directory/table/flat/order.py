@@ -52,6 +52,7 @@ from raykv.directory.table.flat.layout import (
     NOW,
     NUM_LISTS,
     PIN,
+    RELEASED,
     RETURNS,
     SPARE,
     STATE,
@@ -70,8 +71,10 @@ from raykv.directory.table.worth import (
     NUM_QUEUES,
 )
 
-NUM_CURSORS = 1 + NUM_QUEUES
-"""One for the spares, and one for each queue."""
+NUM_CURSORS = HELD - RELEASED + NUM_QUEUES
+"""One for the released, one for the spares, and one for each queue."""
+
+_FIRST_QUEUE = HELD - RELEASED
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
@@ -297,7 +300,7 @@ def evict(arrays: Arrays, row: int, hashed: Any) -> None:
 def begin(arrays: Arrays, of_class: int, cursors: Array) -> None:
     """Cursors before the first chunk of a class in eviction order."""
     for number in range(NUM_CURSORS):
-        cursors[number] = arrays.lists[of_class * NUM_LISTS + SPARE - FREE + number, HEAD]
+        cursors[number] = arrays.lists[of_class * NUM_LISTS + RELEASED - FREE + number, HEAD]
 
 
 @inner(INT(ROWS, INT, COLUMN, INT, COLUMN, INT))
@@ -316,7 +319,7 @@ def _look_at_first(
     arrays: Arrays, of_class: int, queue: int, cursors: Array, worths: Array
 ) -> None:
     """Worth and age of the chunk that a queue gives up next."""
-    row = cursors[1 + queue]
+    row = cursors[_FIRST_QUEUE + queue]
     if row != NONE:
         age = (arrays.classes[of_class, NOW] - arrays.rows[row, LAST]) & NONE
         worths[queue] = arrays.lessons[of_class, WORTHS + queue * NUM_AGES + _age_index(age)]
@@ -326,15 +329,17 @@ def _look_at_first(
 @outer(INT(ARRAYS, INT, INT, COLUMN, COLUMN))
 def following(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Array) -> int:
     """The next rows in eviction order but those that are pinned after `now`, as many as `out` has
-    room for; returns how many. Spares come first, then the chunk that is worth the least.
+    room for; returns how many. First come the released, then the spares, then the chunk that is
+    worth the least.
     """
     rows = arrays.rows
     count = 0
-    while count < len(out) and cursors[0] != NONE:
-        count = _take(rows, now, cursors, 0, out, count)
+    # Without lessons, the first queue has all others.
+    num_lists = _FIRST_QUEUE + (len(arrays.lessons) == 0)
+    for cursor in range(num_lists):
+        while count < len(out) and cursors[cursor] != NONE:
+            count = _take(rows, now, cursors, cursor, out, count)
     if len(arrays.lessons) == 0:
-        while count < len(out) and cursors[1] != NONE:
-            count = _take(rows, now, cursors, 1, out, count)
         return count
     worths = arrays.lessons[of_class, LESSON_SCRATCH:]
     for queue in range(NUM_QUEUES):
@@ -342,7 +347,7 @@ def following(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Arra
     while count < len(out):
         best = -1
         for queue in range(NUM_QUEUES):
-            if cursors[1 + queue] != NONE and (
+            if cursors[_FIRST_QUEUE + queue] != NONE and (
                 best < 0
                 or worths[queue] < worths[best]
                 or (
@@ -353,6 +358,6 @@ def following(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Arra
                 best = queue
         if best < 0:
             break
-        count = _take(rows, now, cursors, 1 + best, out, count)
+        count = _take(rows, now, cursors, _FIRST_QUEUE + best, out, count)
         _look_at_first(arrays, of_class, best, cursors, worths)
     return count

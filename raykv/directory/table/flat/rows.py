@@ -37,6 +37,7 @@ from raykv.directory.table.flat.layout import (
     NAME,
     NONE,
     NUM_LISTS,
+    RELEASED,
     SLOT,
     SLOT_BYTES,
     SPARE,
@@ -318,8 +319,18 @@ class Rows:
             stored_at=(self.rows[rows, STORED] / TICKS_PER_S).tolist(),
             used_at=(self.rows[rows, TOUCHED] / TICKS_PER_S).tolist(),
             hits=self.rows[rows, HITS].tolist(),
-            is_spare=(self.rows[rows, STATE] == SPARE).tolist(),
+            is_spare=self.is_shared(rows).tolist(),
         )
+
+    def is_shared(self, rows: Array) -> Array:
+        """Whether another node has each of the chunks of rows too."""
+        states = self.rows[rows, STATE]
+        is_shared: Array = states == SPARE
+        released = np.flatnonzero(states == RELEASED)
+        shared = rows[released]
+        batches.mark_shared(self.arrays, shared)
+        is_shared[released] = shared
+        return is_shared
 
     def is_of(self, rows: Array, namespace: Namespace) -> Array:
         """Whether the name in each row is of a namespace."""

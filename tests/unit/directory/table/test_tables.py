@@ -124,6 +124,8 @@ class Pair:
         until = self.rng.choice((0, 2, 9))
         for node in nodes:
             node.touch(space, keys)
+            node.release(space, keys[5:30])
+            node.touch(space, keys[20:24])
             node.pin(space, keys[:5], self.now + 3)
             node.protect(space, keys[3:12], self.now + until)
         gone = [node.evict_keys(space, [*keys[8:16], keys[9]], self.now) for node in nodes]
@@ -166,6 +168,7 @@ class Pair:
                 assert ours.used_at(size) == flat.used_at(size)
                 assert ours.num_free(size) == flat.num_free(size)
             assert ours.pinned_slabs(self.now) == flat.pinned_slabs(self.now)
+            assert count_spares(ours) == count_spares(flat) == len(ours.spares())
             held = [node.held_at(node.places()) for node in (ours, flat)]
             rows = [
                 sorted(zip(h.namespaces, h.keys, h.slots, h.generations, h.slot_bytes, strict=True))
@@ -177,6 +180,10 @@ class Pair:
 
 def count(node: NodeTable) -> dict[Namespace, int]:
     return {namespace: size for namespace, size in node.sizes().items() if size}
+
+
+def count_spares(node: NodeTable) -> int:
+    return sum(node.uses_at(node.places()).is_spare)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -222,7 +229,7 @@ def test_claimed_slot_is_leased_or_free_again(node: NodeTable) -> None:
     node.claim(Slot(1), PAGE)
     node.claim(Slot(2), PAGE)
     assert node.num_free(PAGE) == 2
-    node.release(Slot(1), PAGE, Generation(9))
+    node.unclaim(Slot(1), PAGE, Generation(9))
     assert node.lowest(Slot(1), PAGE) == 9
     assert node.lend(PAGE, 9, ENGINE, 3, Generation(20)) == [0, 3, 1]
     lease = node.lease_of(Slot(3))
@@ -287,10 +294,12 @@ def test_chunks_of_a_new_table_are_given_up_in_the_order_of_the_old_one() -> Non
         assert not node.store(came, [PAGE], NO_GENERATION, from_free=False)
     old.set_clock(20.0)
     node.touch(SPACES[0], keys[2:4])
+    node.release(SPACES[0], [keys[6], keys[1]])
     new = tables.open_table("flat").add_node(NODES[0], node.geometry)
     new.give_slab(0, PAGE, NO_GENERATION)
     node.pour_into(new)
     assert list(new.candidates(PAGE)) == list(node.candidates(PAGE))
+    assert list(new.candidates(PAGE))[:2] == [slots[6], slots[1]]
 
 
 def test_compiled_code_is_kept_apart_for_each_state_of_its_sources(
