@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-from raykv.base.ids import MissReason
+from raykv.base.ids import MissReason, TokenSource
 from raykv.engine.outbox import take
 from raykv.engine.requests import Miss
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord
@@ -94,6 +94,16 @@ class TokenAccount:
                 self.failed, self.loaded = self.loaded - came, came
             self.stage = MissStage.SETTLED
 
+    def produce(self) -> None:
+        """The request has its first token: loads that it did not wait for have come."""
+        if self.stage is MissStage.LOADING and self.failure is None:
+            self.stage = MissStage.SETTLED
+
+    @property
+    def asked_for(self) -> int:
+        """Tokens that should have been loaded, with those that failed."""
+        return self.loaded + self.failed
+
     def missed(self) -> dict[MissReason, int]:
         """The tokens that were not loaded, by reason."""
         rest = self.prompt - self.own - self.loaded
@@ -140,6 +150,17 @@ class TokenAccount:
         total = record.own + record.loaded + sum(record.missed.values())
         assert total == record.prompt, record
         return record
+
+
+def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
+    """The prompt's tokens; the sum is the prompt's length."""
+    return {
+        TokenSource.COMPUTED: sum(record.missed.values()),
+        TokenSource.OWN_CACHE: record.own,
+        TokenSource.SAME_NODE: record.loaded - record.fetched - record.disk,
+        TokenSource.OTHER_NODE: record.fetched,
+        TokenSource.DISK: record.disk,
+    }
 
 
 def _positive(counts: dict[MissReason, int]) -> dict[MissReason, int]:

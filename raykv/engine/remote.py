@@ -284,6 +284,7 @@ class RemoteChunks:
             is_here: whether the own node has a chunk, or will have it.
         """
         if key in self._fetching:
+            request.awaits_fetch(now)
             may_wait = request.may_wait(now, self.settings.fetch_deadline_s)
             return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, _LATE)
         if key in request.found:
@@ -331,6 +332,7 @@ class RemoteChunks:
         self._fetching[key] = order
         self._orders.append(order)
         self.fetching_bytes += size
+        request.awaits_fetch(now)
         request.may_wait(now, self.settings.fetch_deadline_s)
         return Lookup.HIT_PENDING
 

@@ -61,7 +61,8 @@ class RequestState:
     KV group. `declined`: why the found ones are not fetched, once that is decided; None: they are.
     `unfetched`: found ones that did not come.
     `miss` is what the latest lookup that was a MISS did not find. `repeats_left`: how many more
-    answers without a sign of some key are not believed.
+    answers without a sign of some key are not believed. `fetches_since`: when a lookup first found
+    a chunk that is fetched, since the request was admitted.
     """
 
     options: RequestOptions
@@ -79,6 +80,7 @@ class RequestState:
     miss: Miss | None = None
     is_known: bool = True
     repeats_left: int = 0
+    fetches_since: float | None = None
 
     def barrier(self, key: Key) -> MissReason | None:
         """Why this request must not have a chunk, even if it is here."""
@@ -101,6 +103,11 @@ class RequestState:
         if self.waiting_since is None:
             self.waiting_since = now
         return now - self.waiting_since < deadline_s
+
+    def awaits_fetch(self, now: float) -> None:
+        """A chunk that it wants is being fetched."""
+        if self.fetches_since is None:
+            self.fetches_since = now
 
     def has_waited(self, now: float, deadline_s: float) -> bool:
         """Whether it has waited for chunks as long as it may."""
@@ -239,6 +246,12 @@ class RequestTable:
         request = self.get(request_id)
         miss, request.miss = request.miss, None
         return miss
+
+    def take_fetches_since(self, request_id: str) -> float | None:
+        """When a fetch began for it, since the last call."""
+        request = self.get(request_id)
+        since, request.fetches_since = request.fetches_since, None
+        return since
 
     def values(self) -> ValuesView[RequestState]:
         """All of them."""

@@ -42,6 +42,7 @@ _TRANSFER_FLAG = "--kv-transfer-config"
 _SHORTEST_TRANSFER_FLAG = "--kv-t"  # vLLM takes any abbreviation that is unambiguous
 _MIDDLEWARE_FLAG = "--middleware"
 _NESTING_LIMIT = "raykv.serve.http.NestingLimit"
+_DETAILS_FLAG = "--enable-prompt-tokens-details"
 _NATIVE_OFFLOADING_FLAG = "--kv-offloading-size"
 _CPU_KV_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _CPU_KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
@@ -64,10 +65,14 @@ class ServePlan:
         return address
 
     def vllm_args(self, ray_address: str) -> list[str]:
-        """Arguments of the command `vllm`, for engines that join the cluster at `ray_address`."""
+        """Arguments of the command `vllm`, for engines that join the cluster at `ray_address`.
+
+        Answers say how many tokens of a prompt were cached and where, unless the user's flags
+        switch that off: the last one counts.
+        """
         extra = {**self.transfer[_EXTRA], "ray_address": ray_address}
         transfer = json.dumps({**self.transfer, _EXTRA: extra})
-        ours = [_TRANSFER_FLAG, transfer, _MIDDLEWARE_FLAG, _NESTING_LIMIT]
+        ours = [_TRANSFER_FLAG, transfer, _MIDDLEWARE_FLAG, _NESTING_LIMIT, _DETAILS_FLAG]
         return ["serve", self.model, *ours, *self.flags]
 
     def environment(self, base: Mapping[str, str], *, is_cpu_build: bool) -> dict[str, str]:

@@ -9,7 +9,8 @@ from typing import Any
 from raykv.base.errors import SettingError
 from raykv.serve.http.exchange import AsgiApp
 from raykv.vllm.internals.engine import serve_flags
-from raykv.vllm.internals.names import SERVE, require
+from raykv.vllm.internals.names import require
+from raykv.vllm.internals.touched import SERVE
 
 
 async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiApp]:

@@ -49,15 +49,9 @@ from raykv.vllm.identity.placement import (
     refuse_several_hosts,
 )
 from raykv.vllm.identity.weight_changes import watch_calls
+from raykv.vllm.insight.sources import tell_sources
 from raykv.vllm.internals.engine import watch_rests
-from raykv.vllm.internals.names import (
-    LAYERWISE,
-    SCHEDULER,
-    WORKER,
-    check_vllm_version,
-    require,
-    vllm_version,
-)
+from raykv.vllm.internals.names import check_vllm_version, require, vllm_version
 from raykv.vllm.internals.offloading import (
     SchedulerTables,
     count_by_transfer_type,
@@ -67,6 +61,7 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
+from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
 from raykv.vllm.mending import Mender
@@ -193,6 +188,11 @@ class RayKVConnector(OffloadingConnector):
             described,
         )
         manager.start(self._runtime.session)
+        tell_sources(manager.misses)
+        if vllm_config.observability_config.otlp_traces_endpoint:
+            from raykv.vllm.insight.tracing import request_spans
+
+            manager.misses.spans = request_spans()
         track_chunks(
             *(self._tables, spec.kv_events_config, identity, described, manager.announcements)
         )

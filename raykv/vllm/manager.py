@@ -169,6 +169,7 @@ class RayOffloadingManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """See `OffloadingManager.complete_load`; failures came with the workers' metadata."""
         self.view.complete_load(cast("Collection[Key]", keys))
+        self.misses.loaded(req_context.req_id)
 
     @guarded(nothing)
     def prepare_store(

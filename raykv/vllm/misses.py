@@ -7,8 +7,10 @@ All methods run on EngineCore's scheduler thread, and none raises.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -20,10 +22,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import MissReason, TokenSource
+from raykv.engine.accounts import MissStage, TokenAccount, tokens_by_source
+from raykv.engine.insight.spans import RequestSpans
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import MissRecord
+from raykv.vllm.internals.answers import first_outputs
 
 logger = logging.getLogger("raykv")
+
+SOURCES_PARAM = "raykv_sources"
+"""In the `kv_transfer_params` of a request's first output, see `raykv.vllm.insight.sources`."""
 
 PROMPT_TOKENS = "raykv_prompt_tokens"
 MISSED_TOKENS = "raykv_missed_tokens"
@@ -53,17 +61,36 @@ def unregister_metrics() -> None:
             REGISTRY.unregister(collector)
 
 
+@dataclass(frozen=True)
+class _Sources:
+    """Of one prompt: `asked_for` tokens should have been loaded by RayKV."""
+
+    tokens: Mapping[TokenSource, int]
+    asked_for: int
+
+
+def _sources(account: TokenAccount) -> _Sources:
+    return _Sources(tokens_by_source(account.record("")), account.asked_for)
+
+
 class MissReporter:
     """See the module's docstring."""
 
     def __init__(self, view: EngineView) -> None:
         self._view = view
+        # In engines whose vLLM traces; None: nobody wants them.
+        self.spans: RequestSpans | None = None
         self._tokens: Counter[tuple[str, str]] = Counter()
+        # Requests that were admitted and have had no output yet; those that have ended since with
+        # what would be said of them.
+        self._untold: dict[str, _Sources | None] = {}
 
     @guarded(nothing)
     def began(self, request: Any) -> None:
         """A request is new."""
         self._view.accounts.open(request.request_id, request.num_prompt_tokens)
+        if self.spans is not None:
+            self.spans.begin(request.request_id, request.trace_headers or {}, time.monotonic())
 
     @guarded(nothing)
     def looks(self, request: Any, num_computed_tokens: int, max_load_tokens: int | None) -> None:
@@ -80,6 +107,8 @@ class MissReporter:
             opted_out = request.skip_reading_prefix_cache or max_load_tokens is not None
             otherwise = MissReason.OPTED_OUT if opted_out else MissReason.OTHER
             account.look(num_computed_tokens, otherwise)
+        if self.spans is not None:
+            self.spans.look(request.request_id, num_computed_tokens, time.monotonic())
 
     @guarded(nothing)
     def admitted(self, request: Any, num_external_tokens: int) -> None:
@@ -87,7 +116,15 @@ class MissReporter:
         account = self._view.accounts.get(request.request_id)
         miss = self._view.requests.take_miss(request.request_id)
         if account is not None:
+            if account.stage is not MissStage.SETTLED:
+                self._untold[request.request_id] = None
             account.admit(request.num_computed_tokens, num_external_tokens, miss)
+        if self.spans is not None:
+            since = self._view.requests.take_fetches_since(request.request_id)
+            reason = "" if miss is None else str(miss.reason)
+            self.spans.admit(
+                request.request_id, num_external_tokens, reason, since, time.monotonic()
+            )
 
     @guarded(nothing)
     def came_from(self, request: Any, sources: Mapping[CacheHitSource, int]) -> None:
@@ -96,6 +133,8 @@ class MissReporter:
         if account is not None:
             account.fetched = sources.get(CacheHitSource.P2P, 0)
             account.disk = sources.get(CacheHitSource.DISK, 0)
+            if self.spans is not None:
+                self.spans.came_from(request.request_id, account.fetched, account.disk)
 
     @guarded(nothing)
     def failed(self, request_id: str, reason: MissReason) -> None:
@@ -103,23 +142,66 @@ class MissReporter:
         account = self._view.accounts.get(request_id)
         if account is not None:
             account.failure = reason
+        if self.spans is not None:
+            self.spans.fail(request_id, str(reason))
+
+    @guarded(nothing)
+    def loaded(self, request_id: str) -> None:
+        """A load job of the request has ended, well or not."""
+        if self.spans is not None:
+            self.spans.loaded(request_id, time.monotonic())
 
     @guarded(nothing)
     def ended(self, request: Any, keys: Sequence[bytes] = ()) -> None:
         """The request has finished, or was aborted; `keys` are those of its chunks."""
+        if self.spans is not None:
+            self.spans.end(request.request_id, time.monotonic())
+        account = self._view.accounts.get(request.request_id)
+        if account is not None and request.request_id in self._untold:
+            # Its first output, which comes behind this, may be its last.
+            self._untold[request.request_id] = _sources(account)
         record = self._view.accounts.close(request.request_id, keys)
         if record is None:
             return
-        self._tokens["source", TokenSource.OWN_CACHE] += record.own
-        here = record.loaded - record.fetched - record.disk
-        self._tokens["source", TokenSource.SAME_NODE] += here
-        self._tokens["source", TokenSource.OTHER_NODE] += record.fetched
-        self._tokens["source", TokenSource.DISK] += record.disk
-        self._tokens["source", TokenSource.COMPUTED] += sum(record.missed.values())
+        for source, count in tokens_by_source(record).items():
+            self._tokens["source", source] += count
         for reason, count in record.missed.items():
             self._tokens["reason", reason] += count
         if record.missed:
             logger.debug("%s", sentence(record))
+
+    @property
+    def has_untold(self) -> bool:
+        """Whether `tell` may have something to add."""
+        return bool(self._untold)
+
+    @guarded(nothing)
+    def tell(self, outputs: Mapping[int, Any]) -> None:
+        """Have first outputs say where the tokens of their prompts came from; nothing is said of
+        prompts of which another connector has loaded a part.
+
+        Args:
+            outputs: of a step, as vLLM's scheduler makes them.
+        """
+        for output, num_external in first_outputs(outputs):
+            sources = self._take_untold(output.request_id)
+            if sources is not None and sources.asked_for >= num_external:
+                told = {str(source): count for source, count in sources.tokens.items()}
+                output.kv_transfer_params = {
+                    **(output.kv_transfer_params or {}),
+                    SOURCES_PARAM: told,
+                }
+        # Those that have ended without a token.
+        for request_id in [name for name, ended in self._untold.items() if ended is not None]:
+            del self._untold[request_id]
+
+    def _take_untold(self, request_id: str) -> _Sources | None:
+        ended = self._untold.pop(request_id, None)
+        account = self._view.accounts.get(request_id)
+        if ended is not None or account is None:
+            return ended
+        account.produce()
+        return _sources(account)
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """What has been counted since the last call; None: nothing."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from raykv.base.parent import end_with_parent
 from raykv.vllm.identity.media import is_ours, watch_prompts
+from raykv.vllm.insight.sources import watch_front_ends
 from raykv.vllm.internals.engine import wrap_multi_connector
 from raykv.vllm.internals.names import check_vllm_version, refusal_of, vllm_version
 from raykv.vllm.internals.offloading import is_registered
@@ -67,6 +68,7 @@ def register() -> None:
     except ImportError as error:
         logger.debug("this vLLM has no MultiConnector where it was: %s", error)
     try:
+        watch_front_ends()
         watch_prompts()
     except (AttributeError, ImportError) as error:
         # The engine logs it with the first request that it refuses.

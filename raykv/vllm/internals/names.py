@@ -9,11 +9,24 @@ are loaded before most of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
 
 from raykv.base.errors import VersionError
+from raykv.vllm.internals.connector_names import (
+    CONNECTOR_TABLE,
+    KV_CONNECTOR,
+    OFFLOADING,
+    OFFLOADING_SCHEDULER,
+    REFUSED,
+)
+from raykv.vllm.internals.touched import (
+    SCHEDULER,
+    SERVE,
+    WORKER,
+    Touched,
+    numbers_of,
+)
 
 SUPPORTED = ((0, 32), (0, 33))
 """The versions that the tests run on; see `tests/overlay.py`."""
@@ -29,15 +42,6 @@ def vllm_version() -> str:
     import vllm
 
     return str(vllm.__version__)
-
-
-def numbers_of(version: str) -> tuple[int, int]:
-    """The first two numbers of a version; zeros if it has none."""
-    numbers = version.partition("+")[0].split(".")
-    try:
-        return int(numbers[0]), int(numbers[1])
-    except (ValueError, IndexError):
-        return 0, 0
 
 
 def _allowed() -> str:
@@ -68,255 +72,6 @@ INTERFACES = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": "its statistics",
 }
 """Modules whose public names any file may use."""
-
-SCHEDULER, WORKER, LAYERWISE, SERVE = "scheduler", "worker", "layerwise", "serve"
-"""Parts of RayKV that can't do without some names: the two sides of the connector, layer-wise
-loads, and vLLM's server inside of Ray Serve."""
-
-
-@dataclass(frozen=True)
-class Touched:
-    """Names of one owner, a module or a class in it ("module:Class"), by spaces.
-
-    `use` says what they are for and `without` what happens if one is missing. `needed_by` is the
-    part that then refuses to start, see `require`; empty: RayKV finds out when it gets there.
-    `since` is the first version that has them, `until` the first that has them no more.
-    """
-
-    owner: str
-    names: str
-    use: str
-    without: str
-    needed_by: str = ""
-    since: str = ""
-    until: str = ""
-
-    def is_in(self, version: str) -> bool:
-        """Whether that version should have them."""
-        found = numbers_of(version)
-        is_late = bool(self.until) and found >= numbers_of(self.until)
-        return found >= numbers_of(self.since) and not is_late
-
-
-KV_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
-OFFLOADING = f"{KV_CONNECTOR}.v1.offloading"
-OFFLOADING_SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
-OFFLOADING_WORKER = f"{OFFLOADING}.worker:OffloadingConnectorWorker"
-TRACKER = f"{OFFLOADING}.events:OffloadingEventsTracker"
-
-REFUSED = "the engine does not start"
-
-CONNECTOR_TABLE = (
-    Touched(
-        f"{OFFLOADING}_connector:OffloadingConnector",
-        "connector_scheduler",
-        "the scheduler's side, whose tables are read after a hook that failed, and before some",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        f"{OFFLOADING}_connector:OffloadingConnector",
-        "connector_worker",
-        "RayKV's worker side takes the place of vLLM's, which asserts that no load fails",
-        REFUSED,
-        WORKER,
-    ),
-    Touched(
-        OFFLOADING_SCHEDULER,
-        "config manager",
-        "sizes of the KV groups' chunks, and the manager that the spec has made",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        OFFLOADING_SCHEDULER,
-        "_req_status _jobs _job_counter _stale_job_threshold _current_batch_load_jobs "
-        "_current_batch_jobs_to_flush _current_batch_allocated_block_ids _chunks_being_loaded "
-        "_block_id_to_pending_jobs",
-        "tables of requests and jobs, made consistent again after a hook that failed",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        OFFLOADING_SCHEDULER,
-        "_reset_fence",
-        "jobs from before a reset for whose ends the engine steps on",
-        "there is nothing to wait for: 0.32 ignores such jobs",
-        since="0.33",
-    ),
-    Touched(
-        OFFLOADING_SCHEDULER,
-        "_events_tracker",
-        "the tracker that is called for each chunk with its request, replaced by RayKV's",
-        "a warning: chunks are described to nobody, and vLLM's own events have none of them",
-    ),
-    Touched(
-        f"{OFFLOADING}.scheduler:SchedulerOffloadConfig",
-        "blocks_per_chunk kv_group_configs tokens_per_hash",
-        "how many tokens a chunk of a KV group has, and a hash",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        f"{OFFLOADING}.scheduler:GroupOffloadConfig",
-        "group_idx tokens_per_block tokens_per_chunk sliding_window_size_in_chunks "
-        "kv_cache_spec manager_cls",
-        "the same, by KV group, and who says which blocks are offered to be stored",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        f"{OFFLOADING}.scheduler",
-        "get_sliding_window_size_in_chunks",
-        "how many chunks of a KV group a prefix needs, as lookups have it",
-        REFUSED,
-        SCHEDULER,
-        until="0.33",
-    ),
-    Touched(
-        f"{OFFLOADING}.config",
-        "get_sliding_window_size_in_chunks",
-        "the same",
-        REFUSED,
-        SCHEDULER,
-        since="0.33",
-    ),
-    Touched(
-        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
-        "reachable_block_mask",
-        "which blocks vLLM keeps; RayKV stores more of sliding windows",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        "vllm.v1.kv_cache_interface:KVCacheConfig",
-        "prefix_cache_retention_interval",
-        "whether vLLM hands over recurrent states where steps end",
-        "those at prompts' ends alone are stored",
-    ),
-    Touched(
-        f"{OFFLOADING}.scheduler:RequestOffloadState",
-        "finished_signaled group_states max_load_tokens max_offload_tokens req req_context "
-        "transfer_jobs update_offload_keys",
-        "a request's chunks, asked for before it is scheduled, and what a mend leaves of it",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        f"{OFFLOADING}.scheduler:RequestGroupState",
-        "block_ids next_stored_chunk_idx offload_keys",
-        "the same, by KV group, and which of its blocks are offered, if they are its own still",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        f"{OFFLOADING}.scheduler:TransferJobStatus",
-        "deferred_fence_block_ids fenced_block_ids is_store keys req_id",
-        "jobs, from which a mend derives all else",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        f"{OFFLOADING}.config",
-        "build_offloading_config",
-        "what vLLM makes a spec from, so that RayKV names chunks by the same",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        f"{OFFLOADING}.canonical_mapping",
-        "canonical_format_id",
-        "the version of canonical pages, which belongs into the namespace",
-        REFUSED,
-        SCHEDULER,
-    ),
-    Touched(
-        OFFLOADING_WORKER,
-        "build_connector_worker_meta get_finished handle_preemptions prepare_store_kv "
-        "start_kv_transfers",
-        "overridden: loads fail without an assertion, and each job ends",
-        REFUSED,
-        WORKER,
-    ),
-    Touched(
-        OFFLOADING_WORKER,
-        "_connector_worker_meta _is_store_writer _load_jobs _unsubmitted_store_jobs "
-        "kv_cache_config spec worker",
-        "jobs between two steps, refused after a hook that failed, and RayKV's own worker",
-        REFUSED,
-        WORKER,
-    ),
-    Touched(
-        TRACKER,
-        "record_store record_lookup record_partial_store record_partial_lookup take_events",
-        "overridden, or called: each chunk that is stored or found, with its request",
-        "a warning: chunks are described to nobody, and vLLM's own events have none of them",
-    ),
-    Touched(
-        TRACKER,
-        "_build_event_metadata",
-        "a chunk's tokens and hashes, for the readers of RayKV's events",
-        "a guard reports it: chunks are described to nobody",
-    ),
-    Touched(
-        f"{OFFLOADING}.events:_OffloadEventMetadata",
-        "block_hashes block_size kv_cache_spec lora_name parent_block_hash token_ids",
-        "the same",
-        "the same",
-    ),
-    Touched(
-        f"{OFFLOADING}.events:OffloadingEventGroupSpec",
-        "kv_cache_spec_kind",
-        "the same",
-        "the same",
-    ),
-    Touched(
-        TRACKER,
-        "_group_specs",
-        "kinds of the KV groups, for events of chunks that were not described",
-        "such events have no kind",
-        since="0.33",
-    ),
-    Touched(
-        f"{OFFLOADING}.metrics:OffloadPromMetrics",
-        "_observe_deprecated_metrics",
-        "vLLM's older metrics of transfers, which its dashboards show, count too",
-        "they stay at zero",
-    ),
-    Touched(
-        f"{KV_CONNECTOR}.factory:KVConnectorFactory",
-        "_registry",
-        "whether the connectors are registered: plugins are loaded more than once",
-        "they are registered anew, which vLLM refuses and RayKV ignores",
-    ),
-    Touched(
-        f"{KV_CONNECTOR}.v1.multi_connector:MultiConnector",
-        "__init__",
-        "wrapped: with RayKV among its connectors, requests are computed whose loads fail",
-        "such a request ends, unless its user sets kv_load_failure_policy=recompute",
-    ),
-    Touched(
-        f"{KV_CONNECTOR}.v1.multi_connector:MultiConnector",
-        "_connectors",
-        "RayKV's connector among others hears of calls that change weights",
-        "the workers notice most of them a step later",
-    ),
-    Touched(
-        f"{KV_CONNECTOR}.v1.base:KVConnectorBase_V1",
-        "_kv_cache_manager",
-        "vLLM's prefix cache, from which blocks are evicted that did not come",
-        REFUSED,
-        LAYERWISE,
-    ),
-    Touched(
-        "vllm.v1.core.kv_cache_manager:KVCacheManager",
-        "evict_blocks",
-        "the same",
-        REFUSED,
-        LAYERWISE,
-    ),
-)
-"""Of vLLM's offloading connector and what it is part of."""
 
 ENGINE_TABLE = (
     Touched(
@@ -414,6 +169,48 @@ ENGINE_TABLE = (
         "process_inputs vllm_config",
         "wrapped: media that were rendered elsewhere are noticed",
         "a warning: nothing is stored or loaded for requests with media",
+    ),
+    Touched(
+        "vllm.v1.engine.input_processor:InputProcessor",
+        "__init__",
+        "wrapped: it is called in processes alone that make answers",
+        "answers don't say where the tokens of their prompts came from",
+    ),
+    Touched(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "update_from_output",
+        "wrapped: a request's first output says where its prompt's tokens came from",
+        "a warning: answers don't say it",
+    ),
+    Touched(
+        "vllm.v1.engine:EngineCoreOutputs",
+        "outputs",
+        "the same",
+        "a guard reports it: answers don't say it",
+    ),
+    Touched(
+        "vllm.v1.engine:EngineCoreOutput",
+        "kv_transfer_params prefill_stats request_id",
+        "the same",
+        "a guard reports it: answers don't say it",
+    ),
+    Touched(
+        "vllm.v1.metrics.stats:PrefillStats",
+        "num_external_cached_tokens",
+        "the same: another connector may have loaded a part",
+        "a guard reports it: answers don't say it",
+    ),
+    Touched(
+        "vllm.v1.engine.output_processor:RequestState",
+        "make_request_output num_cached_tokens",
+        "wrapped: the same, in the process that makes answers",
+        "answers don't say it",
+    ),
+    Touched(
+        "vllm.entrypoints.serve.engine.protocol:PromptTokenUsageInfo",
+        "__init__ cached_tokens",
+        "wrapped: the same, in the usage of answers over HTTP",
+        "answers don't say it",
     ),
     Touched(
         "vllm.v1.attention.selector",
@@ -529,7 +326,8 @@ GIVEN_TABLE = (
         "vllm.v1.request:Request",
         "all_token_ids block_hashes cache_salt is_finished kv_transfer_params lora_request "
         "mm_features num_computed_tokens num_prompt_tokens num_tokens prompt_embeds "
-        "prompt_token_ids request_id shared_prefix_boundary skip_reading_prefix_cache",
+        "prompt_token_ids request_id shared_prefix_boundary skip_reading_prefix_cache "
+        "trace_headers",
         "requests",
         "a guard reports it, and requests are computed",
     ),

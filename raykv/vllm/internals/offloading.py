@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raykv.vllm.internals.names import TABLE, TRACKER, missing_of
+from raykv.vllm.internals.connector_names import TRACKER
+from raykv.vllm.internals.names import TABLE, missing_of
 
 
 class Inner:

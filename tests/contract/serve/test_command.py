@@ -70,6 +70,12 @@ def test_plan_serve_has_vllm_refuse_what_is_nested_too_deeply() -> None:
     assert named == ["raykv.serve.http.NestingLimit", "their.own"]
 
 
+def test_plan_serve_has_answers_say_where_prompts_came_from_unless_it_is_told_not_to() -> None:
+    args = plan("--no-enable-prompt-tokens-details").vllm_args(ADDRESS)
+    switches = [flag for flag in args if flag.endswith("prompt-tokens-details")]
+    assert switches == ["--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"]
+
+
 def test_plan_serve_passes_every_other_flag_on_in_order() -> None:
     flags = ["--port", "8001", "--enforce-eager", "--max-model-len=512", "-tp", "2"]
     assert plan(*flags).vllm_args(ADDRESS)[-len(flags) :] == flags

@@ -1,0 +1,149 @@
+"""Answers that say where their prompt's tokens came from.
+
+    EngineCore                            the front end: API server, LLM, AsyncLLM
+    MissReporter ──► a request's first ──► its count of ──► the usage of its answer,
+                     output                cached tokens    `prompt_tokens_details`
+
+vLLM shows a client how many tokens of a prompt were cached, if `--enable-prompt-tokens-details` is
+set. RayKV adds `raykv_sources` there: all of the prompt's tokens, by `TokenSource`. A connector may
+add something to a request's last output alone, and there is none of a request that the front end
+ends, for example at a stop string. So it is added to the first one. From there it goes with the
+number that it explains, through all of vLLM's code that passes this on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+from raykv.base.guard import guarded, nothing
+from raykv.vllm.internals.answers import (
+    cached_tokens_of,
+    count_cached_tokens,
+    wrap_answers,
+    wrap_front_ends,
+    wrap_step_ends,
+)
+from raykv.vllm.misses import SOURCES_PARAM, MissReporter
+
+logger = logging.getLogger("raykv")
+
+SOURCES_FIELD = "raykv_sources"
+"""In `prompt_tokens_details` of an answer's usage."""
+
+# Of the engines of this process.
+_reporters: WeakSet[MissReporter] = WeakSet()
+
+
+class CountedTokens(int):
+    """vLLM's count of a prompt's cached tokens, which knows where all of the prompt's came from."""
+
+    sources: Mapping[str, int]
+
+    def __new__(cls, count: int, sources: Mapping[str, int]) -> CountedTokens:
+        made = super().__new__(cls, count)
+        made.sources = sources
+        return made
+
+    def __getnewargs__(self) -> tuple[int, Mapping[str, int]]:  # type: ignore[override]
+        return int(self), self.sources
+
+
+# In EngineCore
+
+
+def tell_sources(reporter: MissReporter) -> None:
+    """From now on first outputs have what the reporter knows."""
+    _reporters.add(reporter)
+    if not wrap_step_ends(_telling):
+        logger.warning("this vLLM ends steps in an unknown way: answers have no %s", SOURCES_FIELD)
+
+
+def _telling(update: Any) -> Any:
+    @functools.wraps(update)
+    def updated(*args: Any, **kwargs: Any) -> Any:
+        outputs = update(*args, **kwargs)
+        for reporter in tuple(_reporters):
+            if reporter.has_untold:
+                reporter.tell(outputs)
+        return outputs
+
+    return updated
+
+
+# In the front end
+
+
+def watch_front_ends() -> None:
+    """Answers that are made in this process have in their usage what EngineCore says.
+
+    Raises:
+        ImportError: this vLLM has no front end where it was.
+    """
+    wrap_front_ends(_starting)
+
+
+def _starting(start: Any) -> Any:
+    @functools.wraps(start)
+    def started(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        _watch_answers()
+
+    return started
+
+
+@guarded(nothing)
+def _watch_answers() -> None:
+    try:
+        wrap_answers(_making, _detailing)
+    except (AttributeError, ImportError) as error:
+        logger.debug("this vLLM makes answers in an unknown way: %s", error)
+
+
+def _making(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(
+        state: Any,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: Any,
+        kv_transfer_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        params = kv_transfer_params
+        if params and SOURCES_PARAM in params:
+            params = _taken(state, params)
+        return make(
+            state,
+            new_token_ids,
+            pooling_output,
+            finish_reason,
+            stop_reason,
+            params,
+            *args,
+            **kwargs,
+        )
+
+    return made
+
+
+def _taken(state: Any, params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The params without ours, which the request's count of cached tokens has from now on."""
+    count_cached_tokens(state, CountedTokens(cached_tokens_of(state), params[SOURCES_PARAM]))
+    return {name: value for name, value in params.items() if name != SOURCES_PARAM} or None
+
+
+def _detailing(detail: Any) -> Any:
+    @functools.wraps(detail)
+    def detailed(details: Any, **fields: Any) -> None:
+        count = fields.get("cached_tokens")
+        if isinstance(count, CountedTokens):
+            fields[SOURCES_FIELD] = dict(count.sources)
+        detail(details, **fields)
+
+    return detailed
