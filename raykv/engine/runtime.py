@@ -115,6 +115,7 @@ class EngineRuntime:
             follow=self._follow,
         )
         view.node_id = NodeId(self.node_id)
+        view.namespace = identity.namespace
         self._view = view
 
     @property

@@ -93,6 +93,8 @@ class EngineView:
         sampler: StoreSampler | None = None,
         node_id: NodeId | None = None,
     ) -> None:
+        # Of all chunks; empty: that of the workers' lines.
+        self.namespace = ""
         self.sampler = sampler or StoreSampler()
         self.remote = remote or RemoteChunks(RemoteSettings(), FetchCost())
         self.node_id = node_id

@@ -47,7 +47,10 @@ class Forms:
         self._forms: OrderedDict[str, KVForm] = OrderedDict()
 
     def take(self, namespace: str, form: KVForm) -> None:
-        """An engine of the namespace has attached. A form without groups says nothing."""
+        """An engine of the namespace has attached, or goes on in it.
+
+        A form without groups says nothing.
+        """
         if form.groups:
             self._forms[namespace] = form
             self._forms.move_to_end(namespace)

@@ -66,6 +66,8 @@ class AttachedWorker:
         self._device_backend: CopyBackend | None = None
         self._send_lock = threading.Lock()
         self._populating: SupervisedThread | None = None
+        # The namespace that its latest job named; its connection's thread alone touches it.
+        self.last_namespace = hello.namespace
 
     @property
     def is_open(self) -> bool:
@@ -165,13 +167,18 @@ class QueuedJob:
         return LaneName(self.worker.device, self.direction)
 
     @property
+    def namespace(self) -> Namespace:
+        """Of all chunks: an engine whose weights change goes on in another one."""
+        return Namespace(self.job.namespace or self.worker.hello.namespace)
+
+    @property
     def is_cancelled(self) -> bool:
         return self.stop()
 
     def name(self, chunk: int) -> ChunkName:
         handles = self.job.handles
         return ChunkName(
-            Namespace(self.worker.hello.namespace),
+            self.namespace,
             Key(handles.keys[chunk]),
             Slot(handles.slots[chunk]),
             Generation(handles.generations[chunk]),

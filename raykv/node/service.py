@@ -325,6 +325,9 @@ class NodeService:
                 if job.capture is not None:
                     continue
                 queued = QueuedJob(worker, job, now)
+                if queued.namespace != worker.last_namespace:
+                    worker.last_namespace = queued.namespace
+                    self.forms.take(queued.namespace, worker.hello.layout.form)
                 if not self._lanes.push(queued):
                     queued.refuse_rest(Refusal.QUEUE_FULL)
                     rejected.append(queued)

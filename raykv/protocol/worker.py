@@ -138,7 +138,8 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
     block number `first_block[c]` (a load may begin in the middle of a chunk). With `capture` there
     is one chunk in name only: its blocks go to the NodeActor's own memory. `by_layer`: all chunks
-    layer by layer, and the worker learns of each layer that is there.
+    layer by layer, and the worker learns of each layer that is there. `namespace`: of all chunks;
+    empty: the one that the worker attached with.
     """
 
     job_id: int
@@ -151,6 +152,7 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     block_ids: list[int]
     capture: Capture | None = None
     by_layer: bool = False
+    namespace: str = ""
 
 
 class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
@@ -168,6 +170,7 @@ def check_batch(batch: JobBatch) -> None:
         is_capture = job.capture is not None
         is_one = len(job.handles) == len(job.groups) == 1 and job.direction == Direction.STORE
         require(not is_capture or is_one, "a capture that is not one store")
+        require(len(job.namespace) <= MAX_NAME, "a namespace that is too long")
 
 
 WorkerMessage = AttachWorker | JobBatch

@@ -163,6 +163,7 @@ class RayOffloadingManager(OffloadingManager):
             keys=[*keys],
             slots=[handle.slot for handle in handles],
             generations=[handle.generation for handle in handles],
+            namespace=self.view.namespace,
         )
 
     @guarded(nothing)

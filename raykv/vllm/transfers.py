@@ -44,6 +44,7 @@ class PoolSpec(LoadStoreSpec):
     keys: list[bytes]
     slots: list[int]
     generations: list[int]
+    namespace: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def job_request(
         num_blocks=counts,
         first_block=firsts,
         block_ids=blocks.block_ids.tolist(),
+        namespace=pool.namespace,
     )
     return _without(whole_job, torn) if any(torn) else whole_job
 

@@ -28,6 +28,8 @@ class JobRequest:
     """Of the file that a capture becomes; the caller closes it when the job has ended."""
     torn: Handles = field(default_factory=Handles)
     """Chunks of a store whose blocks are not all known: they have failed and are not sent."""
+    namespace: str = ""
+    """Of all chunks; empty: the one of the line."""
 
     @property
     def num_bytes(self) -> int:
@@ -48,6 +50,7 @@ class JobRequest:
             self.block_ids,
             self.capture,
             self.by_layer,
+            self.namespace,
         )
 
 

@@ -280,6 +280,7 @@ def any_job(draw: st.DrawFn) -> CopyJob:
         draw(ones),
         draw(zeros),
         draw(column),
+        namespace=draw(st.sampled_from(["", "", "ns", "other", "n" * 5000])),
     )
 
 

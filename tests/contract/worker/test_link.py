@@ -233,10 +233,25 @@ def test_load_is_refused_unless_every_part_of_its_name_fits(
     for job, refusal in wrong:
         assert failures(mine.run(replace(job, job_id=next(job_ids)))) == [refusal], job
         assert mine.block(5) == before
+    named = replace(right, job_id=next(job_ids), namespace="other")
+    assert failures(mine.run(named)) == [Refusal.STALE]
     foreign = stranger.run(stranger.job(Direction.LOAD, [3], [5], generation=7))
     assert failures(foreign) == [Refusal.STALE]
     assert failures(mine.run(right)) == []
     assert mine.block(5) == mine.block(0)
+
+
+def test_job_is_of_the_namespace_that_it_names_whatever_the_line_was_attached_with(
+    node: Node, workers: list[Worker]
+) -> None:
+    changed, other = Worker(node, [256], 1), Worker(node, [256], 1, namespace="other")
+    workers += [changed, other]
+    store = changed.job(Direction.STORE, [3], [0], generation=7)
+    assert failures(changed.run(replace(store, namespace="other"))) == []
+    assert failures(other.run(other.job(Direction.LOAD, [3], [5], generation=7))) == []
+    assert other.block(5) == changed.block(0)
+    plain = changed.job(Direction.LOAD, [3], [5], generation=7)
+    assert failures(changed.run(plain)) == [Refusal.STALE]
 
 
 def replace_columns(handles: Handles, **columns: list[object]) -> Handles:

@@ -64,8 +64,10 @@ def request(
         keys=[b"%d" % i for i in range(num_chunks)],
         slots=list(range(100, 100 + num_chunks)),
         generations=list(range(500, 500 + num_chunks)),
+        namespace="changed",
     )
     made = job_request(77, direction, blocks, pool, of)
+    assert made.message().namespace == "changed"
     Planner(of, rank=0).plan(made.message())
     return made
 
