@@ -263,6 +263,10 @@ seconds, and only new requests wait for it.
 ATTACH_PAUSE_S = 0.05
 """Between two tries to attach at the start."""
 
+ENTER_S = 1.0
+"""Until what is known of a namespace has come, after the call that has changed an engine's weights;
+else requests find it little by little."""
+
 EXCHANGE_PAUSE_S = 0.002
 """Between two exchanges under load: news of some steps travel together."""
 

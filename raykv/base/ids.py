@@ -210,7 +210,7 @@ class MissReason(StrEnum):
     MEDIA_UNKNOWN = "media_unknown"
     """Images or sound of the request go by names that its client gave, or may do so."""
     WEIGHTS_CHANGED = "weights_changed"
-    """The engine got other weights while it ran, and has left the cache for good."""
+    """The engine got other weights while it ran, and what there is was computed with others."""
     PAUSED = "paused"
     """The cache was switched off with `raykv pause`."""
     NOT_ATTACHED = "not_attached"

@@ -179,7 +179,10 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
         yield Text(f"engine {engine_id[:12]}: {what}", "red")
     for engine in known.engines:
         if engine.counters.get("weights_changed"):
-            what = "its weights have changed: it neither loads nor stores until its next start"
+            what = (
+                "its weights have changed and can't be told from others: it neither loads nor "
+                "stores until they have a name"
+            )
             yield Text(f"engine {engine.engine_id[:12]}: {what}", "red")
     for owner, breakers in [
         *((f"node {node.node_id[:12]}", node.breakers) for node in known.nodes),

@@ -33,7 +33,8 @@ ADVICE = {
     MissReason.MEDIA_UNKNOWN: "The client named its images or sound itself (uuid), which says "
     "nothing of their content: leave the names out. Otherwise the engine's log says why.",
     MissReason.WEIGHTS_CHANGED: "The engine's weights were changed while it ran (reload_weights, "
-    "update_weights, sleep of level 2): it uses the cache again after a restart.",
+    "update_weights, sleep of level 2), and this prefix was not computed with the new ones. If "
+    "`raykv status` says that they have no name, nothing is loaded or stored.",
     MissReason.PAUSED: "The cache is switched off: `raykv resume` switches it on.",
     MissReason.NOT_ATTACHED: "The engine had not reached RayKV's actors: its log says why, and "
     "`raykv status` shows whether it has since.",

@@ -60,6 +60,7 @@ from raykv.directory.leases import (
     lease_share,
     take_declared,
 )
+from raykv.directory.leavings import Leavings
 from raykv.directory.log import MAX_EVENTS, EventLog
 from raykv.directory.members import Engine, Node, size_objection, version_objection
 from raykv.directory.meter.cluster import ClusterMeter
@@ -139,6 +140,7 @@ class BlockManager:
         self.pins = Pins(self._nodes, self._table_now, *of_pins)
         lending = (lambda: self._generations, self.settings.transfer_s)
         self.transfers = Transfers(self._nodes, self._table_now, self._disks, self.pins, *lending)
+        self.leavings = Leavings(self._nodes, self._engines)
         self.meter = ClusterMeter(self._nodes, self._engines, self._log)
 
     @property
@@ -338,6 +340,10 @@ class BlockManager:
         )
         self._engines[engine_id] = engine
         self._by_node.setdefault(node.node_id, {})[engine_id] = engine
+        if known is None:
+            self.leavings.entered(engine.namespace)
+        elif known.namespace != engine.namespace:
+            self.leavings.changed(known.namespace, engine.namespace)
         cleared = self._clearings.of(engine.namespace)
         take_declared(engine, node, message.leases, cleared, self._generations.last)
         return engine
@@ -367,6 +373,7 @@ class BlockManager:
         if engine is None or node is None or request.epoch != self.epoch:
             return SyncReply(self.epoch, request.seq, attach=True)
         engine.last_seen = now
+        self.leavings.go_on()
         if engine.reply is not None and request.seq < engine.reply.seq:
             return self._quiet_reply(engine, node, request)
         if engine.reply is not None and request.seq == engine.reply.seq:
@@ -453,6 +460,7 @@ class BlockManager:
         """Chunks came to a node, or went: log and mirrors follow."""
         (self._log.stored if changes.stored else self._log.removed)(node_id, changes)
         if changes.stored:
+            self.leavings.came(node_id, changes)
             self._questions.stored(changes.namespace, changes.keys)
         elif not changes.replaced:
             if changes.ages:
@@ -537,6 +545,7 @@ class BlockManager:
                     self._forget_engine(engine.engine_id)
             node.book.table.forget_pins(now)
         self.transfers.expire(now)
+        self.leavings.go_on()
 
     # Readers
 
@@ -578,6 +587,7 @@ class BlockManager:
         self._table.check()
         self._disks.check()
         self.pins.check()
+        self.leavings.check()
         for node in self._nodes.values():
             node.book.check()
         by_node: dict[NodeId, dict[EngineId, Engine]] = {}

@@ -67,7 +67,6 @@ class FetchClient:
     """See the module's docstring.
 
     Args:
-        namespace: of the engine's chunks.
         find: returns the node's NodeActor.
         deadline_s: for each request.
         with_checksums: whether the NodeActor checks what arrives.
@@ -77,7 +76,6 @@ class FetchClient:
 
     def __init__(
         self,
-        namespace: str,
         find: Callable[[], Any],
         deadline_s: float,
         *,
@@ -86,10 +84,9 @@ class FetchClient:
     ) -> None:
         self._calling = calling
         self._with_checksums = with_checksums
-        self._namespace = namespace
         self._find = find
         self._deadline_s = deadline_s
-        self._queue: queue.Queue[tuple[int, int]] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[tuple[int, int, str]] = queue.Queue(MAX_QUEUED)
         self._flying: dict[int, _Flying] = {}
         # Guards the breaker too.
         self._lock = threading.Lock()
@@ -120,7 +117,7 @@ class FetchClient:
         """End the threads; nobody waits for what is under way."""
         self._stopped.set()
 
-    def submit(self, orders: list[FetchOrder], node_epoch: int) -> None:
+    def submit(self, orders: list[FetchOrder], node_epoch: int, namespace: str) -> None:
         """Have chunks fetched; on the engine's thread, returns at once."""
         now = time.monotonic()
         if orders and not self._revive():
@@ -138,7 +135,7 @@ class FetchClient:
                 self._deliver(FetchEnded(part, _refused(node_epoch, len(part))))
                 continue
             try:
-                self._queue.put_nowait((number, node_epoch))
+                self._queue.put_nowait((number, node_epoch, namespace))
             except queue.Full:
                 self._answer(number, None)
 
@@ -150,23 +147,23 @@ class FetchClient:
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                number, node_epoch = self._queue.get(timeout=FETCH_LOOK_S)
+                number, node_epoch, namespace = self._queue.get(timeout=FETCH_LOOK_S)
             except queue.Empty:
                 continue
             with self._lock:
                 flying = self._flying.get(number)
             if flying is not None:
-                self._begin(number, flying.orders, node_epoch)
+                self._begin(
+                    number,
+                    fetch_request(namespace, flying.orders, node_epoch, self._deadline_s),
+                )
 
     def _watch(self) -> None:
         while not self._stopped.wait(FETCH_LOOK_S):
             self._give_up_overdue()
 
-    def _begin(self, number: int, orders: list[FetchOrder], node_epoch: int) -> None:
-        request = msgspec.structs.replace(
-            fetch_request(self._namespace, orders, node_epoch, self._deadline_s),
-            with_checksums=self._with_checksums,
-        )
+    def _begin(self, number: int, request: FetchRequest) -> None:
+        request = msgspec.structs.replace(request, with_checksums=self._with_checksums)
         try:
             with self._calling() as connection:
                 if self._actor is None or connection != self._connection:

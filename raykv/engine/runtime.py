@@ -99,7 +99,6 @@ class EngineRuntime:
         self.node: NodeDescription | None = None
         self._calls = RayCalls(self._find_all, settings.rpc_deadline_s)
         fetches = FetchClient(
-            identity.namespace,
             self._find_node_actor,
             settings.fetch_deadline_s,
             with_checksums=settings.fetch_checksums,
@@ -115,7 +114,6 @@ class EngineRuntime:
             follow=self._follow,
         )
         view.node_id = NodeId(self.node_id)
-        view.namespace = identity.namespace
         self._view = view
 
     @property

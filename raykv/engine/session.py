@@ -20,6 +20,7 @@ import ray
 
 from raykv.base.deadlines import (
     ATTACH_PAUSE_S,
+    ENTER_S,
     EXCHANGE_PAUSE_S,
     REPEAT_PAUSE_S,
     SCHEDULER_PAUSES_S,
@@ -42,6 +43,7 @@ from raykv.protocol.columns import Leases
 from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
+    Space,
     SyncReply,
     SyncRequest,
     check_attached,
@@ -61,7 +63,10 @@ MAX_INBOX = 4
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What the engine tells of itself, and times in seconds; `traits` as in `AttachEngine`."""
+    """What the engine tells of itself, and times in seconds; `traits` as in `AttachEngine`.
+
+    Namespace and traits are those of its start.
+    """
 
     engine_id: str
     node_id: str
@@ -131,11 +136,23 @@ class EngineMoved:
 
 
 @dataclass(frozen=True)
+class Attached:
+    """The scheduler actor has taken the engine in, as one of that namespace."""
+
+    namespace: str
+    answer: EngineAttached
+
+
+@dataclass(frozen=True)
 class Exchanged:
     """A message and its answer."""
 
     request: SyncRequest
     reply: SyncReply
+
+
+_News = EngineMoved | Attached | Exchanged | FetchEnded
+"""What the engine's thread is told between steps, in order."""
 
 
 class Session:
@@ -162,8 +179,15 @@ class Session:
         self._view = view
         self._calls = calls
         self._settings = settings
-        self._inbox: deque[EngineMoved | EngineAttached | Exchanged | FetchEnded] = deque()
+        self._inbox: deque[_News] = deque()
         self._node_id = NodeId(settings.node_id)
+        # Where the engine's thread has gone, where it is about to go, and as what the engine is
+        # attached; of which all that is known has come.
+        self._space = Space(settings.namespace, settings.traits)
+        view.namespace = settings.namespace
+        self._next: Space | None = None
+        self._attached_as: Space | None = None
+        self._complete: Space | None = None
         self._follow = follow
         # The latest answer to a heartbeat after the last of the inbox: an engine that has nothing
         # to do reads neither, but with its next request it is to know what is so now.
@@ -178,6 +202,7 @@ class Session:
         self._lookups = Histogram(LATENCY_BOUNDS)
         self._wake = threading.Event()
         self._stopped = threading.Event()
+        self._arrived = threading.Event()
         self._epoch = Epoch(0)
         # Only the exchange thread touches it, save for the attach before that begins.
         self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
@@ -233,6 +258,7 @@ class Session:
         if standing is not None and standing is self._standing and standing is not self._stood:
             self._stood = standing
             self._view.apply(standing)
+        self._go_on()
 
     def _read_inbox(self) -> None:
         while self._inbox:
@@ -245,16 +271,43 @@ class Session:
                 self._wake.set()
                 raise
 
-    def _take(self, message: EngineMoved | EngineAttached | Exchanged | FetchEnded) -> None:
+    def _take(self, message: _News) -> None:
         match message:
             case EngineMoved():
                 self._view.move(message.node_id)
-            case EngineAttached():
-                self._view.attached(message)
+            case Attached():
+                # Else the engine's thread has gone on meanwhile, and it attaches again.
+                if message.namespace == self._view.namespace:
+                    self._view.attached(message.answer)
             case Exchanged():
                 self._view.apply(message.reply, message.request)
             case FetchEnded():
                 self._view.finish_fetch(message.orders, message.result)
+
+    def enter(self, space: Space) -> None:
+        """Go on in a namespace, between steps; waits a moment until what is there is known."""
+        self._next = space
+        give_up_at = time.monotonic() + ENTER_S
+        while True:
+            self.drain()
+            is_there = self._view.namespace == space.namespace and self._complete is self._space
+            is_hopeless = not self._is_started or not self._breakers.is_closed(names.SCHEDULER)
+            if (is_there and not self._inbox) or is_hopeless or time.monotonic() > give_up_at:
+                return
+            self._wake.set()
+            self._arrived.wait(EXCHANGE_PAUSE_S)
+            self._arrived.clear()
+
+    def _go_on(self) -> None:
+        """A clearing is the last namespace's: first that has to be confirmed."""
+        if self._next is None or self._view.is_clearing:
+            return
+        space, self._next = self._next, None
+        if space.namespace == self._view.namespace:
+            space = self._space
+        self._view.enter(space.namespace)
+        self._space = space
+        self._wake.set()
 
     def note_wanted(self, keys: Sequence[bytes]) -> None:
         """A new request's prompt consists of these chunks; the caller must not change `keys` any
@@ -274,7 +327,8 @@ class Session:
         if self._is_started:
             self._thread.revive()
         if self._fetches is not None:
-            self._fetches.submit(self._view.remote.take_orders(), self._view.node_epoch)
+            orders = self._view.remote.take_orders()
+            self._fetches.submit(orders, self._view.node_epoch, self._view.namespace)
 
     def stop(self, timeout_s: float) -> None:
         """End the thread and the session; the leases return to the pool."""
@@ -332,10 +386,15 @@ class Session:
         if self._has_lost:
             self._has_lost = False
             self._epoch = Epoch(0)
+        if self._space is not self._attached_as:
+            self._epoch = Epoch(0)
         try:
             if not self._epoch:
                 self._attach()
+            space = self._attached_as
             is_complete = self._exchange()
+            if is_complete and space is self._attached_as:
+                self._complete = space
         except Exception as error:
             self._view.remote.is_cut_off = True
             reason = first_line(cause_of(error))
@@ -347,22 +406,23 @@ class Session:
         if self._breakers.worked(names.SCHEDULER):
             logger.warning("the exchange with the scheduler actor works again")
         self._view.remote.is_cut_off = False
+        self._arrived.set()
         return is_complete
 
     def _attach(self) -> None:
         self._follow_node()
-        settings = self._settings
+        settings, space = self._settings, self._space
         message = AttachEngine(
             version=PROTOCOL_VERSION,
             engine_id=settings.engine_id,
             node_id=self._node_id,
-            namespace=settings.namespace,
+            namespace=space.namespace,
             model=settings.model,
             num_ranks=settings.num_ranks,
             slot_bytes=settings.slot_bytes,
             leases=self._view.declared_leases() if self._has_arrived else Leases(),
             versions=settings.versions,
-            traits=settings.traits,
+            traits=space.traits,
         )
         raw = self._calls.attach(encode(message))
         answer = receive(raw, EngineAttached, SENDER, "the engine")
@@ -374,7 +434,9 @@ class Session:
         self._epoch = Epoch(answer.epoch)
         self._unanswered = None
         self._wanted.tell_all_again()
-        self._inbox.append(answer)
+        if space is not self._attached_as:
+            self._attached_as, self._standing = space, None
+        self._inbox.append(Attached(space.namespace, answer))
 
     def _follow_node(self) -> None:
         if self._follow is None:

@@ -123,8 +123,10 @@ class EngineView:
         self._resets = 0
         self._resets_confirmed = 0
         self._link_up = True
-        # The engine has left its namespace, for good.
+        # The engine has left its namespace, and is in no other one yet.
         self.has_left = False
+        # It has come to its namespace while it ran, and no request has begun there.
+        self.is_new = False
         # Why no chunk may be loaded or stored now.
         self._off: MissReason | None = None
         self._seq = 0
@@ -137,6 +139,7 @@ class EngineView:
 
     def start_request(self, request_id: str, options: RequestOptions) -> None:
         """A request is new; a second call for the same id changes nothing."""
+        self.is_new = False
         if request_id not in self.requests:
             self.requests.start(request_id, self.sampler.limit(options))
 
@@ -374,13 +377,32 @@ class EngineView:
         self._orphans.add((flying - Counter(self._pending.keys())).elements())
 
     def leave(self) -> None:
-        """The engine has other weights from now on: nothing is loaded or stored any more.
+        """The engine is about to have other weights: nothing is loaded or stored until `enter`.
 
         What it is storing was computed before, and may end; free leases go back.
         """
         self.has_left = True
         self._set_paused(self.paused)
         self._return_leases()
+
+    def enter(self, namespace: str) -> None:
+        """The engine goes on in a namespace, of whose chunks it learns when it attaches there. In
+        the one that it has left everything is as it was.
+
+        Not while `is_clearing`: the clearing would be another namespace's.
+        """
+        assert not self.is_clearing, self.namespace
+        self.has_left = False
+        if namespace != self.namespace:
+            self.namespace = namespace
+            self.is_new = True
+            self.epoch = Epoch(0)
+            self._declared = frozenset()
+            self._forget_all(MissReason.WEIGHTS_CHANGED)
+            self._tombstones.clear()
+            # Somebody may, until it is known.
+            self.remote.has_peers = True
+        self._set_paused(self.paused)
 
     def _return_leases(self) -> None:
         self._outbox.released.extend(self._stock.rows())

@@ -96,6 +96,13 @@ def _hints(hints: Hints) -> None:
     check_numbers("priorities", hints.priorities, 1, MAX_PRIORITY)
 
 
+class Space(msgspec.Struct, frozen=True):
+    """A namespace, and what it is a digest of: `traits` as in `AttachEngine`."""
+
+    namespace: str
+    traits: dict[str, str] = {}
+
+
 class AttachEngine(msgspec.Struct, frozen=True):
     """An engine introduces itself to the scheduler actor; also after a restart of that one.
 

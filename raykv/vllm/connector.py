@@ -49,6 +49,7 @@ from raykv.vllm.identity.placement import (
     refuse_several_hosts,
 )
 from raykv.vllm.identity.weight_changes import watch_calls
+from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.insight.sources import tell_sources
 from raykv.vllm.internals.engine import watch_rests
 from raykv.vllm.internals.names import check_vllm_version, require, vllm_version
@@ -74,6 +75,7 @@ from raykv.vllm.spec import (
     use_our_spec,
 )
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayKVWorkerMetadata
+from raykv.vllm.weights import WeightChanges
 from raykv.vllm.windows import Windows
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.link import LinkTarget
@@ -110,6 +112,8 @@ class RayKVConnector(OffloadingConnector):
     _layered: LayeredScheduling | None = None
     # On the scheduler's side, for engines with adapters.
     _adapters: AdapterUses | None = None
+    # On the scheduler's side.
+    raykv_weights: WeightChanges | None = None
     # On the scheduler's side.
     _windows: Windows | None = None
 
@@ -178,6 +182,7 @@ class RayKVConnector(OffloadingConnector):
         self._windows.keep_states(kv_cache_config)
         self._identity = identity
         self._manager = manager
+        self.raykv_weights = WeightChanges(WeightNames(facts), manager, self._tables)
         describes = spec.settings.describe_chunks or spec.settings.events_endpoint
         described = DescriptionOutbox() if describes else None
         self._runtime = EngineRuntime(
@@ -193,9 +198,7 @@ class RayKVConnector(OffloadingConnector):
             from raykv.vllm.insight.tracing import request_spans
 
             manager.misses.spans = request_spans()
-        track_chunks(
-            *(self._tables, spec.kv_events_config, identity, described, manager.announcements)
-        )
+        track_chunks(*(self._tables, spec.kv_events_config, identity, described, manager))
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
         watch_calls()
@@ -402,6 +405,8 @@ class RayKVConnector(OffloadingConnector):
         layered = self._layered
         if layered is not None and layered.must_wait(request, num_computed_tokens):
             return None, False
+        if self.raykv_weights is not None:
+            self.raykv_weights.begin(request.request_id, num_computed_tokens)
         if self._manager is not None and request.request_id in self._manager.barred:
             return 0, False
         if self._manager is not None:
@@ -487,7 +492,7 @@ class RayKVConnector(OffloadingConnector):
             stranded_blocks=self._stranded_blocks,
             adapters=adapters or {},
             beginning=beginning or {},
-            weights_changed=self._manager is not None and self._manager.view.has_left,
+            weights_seen={} if self.raykv_weights is None else self.raykv_weights.seen,
         )
         self._stranded, self._stranded_blocks = [], []
         self._mender.end_step(scheduler_output)
@@ -520,12 +525,13 @@ class RayKVConnector(OffloadingConnector):
     def _target(self) -> LinkTarget | None:
         """Where the workers find their NodeActor."""
         node = None if self._runtime is None else self._runtime.node
-        if node is None:
+        manager = self._manager
+        if node is None or manager is None:
             return None
         return LinkTarget(
             socket_name=node.socket_name,
             engine_id=self._identity.engine_id,
-            namespace=self._identity.namespace,
+            namespace=manager.view.namespace,
             num_ranks=self._identity.num_ranks,
             slot_bytes=self._identity.slot_bytes,
         )
@@ -547,8 +553,8 @@ class RayKVConnector(OffloadingConnector):
             self._manager.take_failures(meta.failed_loads, meta.failed_stores)
             if self._adapters is not None:
                 self._adapters.take_loaded(meta.adapters)
-            if meta.weights_changed:
-                self.weights_changed(meta.weights_changed)
+            if self.raykv_weights is not None:
+                self.raykv_weights.hear(meta.weights)
             if meta.node_epochs:
                 self._node_epochs.update(meta.node_epochs)
                 self._manager.take_node_epoch(min(self._node_epochs.values()))
@@ -599,12 +605,6 @@ class RayKVConnector(OffloadingConnector):
         columns = zip(known.keys, self._tables.groups, strict=True)
         prefixes = [keys for keys, group in columns if group.window is None]
         return next(iter(prefixes or known.keys))
-
-    @guarded(nothing)
-    def weights_changed(self, what: str) -> None:
-        """On the scheduler's side: a call of that name changes the engine's weights."""
-        if self._manager is not None:
-            self._manager.leave(what)
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:

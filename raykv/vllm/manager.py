@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -48,6 +48,7 @@ from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handle
 from raykv.protocol.descriptions import Description, pack_tokens
+from raykv.protocol.engine import Space
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.internals.engine import is_resting
 from raykv.vllm.internals.offloading import (
@@ -296,9 +297,10 @@ class RayOffloadingManager(OffloadingManager):
 
         vLLM never completes jobs from before a reset, so what is in flight is released here. An
         engine that only rests gives back no more than that: its chunks are as valid as before. One
-        that has left the namespace cannot clear it.
+        whose weights have just changed has chunks of the new ones only from before it had others,
+        or of other engines, and nobody means these.
         """
-        if is_resting() or self.view.has_left:
+        if is_resting() or self.view.has_left or self.view.is_new:
             self.view.drop_stores()
         else:
             self.view.reset()
@@ -309,17 +311,21 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(nothing)
     def leave(self, what: str) -> None:
-        """The weights are no longer those that the namespace stands for, by `what`."""
+        """The weights change, by `what`: nothing is loaded or stored until `enter`."""
         if self.view.has_left:
             return
-        logger.warning(
-            "this engine's weights have changed (%s): from now on it neither loads nor stores, "
-            "until it is started again",
-            what,
-        )
+        logger.info("the weights of this engine change (%s)", what)
         self.view.leave()
         if self.session is not None:
             self.session.nudge()
+
+    def enter(self, space: Space) -> None:
+        """The engine's chunks are those of that namespace; between steps.
+
+        Not guarded: the connector answers for it.
+        """
+        if self.session is not None:
+            self.session.enter(space)
 
     def take_failures(
         self,
@@ -391,7 +397,8 @@ class ChunkTracker(OffloadingEventsTracker):
 
     Args:
         config: vLLM's, of its KV events.
-        identity: of the engine.
+        identity: of the engine at its start.
+        namespace: returns the one that it is in.
         outbox: where descriptions go; None: there are none.
         announcements: for vLLM's own events; None: there are none.
     """
@@ -400,11 +407,13 @@ class ChunkTracker(OffloadingEventsTracker):
         self,
         config: Any,
         identity: EngineIdentity,
+        namespace: Callable[[], str],
         outbox: DescriptionOutbox | None,
         announcements: Announcements | None,
     ) -> None:
         super().__init__(config)
         self._identity = identity
+        self._namespace = namespace
         self._outbox = outbox
         self._announcements = announcements
 
@@ -449,14 +458,15 @@ class ChunkTracker(OffloadingEventsTracker):
 
     def _describe(self, req: Any, group_config: Any, chunk_idx: int, key: Any) -> None:
         outbox = self._outbox
-        if outbox is None or outbox.knows(self._identity.namespace, key):
+        namespace = self._namespace()
+        if outbox is None or outbox.knows(namespace, key):
             return
         if is_windowed(group_config) or has_other_input(req):
             return
         text = described_chunk(self, req, group_config, chunk_idx)
         outbox.add(
             Description(
-                namespace=self._identity.namespace,
+                namespace=namespace,
                 key=bytes(key),
                 parent=None if text.parent is None else bytes(text.parent),
                 inner=b"".join(text.hashes[:-1]),
@@ -481,11 +491,12 @@ def track_chunks(
     config: Any,
     identity: EngineIdentity,
     outbox: DescriptionOutbox | None,
-    announcements: Announcements | None,
+    manager: RayOffloadingManager,
 ) -> None:
     """Have vLLM's scheduler side report its chunks, if anybody wants that."""
+    announcements, view = manager.announcements, manager.view
     if outbox is None and announcements is None:
         return
-    tracker = ChunkTracker(config, identity, outbox, announcements)
+    tracker = ChunkTracker(config, identity, lambda: view.namespace, outbox, announcements)
     if not tables.replace_tracker(tracker, OffloadingEventsTracker):
         logger.warning("this vLLM does not tell what chunks are made of: they are not described")

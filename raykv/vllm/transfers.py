@@ -196,7 +196,8 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none; `lines` what
     each says of its breaker, when that has changed. `adapters` have been loaded since the last
     step, by id, with the digests of their contents; empty where the ranks have not loaded the same.
-    `weights_changed` says by what, once; empty: they have not. `barred` are requests that must not
+    `weights` says by what they were changed last, and how often, by the worker's name; only while
+    the engine does not know it. `barred` are requests that must not
     load any more.
     """
 
@@ -205,7 +206,7 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     node_epochs: dict[int, int] = field(default_factory=dict)
     lines: dict[int, BreakerReport] = field(default_factory=dict)
     adapters: dict[int, str] = field(default_factory=dict)
-    weights_changed: str = ""
+    weights: dict[str, tuple[int, str]] = field(default_factory=dict)
     barred: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RayKVWorkerMetadata:
@@ -220,7 +221,7 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
                 merged.node_epochs.update(part.node_epochs)
                 merged.lines.update(part.lines)
                 merged.barred |= part.barred
-                merged.weights_changed = merged.weights_changed or part.weights_changed
+                merged.weights.update(part.weights)
                 for name, digest in part.adapters.items():
                     same = merged.adapters.get(name, digest) == digest
                     merged.adapters[name] = digest if same else ""
@@ -234,7 +235,8 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     `stranded` are requests that vLLM has put to wait for a load that was never made up; the
     workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
     `adapters` are those of the requests with jobs; `beginning`: of those computed first in this
-    step. `weights_changed`: at some time before this step.
+    step. `weights_seen`: how often the weights of each worker had changed when the engine named
+    them, by the worker's name.
     """
 
     target: LinkTarget | None = None
@@ -242,7 +244,7 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     stranded_blocks: list[int] = field(default_factory=list)
     adapters: dict[str, AdapterUse] = field(default_factory=dict)
     beginning: dict[str, AdapterUse] = field(default_factory=dict)
-    weights_changed: bool = False
+    weights_seen: dict[str, int] = field(default_factory=dict)
 
 
 class RayOffloadingWorker(OffloadingWorker):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from raykv.base.ids import Direction, Epoch, Generation, Key
 from raykv.engine.requests import FailedLoad
 from raykv.protocol.measures import BreakerReport
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
-from raykv.vllm.identity.weight_changes import WeightWatch, watch_worker
+from raykv.vllm.identity.weight_watch import WeightWatch, watch_worker
 from raykv.vllm.internals.offloading import WorkerTables
 from raykv.vllm.kv_form import keeps_every_block
 from raykv.vllm.layered import refuse_layerwise
@@ -73,7 +74,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._results: deque[TransferResult] = deque()
         self._adapters = LoadedAdapters()
         self._weights = WeightWatch()
-        self._has_left = False
+        # What of them was noticed, and whether the names of this step's chunks stand for them.
+        self._noticed = 0
+        self._are_named = True
         # Requests that have ended; what was computed for them may still be offered in this step.
         self._ended: set[str] = set()
 
@@ -104,9 +107,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         It comes before anything else of the step.
         """
         if isinstance(metadata, RayKVConnectorMetadata):
-            if metadata.weights_changed:
-                self._weights.note("told by the engine")
-            self._leave_if_changed()
+            self._look_at_weights(metadata.weights_seen)
             if self._raykv is not None:
                 self._raykv.set_target(metadata.target)
             if self._is_layerwise:
@@ -163,20 +164,25 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         for job_id, job in list(metadata.load_jobs.items()):
             use = _use_of(metadata, job.req_id)
             may_load = use is None or self._adapters.may_load(use)
-            if self._raykv is not None and (self._has_left or not may_load):
+            if self._raykv is not None and not (self._are_named and may_load):
                 # Last: what is left in it has no end yet.
                 self._vllm.loads[job_id] = job.req_id
                 self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
                 del metadata.load_jobs[job_id]
         super().start_kv_transfers(metadata)
 
-    def _leave_if_changed(self) -> None:
-        """Once the weights have changed, what was computed before is no good, nor what follows."""
-        if self._weights.changed and not self._has_left:
-            self._has_left = True
-            self._meta.weights_changed = self._weights.changed
+    def _look_at_weights(self, seen: Mapping[str, int]) -> None:
+        """Once they have changed, what is being loaded is no good, and what follows has no name
+        until the engine knows of it.
+        """
+        watch = self._weights
+        if watch.count != self._noticed:
+            self._noticed = watch.count
             if self._raykv is not None:
                 self._raykv.distrust_loads()
+        self._are_named = seen.get(watch.name, 0) == watch.count
+        if not self._are_named:
+            self._meta.weights[watch.name] = watch.count, watch.what
 
     def _refuse_unfit_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Of requests that were not computed with the weights, and the adapter, of their keys."""
@@ -185,7 +191,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         for job_id, job in list(metadata.store_jobs.items()):
             use = _use_of(metadata, job.req_id)
             may_store = use is None or self._adapters.may_store(job.req_id, use)
-            if self._has_left or not may_store:
+            if not (self._are_named and may_store):
                 self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
                 del metadata.store_jobs[job_id]
 

@@ -24,7 +24,7 @@ class Tracker(ChunkTracker):
     """Made with the arguments of vLLM's."""
 
     def __init__(self, config: Any, group_specs: Any = None) -> None:
-        super().__init__(config, WHO, None, None)
+        super().__init__(config, WHO, lambda: WHO.namespace, None, None)
         self._group_specs = group_specs or {}
 
 

@@ -1,8 +1,10 @@
-"""An engine whose weights change while it runs leaves the namespace to those that have the old."""
+"""Engines whose weights change while they run: each kind of weights has a cache of its own."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from raykv.serve.models import tiny_llama
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
+
+LENGTH = 320
 
 
 def told(cluster: Cluster, request_id: str) -> MissRecord:
@@ -31,43 +35,137 @@ def told(cluster: Cluster, request_id: str) -> MissRecord:
     return found[0]
 
 
-def test_engine_with_reloaded_weights_neither_loads_nor_stores_and_says_so(
-    cluster: Cluster, tiny_model: Path, tmp_path: Path
-) -> None:
+@dataclass
+class Fleet:
+    """Two engines with RayKV and the old weights, and what each kind of weights answers."""
+
+    cluster: Cluster
+    first: EngineProcess
+    second: EngineProcess
+    old_path: str
+    new_path: str
+    old: list[list[int]]
+    new: list[list[int]]
+
+    def serve(self, engine: EngineProcess, which: int) -> tuple[list[int], int]:
+        """Greedy tokens, and how many tokens were loaded: vLLM's own cache is emptied before."""
+        engine.reset()
+        (output,) = engine.call("generate", prompts=[PROMPTS[which]])
+        return output["tokens"], output["cached"]
+
+    def settle(self) -> None:
+        """All that is being stored has come."""
+        wait_until_quiet(
+            lambda: sum(node.bytes_stored for node in self.cluster.status().nodes), 20.0, "stored"
+        )
+
+
+PROMPTS = [prompt(number, LENGTH) for number in range(8)]
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     cluster.down()
-    tokens, other_tokens = prompt(1, 320), prompt(2, 320)
+    folder = tmp_path_factory.mktemp("weights")
     settings = {"ray_address": cluster.address, "pool_bytes": "256MiB"}
-    new_model = tiny_llama(tmp_path / "new", seed=1)
-    engine, plain = started_together(
-        lambda: EngineProcess(tiny_model, tmp_path / "log", settings, multiprocess=True),
-        lambda: EngineProcess(new_model, tmp_path / "plain", None, cores="1"),
+    new_model = tiny_llama(folder / "new", seed=1)
+    plain = EngineProcess(tiny_model, folder / "plain", None)
+    try:
+        old = plain.tokens(PROMPTS)
+        plain.call("reload_weights", path=str(new_model))
+        plain.reset()
+        new = plain.tokens(PROMPTS)
+    finally:
+        plain.stop()
+    first, second = started_together(
+        lambda: EngineProcess(tiny_model, folder / "first", settings, multiprocess=True),
+        lambda: EngineProcess(tiny_model, folder / "second", settings, cores="1"),
     )
     try:
-        old = engine.tokens([tokens])
-        wait_until_quiet(lambda: cluster.status().nodes[0].bytes_stored, 20.0, "stores end")
-        engine.reset()
-        assert engine.cached([tokens]) == [320]
-        engine.reset()
-        before = cluster.status()
-        assert engine.call("reload_weights", path=str(new_model))
-        new = plain.tokens([tokens, other_tokens])
-        assert new[0] != old[0]
-        for _ in range(2):
-            outputs = engine.call("generate", prompts=[tokens, other_tokens])
-            assert [output["tokens"] for output in outputs] == new
-            assert [output["cached"] for output in outputs] == [0, 0]
-            # What trainers do after an update takes nothing from others.
-            engine.reset(connector=True)
-        after = cluster.status()
-        assert after.nodes[0].bytes_stored == before.nodes[0].bytes_stored
-        assert after.nodes[0].chunks == before.nodes[0].chunks
-        wait_until(
-            lambda: cluster.status().engines[0].counters["weights_changed"] == 1, 20.0, "it is told"
-        )
-        request_id = engine.call("generate", prompts=[tokens])[0]["id"]
-        record = told(cluster, request_id)
-        assert record.missed == {"weights_changed": 320}
-        assert engine.log_text.count("weights have changed (reload_weights)") == 1
+        yield Fleet(cluster, first, second, str(tiny_model), str(new_model), old, new)
     finally:
-        engine.stop()
-        plain.stop()
+        first.stop()
+        second.stop()
+
+
+@pytest.fixture(autouse=True)
+def old_weights(fleet: Fleet) -> None:
+    for engine in (fleet.first, fleet.second):
+        engine.call("reload_weights", path=fleet.old_path)
+
+
+def test_engines_of_two_versions_never_see_each_others_kv_and_share_their_own(fleet: Fleet) -> None:
+    old, new = fleet.old[0], fleet.new[0]
+    assert old != new
+    assert fleet.serve(fleet.first, 0) == (old, 0)
+    fleet.settle()
+    fleet.first.call("reload_weights", path=fleet.new_path)
+    assert fleet.serve(fleet.first, 0) == (new, 0)
+    fleet.settle()
+    assert fleet.serve(fleet.second, 0) == (old, LENGTH)
+    assert fleet.serve(fleet.first, 0) == (new, LENGTH)
+    fleet.second.call("reload_weights", path=fleet.new_path)
+    assert fleet.serve(fleet.second, 0) == (new, LENGTH)
+
+
+def test_engine_that_gets_its_old_weights_back_loads_what_it_had_of_them(fleet: Fleet) -> None:
+    old, new = fleet.old[1], fleet.new[1]
+    assert fleet.serve(fleet.first, 1) == (old, 0)
+    fleet.settle()
+    fleet.first.call("reload_weights", path=fleet.new_path)
+    assert fleet.serve(fleet.first, 1) == (new, 0)
+    fleet.first.call("reload_weights", path=fleet.old_path)
+    assert fleet.serve(fleet.first, 1) == (old, LENGTH)
+
+
+def test_request_in_flight_over_a_change_leaves_nothing_under_either_version(fleet: Fleet) -> None:
+    mixed = fleet.first.call("change_midway", prompt=PROMPTS[2], path=fleet.new_path)["tokens"]
+    assert mixed[:6] != fleet.new[2]
+    fleet.settle()
+    assert fleet.serve(fleet.first, 2) == (fleet.new[2], 0)
+    fleet.settle()
+    assert fleet.serve(fleet.first, 2) == (fleet.new[2], LENGTH)
+
+
+def test_request_behind_vllms_own_kv_of_other_weights_is_not_stored(fleet: Fleet) -> None:
+    fleet.first.reset()
+    fleet.first.call("generate", prompts=[PROMPTS[3][:160]])
+    fleet.first.call("reload_weights", path=fleet.new_path)
+    (output,) = fleet.first.call("generate", prompts=[PROMPTS[3]])
+    assert output["cached"] == 160
+    fleet.settle()
+    assert fleet.serve(fleet.first, 3) == (fleet.new[3], 0)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_engine_that_wakes_up_with_the_same_weights_loads_at_once(fleet: Fleet, level: int) -> None:
+    which = 3 + level
+    assert fleet.serve(fleet.first, which) == (fleet.old[which], 0)
+    fleet.settle()
+    assert fleet.first.call("rest", level=level)
+    assert fleet.serve(fleet.first, which) == (fleet.old[which], LENGTH)
+
+
+def test_engine_whose_weights_cant_be_told_neither_loads_nor_stores_and_says_so(
+    fleet: Fleet,
+) -> None:
+    assert fleet.serve(fleet.second, 6) == (fleet.old[6], 0)
+    fleet.settle()
+    before = fleet.cluster.status()
+    fleet.second.call("write_weights", factor=1.1)
+    for _ in range(2):
+        other, loaded = fleet.serve(fleet.second, 6)
+        assert other != fleet.old[6]
+        assert loaded == 0
+        # What trainers do after an update takes nothing from others.
+        fleet.second.reset(connector=True)
+    after = fleet.cluster.status()
+    assert after.nodes[0].bytes_stored == before.nodes[0].bytes_stored
+    assert after.nodes[0].chunks == before.nodes[0].chunks
+    request_id = fleet.second.call("generate", prompts=[PROMPTS[6]])[0]["id"]
+    assert told(fleet.cluster, request_id).missed == {"weights_changed": LENGTH}
+    assert fleet.second.log_text.count("can't tell this engine's weights from others") == 1
+    fleet.second.call("reload_weights", path=fleet.old_path)
+    assert fleet.serve(fleet.second, 6) == (fleet.old[6], LENGTH)

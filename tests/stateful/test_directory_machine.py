@@ -97,6 +97,7 @@ class Job:
     handles: list[Handle]
     node_epoch: Epoch
     floor: Generation
+    namespace: Namespace
     admitted: list[int] | None = None
     refusals: dict[int, Refusal] = field(default_factory=dict)
     is_completed_by_vllm: bool = True
@@ -105,7 +106,7 @@ class Job:
         handle = self.handles[chunk]
         engine = self.engine
         return ChunkName(
-            engine.namespace, self.keys[chunk], handle.slot, handle.generation, engine.pages * PAGE
+            self.namespace, self.keys[chunk], handle.slot, handle.generation, engine.pages * PAGE
         )
 
     def refuse_all(self, refusal: Refusal) -> None:
@@ -277,13 +278,13 @@ class Engine:
         self.ended: deque[Job] = deque()
         self.flying: list[Job] = []
         self.late: list[SyncRequest] = []
-        # What was stored up to this generation is from before the last reset.
-        self.floor = NO_GENERATION
+        # What was stored up to this generation is from before the last reset, by namespace.
+        self.floors: dict[Namespace, Generation] = {}
         self.is_link_up = True
         self._requests = 0
         # The session: the actor's epoch as far as it knows, and the one message under way.
         self._epoch = Epoch(0)
-        self._inbox: deque[EngineAttached | SyncReply] = deque()
+        self._inbox: deque[tuple[Namespace, EngineAttached] | SyncReply] = deque()
         self._unanswered: SyncRequest | None = None
         self._failures = 0
         self.under_way: AttachEngine | SyncRequest | None = None
@@ -343,7 +344,9 @@ class Engine:
             return
         self._epoch = Epoch(answer.epoch)
         self._unanswered = None
-        self._inbox.append(answer)
+        self._inbox.append((Namespace(message.namespace), answer))
+        if message.namespace != self.namespace:
+            self._epoch = Epoch(0)
 
     def _fail(self) -> None:
         self._failures += 1
@@ -354,10 +357,10 @@ class Engine:
         """Take in the answers; between two steps of the engine."""
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, EngineAttached):
-                self.view.attached(message)
-            else:
+            if isinstance(message, SyncReply):
                 self.view.apply(message)
+            elif message[0] == self.namespace:
+                self.view.attached(message[1])
 
     # vLLM
 
@@ -395,7 +398,16 @@ class Engine:
         keys: list[Key],
         handles: list[Handle],
     ) -> Job:
-        job = Job(self, direction, request_id, keys, handles, self.view.node_epoch, self.floor)
+        job = Job(
+            self,
+            direction,
+            request_id,
+            keys,
+            handles,
+            self.view.node_epoch,
+            self.floor,
+            self.namespace,
+        )
         self.flying.append(job)
         if self.is_link_up:
             node.jobs.append(job)
@@ -433,10 +445,24 @@ class Engine:
         self.view.set_link(True)
         self.view.node_restarted(node.epoch)
 
+    @property
+    def floor(self) -> Generation:
+        return self.floors.get(self.namespace, NO_GENERATION)
+
+    def change_weights(self, namespace: str) -> None:
+        """What is under way goes on; a clearing has to be confirmed first."""
+        if self.view.is_clearing:
+            return
+        self.view.leave()
+        self.view.enter(namespace)
+        if namespace != self.namespace:
+            self.namespace = Namespace(namespace)
+            self._epoch = Epoch(0)
+
     def reset(self, floor: Generation) -> None:
         """vLLM never completes the jobs from before."""
         self.view.reset()
-        self.floor = max(self.floor, floor)
+        self.floors[self.namespace] = max(self.floor, floor)
         for job in self.flying:
             job.is_completed_by_vllm = False
 
@@ -513,6 +539,13 @@ class DirectoryMachine(RuleBasedStateMachine):
             while engine.ended:
                 engine.take_result()
 
+    @rule(which=engines, back=st.booleans())
+    def engine_changes_its_weights(self, which: int, back: bool) -> None:
+        """To ones of its own, or back to those of the start."""
+        engine = self.engines[which]
+        start = "first" if which == 0 else self.SECOND_NAMESPACE
+        engine.change_weights(start if back else f"{start} changed")
+
     @rule(which=engines)
     def engine_drains_its_inbox(self, which: int) -> None:
         self.engines[which].drain()
@@ -561,7 +594,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         """Nobody is left who has heard of those that were granted."""
         self.highest = NO_GENERATION
         for engine in self.engines:
-            engine.floor = NO_GENERATION
+            engine.floors.clear()
 
     @precondition(lambda self: not all(engine.is_link_up for engine in self.engines))
     @rule(which=engines, is_back=st.booleans())

@@ -235,6 +235,34 @@ class ChildEngine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         return True
 
+    def change_midway(self, prompt: list[int], path: str, max_tokens: int = 24) -> dict[str, Any]:
+        """Work on a request, and give the model the weights of another folder meanwhile."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
+        )
+        engine.add_request("midway", {"prompt_token_ids": prompt}, sampling)
+        outputs = engine.step()
+        while not outputs or not outputs[0].outputs[0].token_ids:
+            outputs = engine.step()
+        self.reload_weights(path)
+        while engine.has_unfinished_requests():
+            outputs = engine.step() or outputs
+        return {"tokens": list(outputs[0].outputs[0].token_ids)}
+
+    def write_weights(self, factor: float) -> bool:
+        """Write into the model without asking vLLM, as frameworks that train may do."""
+
+        def write(model: Any) -> None:
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.data.mul_(factor)
+
+        self._llm.apply_model(write)
+        return True
+
     def rest(self, level: int = 1) -> bool:
         """Sleep, and wake up again."""
         self._llm.sleep(level)

@@ -225,12 +225,12 @@ def connectors_of(core: Any) -> list[Any]:
     return [first, *getattr(first, "_connectors", ())]
 
 
-def ask_workers(core: Any, function: Callable[[Any], Any]) -> list[Any] | None:
+def ask_workers(core: Any, function: Callable[..., Any], *args: Any) -> list[Any] | None:
     """What a function says of each worker of an `EngineCore`; None while they sleep."""
     executor = core.model_executor
     if getattr(executor, "is_sleeping", False):
         return None
-    return list(executor.collective_rpc(function))
+    return list(executor.collective_rpc(function, args=args))
 
 
 WARM_UP = "compile_or_warm_up_model"
@@ -248,6 +248,29 @@ def worker_class_of(vllm_config: Any) -> Any:
 def id_of_configuration(worker: Any) -> int:
     """The identity of the configuration that one of vLLM's workers was made with."""
     return id(getattr(worker, "vllm_config", None))
+
+
+def cpu_probes(model: Any) -> Iterator[tuple[str, Any]]:
+    """What layers make of numbers that are always the same, where vLLM's CPU kernels compute with
+    copies of their weights; the weights themselves may be gone.
+    """
+    import torch
+    from vllm.model_executor.layers.utils import cpu_unquantized_gemm
+
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if weight is None or weight.is_meta or not hasattr(layer, "cpu_linear"):
+            continue
+        whole = getattr(layer, "input_size", None)
+        size = getattr(layer, "input_size_per_partition", whole)
+        size = weight.shape[1] if weight.numel() else size
+        asked = torch.sin(torch.arange(size, dtype=torch.float64)).to(weight.dtype)
+        yield name, cpu_unquantized_gemm(layer, asked.unsqueeze(0), weight, None)
+
+
+def is_quantized(worker: Any) -> bool:
+    """Whether what a worker's model was loaded from is not what lies in its memory."""
+    return worker.vllm_config.quant_config is not None
 
 
 def models_of(worker: Any) -> list[Any]:

@@ -76,7 +76,7 @@ INTERFACES = {
 ENGINE_TABLE = (
     Touched(
         "vllm.v1.engine.core:EngineCore",
-        "collective_rpc set_weight_version sleep",
+        "add_request collective_rpc reset_prefix_cache set_weight_version sleep wake_up",
         "wrapped: what changes the weights is noticed before the next step",
         REFUSED,
         SCHEDULER,
@@ -112,6 +112,12 @@ ENGINE_TABLE = (
         "wrapped, or called: the model whose weights are watched",
         REFUSED,
         WORKER,
+    ),
+    Touched(
+        "vllm.model_executor.layers.utils",
+        "cpu_unquantized_gemm",
+        "called: what layers compute whose weights are hidden in a CPU's kernels",
+        "such weights can't be told from others, and have no cache once they have changed",
     ),
     Touched(
         "vllm.v1.worker.gpu_worker:Worker",

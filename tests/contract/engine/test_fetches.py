@@ -63,7 +63,7 @@ class Engine:
         pauses: Pauses = NO_PAUSES,
     ) -> None:
         """Begin with a new client, which is not started."""
-        self.client = FetchClient(NAMESPACE, self._find, deadline_s, with_checksums=with_checksums)
+        self.client = FetchClient(self._find, deadline_s, with_checksums=with_checksums)
         self.client.breakers.pauses = pauses
 
     def _find(self) -> Any:
@@ -74,7 +74,7 @@ class Engine:
         self.client.start(self.ended.append)
 
     def submit(self, *orders: FetchOrder) -> None:
-        self.client.submit(list(orders), 5)
+        self.client.submit(list(orders), 5, NAMESPACE)
 
     def wait_for_calls(self, num_calls: int) -> None:
         futures = self.actor.futures
@@ -100,20 +100,18 @@ def test_handle_of_an_earlier_connection_is_not_used() -> None:
         yield connections[-1]
 
     ended: list[FetchEnded] = []
-    client = FetchClient(
-        NAMESPACE, lambda: actors[-1], LONG_S, with_checksums=True, calling=calling
-    )
+    client = FetchClient(lambda: actors[-1], LONG_S, with_checksums=True, calling=calling)
     client.start(ended.append)
     try:
-        client.submit([order(1)], 5)
+        client.submit([order(1)], 5, NAMESPACE)
         wait_until(lambda: len(actors[0].futures) == 1, LONG_S, "the first one is called")
         connections.append(2)
         actors.append(Actor())
-        client.submit([order(2)], 5)
+        client.submit([order(2)], 5, NAMESPACE)
         wait_until(lambda: len(actors[1].futures) == 1, LONG_S, "the second one is called")
         assert len(actors[0].futures) == 1
         connections.clear()
-        client.submit([order(3)], 5)
+        client.submit([order(3)], 5, NAMESPACE)
         wait_until(lambda: len(ended) == 1, LONG_S, "it fails where there is no connection")
         assert (ended[0].orders, ended[0].result) == ([order(3)], None)
     finally:

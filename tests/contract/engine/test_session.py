@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 
+from raykv.base.deadlines import ENTER_S
 from raykv.base.errors import ClusterError
 from raykv.base.ids import EngineId, NodeId
 from raykv.cluster import names
@@ -24,10 +25,10 @@ from raykv.engine.runtime import EngineRuntime
 from raykv.engine.session import Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handles, Leases
-from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.engine import EngineAttached, Space, SyncReply, SyncRequest
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.measures import BreakerReport
-from tests.fixtures.engine.scheduler import PlayedScheduler
+from tests.fixtures.engine.scheduler import PlayedScheduler, attached
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
 
@@ -267,3 +268,75 @@ def test_engine_that_ends_asks_ray_for_nothing_any_more(monkeypatch: pytest.Monk
     for find in (ended._find_actors, ended._find_node_actor):
         with pytest.raises(ClusterError, match="the engine is shutting down"):
             find()
+
+
+def test_engine_that_goes_to_another_namespace_attaches_there_with_nothing_of_the_last_one() -> (
+    None
+):
+    scheduler = PlayedScheduler()
+    scheduler.grants = 4
+    view, session = attached(scheduler, heartbeat_s=LONG_S)
+    session.start()
+    try:
+        view.start_request("r", RequestOptions())
+        assert view.prepare_store("r", [key(1)]) is not None
+        view.leave()
+        began = time.monotonic()
+        session.enter(Space("next", {"weights": "new"}))
+        assert time.monotonic() - began < ENTER_S
+        there = scheduler.attached[-1]
+        assert (there.namespace, there.traits) == ("next", {"weights": "new"})
+        assert there.leases == Leases()
+        assert (view.namespace, view.epoch, view.has_left) == ("next", 1, False)
+        num_attached = len(scheduler.attached)
+        view.leave()
+        session.enter(Space("next", {"weights": "new"}))
+        assert not view.has_left
+        assert len(scheduler.attached) == num_attached
+    finally:
+        session.stop(LONG_S)
+
+
+def test_clearing_is_of_the_namespace_in_which_it_was_asked_for() -> None:
+    scheduler = PlayedScheduler()
+    view, session = attached(scheduler, heartbeat_s=LONG_S)
+    view.reset()
+    session.enter(Space("next"))
+    assert view.namespace == "ns"
+    session._exchange_quietly()
+    assert scheduler.requests[-1].clear == 1
+    assert scheduler.attached[-1].namespace == "ns"
+    session.drain()
+    assert view.namespace == "next"
+    session._exchange_quietly()
+    assert scheduler.attached[-1].namespace == "next"
+    assert scheduler.requests[-1].clear == 0
+
+
+def test_answers_of_the_last_namespace_are_ignored_when_they_come_late() -> None:
+    scheduler = PlayedScheduler()
+    view, session = attached(scheduler, heartbeat_s=LONG_S)
+    scheduler.grants, scheduler.wants_attach = 4, True
+    session._exchange_quietly()
+    session.enter(Space("next"))
+    # It has attached as of the last one meanwhile.
+    assert (view.namespace, view.epoch) == ("next", 0)
+    session._exchange_quietly()
+    session.drain()
+    assert (view.namespace, view.epoch) == ("next", 1)
+
+
+def test_engine_does_not_wait_for_a_scheduler_actor_that_does_not_answer() -> None:
+    scheduler = PlayedScheduler()
+    view, session = attached(scheduler, heartbeat_s=LONG_S)
+    session._breakers.pauses = Pauses(LONG_S, LONG_S)
+    session.start()
+    try:
+        scheduler.answers = False
+        began = time.monotonic()
+        session.enter(Space("next"))
+        assert time.monotonic() - began < ENTER_S + SECONDS
+        assert view.namespace == "next"
+    finally:
+        scheduler.answers = True
+        session.stop(LONG_S)

@@ -267,12 +267,12 @@ def test_fetches_end_after_the_thread_that_gives_them_up_has_failed() -> None:
         fault()
         delivered.append(end)
 
-    client = FetchClient("ns", lambda: actor, -1.8, with_checksums=True)
+    client = FetchClient(lambda: actor, -1.8, with_checksums=True)
     client.start(deliver)
     try:
-        client.submit([order(1)], 1)
+        client.submit([order(1)], 1, "ns")
         wait_until(lambda: fault.is_over, LONG_S, "the thread fails")
-        client.submit([order(2)], 1)
+        client.submit([order(2)], 1, "ns")
         wait_until(lambda: bool(delivered), LONG_S, "the next one ends")
         assert delivered[0].orders == [order(2)]
     finally:
@@ -284,14 +284,14 @@ def test_fetches_are_refused_at_once_while_there_is_no_thread_for_them(
 ) -> None:
     monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
     delivered = list[FetchEnded]()
-    client = FetchClient("ns", Actor, LONG_S, with_checksums=True)
+    client = FetchClient(Actor, LONG_S, with_checksums=True)
     no_threads.add("raykv-fetch-watch")
     client.start(delivered.append)
     try:
-        client.submit([order(1)], 1)
+        client.submit([order(1)], 1, "ns")
         assert [end.orders for end in delivered] == [[order(1)]]
         no_threads.clear()
-        client.submit([order(2)], 1)
+        client.submit([order(2)], 1, "ns")
         assert len(delivered) == 1
     finally:
         client.stop()

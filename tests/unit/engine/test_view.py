@@ -917,7 +917,7 @@ def test_engine_that_leaves_finds_and_stores_nothing_and_gives_its_leases_back(
     view.check()
 
 
-def test_engine_that_has_left_stays_away(view: EngineView) -> None:
+def test_engine_that_has_left_stays_away_until_it_enters(view: EngineView) -> None:
     view.leave()
     view.set_link(True)
     attach(view, EPOCH + 1)
@@ -925,3 +925,44 @@ def test_engine_that_has_left_stays_away(view: EngineView) -> None:
     assert look(view, "a") == [MISS]
     assert free_slots(view) == []
     assert take(view).released.slots[-1] == 9
+    view.enter(view.namespace)
+    assert look(view, "a") == [HIT]
+    assert not view.is_new
+    view.check()
+
+
+def test_engine_that_enters_another_namespace_knows_nothing_of_it(view: EngineView) -> None:
+    store(view, "a")
+    view.prepare_store("r", keys("b"))
+    view.leave()
+    view.enter("other")
+    assert (view.namespace, view.num_ready, view.is_new) == ("other", 0, True)
+    # Answers to the last namespace's exchanges may still come.
+    view.apply(reply(handles((key("a"), 5, 30)), granted=grant((9, 40))))
+    assert view.num_ready == 0
+    assert free_slots(view) == []
+    attach(view)
+    assert view.declared_leases() == Leases()
+    # A store of before ends, and is of the last namespace.
+    view.complete_store(keys("b"))
+    assert view.num_ready == 0
+    view.apply(reply(handles((key("a"), 6, 50)), granted=grant((9, 60))))
+    view.start_request("later", RequestOptions())
+    assert view.lookup("later", key("a"), 0.0) is HIT
+    assert view.lookup("later", key("b"), 0.0) is not HIT
+    assert not view.is_new
+    view.check()
+
+
+def test_chunk_that_failed_in_the_last_namespace_is_another_ones_business(
+    view: EngineView,
+) -> None:
+    store(view, "a")
+    handle = view.loadable[key("a")]
+    view.fail_load(FailedLoad("r", key("a"), handle.generation, view.node_epoch, is_gone=True))
+    view.leave()
+    view.enter("other")
+    attach(view)
+    # Older than the one that failed: it may be, since another engine stored it.
+    view.apply(reply(handles((key("a"), 5, handle.generation - 1))))
+    assert key("a") in view.loadable

@@ -61,7 +61,7 @@ def tracker(outbox: DescriptionOutbox | None, announcements: Announcements | Non
     config = OffloadingKVEventsConfig(
         enable_kv_cache_events=announcements is not None, self_describing_kv_events=True
     )
-    return ChunkTracker(config, WHO, outbox, announcements)
+    return ChunkTracker(config, WHO, lambda: WHO.namespace, outbox, announcements)
 
 
 def key_of(req: Any, chunk: int) -> Any:

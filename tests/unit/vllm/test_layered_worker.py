@@ -19,7 +19,7 @@ from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import LoadedAdapters
-from raykv.vllm.identity.weight_changes import WeightWatch
+from raykv.vllm.identity.weight_watch import WeightWatch
 from raykv.vllm.internals.offloading import WorkerTables
 from raykv.vllm.transfers import (
     PoolSpec,
@@ -109,7 +109,7 @@ class Side:
         worker._results = deque()
         worker._adapters = LoadedAdapters()
         worker._weights = WeightWatch()
-        worker._has_left = False
+        worker._noticed, worker._are_named = 0, True
         worker._ended = set()
         connector: Any = RayKVConnector.__new__(RayKVConnector)
         connector.connector_worker = worker
@@ -278,7 +278,7 @@ def test_load_that_must_not_be_ends_though_its_refusal_fails(
 ) -> None:
     side = Side(is_layerwise=False)
     side.begin(a=[1, 2])
-    side.connector.connector_worker._has_left = True
+    side.connector.connector_worker._are_named = False
     refuse, calls = RayOffloadingWorker.refuse, []
 
     def fail_once(*arguments: Any) -> None:

@@ -59,7 +59,7 @@ class TailEngine(Engine):
         scheduler = self.connector.scheduler
         assert scheduler.config.supports_partial_tail
         before = scheduler._events_tracker
-        track_chunks(self.connector._tables, before.config, WHO, None, announcements)
+        track_chunks(self.connector._tables, before.config, WHO, None, self.connector._manager)
         self.tracker = scheduler._events_tracker
         assert self.tracker is not before
         self.grant(0, 1, 2, 3)

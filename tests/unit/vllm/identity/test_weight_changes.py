@@ -1,4 +1,4 @@
-"""Weights that change while an engine runs: what is seen of it, and what the engine's view does."""
+"""Weights that change while an engine runs: what EngineCore sees of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from vllm.v1.engine.core import EngineCore
 
 from raykv.vllm.identity import weight_changes as weights
-from raykv.vllm.identity.weight_changes import Effect, WeightWatch, checksum, effect_of, watch_model
+from raykv.vllm.identity import weight_watch
+from raykv.vllm.identity.weight_watch import Effect, WeightState, checksum, effect_of
 
 
 class Model(torch.nn.Module):
@@ -38,6 +39,9 @@ class Worker:
 
     def __init__(self) -> None:
         self.model = Model()
+        self.vllm_config: Any = None
+        # What a method of that name does.
+        self.before: dict[str, Callable[[], object]] = {}
 
     def get_model(self) -> Model:
         return self.model
@@ -49,6 +53,8 @@ class Worker:
         return function(self.model)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return lambda *_arguments, **_more: name
 
 
@@ -64,40 +70,139 @@ class Executor:
         bound = () if isinstance(method, str) else (self.worker,)
         return [call(*bound, *args, **(kwargs or {}))]
 
-    def sleep(self, _level: int) -> None:
+    def sleep(self, level: int) -> None:
+        self.collective_rpc("sleep", args=(level,))
         self.is_sleeping = True
+
+    def wake_up(self, _tags: Any) -> None:
+        self.is_sleeping = False
 
 
 class Listener:
-    def __init__(self) -> None:
-        self.told: list[str] = []
+    """Takes down what it is told."""
 
-    def weights_changed(self, what: str) -> None:
+    def __init__(self) -> None:
+        self.is_asking = False
+        self.told: list[str] = []
+        self.counts: list[int] = []
+        self.contents: list[str | None] = []
+        self.labels: list[str] = []
+        self.num_dropped = 0
+
+    def change(self, what: str) -> None:
+        self.is_asking = True
         self.told.append(what)
+
+    def know(self, states: list[WeightState | None]) -> None:
+        self.is_asking = False
+        self.counts += [state.count for state in states if state is not None]
+        self.contents += [state.content for state in states if state is not None]
+
+    def label(self, label: str) -> None:
+        self.labels.append(label)
+
+    def drop_prefixes(self) -> None:
+        self.num_dropped += 1
+
+
+class Scheduler:
+    """Of vLLM, whose prefix cache can be reset while it has no requests."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.connector = SimpleNamespace(raykv_weights=listener)
+        self.has_requests = False
+
+    def reset_prefix_cache(self, *_arguments: bool) -> bool:
+        return not self.has_requests
+
+    def add_request(self, _request: Any) -> None:
+        """Nothing comes of it."""
 
 
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Any:
     """EngineCore without an engine; its wrappers are taken off again."""
-    for name in ("collective_rpc", "sleep", "set_weight_version"):
+    for name in WRAPPED:
         monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
     weights.watch_calls()
     core: Any = EngineCore.__new__(EngineCore)
-    core.model_executor = Executor(Worker())
-    core.scheduler = SimpleNamespace(connector=Listener())
+    worker = Worker()
+    monkeypatch.setattr(weight_watch, "_watches", {})
+    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=Worker), quant_config=None)
+    for name in (*weight_watch.CHANGES, "sleep", "compile_or_warm_up_model"):
+        monkeypatch.setattr(Worker, name, worker_method(name), raising=False)
+    weight_watch.watch_worker(config)
+    worker.vllm_config = config
+    worker.compile_or_warm_up_model()
+    core.model_executor = Executor(worker)
+    core.scheduler = Scheduler(Listener())
     monkeypatch.setattr(EngineCore, "pause_scheduler", lambda *_a, **_k: None)
+    monkeypatch.setattr(EngineCore, "resume_scheduler", lambda *_a, **_k: None)
     return core
 
 
+WRAPPED = (
+    *("add_request", "collective_rpc", "reset_prefix_cache", "set_weight_version", "sleep"),
+    "wake_up",
+)
+
+
+def worker_method(name: str) -> Callable[..., str]:
+    def method(worker: Worker, *_arguments: Any, **_more: Any) -> str:
+        before = worker.before.get(name)
+        if before is not None:
+            before()
+        return name
+
+    return method
+
+
+def listener(core: Any) -> Listener:
+    found: Listener = core.scheduler.connector.raykv_weights
+    return found
+
+
 def told(core: Any) -> list[str]:
-    names: list[str] = core.scheduler.connector.told
-    return names
+    return listener(core).told
 
 
-@pytest.mark.parametrize("name", sorted(weights.CHANGES))
+def request() -> Any:
+    """What EngineCore looks at of a new one."""
+    none = dict.fromkeys(("pooling_params", "kv_transfer_params", "ec_transfer_params"))
+    return SimpleNamespace(request_id="r", abort_immediately=False, **none)
+
+
+@pytest.mark.parametrize("name", sorted(weight_watch.CHANGES))
 def test_call_for_other_weights_is_told_before_it_runs(core: Any, name: str) -> None:
-    core.model_executor.worker.__dict__[name] = lambda: list(told(core))
-    assert core.collective_rpc(name) == [[name]]
+    seen: list[list[str]] = []
+    core.model_executor.worker.before[name] = lambda: seen.append(list(told(core)))
+    assert core.collective_rpc(name) == [name]
+    assert seen == [[name]]
+
+
+def test_what_the_weights_are_is_asked_when_vllm_has_written_all(core: Any) -> None:
+    model = core.model_executor.worker.model
+    core.model_executor.worker.before["reload_weights"] = lambda: change_one_value(model)
+    core.collective_rpc("reload_weights")
+    assert (listener(core).counts, listener(core).is_asking) == ([1], False)
+    assert listener(core).contents == [checksum(core.model_executor.worker)]
+
+
+def test_update_in_parts_is_asked_about_at_its_end(core: Any) -> None:
+    core.collective_rpc("start_weight_update")
+    for _ in range(3):
+        core.collective_rpc("update_weights")
+    assert listener(core).counts == []
+    core.collective_rpc("finish_weight_update")
+    assert listener(core).counts == [5]
+
+
+def test_request_asks_where_nobody_has_yet(core: Any) -> None:
+    core.collective_rpc("update_weights")
+    core.add_request(request())
+    assert listener(core).counts == [1]
+    core.add_request(request())
+    assert listener(core).counts == [1]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +215,30 @@ def test_sleep_is_told_that_throws_the_weights_away(
     assert told(core) == expected
 
 
-def test_new_version_of_the_weights_is_told(core: Any) -> None:
+def test_engine_that_wakes_up_says_what_its_weights_are(core: Any) -> None:
+    core.sleep(2)
+    core.add_request(request())
+    assert listener(core).counts == []
+    core.wake_up()
+    assert listener(core).counts == [1]
+
+
+def test_vllms_own_name_of_the_weights_is_told(core: Any) -> None:
     core.set_weight_version("7")
-    assert told(core) == ["set_weight_version"]
+    assert listener(core).labels == ["7"]
+
+
+@pytest.mark.parametrize("has_requests", [True, False])
+def test_reset_of_vllms_own_cache_is_told_if_it_works(core: Any, has_requests: bool) -> None:
+    core.scheduler.has_requests = has_requests
+    assert core.reset_prefix_cache() is not has_requests
+    assert listener(core).num_dropped == (0 if has_requests else 1)
+
+
+def test_reset_finds_what_was_written_into_a_workers_model(core: Any) -> None:
+    core.model_executor.worker.model.load_weights({"odd": torch.zeros(3)})
+    core.reset_prefix_cache()
+    assert listener(core).counts == [1]
 
 
 def change_one_value(model: Model) -> None:
@@ -136,6 +262,19 @@ def change_odd(model: Model) -> None:
 def test_function_that_changes_the_model_is_told(core: Any, change: Callable[..., None]) -> None:
     core.collective_rpc("apply_model", args=(change,))
     assert told(core) == ["apply_model"]
+    core.add_request(request())
+    assert listener(core).counts == [1]
+    # On a CPU the model may compute with copies.
+    assert listener(core).contents == [None]
+
+
+def test_functions_after_one_that_has_changed_the_model_are_not_compared(core: Any) -> None:
+    core.collective_rpc("apply_model", args=(change_odd,))
+    core.model_executor.worker.__dict__["get_model"] = lambda: pytest.fail("it was read")
+    core.collective_rpc("my_own_method")
+    del core.model_executor.worker.__dict__["get_model"]
+    core.add_request(request())
+    assert listener(core).counts == [2]
 
 
 def test_function_that_changes_it_and_fails_is_told(core: Any) -> None:
@@ -172,7 +311,7 @@ def test_connector_inside_of_another_one_is_told(core: Any) -> None:
     ours = core.scheduler.connector
     core.scheduler.connector = SimpleNamespace(_connectors=[object(), ours])
     core.collective_rpc("reload_weights")
-    assert ours.told == ["reload_weights"]
+    assert ours.raykv_weights.told == ["reload_weights"]
 
 
 def test_checksum_is_the_same_for_the_same_weights() -> None:
@@ -183,46 +322,3 @@ def test_function_may_do_anything() -> None:
     assert effect_of(checksum) is Effect.UNKNOWN
     assert effect_of("sleep", (), {"level": 2}) is Effect.CHANGES
     assert effect_of("sleep") is Effect.NONE
-
-
-def test_weights_that_are_handed_to_the_model_itself_are_seen() -> None:
-    watch, model = WeightWatch(), Model()
-    watch_model(model, watch)
-    assert watch.changed == ""
-    assert model.load_weights({"odd": torch.zeros(3)}) == {"odd"}
-    assert str(watch.changed) == "load_weights"
-    assert not model.odd.any()
-
-
-def test_worker_s_own_methods_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small:
-        def __init__(self, config: Any) -> None:
-            self.vllm_config = config
-
-        def reload_weights(self) -> str:
-            return "reloaded"
-
-        def sleep(self, level: int = 1) -> int:
-            return level
-
-        def compile_or_warm_up_model(self) -> str:
-            return "warm"
-
-        def get_model(self) -> Model:
-            return model
-
-    model = Model()
-    monkeypatch.setattr(weights, "_watches", {})
-    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=Small))
-    other = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=Small))
-    watch, unmoved = weights.watch_worker(config), weights.watch_worker(other)
-    worker = Small(config)
-    assert worker.compile_or_warm_up_model() == "warm"
-    assert worker.sleep(1) == 1
-    assert watch.changed == ""
-    assert worker.reload_weights() == "reloaded"
-    model.load_weights({})
-    assert str(watch.changed) == "reload_weights"
-    assert unmoved.changed == ""
-    assert Small(other).sleep(level=2) == 2
-    assert str(unmoved.changed) == "sleep"

@@ -1,0 +1,325 @@
+"""A worker's weights: how often they have changed since the engine's start, and what they are now.
+
+                    a call that writes them begins        it has ended
+    (as they were) ───────────────────────────► being written ───────────► changed, readable or not
+
+They are named by what lies in the worker's memory, so that two engines that were given the same
+weights agree, and one that is given its old weights back has its old name again. It can't be told
+what the model computes with
+
+* while an update is under way, or after one that failed;
+* if the weights are quantized: what was loaded is rewritten, and part of it is in no tensor;
+* if a model on a CPU was written past vLLM: its kernels keep copies in an order of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import chain
+from typing import Any
+from uuid import uuid4
+
+from raykv.vllm.internals.engine import (
+    WARM_UP,
+    cpu_probes,
+    id_of_configuration,
+    is_quantized,
+    models_of,
+    worker_class_of,
+    wrap,
+    wrap_load_weights,
+)
+
+logger = logging.getLogger("raykv")
+
+
+class Effect(Enum):
+    """The effect of a call on the weights."""
+
+    NONE = "none"
+    CHANGES = "changes"
+    UNKNOWN = "unknown"
+
+
+WHOLE = frozenset({"finish_weight_update", "load_model", "reload_weights", "reset_weights"})
+"""Methods of vLLM's workers after which all weights are such as vLLM has made them."""
+
+CHANGES = WHOLE | {"start_draft_weight_update", "start_weight_update", "update_weights"}
+"""Methods of vLLM's workers: a call of one of them changes the weights."""
+
+HARMLESS = frozenset(
+    {
+        "check_health",
+        "compute_weight_checksums",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "profile",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "wake_up",
+    }
+)
+"""Workers' methods that only read."""
+
+SLEEP = "sleep"
+"""From level 2 on the weights are thrown away, and others are loaded later."""
+
+PARTS = 1024
+"""Sums of a tensor's parts are compared, so that values that have changed places are seen too."""
+
+
+def effect_of(
+    method: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Effect:
+    """What a call of a worker's method, or of a function with a worker, does to the weights."""
+    if not isinstance(method, str):
+        return Effect.UNKNOWN
+    if method in CHANGES:
+        return Effect.CHANGES
+    if method == SLEEP:
+        level = (kwargs or {}).get("level", args[0] if args else 1)
+        return Effect.CHANGES if level >= 2 else Effect.NONE
+    return Effect.NONE if method in HARMLESS else Effect.UNKNOWN
+
+
+def checksum(worker: Any) -> str:
+    """Digest of all weights of a worker, each of which is read once."""
+    return _digest_of(_tensors(worker))
+
+
+def _digest_of(tensors: Iterable[tuple[str, Any]]) -> str:
+    whole = hashlib.sha256()
+    for name, tensor in tensors:
+        whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        whole.update(_sums(tensor))
+    return whole.hexdigest()
+
+
+def _tensors(worker: Any) -> Iterator[tuple[str, Any]]:
+    """All weights; what comes of those that a CPU's kernels have in an order of their own."""
+    for model in models_of(worker):
+        probes = dict(cpu_probes(model))
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if tensor.numel() or name.rpartition(".")[0] not in probes:
+                yield name, tensor
+        yield from probes.items()
+
+
+def _sums(tensor: Any) -> bytes:
+    import torch
+
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    wide = torch.int64 if not raw.numel() % 8 and not raw.storage_offset() % 8 else torch.uint8
+    values = raw.view(wide)
+    whole = values.numel() // PARTS * PARTS
+    sums = [values[:whole].view(PARTS, -1).sum(1, dtype=torch.int64)] if whole else []
+    sums.append(values[whole:].sum(dtype=torch.int64).reshape(1))
+    return bytes(torch.cat(sums).cpu().numpy().tobytes())
+
+
+@dataclass(frozen=True)
+class WeightState:
+    """What a worker says of its weights.
+
+    `watch` is its name and `count` how often they have changed since the start, last by `what`.
+    `content` names them, and `first` those of the start; None if that can't be told, and both are
+    empty before the first change. `is_open`: an update is under way, and will end.
+    """
+
+    watch: str
+    count: int = 0
+    what: str = ""
+    content: str | None = ""
+    first: str | None = ""
+    is_open: bool = False
+
+
+class WeightWatch:
+    """See the module's docstring; of one worker, on its main thread."""
+
+    def __init__(self, worker: Any = None) -> None:
+        self.name = uuid4().hex
+        self.count = 0
+        self.what = ""
+        # Known at the end of the worker's start.
+        self.worker = worker
+        self._first: str | None = ""
+        self._is_open = False
+        self._has_failed = False
+        # Past vLLM, since vLLM has last written all weights.
+        self._is_written_past = False
+        self._depth = 0
+        # What they are, and after how many changes that was found.
+        self._found: tuple[int, str | None] = (0, "")
+        # The same, of a worker that was asked for its checksum.
+        self._checked: tuple[int, str | None] = (-1, None)
+
+    def note(self, what: str) -> None:
+        """Weights are about to be written by somebody else than vLLM, unless vLLM calls it."""
+        if not self.count:
+            self._first = self._digest()
+        self._count(what)
+        self._is_written_past = self._is_written_past or not self._depth
+
+    def note_afterwards(self, what: str) -> None:
+        """They have been, since `check` was called."""
+        if not self.count:
+            self._first = self._checked[1] if self._checked[0] == 0 else None
+        self._count(what)
+        self._is_written_past = True
+
+    def _count(self, what: str) -> None:
+        self.count += 1
+        self.what = what
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """vLLM's own method of that name runs."""
+        if not self.count:
+            self._first = self._digest()
+        self._count(what)
+        if what == SLEEP:
+            yield
+            return
+        had_failed, self._has_failed = self._has_failed, True
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        is_whole = what in WHOLE
+        self._is_open = not is_whole
+        self._has_failed = had_failed and not is_whole
+        self._is_written_past = self._is_written_past and not is_whole
+
+    def check(self) -> str:
+        """Digest of what lies in memory, whether or not it is what the model computes with."""
+        tensors = list(_tensors(self.worker))
+        found = _digest_of(tensors)
+        if self._checked[0] != self.count:
+            # Later ones may find what has been written meanwhile.
+            self._checked = self.count, found if self._is_readable(tensors) else None
+        return found
+
+    def state(self) -> WeightState:
+        """What the weights are now; reads all of them once after each change."""
+        if self._is_open:
+            return WeightState(self.name, self.count, self.what, None, self._first, is_open=True)
+        if self._found[0] != self.count:
+            self._found = self.count, self._digest()
+        return WeightState(self.name, self.count, self.what, self._found[1], self._first)
+
+    def _digest(self) -> str | None:
+        try:
+            tensors = list(_tensors(self.worker))
+            return _digest_of(tensors) if self._is_readable(tensors) else None
+        except Exception as error:
+            logger.warning("the weights can't be read: %s", error)
+            return None
+
+    def _is_readable(self, tensors: Iterable[tuple[str, Any]]) -> bool:
+        if self._has_failed or is_quantized(self.worker):
+            return False
+        found = [tensor for _, tensor in tensors]
+        if any(each.is_meta or not each.numel() for each in found):
+            return False
+        return not (self._is_written_past and any(each.device.type == "cpu" for each in found))
+
+
+# By the identity of vLLM's configuration, which a worker and its connector both have.
+_watches: dict[int, tuple[Any, WeightWatch]] = {}
+
+
+def watch_worker(vllm_config: Any) -> WeightWatch:
+    """Watch the worker with this configuration, which is at the end of its start."""
+    watch = WeightWatch()
+    _watches[id(vllm_config)] = (vllm_config, watch)
+    worker_class = worker_class_of(vllm_config)
+    for name in (*CHANGES, SLEEP):
+        wrap(worker_class, name, partial(_noted, name))
+    wrap(worker_class, WARM_UP, _watching_model)
+    return watch
+
+
+def watch_of(worker: Any) -> WeightWatch | None:
+    """The watch of a worker."""
+    _, watch = _watches.get(id_of_configuration(worker), (None, None))
+    return watch
+
+
+def state_of(worker: Any) -> WeightState | None:
+    """What a worker's weights are; it runs there. None: nobody watches them."""
+    watch = watch_of(worker)
+    return None if watch is None else watch.state()
+
+
+def check(worker: Any) -> str:
+    """Digest of all weights of a worker; it runs there and reads each of them once.
+
+    Called by vLLM's `collective_rpc`, which has it take the worker.
+    """
+    watch = watch_of(worker)
+    return checksum(worker) if watch is None else watch.check()
+
+
+def note_afterwards(worker: Any, what: str) -> None:
+    """Somebody has written a worker's weights, as `check` tells; it runs there."""
+    watch = watch_of(worker)
+    if watch is not None:
+        watch.note_afterwards(what)
+
+
+def _noted(name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = watch_of(worker)
+        if watch is None or effect_of(name, args, kwargs) is not Effect.CHANGES:
+            return method(worker, *args, **kwargs)
+        if kwargs.get("is_checkpoint_format") is False:
+            # They are copied as they are: the same as if somebody else did it.
+            watch.note(name)
+            return method(worker, *args, **kwargs)
+        with watch.changing(name):
+            return method(worker, *args, **kwargs)
+
+    return call
+
+
+def _watching_model(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        done = method(worker, *args, **kwargs)
+        watch = watch_of(worker)
+        if watch is not None:
+            watch.worker = worker
+            watch_model(models_of(worker)[0], watch)
+        return done
+
+    return call
+
+
+def watch_model(model: Any, watch: WeightWatch) -> None:
+    """Frameworks that train hand a model its new weights without asking vLLM."""
+    wrap_load_weights(model, partial(_noted_by, watch))
+
+
+def _noted_by(watch: WeightWatch, method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watch.note("load_weights")
+        return method(*args, **kwargs)
+
+    return call

@@ -1,0 +1,202 @@
+"""What an engine does when its weights change, with vLLM's own offloading scheduler behind it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+
+from raykv.protocol.engine import EngineAttached, Space
+from raykv.vllm.identity.facts import namespace_of
+from raykv.vllm.identity.weight_names import WeightNames
+from raykv.vllm.identity.weight_watch import WeightState
+from raykv.vllm.transfers import RayKVWorkerMetadata
+from raykv.vllm.weights import WeightChanges
+from tests.fixtures.vllm import CHUNK, NODE_EPOCH, Engine, PlayedRequest
+
+FACTS = {"weights": "files", "hash_seed": "7"}
+
+
+class Session:
+    """Takes the view where the engine goes; nobody else knows of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._view = engine.view
+
+    def enter(self, space: Space) -> None:
+        is_elsewhere = space.namespace != self._view.namespace
+        self._view.enter(space.namespace)
+        if is_elsewhere:
+            self._view.attached(EngineAttached(1, NODE_EPOCH, {0: 40}))
+            self._view.remote.has_peers = False
+
+    def nudge(self) -> None:
+        """Nobody is told."""
+
+    def drain(self) -> None:
+        """Nothing has come."""
+
+    def note_wanted(self, keys: Any) -> None:
+        """Nobody asks."""
+
+
+class Changing(Engine):
+    """An engine whose weights change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        manager: Any = self.connector._manager
+        manager.session = Session(self)
+        self.view.namespace = namespace_of(FACTS)
+        self.weights = WeightChanges(WeightNames(FACTS), manager, self.connector._tables)
+        self.connector.raykv_weights = self.weights
+        self.count = 0
+
+    def change(self, content: str | None) -> None:
+        self.count += 1
+        self.weights.change("reload_weights")
+        state = WeightState("w", self.count, "reload_weights", content, "first")
+        self.weights.know([state])
+
+    def step(self, request: PlayedRequest) -> Any:
+        return self.connector.build_connector_meta(SchedulerOutput.make_empty())
+
+
+def begun(engine: Changing, name: str = "r", own: int = 0) -> tuple[PlayedRequest, int]:
+    request = PlayedRequest(name)
+    engine.begin(request)
+    return request, engine.schedule(request, own)
+
+
+def test_engine_loads_under_the_name_of_the_weights_that_it_has() -> None:
+    engine = Changing()
+    engine.hold(0, 1)
+    request, loads = begun(engine)
+    assert loads == 2 * CHUNK
+    engine.end_load(request)
+    start = engine.view.namespace
+    engine.change("new")
+    assert engine.view.namespace != start
+    assert begun(engine, "s")[1] == 0
+    engine.hold(0)
+    request, loads = begun(engine, "t")
+    assert loads == CHUNK
+    (job,) = engine.connector.build_connector_meta(SchedulerOutput.make_empty()).load_jobs.values()
+    assert job.src_spec.namespace == engine.view.namespace
+    assert job.req_id == request.request_id
+    engine.change("first")
+    assert engine.view.namespace == start
+
+
+def test_request_that_was_there_neither_loads_nor_stores_any_more() -> None:
+    engine = Changing()
+    request = PlayedRequest()
+    engine.begin(request)
+    engine.change("new")
+    engine.hold(0, 1)
+    assert engine.schedule(request) == 0
+    manager = engine.connector._manager
+    plan = manager.prepare_store(engine.connector._tables.find("r").keys[0], request_context("r"))
+    assert plan is not None
+    assert not plan.keys_to_store
+    assert begun(engine, "later")[1] == 2 * CHUNK
+
+
+def request_context(name: str) -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(req_id=name)
+
+
+def test_request_that_goes_on_from_vllms_own_kv_of_other_weights_is_barred(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Changing()
+    begun(engine, "before")
+    engine.change("new")
+    engine.hold(1, 2)
+    for name in "rs":
+        assert begun(engine, name, own=CHUNK)[1] == 0
+    assert caplog.text.count("reset_prefix_cache") == 1
+    engine.weights.drop_prefixes()
+    assert begun(engine, "t", own=CHUNK)[1] == 2 * CHUNK
+
+
+def test_request_behind_vllms_own_kv_loads_if_that_was_dropped_before_the_change() -> None:
+    engine = Changing()
+    begun(engine, "before")
+    engine.weights.drop_prefixes()
+    engine.change("new")
+    engine.hold(1, 2)
+    assert begun(engine, "r", own=CHUNK)[1] == 2 * CHUNK
+
+
+def test_engine_without_a_name_for_its_weights_does_nothing_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "raykv")
+    engine = Changing()
+    engine.hold(0, 1)
+    engine.change(None)
+    assert engine.view.has_left
+    assert begun(engine)[1] == 0
+    assert caplog.text.count("can't tell this engine's weights from others") == 1
+    engine.weights.label("7")
+    assert not engine.view.has_left
+    engine.change("first")
+    engine.weights.label("8")
+    assert engine.view.namespace == namespace_of(FACTS)
+
+
+def test_steps_say_of_which_weights_their_jobs_are() -> None:
+    engine = Changing()
+    assert engine.connector.build_connector_meta(SchedulerOutput.make_empty()).weights_seen == {}
+    engine.change("new")
+    meta = engine.connector.build_connector_meta(SchedulerOutput.make_empty())
+    assert meta.weights_seen == {"w": 1}
+
+
+def test_what_workers_report_ends_the_use_of_the_namespace_until_they_are_asked() -> None:
+    engine = Changing()
+
+    def report(count: int) -> None:
+        told = RayKVWorkerMetadata(weights={"w": (count, "load_weights")})
+        engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+
+    report(1)
+    assert engine.weights.is_asking
+    assert engine.view.has_left
+    engine.weights.know([WeightState("w", 1, "load_weights", "new", "first")])
+    assert not engine.view.has_left
+    # Of a step that was under way.
+    report(1)
+    assert not engine.view.has_left
+    report(2)
+    assert engine.view.has_left
+
+
+def test_weights_that_have_not_changed_are_no_news() -> None:
+    engine = Changing()
+    request = PlayedRequest()
+    engine.begin(request)
+    engine.weights.know([WeightState("w")])
+    engine.hold(0)
+    assert engine.schedule(request) == CHUNK
+
+
+def test_reset_that_follows_a_change_takes_nothing_from_others() -> None:
+    engine = Changing()
+    engine.change("new")
+    engine.hold(0)
+    manager = engine.connector._manager
+    manager.reset_cache()
+    assert not engine.view.is_clearing
+    begun(engine)
+    manager.reset_cache()
+    assert engine.view.is_clearing
