@@ -181,7 +181,7 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
         if engine.counters.get("weights_changed"):
             what = (
                 "its weights have changed and can't be told from others: it neither loads nor "
-                "stores until they have a name"
+                "stores until they have a name (`raykv set-weights-version`)"
             )
             yield Text(f"engine {engine.engine_id[:12]}: {what}", "red")
     for owner, breakers in [

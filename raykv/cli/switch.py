@@ -1,4 +1,4 @@
-"""Commands that change the cache: pause, resume, clear, down."""
+"""Commands that change the cache: pause, resume, clear, set-weights-version, down."""
 
 from __future__ import annotations
 
@@ -54,6 +54,26 @@ def clear(
     with connected(ray_address) as cluster:
         cluster.clear(namespace, watch=_tell_silent)
     _done({"cleared": namespace or "all"}, "cleared", as_json=as_json)
+
+
+@app.command()
+def set_weights_version(
+    engine: Annotated[
+        str, typer.Argument(help="Its id as `raykv status` shows it, or the beginning of it.")
+    ],
+    version: Annotated[str, typer.Argument(help="A name for the weights that it has now.")],
+    *,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Name an engine's weights, where RayKV can't tell them by their content.
+
+    Example: raykv set-weights-version 3f2a step-200
+    """
+    with connected(ray_address) as cluster:
+        told = cluster.set_weights_version(engine, version)
+    sentence = f"the weights of {', '.join(told)} are called {version} from the next request on"
+    _done({"engines": told, "version": version}, sentence, as_json=as_json)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import ray
@@ -106,6 +107,41 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer.
         """
         self._scheduler.ask("set_paused", False)
+
+    def set_weights_version(self, engine: str, version: str) -> list[str]:
+        """Give the weights that engines have now a name; the ids of those that have heard it.
+
+        It is needed where RayKV can't tell weights by their content (`status` says so), and may be
+        used where it can: it counts beside the content. It takes the place of the setting
+        `weights_version` until the weights change the next time. Engines that say the same of the
+        same model share their chunks. From its next request on an engine goes by it; those that
+        are under way then neither load nor store any more.
+
+        Args:
+            engine: its id as `status` shows it, or the beginning of it; the ranks of data
+                parallelism have one beginning.
+            version: a name; the same one always means the same weights.
+
+        Raises:
+            ClusterError: RayKV does not run here, there is no such engine, or one has not heard of
+                it in time.
+        """
+        order_id = uuid4().hex
+        told: list[str] = self._scheduler.ask("name_weights", engine, order_id, version)
+        if not told:
+            known = ", ".join(each.engine_id for each in self._scheduler.status().engines)
+            raise ClusterError(
+                f"the id of no engine begins with {engine!r}; there are {known or 'none'}"
+            )
+        give_up_at = time.monotonic() + CLIENT_S
+        while not self._scheduler.ask("has_heard", order_id):
+            if time.monotonic() > give_up_at:
+                raise ClusterError(
+                    f"not all of {', '.join(told)} have heard of it: they do not talk to the "
+                    "scheduler actor (`raykv status` says why); say it again when they do"
+                )
+            time.sleep(TRANSFER_LOOK_S)
+        return told
 
     def clear(
         self,

@@ -36,10 +36,11 @@ from raykv.directory.table.protocol import ChunkTable
 from raykv.metrics.discovery import Discovery, TargetsFile, default_path
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import numbers
-from raykv.protocol.columns import MAX_KEYS, MAX_NUMBER, require
+from raykv.protocol.columns import MAX_KEYS, MAX_NUMBER, check_names, require
 from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
+    Naming,
     SyncRequest,
     check_attach,
     check_sync,
@@ -206,6 +207,17 @@ class SchedulerActor:
         return encode(self._descriptions.page(keys, namespace))
 
     # Operators
+
+    def name_weights(self, beginning: str, order_id: str, version: str) -> list[str]:
+        """Tell engines whose ids begin so what their weights are called; their ids."""
+        check_names("a text", (beginning, order_id, version))
+        return [*map(str, self._manager.name_weights(beginning, Naming(order_id, version)))]
+
+    def has_heard(self, order_id: str) -> bool:
+        """Whether all engines that live have heard what `name_weights` tells them."""
+        self._tick()
+        require(isinstance(order_id, str), f"the order {order_id!r}")
+        return self._manager.has_heard(order_id)
 
     def pin(self, raw: bytes) -> bytes:
         """`PinOrder` → `PinAnswer`."""

@@ -71,7 +71,13 @@ from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
 from raykv.directory.table.protocol import Changes, ChunkTable
 from raykv.directory.transfers import Transfers
-from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.engine import (
+    AttachEngine,
+    EngineAttached,
+    Naming,
+    SyncReply,
+    SyncRequest,
+)
 from raykv.protocol.events import EventPage, SnapshotPage
 from raykv.protocol.node import NodeReport, NodeReportReply
 from raykv.protocol.reader import Explanations
@@ -337,6 +343,7 @@ class BlockManager:
             last_seen=now,
             attached_at=now,
             mirror=self._new_mirror(node.node_id, Namespace(message.namespace)),
+            naming=None if known is None else known.naming,
         )
         self._engines[engine_id] = engine
         self._by_node.setdefault(node.node_id, {})[engine_id] = engine
@@ -396,6 +403,7 @@ class BlockManager:
             paused=self.paused,
             has_peers=self._has_peers(engine),
             store_share=self._reuse.store_share(engine.namespace),
+            naming=engine.naming,
         )
 
     def _take_request(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> None:
@@ -439,6 +447,7 @@ class BlockManager:
             store_share=self._reuse.store_share(engine.namespace),
             lease_share=lease_share(engine, self._engines_beside(engine)),
             refined=self.misses.take(engine, request.finished, now),
+            naming=engine.naming,
         )
 
     def _engines_beside(self, engine: Engine) -> Iterable[Engine]:
@@ -525,6 +534,18 @@ class BlockManager:
         """Switch the cache off or on for all engines; they learn of it with their next sync."""
         self.paused = paused
         self._pause_decided = True
+
+    def name_weights(self, beginning: str, naming: Naming) -> list[EngineId]:
+        """Engines whose ids begin so are told what their weights are called; returns which."""
+        found = [each for name, each in self._engines.items() if name.startswith(beginning)]
+        for engine in found:
+            engine.naming = naming
+        return [engine.engine_id for engine in found]
+
+    def has_heard(self, order_id: str) -> bool:
+        """Whether no engine is left that is still to be told of that naming."""
+        namings = [engine.naming for engine in self._engines.values()]
+        return all(each is None or each.order_id != order_id for each in namings)
 
     def expire(self, now: float) -> None:
         """Forget engines and nodes that have been silent too long.

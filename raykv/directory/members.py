@@ -10,7 +10,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import EngineId, Epoch, Namespace, NodeId
 from raykv.directory.book import PoolBook
 from raykv.directory.mirror import Mirror
-from raykv.protocol.engine import SyncReply, SyncRequest
+from raykv.protocol.engine import Naming, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import NodeStats
@@ -58,11 +58,15 @@ class Engine:
     stored_lately: int = 0
     traits: dict[str, str] = field(default_factory=dict)
     breakers: BreakerReport = field(default_factory=BreakerReport)
+    # What the user calls its weights, until it has heard that.
+    naming: Naming | None = None
 
     def take_news(self, request: SyncRequest) -> None:
         """What a message says of the engine itself."""
         self.counters = request.counters or self.counters
         self.breakers = request.breakers
+        if self.naming is not None and self.naming.order_id == request.heard:
+            self.naming = None
 
 
 def version_objection(version: int) -> str:

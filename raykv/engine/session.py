@@ -43,6 +43,7 @@ from raykv.protocol.columns import Leases
 from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
+    Naming,
     Space,
     SyncReply,
     SyncRequest,
@@ -192,6 +193,9 @@ class Session:
         # The latest answer to a heartbeat after the last of the inbox: an engine that has nothing
         # to do reads neither, but with its next request it is to know what is so now.
         self._standing: SyncReply | None = None
+        # What the user calls the weights, until the engine's thread takes it; and the last order.
+        self._naming: Naming | None = None
+        self._heard = ""
         self._stood: SyncReply | None = None
         self._fetches = fetches
         self.hints = hints or HintBox()
@@ -297,6 +301,11 @@ class Session:
             self._wake.set()
             self._arrived.wait(EXCHANGE_PAUSE_S)
             self._arrived.clear()
+
+    def take_naming(self) -> Naming | None:
+        """What the user has called the weights since this was asked the last time."""
+        naming, self._naming = self._naming, None
+        return naming
 
     def _go_on(self) -> None:
         """A clearing is the last namespace's: first that has to be confirmed."""
@@ -467,6 +476,7 @@ class Session:
                 self._lookups.observe(time.monotonic() - began)
             check_reply(reply, request, self._settings.slot_bytes)
             self._unanswered = None
+            self._hear(reply)
             if reply.attach:
                 self._epoch = Epoch(0)
                 self._attach()
@@ -481,6 +491,12 @@ class Session:
                 return not reply.more
             if self._stopped.is_set():
                 return not reply.more
+
+    def _hear(self, reply: SyncReply) -> None:
+        if reply.naming is not None and reply.naming.order_id != self._heard:
+            self._naming, self._heard = reply.naming, reply.naming.order_id
+            # The user waits for it.
+            self._wake.set()
 
     def _keep(self, request: SyncRequest, reply: SyncReply) -> None:
         """Keep an answer for the engine's thread: of those without changes, the last one only."""
@@ -507,7 +523,8 @@ class Session:
             may_want=not self._num_unread,
             may_repeat=may_repeat,
         )
-        request = msgspec.structs.replace(request, breakers=self._breaker_report(now))
+        breakers = self._breaker_report(now)
+        request = msgspec.structs.replace(request, breakers=breakers, heard=self._heard)
         if self.described is not None:
             request = msgspec.structs.replace(request, described=self.described.take())
         if request.idle:

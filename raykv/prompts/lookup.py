@@ -103,7 +103,8 @@ def choose_namespace(
     spaces: Sequence[NamespaceStatus], model: str | None, beginning: str | None
 ) -> NamespaceStatus:
     """The one namespace of a model, or the one whose name begins so; with neither, the only one
-    there is. One that only lies on disks counts where there is no other.
+    there is. One without engines, whose weights nobody has any more, counts where there is no other
+    with some; and one that only lies on disks where there is none in a pool either.
 
     Raises:
         ClusterError: there is none, or there are several.
@@ -116,6 +117,7 @@ def choose_namespace(
     ]
     if len(found) > 1:
         found = [space for space in found if space.chunks or space.engines] or found
+        found = [space for space in found if space.engines] or found
     if len(found) == 1:
         return found[0]
     wanted = f"of model {model!r}" if model else f"that begins with {beginning!r}"

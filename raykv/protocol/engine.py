@@ -103,6 +103,13 @@ class Space(msgspec.Struct, frozen=True):
     traits: dict[str, str] = {}
 
 
+class Naming(msgspec.Struct, frozen=True):
+    """The user says what the weights of an engine are called."""
+
+    order_id: str
+    version: str
+
+
 class AttachEngine(msgspec.Struct, frozen=True):
     """An engine introduces itself to the scheduler actor; also after a restart of that one.
 
@@ -177,7 +184,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     `breakers`: whom the engine leaves alone. `hints`: what requests wish for their chunks.
     `latencies`: of the engine since its start, by what was measured. `wanted_keys`: what is new of
     the sketch of the chunks that its requests have wanted; their number is among the counters.
-    `described`: what is inside of chunks.
+    `described`: what is inside of chunks. `heard`: the last `Naming` that has come.
     """
 
     engine_id: str
@@ -200,6 +207,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     latencies: dict[str, HistogramData] = {}
     wanted_keys: KeySketch = KeySketch()
     described: Descriptions = Descriptions()
+    heard: str = ""
 
 
 def check_sync(request: SyncRequest) -> None:
@@ -217,6 +225,7 @@ def check_sync(request: SyncRequest) -> None:
     check_handles("dropped chunks", request.dropped)
     check_handles("announced chunks", request.announced)
     check_lost(request.lost)
+    check_names("an order", (request.heard,))
     _counters(request.counters)
     _hints(request.hints)
     _measured(request)
@@ -252,6 +261,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     the request's `asked`. `has_peers`: another node or engine may have chunks of this namespace.
     `store_share`: one request of so many should store, since little of what is stored is loaded.
     `lease_share`: as in `EngineAttached`; 0: as before.
+    `naming`: what the user calls the engine's weights, until it was `heard`.
     `refined`: tokens of `finished` requests that were not NEVER_STORED, but missed for that reason.
     """
 
@@ -272,6 +282,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     store_share: int = 1
     lease_share: float = 0.0
     refined: dict[str, int] = {}
+    naming: Naming | None = None
 
 
 def check_reply(reply: SyncReply, request: SyncRequest, groups: Collection[int]) -> None:

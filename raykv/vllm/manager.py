@@ -327,6 +327,11 @@ class RayOffloadingManager(OffloadingManager):
         if self.session is not None:
             self.session.enter(space)
 
+    def take_naming(self) -> str | None:
+        """What the user has called the weights since this was asked the last time."""
+        naming = None if self.session is None else self.session.take_naming()
+        return None if naming is None else naming.version
+
     def take_failures(
         self,
         failed_loads: list[FailedLoad],

@@ -45,6 +45,8 @@ class WeightChanges:
 
     @guarded(nothing)
     def change(self, what: str) -> None:
+        # What was said before is of the weights that there were.
+        self._manager.take_naming()
         self._names.change()
         self._is_said = False
         self._manager.barred |= self._tables.requests.keys()
@@ -60,6 +62,16 @@ class WeightChanges:
             whats = [each.what for each in states if each is not None]
             self.change(max(whats, key=len))
         names.know(states)
+        self._enter()
+
+    @guarded(nothing)
+    def listen(self) -> None:
+        version = None if self._names.is_asking else self._manager.take_naming()
+        if version is None:
+            return
+        self._names.call(version)
+        self._manager.barred |= self._tables.requests.keys()
+        self._manager.leave("set_weights_version")
         self._enter()
 
     @guarded(nothing)
@@ -102,5 +114,5 @@ class WeightChanges:
             return
         logger.warning(
             "RayKV can't tell this engine's weights from others: it neither loads nor stores until "
-            "they have a name"
+            "they have a name (raykv set-weights-version)"
         )

@@ -22,17 +22,25 @@ pytestmark = pytest.mark.e2e
 LENGTH = 320
 
 
-def told(cluster: Cluster, request_id: str) -> MissRecord:
+def told(cluster: Cluster, engine_id: str, request_id: str) -> MissRecord:
     """What the engine said of a request."""
     found: list[MissRecord] = []
 
     def is_told() -> bool:
         with contextlib.suppress(ClusterError):
-            found.append(cluster.why_miss(request_id)[0].record)
+            every = cluster.why_miss(request_id)
+            found.extend(each.record for each in every if each.engine_id == engine_id)
         return bool(found)
 
     wait_until(is_told, 20.0, "the engine tells of the request")
     return found[0]
+
+
+def unnamed(cluster: Cluster) -> str:
+    """The id of the engine whose weights have no name."""
+    engines = cluster.status().engines
+    (found,) = [each.engine_id for each in engines if each.counters.get("weights_changed")]
+    return found
 
 
 @dataclass
@@ -165,7 +173,26 @@ def test_engine_whose_weights_cant_be_told_neither_loads_nor_stores_and_says_so(
     assert after.nodes[0].bytes_stored == before.nodes[0].bytes_stored
     assert after.nodes[0].chunks == before.nodes[0].chunks
     request_id = fleet.second.call("generate", prompts=[PROMPTS[6]])[0]["id"]
-    assert told(fleet.cluster, request_id).missed == {"weights_changed": LENGTH}
+    assert told(fleet.cluster, unnamed(fleet.cluster), request_id).missed == {
+        "weights_changed": LENGTH
+    }
     assert fleet.second.log_text.count("can't tell this engine's weights from others") == 1
     fleet.second.call("reload_weights", path=fleet.old_path)
     assert fleet.serve(fleet.second, 6) == (fleet.old[6], LENGTH)
+
+
+def test_engine_whose_weights_cant_be_told_goes_by_the_name_that_they_are_given(
+    fleet: Fleet,
+) -> None:
+    fleet.second.call("write_weights", factor=1.1)
+    other, loaded = fleet.serve(fleet.second, 7)
+    assert other != fleet.old[7]
+    assert loaded == 0
+    engine_id = unnamed(fleet.cluster)
+    assert fleet.cluster.set_weights_version(engine_id[:8], "step-7") == [engine_id]
+    assert fleet.serve(fleet.second, 7) == (other, 0)
+    fleet.settle()
+    assert fleet.serve(fleet.second, 7) == (other, LENGTH)
+    # A name is of the weights that it was given to.
+    fleet.second.call("write_weights", factor=1.2)
+    assert fleet.serve(fleet.second, 7)[1] == 0

@@ -42,6 +42,9 @@ class Listener(Protocol):
     def know(self, states: Sequence[WeightState | None]) -> None:
         """What all workers say of their weights."""
 
+    def listen(self) -> None:
+        """Hear what the user calls the weights that there are now."""
+
     def label(self, label: str) -> None:
         """vLLM was given a name for them."""
 
@@ -129,6 +132,8 @@ def _asked_before(method: Any) -> Any:
     @functools.wraps(method)
     def call(core: Any, *args: Any, **kwargs: Any) -> Any:
         _ask(core)
+        for listener in _listeners(core):
+            listener.listen()
         return method(core, *args, **kwargs)
 
     return call

@@ -25,7 +25,7 @@ from raykv.engine.runtime import EngineRuntime
 from raykv.engine.session import Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handles, Leases
-from raykv.protocol.engine import EngineAttached, Space, SyncReply, SyncRequest
+from raykv.protocol.engine import EngineAttached, Naming, Space, SyncReply, SyncRequest
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.measures import BreakerReport
 from tests.fixtures.engine.scheduler import PlayedScheduler, attached
@@ -340,3 +340,15 @@ def test_engine_does_not_wait_for_a_scheduler_actor_that_does_not_answer() -> No
     finally:
         scheduler.answers = True
         session.stop(LONG_S)
+
+
+def test_name_of_the_weights_is_heard_once_and_that_is_told_at_once() -> None:
+    scheduler = PlayedScheduler()
+    _, session = attached(scheduler, heartbeat_s=LONG_S)
+    scheduler.naming = Naming("order", "v2")
+    session._exchange_quietly()
+    assert session._wake.is_set()
+    session._exchange_quietly()
+    assert scheduler.requests[-1].heard == "order"
+    assert session.take_naming() == Naming("order", "v2")
+    assert session.take_naming() is None

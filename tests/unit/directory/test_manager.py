@@ -24,9 +24,16 @@ from raykv.directory.leases import Generations
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.meter.reuse import LEAST_REUSE, MIN_SAMPLE, SOME
 from raykv.protocol.columns import MAX_KEYS, Handles, Leases
-from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
+from raykv.protocol.engine import (
+    AttachEngine,
+    EngineAttached,
+    Naming,
+    SyncReply,
+    SyncRequest,
+)
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import FailedStores, Inventory, NodeReport, NodeReportReply, NodeStats
+from tests.fixtures.directory.desk import Desk as PlainDesk
 
 pytestmark = pytest.mark.usefixtures("table")
 
@@ -1401,3 +1408,23 @@ def test_status_has_the_traits_that_an_engine_told(desk: Desk) -> None:
     assert not desk.manager.attach_engine(message, desk.now).error
     status = desk.manager.status("ray://x", "1.2.3", desk.now)
     assert status.engines[0].traits == traits
+
+
+def test_name_of_an_engines_weights_is_told_until_it_was_heard() -> None:
+    desk = PlainDesk(BlockManager(Epoch(1)))
+    desk.report("n")
+    for engine in ("first", "second-a", "second-b"):
+        desk.attach(engine, "n")
+    naming = Naming("order", "v2")
+    assert desk.manager.name_weights("third", naming) == []
+    assert desk.manager.name_weights("second", naming) == ["second-a", "second-b"]
+    assert desk.sync("first").naming is None
+    assert desk.sync("second-a").naming == naming
+    assert desk.sync("second-a", idle=True).naming == naming
+    assert desk.sync("second-a", heard="order").naming is None
+    assert not desk.manager.has_heard("order")
+    # It attaches as one of another namespace meanwhile.
+    desk.attach("second-b", "n", "other")
+    assert desk.sync("second-b").naming == naming
+    desk.manager.detach_engine(EngineId("second-b"))
+    assert desk.manager.has_heard("order")

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.protocol.engine import EngineAttached, Space
+from raykv.protocol.engine import EngineAttached, Naming, Space
 from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState
@@ -28,6 +28,7 @@ class Session:
 
     def __init__(self, engine: Engine) -> None:
         self._view = engine.view
+        self.naming: Naming | None = None
 
     def enter(self, space: Space) -> None:
         is_elsewhere = space.namespace != self._view.namespace
@@ -35,6 +36,10 @@ class Session:
         if is_elsewhere:
             self._view.attached(EngineAttached(1, NODE_EPOCH, {0: 40}))
             self._view.remote.has_peers = False
+
+    def take_naming(self) -> Naming | None:
+        naming, self.naming = self.naming, None
+        return naming
 
     def nudge(self) -> None:
         """Nobody is told."""
@@ -52,7 +57,7 @@ class Changing(Engine):
     def __init__(self) -> None:
         super().__init__()
         manager: Any = self.connector._manager
-        manager.session = Session(self)
+        self.session = manager.session = Session(self)
         self.view.namespace = namespace_of(FACTS)
         self.weights = WeightChanges(WeightNames(FACTS), manager, self.connector._tables)
         self.connector.raykv_weights = self.weights
@@ -152,6 +157,34 @@ def test_engine_without_a_name_for_its_weights_does_nothing_and_says_so_once(
     engine.change("first")
     engine.weights.label("8")
     assert engine.view.namespace == namespace_of(FACTS)
+
+
+def test_engine_without_a_name_for_its_weights_goes_by_the_one_that_the_user_gives_them() -> None:
+    engine, other = Changing(), Changing()
+    for each in (engine, other):
+        each.change(None)
+        request = PlayedRequest("waits")
+        each.begin(request)
+        each.session.naming = Naming("order", "v2")
+        each.weights.listen()
+        assert not each.view.has_left
+        each.hold(0, 1)
+        assert each.schedule(request) == 0
+        assert begun(each, "later")[1] == 2 * CHUNK
+    assert engine.view.namespace == other.view.namespace != namespace_of(FACTS)
+    engine.change(None)
+    assert engine.view.has_left
+    engine.session.naming = Naming("next order", "v3")
+    engine.weights.listen()
+    assert engine.view.namespace != other.view.namespace
+
+
+def test_name_that_was_given_before_a_change_is_not_the_new_weights() -> None:
+    engine = Changing()
+    engine.session.naming = Naming("order", "v2")
+    engine.change(None)
+    engine.weights.listen()
+    assert engine.view.has_left
 
 
 def test_steps_say_of_which_weights_their_jobs_are() -> None:

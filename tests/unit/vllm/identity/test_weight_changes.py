@@ -88,6 +88,7 @@ class Listener:
         self.contents: list[str | None] = []
         self.labels: list[str] = []
         self.num_dropped = 0
+        self.num_listened = 0
 
     def change(self, what: str) -> None:
         self.is_asking = True
@@ -97,6 +98,9 @@ class Listener:
         self.is_asking = False
         self.counts += [state.count for state in states if state is not None]
         self.contents += [state.content for state in states if state is not None]
+
+    def listen(self) -> None:
+        self.num_listened += 1
 
     def label(self, label: str) -> None:
         self.labels.append(label)
@@ -203,6 +207,7 @@ def test_request_asks_where_nobody_has_yet(core: Any) -> None:
     assert listener(core).counts == [1]
     core.add_request(request())
     assert listener(core).counts == [1]
+    assert listener(core).num_listened == 2
 
 
 @pytest.mark.parametrize(
