@@ -36,6 +36,7 @@ TOPICS = {
     "Hidden states": (
         "hidden_states_path hidden_states_bytes hidden_states_ttl_s hidden_states_client_paths"
     ),
+    "What operators see": "why_miss_text",
     "Events": (
         "describe_chunks events_endpoint events_replay_endpoint events_topic events_format "
         "events_hashes"

@@ -271,6 +271,12 @@ class Settings:
         "what full attention takes, so that prompts which share a beginning find it; 0 stores what "
         "vLLM keeps for itself",
     )
+    why_miss_text: bool = _setting(
+        False,
+        flag,
+        "Show, in raykv why-miss, the tokens at which a prompt leaves the one that was cached: "
+        "otherwise their place alone",
+    )
     describe_chunks: bool = _setting(
         False,
         flag,

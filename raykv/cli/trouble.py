@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raykv.base.errors import SettingError
 from raykv.base.ids import MissReason
 from raykv.cli.base import Address, AsJson, app, connected, print_json
-from raykv.protocol.engine import MissRecord
+from raykv.prompts.tokens import text_of_tokens
+from raykv.protocol.engine import MissRecord, Parting
 from raykv.protocol.findings import Finding, Severity
 from raykv.protocol.reader import Explanation
 
@@ -136,6 +138,7 @@ def to_json(found: Sequence[Explanation]) -> str:
             "loaded_tokens": each.record.loaded,
             "missed_tokens": each.record.missed,
             "first_missing_key": each.record.missing.hex(),
+            "parting": _parting_row(each),
             "advice": advice(each.record),
             "engine_id": each.engine_id,
             "node_id": each.node_id,
@@ -173,6 +176,57 @@ def print_explanations(found: Sequence[Explanation], console: Console) -> None:
         )
         console.print(_table(record))
         console.print(advice(record), highlight=False, soft_wrap=True)
+        if record.parting is not None:
+            line = parting_sentence(each, record.parting)
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def parting_sentence(each: Explanation, parting: Parting) -> str:
+    """Where a prompt leaves the nearest one that the engine had seen."""
+    record = each.record
+    is_cached = "is cached" if each.nearest_is_cached else "was there before it"
+    if parting.is_same:
+        return (
+            f"The nearest prompt that {is_cached} has the same first {parting.at:,} tokens: "
+            "cache_salt, the adapter or media differ."
+        )
+    shown = ""
+    if parting.own:
+        before, own, other = (
+            _text_of(each.model, tokens) for tokens in (parting.before, parting.own, parting.other)
+        )
+        shown = f" Behind {before!r} it has {own!r}, the other one {other!r}."
+    return (
+        f"It leaves the nearest prompt that {is_cached} at token {parting.at:,} of "
+        f"{record.prompt:,}: the {record.prompt - parting.at:,} tokens from there on can't be "
+        f"shared.{shown} What changes from prompt to prompt belongs behind what stays."
+    )
+
+
+def _parting_row(each: Explanation) -> dict[str, object] | None:
+    parting = each.record.parting
+    if parting is None:
+        return None
+    row: dict[str, object] = {
+        "at": parting.at,
+        "tokens_behind": each.record.prompt - parting.at,
+        "nearest_key": parting.nearest.hex(),
+        "nearest_is_cached": each.nearest_is_cached,
+        "has_same_tokens": parting.is_same,
+    }
+    parts = {"before": parting.before, "own": parting.own, "other": parting.other}
+    for name, tokens in parts.items() if parting.own else ():
+        row[f"{name}_tokens"] = tokens
+        row[f"{name}_text"] = _text_of(each.model, tokens)
+    return row
+
+
+def _text_of(model: str, tokens: Sequence[int]) -> str:
+    """Their text, where the model's tokenizer is here; else their numbers."""
+    try:
+        return text_of_tokens(model, tokens)
+    except SettingError:
+        return " ".join(map(str, tokens))
 
 
 def _table(record: MissRecord) -> Table:

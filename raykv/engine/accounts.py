@@ -26,7 +26,7 @@ from itertools import islice
 from raykv.base.ids import MissReason, TokenSource
 from raykv.engine.outbox import take
 from raykv.engine.requests import Miss
-from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord
+from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord, Parting
 
 MAX_WAITING = 1024
 """Records that wait for an exchange; beyond it the oldest are lost, and remain in the counters."""
@@ -130,8 +130,10 @@ class TokenAccount:
         is_too_short = self.prompt - end - self.own < self.tokens_per_chunk
         return self.prompt if is_too_short else end
 
-    def record(self, request_id: str, chunks: bytes = b"") -> MissRecord:
-        """The account is closed; `chunks` as in `MissRecord`."""
+    def record(
+        self, request_id: str, chunks: bytes = b"", parting: Parting | None = None
+    ) -> MissRecord:
+        """The account is closed; `chunks` and `parting` as in `MissRecord`."""
         missed = self.missed()
         is_loaded = self.stage is MissStage.SETTLED
         has_key = self.miss is not None and self.miss.reason in missed
@@ -146,6 +148,7 @@ class TokenAccount:
             missing=self.miss.key if has_key and self.miss is not None else b"",
             chunks=chunks,
             chunk_tokens=self.tokens_per_chunk,
+            parting=parting if is_loaded else None,
         )
         total = record.own + record.loaded + sum(record.missed.values())
         assert total == record.prompt, record
@@ -196,15 +199,20 @@ class Accounts:
         """The account of a request that has not ended."""
         return self._open.get(request_id)
 
-    def close(self, request_id: str, keys: Sequence[bytes] = ()) -> MissRecord | None:
+    def close(
+        self, request_id: str, keys: Sequence[bytes] = (), parting: Parting | None = None
+    ) -> MissRecord | None:
         """The request has ended; None if it was never seen, or has ended before.
 
-        `keys` are those of its chunks, in order, of the group that decides what is loaded.
+        Args:
+            request_id: its id.
+            keys: of its chunks, in order, of the group that decides what is loaded.
+            parting: where it leaves the prompts before it.
         """
         account = self._open.pop(request_id, None)
         if account is None:
             return None
-        record = account.record(request_id, self._names(keys))
+        record = account.record(request_id, self._names(keys), parting)
         self.num_prompt += record.prompt
         self.num_own += record.own
         self.num_loaded += record.loaded

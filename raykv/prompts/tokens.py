@@ -41,14 +41,23 @@ def tokens_of_chat(tokenizer: str, messages: Sequence[dict[str, Any]]) -> list[i
     return _plain(loaded.encode(text, add_special_tokens=False))
 
 
+def text_of_tokens(tokenizer: str, tokens: Sequence[int]) -> str:
+    """The text that tokens stand for, special ones included; nothing is downloaded for it.
+
+    Raises:
+        SettingError: there is no such tokenizer here, or transformers is not installed.
+    """
+    return str(_load(tokenizer, local_files_only=True).decode(list(tokens)))
+
+
 def _plain(tokens: Any) -> list[int]:
     return [int(token) for token in tokens]
 
 
-def _load(tokenizer: str) -> Any:
+def _load(tokenizer: str, **options: bool) -> Any:
     transformers = load("transformers", "a prompt that is given as text")
     try:
-        return transformers.AutoTokenizer.from_pretrained(tokenizer)
+        return transformers.AutoTokenizer.from_pretrained(tokenizer, **options)
     except Exception as error:
         raise SettingError(
             f"there is no tokenizer {tokenizer!r} here ({first_line(error)}): name the model's "

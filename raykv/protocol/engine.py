@@ -43,6 +43,34 @@ LEASE_SHARE = 0.25
 holds no chunk."""
 
 
+MAX_SHOWN_TOKENS = 64
+"""Of each part of a prompt that a `Parting` shows."""
+
+
+class Parting(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt shares its first `at` tokens with one that was there, and no more.
+
+    `nearest` is the key of the other's chunk there. If `is_same`, that chunk has the same tokens:
+    what differs is the salt, the adapter or the media. `before` are the last tokens that both have;
+    then come `own` tokens, and in the other prompt `other` ones: none, unless the server allows it.
+    """
+
+    at: int
+    nearest: bytes
+    is_same: bool = False
+    before: list[int] = []
+    own: list[int] = []
+    other: list[int] = []
+
+
+def _parting(parting: Parting) -> None:
+    check_numbers("a token's place", (parting.at,), 0, MAX_NUMBER)
+    check_keys("a chunk of a prompt", [parting.nearest])
+    for tokens in (parting.before, parting.own, parting.other):
+        require(len(tokens) <= MAX_SHOWN_TOKENS, f"{len(tokens)} tokens of a prompt")
+        check_numbers("tokens of a prompt", tokens, 0, MAX_NUMBER)
+
+
 class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     """One finished request. `prompt` = `own` + `loaded` + the sum of `missed`, all in tokens.
 
@@ -50,7 +78,8 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     `missing` is the key of the chunk that decided over those behind it, empty where none did. Of
     the `loaded` ones `fetched` were on another node, and `disk` on a disk.
     `chunks` are the names of its chunks, of generated tokens too, as far as they are known: the
-    first `CHUNK_NAME_BYTES` of each key. A chunk has `chunk_tokens` tokens.
+    first `CHUNK_NAME_BYTES` of each key. A chunk has `chunk_tokens` tokens. `parting`: where the
+    prompt leaves the nearest one that was there, if that is known.
     """
 
     request_id: str
@@ -63,6 +92,7 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     chunk_tokens: int = 0
     fetched: int = 0
     disk: int = 0
+    parting: Parting | None = None
 
 
 def _finished(records: Sequence[MissRecord]) -> None:
@@ -73,6 +103,8 @@ def _finished(records: Sequence[MissRecord]) -> None:
         is_cut = num_bytes % CHUNK_NAME_BYTES == 0 and num_bytes <= MAX_NAMES_BYTES
         require(is_cut, f"{num_bytes} bytes of chunks' names")
         check_numbers("tokens of a request", (record.prompt, record.chunk_tokens), 0, MAX_NUMBER)
+        if record.parting is not None:
+            _parting(record.parting)
 
 
 class Hints(msgspec.Struct, frozen=True, array_like=True):

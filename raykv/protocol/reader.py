@@ -391,7 +391,10 @@ def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """A record as the scheduler actor tells it; `age_s` is since it heard of it."""
+    """A record as the scheduler actor tells it; `age_s` is since it heard of it.
+
+    `nearest_is_cached`: whether a node has the chunk `nearest` of the record's parting now.
+    """
 
     record: MissRecord
     engine_id: str
@@ -399,6 +402,7 @@ class Explanation(msgspec.Struct, frozen=True):
     namespace: str
     model: str
     age_s: float
+    nearest_is_cached: bool = False
 
 
 class Explanations(msgspec.Struct, frozen=True):

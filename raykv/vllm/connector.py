@@ -194,6 +194,7 @@ class RayKVConnector(OffloadingConnector):
         )
         manager.start(self._runtime.session)
         tell_sources(manager.misses)
+        manager.misses.shows_tokens = spec.settings.why_miss_text
         if vllm_config.observability_config.otlp_traces_endpoint:
             from raykv.vllm.insight.tracing import request_spans
 
@@ -594,17 +595,19 @@ class RayKVConnector(OffloadingConnector):
 
     def _ended(self, request: Any) -> None:
         if self._manager is not None:
-            self._manager.misses.ended(request, self._chunks_of(request.request_id))
+            keys, tokens = self._chunks_of(request.request_id)
+            self._manager.misses.ended(request, keys, tokens)
 
-    @guarded(lambda *_: ())
-    def _chunks_of(self, request_id: str) -> Sequence[bytes]:
-        """Keys of a request's chunks, of the first group that is loaded as whole prefixes."""
+    @guarded(lambda *_: ((), 1))
+    def _chunks_of(self, request_id: str) -> tuple[Sequence[bytes], int]:
+        """Keys of a request's chunks, of the first group that is loaded as whole prefixes, and how
+        many tokens each has.
+        """
+        groups = self._tables.groups
+        at = next((at for at, group in enumerate(groups) if group.window is None), 0)
         known = self._tables.find(request_id)
-        if known is None:
-            return ()
-        columns = zip(known.keys, self._tables.groups, strict=True)
-        prefixes = [keys for keys, group in columns if group.window is None]
-        return next(iter(prefixes or known.keys))
+        keys = () if known is None else known.keys[at]
+        return keys, groups[at].tokens_per_chunk
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -23,9 +24,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import MissReason, TokenSource
 from raykv.engine.accounts import MissStage, TokenAccount, tokens_by_source
+from raykv.engine.insight.partings import Partings, PassingPrompt
 from raykv.engine.insight.spans import RequestSpans
 from raykv.engine.view import EngineView
-from raykv.protocol.engine import MissRecord
+from raykv.protocol.engine import MissRecord, Parting
 from raykv.vllm.internals.answers import first_outputs
 
 logger = logging.getLogger("raykv")
@@ -78,6 +80,9 @@ class MissReporter:
 
     def __init__(self, view: EngineView) -> None:
         self._view = view
+        # Whether tokens of prompts may be shown to operators.
+        self.shows_tokens = False
+        self._partings = Partings()
         # In engines whose vLLM traces; None: nobody wants them.
         self.spans: RequestSpans | None = None
         self._tokens: Counter[tuple[str, str]] = Counter()
@@ -152,15 +157,18 @@ class MissReporter:
             self.spans.loaded(request_id, time.monotonic())
 
     @guarded(nothing)
-    def ended(self, request: Any, keys: Sequence[bytes] = ()) -> None:
-        """The request has finished, or was aborted; `keys` are those of its chunks."""
+    def ended(self, request: Any, keys: Sequence[bytes] = (), chunk_tokens: int = 1) -> None:
+        """The request has finished, or was aborted; `keys` are those of its chunks, of so many
+        tokens each.
+        """
         if self.spans is not None:
             self.spans.end(request.request_id, time.monotonic())
         account = self._view.accounts.get(request.request_id)
         if account is not None and request.request_id in self._untold:
             # Its first output, which comes behind this, may be its last.
             self._untold[request.request_id] = _sources(account)
-        record = self._view.accounts.close(request.request_id, keys)
+        parting = None if account is None else self._parting(request, account, keys, chunk_tokens)
+        record = self._view.accounts.close(request.request_id, keys, parting)
         if record is None:
             return
         for source, count in tokens_by_source(record).items():
@@ -169,6 +177,27 @@ class MissReporter:
             self._tokens["reason", reason] += count
         if record.missed:
             logger.debug("%s", sentence(record))
+
+    @guarded(nothing)
+    def _parting(
+        self, request: Any, account: TokenAccount, keys: Sequence[bytes], chunk_tokens: int
+    ) -> Parting | None:
+        """Where a prompt that was computed leaves those before it."""
+        if account.stage is not MissStage.SETTLED or request.prompt_embeds is not None:
+            return None
+        num_whole = account.prompt // chunk_tokens
+        parting = self._partings.pass_by(
+            PassingPrompt(
+                keys=keys,
+                tokens=request.all_token_ids,
+                chunk_tokens=chunk_tokens,
+                num_whole=num_whole,
+                num_found=(account.own + account.loaded) // chunk_tokens,
+            )
+        )
+        if parting is None or self.shows_tokens:
+            return parting
+        return msgspec.structs.replace(parting, before=[], own=[], other=[])
 
     @property
     def has_untold(self) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 
+import msgspec
+
 from raykv.base.departures import Departures
 from raykv.base.ids import Key, MissReason, Namespace, NodeId
 from raykv.directory.members import Engine, Node
@@ -66,7 +68,7 @@ class _Entry:
         own = rest if underscore and number.isdigit() else self.record.request_id
         return own.startswith(beginning) or self.record.request_id.startswith(beginning)
 
-    def told(self, now: float) -> Explanation:
+    def told(self, now: float, *, nearest_is_cached: bool = False) -> Explanation:
         """What is known of the request at that time."""
         return Explanation(
             record=self.record,
@@ -75,6 +77,7 @@ class _Entry:
             namespace=self.namespace,
             model=self.model,
             age_s=now - self.at,
+            nearest_is_cached=nearest_is_cached,
         )
 
 
@@ -153,18 +156,7 @@ class MissLog:
             return record
         missed = dict(record.missed)
         missed[reason] = missed.pop(MissReason.NEVER_STORED) + missed.get(reason, 0)
-        return MissRecord(
-            request_id=record.request_id,
-            prompt=record.prompt,
-            own=record.own,
-            loaded=record.loaded,
-            missed=missed,
-            missing=record.missing,
-            fetched=record.fetched,
-            disk=record.disk,
-            chunks=record.chunks,
-            chunk_tokens=record.chunk_tokens,
-        )
+        return msgspec.structs.replace(record, missed=missed)
 
     def _reason(self, key: Key, namespace: Namespace, now: float) -> MissReason:
         known = self._departures.get(key)
@@ -193,9 +185,20 @@ class MissLog:
         """What is known of the requests whose ids begin so, the newest first."""
         found = (entry for entry in reversed(self._entries) if entry.has_id(beginning))
         return Explanations(
-            found=[entry.told(now) for entry in islice(found, MAX_TOLD)],
+            found=[
+                entry.told(now, nearest_is_cached=self._has_nearest(entry))
+                for entry in islice(found, MAX_TOLD)
+            ],
             num_known=len(self._entries),
         )
+
+    def _has_nearest(self, entry: _Entry) -> bool:
+        """Whether the prompt that a request has left is cached, there at least."""
+        parting = entry.record.parting
+        if parting is None:
+            return False
+        namespace, key = Namespace(entry.namespace), Key(parting.nearest)
+        return any(node.book.find(namespace, key) is not None for node in self._nodes.values())
 
     def page(self, epoch: int, after: int, now: float) -> RequestPage:
         """The requests that have ended after the one of that number, the oldest first.

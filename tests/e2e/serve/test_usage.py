@@ -1,23 +1,28 @@
-"""Over HTTP, the usage of each answer says where the tokens of its prompt came from, and the spans
-of its trace what it waited for.
+"""Over HTTP, the usage of each answer says where the tokens of its prompt came from, the spans of
+its trace what it waited for, and `why-miss` where the prompt leaves those before it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as actors
 from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.protocol.reader import Explanation
 from tests.fixtures.collector import Collector, collecting
 from tests.fixtures.server import Server, served
 from tests.fixtures.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 BLOCK = 32
 PROMPT_BLOCKS = 12
@@ -81,11 +86,15 @@ def servers(
     on_second = transfer(node_id=second.node_id)
     on_second += ["--otlp-traces-endpoint", collector.endpoint]
     address = cluster.address
-    with (
-        served(folder / "first", address, *on_first, pool=SMALL_POOL) as one,
-        served(folder / "second", address, *on_second, cores="1") as two,
-    ):
-        yield one, two
+    with ExitStack() as running, ThreadPoolExecutor(2) as starters:
+        first, other = starters.map(
+            running.enter_context,
+            (
+                served(folder / "first", address, *on_first, pool=SMALL_POOL),
+                served(folder / "second", address, *on_second, cores="1"),
+            ),
+        )
+        yield first, other
 
 
 def sources_in(usage: dict[str, Any]) -> dict[str, int]:
@@ -230,3 +239,40 @@ def test_trace_of_a_request_has_its_lookup_its_fetch_and_its_load(
     assert load.end_time_unix_nano < request.end_time_unix_nano + 1e6
     loaded = {each.key: each.value.int_value for each in load.attributes}
     assert loaded["raykv.load_tokens"] == loaded["raykv.other_node_tokens"] == 11 * BLOCK
+
+
+def explained(cluster: Cluster, answer: dict[str, Any]) -> Explanation:
+    """What is known of the request that was answered."""
+    found: list[Explanation] = []
+
+    def is_told() -> bool:
+        with contextlib.suppress(ClusterError):
+            found[:] = cluster.why_miss(answer["id"])
+        return bool(found)
+
+    wait_until(is_told, 20.0, "the request's record comes")
+    return found[0]
+
+
+@pytest.mark.versions
+def test_why_miss_names_the_token_at_which_a_date_parts_prompts(
+    servers: tuple[Server, Server], cluster: Cluster
+) -> None:
+    server, _ = servers
+    begin, rest = "Date: 2025-11-2", "You are a helpful assistant. " * 12
+
+    def ask(day: int) -> Explanation:
+        body = {**WHOLE, "prompt": f"{begin}{day}. {rest}"}
+        return explained(cluster, server.post("/v1/completions", body))
+
+    ask(4)
+    wait_until(lambda: ask(4).record.parting is None, 20.0, "it is known")
+    known = ask(5)
+    parting = known.record.parting
+    assert parting is not None
+    assert (parting.at, parting.is_same, parting.own) == (len(begin), False, [])
+    wait_until(
+        lambda: cluster.why_miss(known.record.request_id)[0].nearest_is_cached,
+        20.0,
+        "the prompt that it left is cached",
+    )

@@ -169,6 +169,7 @@ BAD = [
     ("hidden_states_bytes", "some"),
     ("hidden_states_ttl_s", 0),
     ("hidden_states_client_paths", "perhaps"),
+    ("why_miss_text", "some"),
     ("describe_chunks", "partly"),
     ("events_endpoint", "localhost:5557"),
     ("events_endpoint", 5557),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from raykv.base.ids import MissReason
 from raykv.cli.trouble import ADVICE, advice
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
-from raykv.protocol.engine import MissRecord
+from raykv.protocol.engine import MissRecord, Parting
 from raykv.protocol.reader import Explanation, Explanations
 
 RECORD = MissRecord(
@@ -93,12 +94,56 @@ def test_json_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         "loaded_tokens": 640,
         "missed_tokens": {"incomplete_chunk": 8, "evicted": 256},
         "first_missing_key": "abcd",
+        "parting": None,
         "advice": ADVICE[MissReason.EVICTED],
         "engine_id": "engine-1",
         "node_id": "node-1",
         "namespace": "namespace-1",
         "model": "tiny",
         "age_s": 12.346,
+    }
+
+
+DATED = Parting(5, b"\x12", before=[1, 2], own=[3], other=[4])
+
+
+@pytest.mark.parametrize(
+    ("parting", "expected"),
+    [
+        (
+            Parting(5, b"\x12"),
+            "nearest prompt that was there before it at token 5 of 1,000: the 995 ",
+        ),
+        (DATED, "Behind '1 2' it has '3', the other one '4'."),
+        (
+            Parting(32, b"\x12", is_same=True),
+            "the same first 32 tokens: cache_salt, the adapter or",
+        ),
+    ],
+    ids=["place", "tokens", "salt"],
+)
+def test_parting_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, parting: Parting, expected: str
+) -> None:
+    play(monkeypatch, msgspec.structs.replace(RECORD, parting=parting))
+    assert expected in " ".join(run("cmpl-7").split())
+
+
+def test_parting_comes_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, msgspec.structs.replace(RECORD, parting=DATED))
+    (row,) = json.loads(run("cmpl-7", "--json"))
+    assert row["parting"] == {
+        "at": 5,
+        "tokens_behind": 995,
+        "nearest_key": "12",
+        "nearest_is_cached": False,
+        "has_same_tokens": False,
+        "before_tokens": [1, 2],
+        "before_text": "1 2",
+        "own_tokens": [3],
+        "own_text": "3",
+        "other_tokens": [4],
+        "other_text": "4",
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,15 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
+from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 
 from raykv.base import guard
 from raykv.base.ids import EngineId, Key, Lookup, MissReason
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.engine import EngineAttached, SyncReply
+from raykv.protocol.engine import EngineAttached, MissRecord, SyncReply
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.spec import use_our_spec
@@ -38,6 +41,8 @@ class PlayedRequest:
     num_prompt_tokens: int = 5 * CHUNK + 3
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
+    prompt_embeds: Any = None
+    all_token_ids: Sequence[int] = tuple(range(5 * CHUNK + 3))
 
 
 @pytest.fixture
@@ -271,3 +276,71 @@ def test_reason_that_the_scheduler_actor_knows_better_is_made_up_for(
     assert end_one() == {}
     assert end_one() == {"never_stored": 2 * CHUNK}
     assert told() == {}
+
+
+def compute(reporter: MissReporter, view: EngineView, tokens: Sequence[int]) -> MissRecord:
+    """A request whose prompt is computed; its chunks are named by their tokens."""
+    request = PlayedRequest(all_token_ids=tokens)
+    reporter.began(request)
+    reporter.looks(request, 0, None)
+    reporter.admitted(request, 0)
+    keys = [bytes(tokens[:end]) for end in range(CHUNK, len(tokens), CHUNK)]
+    reporter.ended(request, keys, CHUNK)
+    (record,) = view.accounts.take_records()
+    return record
+
+
+@pytest.mark.parametrize("shows_tokens", [False, True])
+def test_record_says_where_a_prompt_leaves_the_one_before_it(
+    reporter: MissReporter, view: EngineView, shows_tokens: bool
+) -> None:
+    reporter.shows_tokens = shows_tokens
+    first = PlayedRequest().all_token_ids
+    assert compute(reporter, view, first).parting is None
+    dated = (*first[:20], 77, *first[21:])
+    parting = compute(reporter, view, dated).parting
+    assert parting is not None
+    assert (parting.at, parting.nearest) == (20, bytes(first[: 2 * CHUNK]))
+    assert bool(parting.before) == bool(parting.own) == bool(parting.other) == shows_tokens
+    assert compute(reporter, view, dated).parting is None
+
+
+def test_prompt_of_a_request_that_was_aborted_was_not_there(
+    reporter: MissReporter, view: EngineView
+) -> None:
+    request = PlayedRequest()
+    reporter.began(request)
+    reporter.ended(request, [bytes(request.all_token_ids[:CHUNK])], CHUNK)
+    view.accounts.take_records()
+    assert compute(reporter, view, (77, *request.all_token_ids[1:])).parting is None
+
+
+def test_prompt_that_is_no_tokens_leaves_none(reporter: MissReporter, view: EngineView) -> None:
+    request = PlayedRequest(prompt_embeds=object(), all_token_ids=())
+    reporter.began(request)
+    reporter.looks(request, 0, None)
+    reporter.admitted(request, 0)
+    reporter.ended(request, [b"one"], CHUNK)
+    (record,) = view.accounts.take_records()
+    assert record.parting is None
+
+
+def test_tokens_of_vllms_own_request_are_read(reporter: MissReporter, view: EngineView) -> None:
+    """Of prompt and answer, whatever vLLM keeps them in."""
+
+    def ended(number: int) -> MissRecord:
+        tokens = [*range(CHUNK), number, *range(CHUNK, 4 * CHUNK)]
+        request = Request("r", tokens, SamplingParams(max_tokens=4), None)
+        request.append_output_token_ids([1, 2, 3])
+        reporter.began(request)
+        reporter.looks(request, 0, None)
+        reporter.admitted(request, 0)
+        keys = [bytes(tokens[:end]) for end in range(CHUNK, len(tokens), CHUNK)]
+        reporter.ended(request, keys, CHUNK)
+        (record,) = view.accounts.take_records()
+        return record
+
+    assert ended(200).parting is None
+    parting = ended(201).parting
+    assert parting is not None
+    assert parting.at == CHUNK

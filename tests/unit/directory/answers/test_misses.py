@@ -21,6 +21,7 @@ from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
     MissRecord,
+    Parting,
     SyncReply,
     SyncRequest,
     check_sync,
@@ -312,6 +313,16 @@ def test_log_forgets_the_oldest_by_number_and_by_bytes(monkeypatch: pytest.Monke
     assert read(log) == ["r4", "r9"]
 
 
+def test_prompt_that_another_has_left_is_cached_until_its_chunk_is_gone(desk: Desk) -> None:
+    desk.store("two", "a", "far")
+    for name in "ab":
+        left = Parting(3, key(name))
+        desk.end("e", MissRecord(name, 10, 0, 0, {"never_stored": 10}, parting=left))
+    assert [desk.find(name).found[0].nearest_is_cached for name in "ab"] == [True, False]
+    desk.manager.clear(Namespace("model"))
+    assert not desk.find("a").found[0].nearest_is_cached
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -320,6 +331,10 @@ def test_log_forgets_the_oldest_by_number_and_by_bytes(monkeypatch: pytest.Monke
         MissRecord("r", -1, 0, 1),
         MissRecord("r", 1, 0, 1, chunk_tokens=-1),
         MissRecord("r" * 5000, 1, 0, 1),
+        MissRecord("r", 1, 0, 1, parting=Parting(-1, key("a"))),
+        MissRecord("r", 1, 0, 1, parting=Parting(1, b"a" * 500)),
+        MissRecord("r", 1, 0, 1, parting=Parting(1, key("a"), own=[-1])),
+        MissRecord("r", 1, 0, 1, parting=Parting(1, key("a"), before=[1] * 65)),
     ],
 )
 def test_record_that_can_not_be_meant_is_refused(bad: MissRecord) -> None:
