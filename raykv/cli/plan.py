@@ -6,22 +6,43 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from raykv.base.errors import SettingError
-from raykv.cli.base import AsJson, ExitCode, app, console, print_json, say, table
+from raykv.cli.base import (
+    Address,
+    AsJson,
+    ExitCode,
+    ago,
+    app,
+    connected,
+    console,
+    print_json,
+    say,
+    table,
+)
 from raykv.memory.room import human_bytes
+
+_GIB = 1 << 30
+_SHORT_S = 600.0
+"""Seconds of requests that say little about an hour."""
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from raykv.client.capacity import GroupShape, Plan
+    from raykv.protocol.status import MoreRoom
 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="Its folder, or its name.")],
+    model: Annotated[str | None, typer.Argument(help="Its folder, or its name.")] = None,
     *,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Say what more room would save in the running cluster."),
+    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting of RayKV, like pool_bytes=32GiB; repeatable."),
@@ -38,14 +59,21 @@ def plan(
         typer.Option(help="Length of a prompt, to say what is stored of it; repeatable.", min=1),
     ] = None,
     as_json: AsJson = False,
+    ray_address: Address = None,
 ) -> None:
     """Say how large a model's KV cache is, what pools hold of it, and whether settings fit.
 
     RAYKV_ variables count as settings. It starts nothing and needs no cluster. Exit code 1 if
-    the settings don't fit.
+    the settings don't fit. With --live and no model it asks the running cluster what larger pools
+    would have saved in the last hour.
 
     Example: raykv plan Qwen/Qwen3-8B --set pool_bytes=64GiB --engine block_size=16
     """
+    if live == (model is not None):
+        raise SettingError("give either a model, or --live for the running cluster")
+    if model is None:
+        _live(ray_address, as_json=as_json)
+        return
     from raykv.vllm.plan import PROMPTS
     from raykv.vllm.plan import plan as make_plan
 
@@ -57,6 +85,38 @@ def plan(
     else:
         _print(found)
     raise typer.Exit(ExitCode.NOT_WELL if found.problems else ExitCode.OK)
+
+
+def _live(ray_address: str | None, *, as_json: bool) -> None:
+    with connected(ray_address) as cluster:
+        found = cluster.more_room()
+    if as_json:
+        rates = [found.per_hour(tokens) for tokens in found.saved_tokens]
+        print_json({**msgspec.structs.asdict(found), "saved_tokens_per_hour": rates})
+    else:
+        _print_live(found)
+
+
+def _print_live(found: MoreRoom) -> None:
+    each = found.pool_bytes // max(1, found.nodes)
+    say(
+        f"{found.nodes} pool{'s' * (found.nodes != 1)} of {human_bytes(each)} on average; requests "
+        f"that have ended in the last {ago(found.window_s)} had {found.prompt_tokens:,} prompt "
+        f"tokens, of which {found.computed_tokens:,} were computed"
+    )
+    rows = table("more in each pool", "computed tokens saved per hour", "of those computed")
+    for size, tokens in zip(found.more_bytes, found.saved_tokens, strict=True):
+        is_least = found.reach_bytes is not None and size > found.reach_bytes
+        rows.add_row(
+            human_bytes(size),
+            f"{'at least ' * is_least}{found.per_hour(tokens):,}",
+            f"{tokens / max(1, found.computed_tokens):.1%}",
+        )
+    console().print(rows)
+    one = found.saved_tokens[found.more_bytes.index(_GIB)]
+    say(f"one more GiB in each pool would save {found.per_hour(one):,} computed tokens per hour")
+    if found.window_s < _SHORT_S:
+        say("hint: that is little to go by: ask again when the cluster has worked longer", "yellow")
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str | int | bool]:

@@ -49,7 +49,7 @@ from raykv.protocol.findings import Finding
 from raykv.protocol.node import Kept
 from raykv.protocol.operator import Exported, NodeUp, Pinned, PinStatus, TransferResult
 from raykv.protocol.reader import Chunk, Explanation, PromptLookup, RequestPage
-from raykv.protocol.status import ClusterStatus, NodeStatus
+from raykv.protocol.status import ClusterStatus, MoreRoom, NodeStatus
 from raykv.stream.publishing import publish, publisher_status, stop_publisher
 from raykv.stream.readers import describe, read_events, take_snapshot
 from raykv.stream.replay import Replay
@@ -271,6 +271,17 @@ class Cluster:
                 "the scheduler actor, or have been answered by an engine without RayKV"
             )
         return known.found
+
+    def more_room(self) -> MoreRoom:
+        """What more room in each pool would have saved in the last hour, in computed tokens.
+
+        It counts how much has been evicted since each chunk that was missed: pools that keep what
+        was used last would have it with that much more room.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return ask.more_room(self._scheduler.find(), CLIENT_S)
 
     def requests(self, after: int = 0) -> RequestPage:
         """Requests that have ended, all over the cluster, and what became of their tokens.

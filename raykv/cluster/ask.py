@@ -17,7 +17,7 @@ from raykv.cluster import names
 from raykv.protocol.framing import PROTOCOL_VERSION, S, introduction, receive
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.reader import Explanations
-from raykv.protocol.status import ClusterStatus
+from raykv.protocol.status import ClusterStatus, MoreRoom
 
 T = TypeVar("T")
 
@@ -116,6 +116,15 @@ def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
         ClusterError: it does not answer in time.
     """
     return answer_as(ClusterStatus, scheduler, "status", timeout_s=timeout_s)
+
+
+def more_room(scheduler: Any, timeout_s: float) -> MoreRoom:
+    """What larger pools would have saved.
+
+    Raises:
+        ClusterError: the scheduler actor does not answer in time.
+    """
+    return answer_as(MoreRoom, scheduler, "more_room", timeout_s=timeout_s)
 
 
 def why_miss(scheduler: Any, beginning: str, timeout_s: float) -> Explanations:

@@ -301,6 +301,11 @@ class SchedulerActor:
         now = self._tick()
         return encode(self._manager.why_miss(beginning, now))
 
+    def more_room(self) -> bytes:
+        """→ `MoreRoom`: what larger pools would have saved."""
+        now = self._tick()
+        return encode(self._manager.more_room(now))
+
     def chunks(self, raw: bytes) -> bytes:
         """`ChunkQuery` → `ChunkPage`: a page of a listing; nothing is kept for the next one."""
         now = self._tick()

@@ -65,6 +65,7 @@ from raykv.directory.log import MAX_EVENTS, EventLog
 from raykv.directory.members import Engine, Node, size_objection, version_objection
 from raykv.directory.meter.cluster import ClusterMeter
 from raykv.directory.meter.reuse import ReuseGauges
+from raykv.directory.meter.room import RoomMeter
 from raykv.directory.mirror import Mirror
 from raykv.directory.pins import SHARE, Pins
 from raykv.directory.table.dicts import DictTable
@@ -81,7 +82,7 @@ from raykv.protocol.engine import (
 from raykv.protocol.events import EventPage, SnapshotPage
 from raykv.protocol.node import NodeReport, NodeReportReply
 from raykv.protocol.reader import Explanations
-from raykv.protocol.status import ClusterStatus
+from raykv.protocol.status import ClusterStatus, MoreRoom
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class BlockManager:
         self._disks = Disks()
         self._questions = Questions(self._nodes, self._table_now, self._disks)
         self._reuse = ReuseGauges()
+        self._room = RoomMeter()
         self.misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
@@ -232,6 +234,7 @@ class BlockManager:
         self._questions.nodes_changed()
         self._log.node_lost(node.node_id, node.epoch)
         self.misses.lost(node)
+        self._room.lost((node.node_id, node.epoch))
         self._table.remove_node(node.node_id)
         self._disks.lost(node.node_id)
         self.pins.lost(node.node_id)
@@ -388,6 +391,8 @@ class BlockManager:
         groups = self.catalog.groups_of(engine.namespace)
         self._reuse.count(engine, node, request.counters, groups, num_nodes=len(self._by_node))
         count_stored(engine, request.counters, self._engines_beside(engine))
+        size = self.catalog.slot_bytes_of(engine.namespace)
+        self._room.take(request.finished, groups, size, now)
         engine.take_news(request)
         self._take_request(engine, node, request, now)
         engine.reply = self._answer(engine, node, request, now)
@@ -474,6 +479,9 @@ class BlockManager:
         elif not changes.replaced:
             if changes.ages:
                 self.meter.evicted(changes.ages)
+                life = (node_id, self._nodes[node_id].epoch)
+                size = self.catalog.slot_bytes_of(changes.namespace)
+                self._room.evicted(life, changes.keys, size)
             self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
             self._questions.gone(node_id, changes)
         self.pins.changed(node_id, changes)
@@ -590,6 +598,11 @@ class BlockManager:
     def why_miss(self, beginning: str, now: float) -> Explanations:
         """What became of the prompt tokens of requests whose ids begin so; changes nothing."""
         return self.misses.find(beginning, now)
+
+    def more_room(self, now: float) -> MoreRoom:
+        """What more room would have saved; changes nothing."""
+        pools = [node.book.geometry.pool_bytes for node in self._nodes.values()]
+        return self._room.savings(len(pools), sum(pools), now)
 
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""

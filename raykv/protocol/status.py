@@ -84,3 +84,26 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     metrics: str = ""
     disk_chunks: dict[str, int] = {}
     waiting: dict[str, str] = {}
+
+
+class MoreRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """What more room in each pool would have saved in the last `window_s` seconds, an hour at most.
+
+    `prompt_tokens` of requests that have ended since, of which `computed_tokens` were computed.
+    With `more_bytes` more in each of the `nodes` pools, `saved_tokens` of these would have been
+    loaded. Of sizes above `reach_bytes` less is known, and they save at least so much; None: all
+    is known.
+    """
+
+    window_s: float
+    nodes: int
+    pool_bytes: int
+    prompt_tokens: int
+    computed_tokens: int
+    more_bytes: list[int]
+    saved_tokens: list[int]
+    reach_bytes: int | None = None
+
+    def per_hour(self, tokens: int) -> int:
+        """Tokens of the window as a rate."""
+        return round(tokens * 3600 / self.window_s) if self.window_s > 0 else 0

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from raykv.base.geometry import aligned
+from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
@@ -81,6 +83,31 @@ def test_eviction_during_loads_gives_no_wrong_token(
     assert node.chunks <= POOL_CHUNKS
     assert node.bytes_stored > 2 * POOL_CHUNKS * CHUNK_BYTES, "nothing was evicted"
     assert node.bytes_loaded > 0, "nothing was loaded"
+
+
+def test_live_plan_says_what_more_room_would_have_saved(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    """The prompts in turn: each has been evicted when it comes again, and all have some 22 MiB."""
+    before = cluster.more_room()
+    for seed in [*range(16)] * 2:
+        engine.tokens([the_prompt(seed)], max_tokens=1)
+        engine.reset()
+    num_tokens = 2 * sum(len(the_prompt(seed)) for seed in range(16))
+    wait_until(
+        lambda: cluster.more_room().prompt_tokens - before.prompt_tokens == num_tokens,
+        20.0,
+        "all records have come",
+    )
+    found = cluster.more_room()
+    computed = found.computed_tokens - before.computed_tokens
+    saved = found.saved_tokens[0] - before.saved_tokens[0]
+    # The first time some prompts were there still, or had been there in another test.
+    assert computed / 3 < saved < computed
+    assert found.saved_tokens == sorted(found.saved_tokens)
+    assert (found.nodes, found.reach_bytes) == (1, None)
+    text = CliRunner().invoke(app, ["plan", "--live", "--ray-address", cluster.address]).output
+    assert "one more GiB in each pool would save" in text
 
 
 @pytest.mark.support("pin", models=["llama"])

@@ -103,6 +103,11 @@ class Catalog:
         known = self._introductions.get(namespace)
         return [] if known is None else known.groups
 
+    def slot_bytes_of(self, namespace: Namespace) -> int:
+        """Of a chunk's slot, as its engines have said; 0 if they have not."""
+        known = self._introductions.get(namespace)
+        return 0 if known is None else known.slot_bytes
+
     # Sums
 
     def status(self, base: ClusterStatus, now: float, pins: Pins) -> ClusterStatus:

@@ -21,7 +21,7 @@ from raykv.cli.base import EXIT_CODES, ago
 from raykv.protocol.events import BlockStored, Event, NodeLost
 from raykv.protocol.operator import TransferResult
 from raykv.protocol.reader import Chunk, NodePrefix, PromptChunk, PromptLookup
-from raykv.protocol.status import ClusterStatus, NamespaceStatus
+from raykv.protocol.status import ClusterStatus, MoreRoom, NamespaceStatus
 from tests.fixtures.statuses import engine, node
 
 
@@ -111,6 +111,19 @@ class PlayedCluster:
                 )
             ],
             disk_tokens=self.on_disk,
+        )
+
+    def more_room(self) -> MoreRoom:
+        self._answer()
+        return MoreRoom(
+            window_s=1800.0,
+            nodes=2,
+            pool_bytes=16 << 30,
+            prompt_tokens=9000,
+            computed_tokens=4000,
+            more_bytes=[1 << 29, 1 << 30, 1 << 31],
+            saved_tokens=[500, 1000, 1500],
+            reach_bytes=1 << 30,
         )
 
     def prefetch(self, keys: Any, node_id: str, **asked: Any) -> TransferResult:
@@ -381,6 +394,31 @@ def test_plan_says_whether_settings_fit(tmp_path: Path) -> None:
     assert "wrong: a pool of 4.0 KiB has no room for a chunk of 16.0 KiB" in text
     with pytest.raises(SettingError, match="give NAME=VALUE"):
         run("plan", model, "--set", "pool_bytes")
+
+
+def test_live_plan_says_what_one_more_gib_saves(cluster: PlayedCluster) -> None:
+    text = run("plan", "--live")
+    rows = {" ".join(line.split()) for line in text.splitlines()}
+    assert "last 30 min had 9,000 prompt tokens, of which 4,000 were computed" in text
+    assert text.startswith("2 pools of 8.0 GiB on average;")
+    assert {
+        "512.0 MiB 1,000 12.5%",
+        "1.0 GiB 2,000 25.0%",
+        "2.0 GiB at least 3,000 37.5%",
+        "one more GiB in each pool would save 2,000 computed tokens per hour",
+    } <= rows
+    found = json.loads(run("plan", "--live", "--json"))
+    assert found["saved_tokens_per_hour"] == [1000, 2000, 3000]
+    assert found["computed_tokens"] == 4000
+
+
+@pytest.mark.parametrize("arguments", [[], ["model", "--live"]])
+def test_plan_is_about_a_model_or_the_live_cluster(
+    cluster: PlayedCluster, arguments: list[str]
+) -> None:
+    with pytest.raises(SettingError, match="either a model, or --live"):
+        run("plan", *arguments)
+    assert cluster.asked == []
 
 
 def test_interrupted_follower_ends_well(
