@@ -357,7 +357,7 @@ class SchedulerActor:
     def _tick(self) -> float:
         now = time.monotonic()
         if self._fast is not None:
-            self._manager.change_table(self._fast)
+            self._manager.change_table(self._fast, now)
             self._fast = None
         if now >= self._expires_at:
             self._expires_at = now + EXPIRY_PAUSE_S

@@ -164,8 +164,10 @@ class BlockManager:
     def _table_now(self) -> ChunkTable:
         return self._table
 
-    def change_table(self, table: ChunkTable) -> None:
+    def change_table(self, table: ChunkTable, now: float) -> None:
         """Go on with an empty table instead of the one of dicts; all that is known moves there."""
+        # What comes to it is new there now, not as old as the host's clock.
+        table.set_clock(now)
         self._table = table
         for node in self._nodes.values():
             node.book.move_to(table.add_node(node.node_id, node.book.geometry))

@@ -62,6 +62,17 @@ def the_prompt(seed: int) -> list[int]:
     return prompt(seed, 250 + 40 * (seed % 5))
 
 
+def wait_for_leases(cluster: Cluster) -> None:
+    """What finds no lease is not stored: on a busy machine a few prompts are over before an engine
+    has had an answer, and what was just loaded is not evicted for 10 s.
+    """
+
+    def has_leases() -> bool:
+        return all(node.leased_slots >= 8 for node in cluster.status().nodes)
+
+    wait_until(has_leases, 15.0, "the engine has leases again")
+
+
 def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
     process.tokens([the_prompt(seed)], max_tokens=24)
     return process.tokens([the_prompt(seed)], max_tokens=24)[0]
@@ -79,6 +90,7 @@ def test_eviction_during_loads_gives_no_wrong_token(
         found = engine.tokens([the_prompt(seed) for seed in seeds], max_tokens=24)
         assert found == [reference[seed] for seed in seeds]
         engine.reset()
+        wait_for_leases(cluster)
     (node,) = cluster.status().nodes
     assert node.chunks <= POOL_CHUNKS
     assert node.bytes_stored > 2 * POOL_CHUNKS * CHUNK_BYTES, "nothing was evicted"
@@ -116,8 +128,10 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
 ) -> None:
     """Requests may pin 8 chunks here, as many as the prompt has."""
     pinned, plain = prompt(900, 8 * BLOCK), prompt(901, 8 * BLOCK)
+    wait_for_leases(cluster)
     params = {"raykv_pin_s": 600, "raykv_priority": 5, "raykv_pin": "nonsense"}
     engine.call("generate", prompts=[pinned], max_tokens=1, params=params)
+    wait_for_leases(cluster)
     engine.tokens([plain], max_tokens=1)
     wait_until(lambda: cluster.pins().client_chunks == 8, 10.0, "the pins are told")
     engine.reset()

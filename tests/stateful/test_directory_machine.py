@@ -508,7 +508,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def fast_table_is_ready(self) -> None:
         """Once at most, at any time."""
         self.TABLE = "flat"
-        self.manager.change_table(open_table("flat"))
+        self.manager.change_table(open_table("flat"), self.now)
 
     # What the engines do
 

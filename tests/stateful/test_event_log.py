@@ -293,7 +293,7 @@ class EventLogMachine(RuleBasedStateMachine):
     def fast_table_is_ready(self) -> None:
         """Once at most, at any time."""
         self.TABLE = "flat"
-        self.manager.change_table(open_table("flat"))
+        self.manager.change_table(open_table("flat"), self.now)
 
     # The directory changes
 

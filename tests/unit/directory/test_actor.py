@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from raykv.directory.table.protocol import ChunkTable
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
+from tests.fixtures.directory.tables import open_table
 
 PAGE = SLOT_ALIGNMENT
 REPORT = NodeReport(PROTOCOL_VERSION, "node", 7, 1, 64 * PAGE, 8 * PAGE, 0, 0)
@@ -70,7 +72,7 @@ def test_actor_serves_while_it_compiles_and_forgets_nothing_when_it_has(
     (late,) = desk.sync({0: 1}).granted.generations
     assert desk.attach().error == ""
     is_compiled.set()
-    desk.actor._compiler.join(30.0)
+    desk.actor._compiler.join(120.0)
     after = desk.sync()
     assert desk.kind == "FlatTable"
     assert sorted(after.stored.keys) == [b"first", b"second"], "a mirror from the beginning"
@@ -81,12 +83,26 @@ def test_actor_serves_while_it_compiles_and_forgets_nothing_when_it_has(
     assert late < desk.sync({0: 1}).granted.generations[0]
 
 
+def test_chunks_are_no_older_for_a_change_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    monkeypatch.setattr(raykv.directory.actor, "fast_table", lambda _: None)
+    desk = Desk()
+    desk.actor._compiler.join(120.0)
+    desk.store(b"first")
+    desk.actor._fast = open_table("flat")
+    desk.sync()
+    assert desk.kind == "FlatTable"
+    (node,) = desk.actor._manager._nodes.values()
+    uses = node.book.table.uses_at(node.book.table.places())
+    assert all(float(at) >= began - 1.0 for at in [*uses.stored_at, *uses.used_at])
+
+
 def test_actor_stays_with_what_it_has_where_nothing_can_be_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(raykv.directory.actor, "fast_table", lambda _: None)
     desk = Desk()
-    desk.actor._compiler.join(30.0)
+    desk.actor._compiler.join(120.0)
     desk.store(b"first")
     assert desk.sync().stored.keys == [b"first"]
     assert desk.kind == "DictTable"

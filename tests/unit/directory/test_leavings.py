@@ -111,7 +111,7 @@ def test_order_survives_a_change_of_the_table(desk: Desk, monkeypatch: pytest.Mo
     desk.attach("engine", "n", "new")
     book = desk.manager._nodes[NodeId("n")].book
     if type(book.table).__name__ == "DictNodeTable":
-        desk.manager.change_table(open_table("flat"))
+        desk.manager.change_table(open_table("flat"), desk.now)
     for _ in range(6):
         desk.manager.expire(desk.now)
     assert not desk.manager.leavings._tasks
