@@ -62,15 +62,17 @@ def the_prompt(seed: int) -> list[int]:
     return prompt(seed, 250 + 40 * (seed % 5))
 
 
-def wait_for_leases(cluster: Cluster) -> None:
-    """What finds no lease is not stored: on a busy machine a few prompts are over before an engine
-    has had an answer, and what was just loaded is not evicted for 10 s.
+def wait_for_leases(engine: EngineProcess, cluster: Cluster) -> None:
+    """What finds no lease is not stored. On a busy machine a few tiny prompts are over before the
+    engine has had an answer; what was just loaded is not evicted for 10 s; and an engine takes
+    answers in while it works.
     """
 
     def has_leases() -> bool:
+        engine.tokens([[1, 2, 3]], max_tokens=1)
         return all(node.leased_slots >= 8 for node in cluster.status().nodes)
 
-    wait_until(has_leases, 15.0, "the engine has leases again")
+    wait_until(has_leases, 30.0, "the engine has leases again")
 
 
 def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
@@ -90,7 +92,7 @@ def test_eviction_during_loads_gives_no_wrong_token(
         found = engine.tokens([the_prompt(seed) for seed in seeds], max_tokens=24)
         assert found == [reference[seed] for seed in seeds]
         engine.reset()
-        wait_for_leases(cluster)
+        wait_for_leases(engine, cluster)
     (node,) = cluster.status().nodes
     assert node.chunks <= POOL_CHUNKS
     assert node.bytes_stored > 2 * POOL_CHUNKS * CHUNK_BYTES, "nothing was evicted"
@@ -128,10 +130,10 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
 ) -> None:
     """Requests may pin 8 chunks here, as many as the prompt has."""
     pinned, plain = prompt(900, 8 * BLOCK), prompt(901, 8 * BLOCK)
-    wait_for_leases(cluster)
+    wait_for_leases(engine, cluster)
     params = {"raykv_pin_s": 600, "raykv_priority": 5, "raykv_pin": "nonsense"}
     engine.call("generate", prompts=[pinned], max_tokens=1, params=params)
-    wait_for_leases(cluster)
+    wait_for_leases(engine, cluster)
     engine.tokens([plain], max_tokens=1)
     wait_until(lambda: cluster.pins().client_chunks == 8, 10.0, "the pins are told")
     engine.reset()
