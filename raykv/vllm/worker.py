@@ -84,6 +84,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """See from now on what vLLM's worker with this configuration makes of its weights."""
         self._adapters = watch_loads(vllm_config.lora_config)
         self._weights = watch_worker(vllm_config)
+        self._weights.before_sleep = self.store_before_sleep
 
     @property
     def _raykv(self) -> RayOffloadingWorker | None:
@@ -142,6 +143,18 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             if self._raykv is not None and not self._raykv.has(job_id):
                 self._raykv.refuse(job_id, Direction.STORE, blocks, pool)
         self._vllm.unsubmitted.clear()
+
+    @guarded(lambda self: self._refuse_unsubmitted())
+    def store_before_sleep(self) -> None:
+        """Submit what was left to the next step: the memory that it lies in is about to be given
+        back.
+        """
+        if self._raykv is not None:
+            jobs = list(self._vllm.unsubmitted)
+            self._vllm.unsubmitted.clear()
+            for job_id, blocks, pool in jobs:
+                self._raykv.submit_store(job_id, blocks, pool)
+            self._raykv.finish({job_id for job_id, _, _ in jobs})
 
     def refuse_submissions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let all jobs fail that should have been submitted in this step, and were not."""

@@ -37,10 +37,14 @@ def told(cluster: Cluster, engine_id: str, request_id: str) -> MissRecord:
 
 
 def unnamed(cluster: Cluster) -> str:
-    """The id of the engine whose weights have no name."""
-    engines = cluster.status().engines
-    (found,) = [each.engine_id for each in engines if each.counters.get("weights_changed")]
-    return found
+    """The id of the one engine whose weights have no name."""
+
+    def known() -> list[str]:
+        engines = cluster.status().engines
+        return [each.engine_id for each in engines if each.counters.get("weights_changed")]
+
+    wait_until(lambda: len(known()) == 1, 20.0, "it is told")
+    return known()[0]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -156,6 +156,8 @@ class WeightWatch:
         self.what = ""
         # Known at the end of the worker's start.
         self.worker = worker
+        # Called before the worker's memory is given back, for a while or for good.
+        self.before_sleep: Callable[[], object] = lambda: None
         self._first: str | None = ""
         self._is_open = False
         self._has_failed = False
@@ -286,6 +288,8 @@ def _noted(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
         watch = watch_of(worker)
+        if watch is not None and name == SLEEP:
+            watch.before_sleep()
         if watch is None or effect_of(name, args, kwargs) is not Effect.CHANGES:
             return method(worker, *args, **kwargs)
         if kwargs.get("is_checkpoint_format") is False:

@@ -50,6 +50,9 @@ class Link:
         self._fail_at("submit")
         self.submitted.append(request)
 
+    def finish(self, job_ids: Collection[int]) -> None:
+        self.waits.append((set(job_ids), 0))
+
     def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
         self._fail_at("wait")
         self.waits.append((set(job_ids), count))
@@ -290,3 +293,59 @@ def test_load_that_must_not_be_ends_though_its_refusal_fails(
     monkeypatch.setattr(RayOffloadingWorker, "refuse", fail_once)
     side.start()
     assert side.end() == ({"a"}, {1, 2}, Counter({1: 1}))
+
+
+def test_stores_that_were_left_to_the_next_step_are_submitted_before_the_worker_sleeps() -> None:
+    side = Side(is_layerwise=False)
+    worker = side.connector.connector_worker
+    blocks = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+    worker._unsubmitted_store_jobs.append((7, blocks, PoolSpec(1, [b"k"], [0], [1])))
+    worker.store_before_sleep()
+    assert [job.job_id for job in side.link.submitted] == [7]
+    assert side.link.waits == [({7}, 0)]
+    assert not worker._unsubmitted_store_jobs
+
+
+@pytest.mark.expects_failures
+def test_stores_that_cant_be_submitted_before_the_worker_sleeps_have_failed() -> None:
+    side = Side(is_layerwise=False)
+    worker = side.connector.connector_worker
+    blocks = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+    worker._unsubmitted_store_jobs.append((7, blocks, PoolSpec(1, [b"k"], [0], [1])))
+    side.link.failing = "submit"
+    worker.store_before_sleep()
+    assert not worker._unsubmitted_store_jobs
+    assert side.end()[2] == Counter({7: 1})
+
+
+def test_loads_of_a_step_whose_engine_does_not_know_the_weights_fail_and_it_is_told() -> None:
+    side = Side(is_layerwise=False)
+    worker = side.connector.connector_worker
+    side.begin(a=[1])
+    side.start()
+    assert len(side.link.submitted) == 1
+    # Somebody writes into the model between two steps.
+    worker._weights.note("load_weights")
+    watch = worker._weights.name
+    blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
+    load = TransferJob(req_id="b", src_spec=PoolSpec(1, [b"l"], [1], [1]), dst_spec=blocks)
+    store = TransferJob(req_id="c", src_spec=blocks, dst_spec=PoolSpec(1, [b"m"], [2], [1]))
+    metadata = RayKVConnectorMetadata({2: load}, {3: store}, None)
+    worker.take_metadata(metadata)
+    worker._is_store_writer = True
+    worker.start_kv_transfers(metadata)
+    worker.prepare_store_kv(metadata)
+    assert len(side.link.submitted) == 1
+    side.link.wait_layers([], ALL_LAYERS)
+    worker.get_finished(set())
+    meta = worker.build_connector_worker_meta()
+    assert meta.weights == {watch: (1, "load_weights")}
+    assert meta.completed_jobs == {1: 1, 2: 1, 3: 1}
+    # What was under way, too.
+    assert {failed.request_id for failed in meta.failed_loads} == {"a", "b"}
+    assert [key for key, _ in meta.failed_stores] == [b"m"]
+    known = RayKVConnectorMetadata({4: load}, {}, None, weights_seen={watch: 1})
+    worker.take_metadata(known)
+    worker.start_kv_transfers(known)
+    assert [job.job_id for job in side.link.submitted] == [4]
+    assert worker.build_connector_worker_meta() is None

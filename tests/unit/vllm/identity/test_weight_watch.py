@@ -172,7 +172,10 @@ def test_workers_own_methods_are_watched(monkeypatch: pytest.MonkeyPatch) -> Non
     watch, unmoved = weight_watch.watch_worker(config), weight_watch.watch_worker(other)
     worker = Small(config)
     assert worker.compile_or_warm_up_model() == "warm"
+    told: list[str] = []
+    watch.before_sleep = lambda: told.append("sleeps")
     assert worker.sleep(1) == 1
+    assert told == ["sleeps"]
     assert watch.count == 0
     assert worker.reload_weights() == "reloaded"
     assert (watch.count, watch.what) == (1, "reload_weights")
