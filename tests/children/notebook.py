@@ -13,7 +13,8 @@ from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-CELL_DEADLINE_S = 60
+CELL_DEADLINE_S = 240
+"""Engines start in one of them, on a machine that may be busy."""
 
 
 def run(paths: list[str], manager: KernelManager) -> int:
