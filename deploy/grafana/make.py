@@ -181,6 +181,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (_rate("raykv_granted_leases_total"), "leases granted a second"),
         ),
         _panel(
+            "Sessions of requests",
+            "short",
+            ("sum by (stage) (raykv_sessions{$C})", "{{stage}}"),
+            (_rate("raykv_session_chunks_released_total"), "chunks released a second"),
+        ),
+        _panel(
             "Age of evicted chunks",
             "s",
             (_quantile("0.1", "raykv_removed_chunk_age_seconds"), "10 %"),

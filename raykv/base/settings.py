@@ -215,9 +215,9 @@ class Settings:
     )
     client_hints: str = _setting(
         "none",
-        one_of("none", "priority", "pin"),
-        "What requests may ask for in kv_transfer_params: nothing, raykv_priority, or raykv_pin_s "
-        "as well",
+        one_of("none", "priority", "session", "pin"),
+        "What requests may ask for in kv_transfer_params and kv_hints: nothing; raykv_priority; "
+        "session as well (raykv_session, raykv_session_over, raykv_pause_s); pin: raykv_pin_s too",
     )
     cancel_grace_s: float = _setting(
         2.0,

@@ -284,7 +284,7 @@ def prefetch(
             deadline_s=timeout,
             watch=watch,
         )
-    _report(found, as_json=as_json)
+    report(found, as_json=as_json)
 
 
 @app.command()
@@ -311,7 +311,7 @@ def move(
             deadline_s=timeout,
             watch=watch,
         )
-    _report(found, as_json=as_json)
+    report(found, as_json=as_json)
 
 
 @contextmanager
@@ -330,7 +330,8 @@ def counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
         yield watch
 
 
-def _report(found: TransferResult, *, as_json: bool) -> None:
+def report(found: TransferResult, *, as_json: bool) -> None:
+    """What became of a transfer; ends the command, with exit code 1 if not all chunks are there."""
     if as_json:
         print_json({**msgspec.to_builtins(found), "failed": found.failed})
     else:

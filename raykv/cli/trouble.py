@@ -140,6 +140,7 @@ def to_json(found: Sequence[Explanation]) -> str:
             "first_missing_key": each.record.missing.hex(),
             "parting": _parting_row(each),
             "advice": advice(each.record),
+            "hint": each.hint,
             "engine_id": each.engine_id,
             "node_id": each.node_id,
             "namespace": each.namespace,
@@ -175,6 +176,9 @@ def print_explanations(found: Sequence[Explanation], console: Console) -> None:
             soft_wrap=True,
         )
         console.print(_table(record))
+        if each.hint:
+            text = f"What was missing first had been {each.hint}."
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
         console.print(advice(record), highlight=False, soft_wrap=True)
         if record.parting is not None:
             line = parting_sentence(each, record.parting)

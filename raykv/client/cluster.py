@@ -36,6 +36,7 @@ from raykv.client.chunks import read_requests
 from raykv.client.listing import Reader
 from raykv.client.pins import PIN_S, Pinning
 from raykv.client.scheduler import Scheduler
+from raykv.client.sessions import ClientSession, SessionDesk
 from raykv.client.ship import Shipping
 from raykv.client.transfers import Moving, Watch
 from raykv.cluster import ask
@@ -49,6 +50,7 @@ from raykv.protocol.findings import Finding
 from raykv.protocol.node import Kept
 from raykv.protocol.operator import Exported, NodeUp, Pinned, PinStatus, TransferResult
 from raykv.protocol.reader import Chunk, Explanation, PromptLookup, RequestPage
+from raykv.protocol.sessions import SessionStatus
 from raykv.protocol.status import ClusterStatus, MoreRoom, NodeStatus
 from raykv.stream.publishing import publish, publisher_status, stop_publisher
 from raykv.stream.readers import describe, read_events, take_snapshot
@@ -68,6 +70,7 @@ class Cluster:
         self._reader = Reader(self._scheduler.find, self._scheduler.status)
         self._pins = Pinning(self._scheduler, self._reader)
         self._transfers = Moving(self._scheduler, self._reader)
+        self._sessions = SessionDesk(self._scheduler, self._reader, self._transfers)
         self._shipping = Shipping(self._scheduler, self._reader, self._pins, self._transfers)
 
     def status(self) -> ClusterStatus:
@@ -436,6 +439,32 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer.
         """
         return self._pins.pins()
+
+    # Sessions
+
+    def session(self, name: str, *, namespace: str = "") -> ClientSession:
+        """A session of requests, by the name that they give it: look at it, say that it is over or
+        pauses, bring its chunks to where it goes on. Asks nobody yet.
+
+        Args:
+            name: as `raykv_session` in `kv_transfer_params` has it.
+            namespace: as for `pin`; needed if several namespaces have a session of that name.
+
+        Raises:
+            SettingError: the name is empty or too long.
+        """
+        return ClientSession(name, namespace, self._sessions)
+
+    def sessions(self, *, namespace: str = "") -> list[SessionStatus]:
+        """The sessions that were used last, 256 of them at most, the latest first.
+
+        Args:
+            namespace: of this one only; as for `pin`.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
+        return self._sessions.page(self._sessions.whole(namespace)).sessions
 
     # Transfers
 

@@ -65,7 +65,7 @@ class Moving:
     ) -> TransferResult:
         target = self.scheduler.node(node_id)
         asked, space = ordered(keys), self.reader.full_namespace(namespace)
-        return self._prefetch(asked, target, space, time.monotonic() + deadline_s, watch)
+        return self.bring(asked, target, space, time.monotonic() + deadline_s, watch)
 
     def move(
         self,
@@ -78,7 +78,7 @@ class Moving:
         target = self.scheduler.node(node_id)
         asked, space = ordered(keys), self.reader.full_namespace(namespace)
         give_up_at = time.monotonic() + deadline_s
-        result = self._prefetch(asked, target, space, give_up_at, watch)
+        result = self.bring(asked, target, space, give_up_at, watch)
         wanted = result.came + result.there
         order = ReleaseOrder(PROTOCOL_VERSION, space, target, asked)
         dropped = 0
@@ -92,9 +92,10 @@ class Moving:
             # What has come is reported by its NodeActor within milliseconds.
             time.sleep(TRANSFER_LOOK_S)
 
-    def _prefetch(
+    def bring(
         self, keys: list[bytes], node_id: str, namespace: str, give_up_at: float, watch: Watch
     ) -> TransferResult:
+        """Chunks into the pool of a node, all names being whole ones; as for `prefetch`."""
         began = time.monotonic()
         result = TransferResult(asked=len(keys))
         series_id = uuid.uuid4().hex

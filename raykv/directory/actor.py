@@ -69,6 +69,12 @@ from raykv.protocol.reader import (
     check_prefix_query,
     check_where_query,
 )
+from raykv.protocol.sessions import (
+    SessionOrder,
+    SessionQuery,
+    check_session_order,
+    check_session_query,
+)
 from raykv.stream.descriptions import DescriptionBook
 
 logger = logging.getLogger("raykv.scheduler")
@@ -268,6 +274,20 @@ class SchedulerActor:
         check_release(order)
         return encode(self._manager.transfers.release(order))
 
+    def order_session(self, raw: bytes) -> bytes:
+        """`SessionOrder` → `SessionAnswer`."""
+        now = self._tick()
+        order = receive(raw, SessionOrder, OPERATOR, HERE)
+        check_session_order(order)
+        return encode(self._manager.sessions.order(order, now))
+
+    def sessions(self, raw: bytes) -> bytes:
+        """`SessionQuery` → `SessionPage`."""
+        now = self._tick()
+        query = receive(raw, SessionQuery, OPERATOR, HERE)
+        check_session_query(query)
+        return encode(self._manager.sessions.page(query, now))
+
     def wish(self, raw: bytes) -> None:
         """`PoolWish`: nodes that match it get a NodeActor from now on, when they join too."""
         wish = receive(raw, PoolWish, OPERATOR, HERE)
@@ -289,6 +309,7 @@ class SchedulerActor:
         meter.follow()
         build = numbers("raykv_build_info", {(__version__, "scheduler"): 1})
         families = meter.families(now, is_paused=self._manager.paused)
+        families += self._manager.sessions.families()
         return encode(ClusterMetrics([build, *families]))
 
     def targets(self) -> list[str]:

@@ -68,6 +68,7 @@ from raykv.directory.meter.reuse import ReuseGauges
 from raykv.directory.meter.room import RoomMeter
 from raykv.directory.mirror import Mirror
 from raykv.directory.pins import SHARE, Pins
+from raykv.directory.sessions import Sessions
 from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
 from raykv.directory.table.protocol import Changes, ChunkTable
@@ -140,12 +141,13 @@ class BlockManager:
         self._questions = Questions(self._nodes, self._table_now, self._disks)
         self._reuse = ReuseGauges()
         self._room = RoomMeter()
-        self.misses = MissLog(self._nodes)
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
         self.catalog = Catalog(self._nodes, self._engines, self._table_now, self._disks)
         of_pins = (self.settings.pin_share, self.settings.pin_s)
         self.pins = Pins(self._nodes, self._table_now, *of_pins)
+        self.sessions = Sessions(self._nodes, self._table_now, self._disks, self.pins)
+        self.misses = MissLog(self._nodes, self.sessions.why)
         lending = (lambda: self._generations, self.settings.transfer_s)
         self.transfers = Transfers(self._nodes, self._table_now, self._disks, self.pins, *lending)
         self.leavings = Leavings(self._nodes, self._engines)
@@ -426,6 +428,8 @@ class BlockManager:
         if request.touched:
             node.book.table.touch(engine.namespace, request.touched)
         self.pins.take_hints(engine.namespace, request.hints, now)
+        # After the touches: what is released and then touched is not released any more.
+        self.sessions.take(engine.namespace, engine.node_id, request.sessions, now)
 
     def _answer(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> SyncReply:
         if request.idle:
@@ -487,6 +491,7 @@ class BlockManager:
             self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
             self._questions.gone(node_id, changes)
         self.pins.changed(node_id, changes)
+        self.sessions.changed(node_id, changes)
         for engine in self._engines_on(node_id):
             if engine.namespace == changes.namespace:
                 engine.mirror.add(changes)
@@ -577,6 +582,7 @@ class BlockManager:
             node.book.table.forget_pins(now)
         self.transfers.expire(now)
         self.leavings.go_on()
+        self.sessions.expire(now)
 
     # Readers
 
@@ -624,6 +630,7 @@ class BlockManager:
         self._disks.check()
         self.pins.check()
         self.leavings.check()
+        self.sessions.check()
         for node in self._nodes.values():
             node.book.check()
         by_node: dict[NodeId, dict[EngineId, Engine]] = {}

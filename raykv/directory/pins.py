@@ -49,13 +49,13 @@ SHARE = 0.25
 LOOK_S = 1.0
 """Pause between two searches for wishes that have expired; the table itself is exact."""
 
-_FIRM_HINT, _FAVOUR_HINT = "hint: pin", "hint: priority"
+_FIRM_HINT, _FAVOUR_HINT, _PAUSE = "hint: pin", "hint: priority", "hint: pause"
 """Holder of the wishes of all requests, in place of a pin's id."""
 
 _MAX_FOUND = 65_536
 """Replicas that are looked for in one go."""
 
-_HINTS = frozenset({_FIRM_HINT, _FAVOUR_HINT})
+_HINTS = frozenset({_FIRM_HINT, _FAVOUR_HINT, _PAUSE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +190,35 @@ class Pins:
         favoured = [Wish(now + FAVOUR_S, priority) for priority in hints.priorities]
         self._take(namespace, hints.pinned, _FIRM_HINT, pinned, now)
         self._take(namespace, hints.favoured, _FAVOUR_HINT, favoured, now)
+
+    def keep_paused(
+        self, namespace: Namespace, keys: Sequence[Key], until: float, priority: int, now: float
+    ) -> None:
+        """A session pauses: keep its chunks like those of a priority, if there is room for it."""
+        self._take(namespace, keys, _PAUSE, [Wish(until, priority)] * len(keys), now)
+
+    def resume(self, namespace: Namespace, keys: Sequence[Key], now: float) -> None:
+        """A session's pause is over: its chunks are about to be loaded."""
+        self._drop_wishes(namespace, keys, _PAUSE, now)
+
+    def release(self, namespace: Namespace, keys: Sequence[Key], now: float) -> None:
+        """Nobody will miss these chunks: what only gives way does so at once."""
+        kept = [key for key in keys if (namespace, key) in self._wishes]
+        for holder in (_PAUSE, _FAVOUR_HINT):
+            self._drop_wishes(namespace, kept, holder, now)
+        free = [key for key in kept if (namespace, key) not in self._wishes]
+        for node in self._nodes.values() if free else ():
+            node.book.table.protect(namespace, free, 0.0)
+
+    def _drop_wishes(
+        self, namespace: Namespace, keys: Sequence[Key], holder: str, now: float
+    ) -> None:
+        names = [
+            (namespace, key) for key in keys if holder in self._wishes.get((namespace, key), ())
+        ]
+        if names:
+            self._change(names, holder, None, now)
+            self._fill(now)
 
     def _take(
         self,

@@ -1,26 +1,28 @@
-"""What requests ask for their prompts' chunks, on its way from the engine to the scheduler actor.
+"""What requests ask for their chunks, on its way from the engine to the scheduler actor.
 
            begin            add (keys of the prompt)         take
   (none) ────────► hinting ──────────────────────────► queued ────► sent with the next exchange
-                      │ end
-                      └─────► (none)
+                      │ name_chunks (all keys), end                ▲
+                      └───────────────────────────► news of its session
 
 What the server does not allow is ignored and counted. A hint may be lost: it costs an eviction.
 
-Threads: `take` alone may run on the exchange thread; it only pops from the left of the queues.
+Threads: `take`, `take_sessions` and `tell_again` alone run on the exchange thread; they only pop
+from the left of the queues.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
 from raykv.base.ids import Key
 from raykv.engine.outbox import take
 from raykv.protocol.engine import Hints
+from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
 
 T = TypeVar("T")
 
@@ -33,26 +35,141 @@ MAX_TOLD = 512
 MAX_HINT_S = 3600.0
 """Longest pin of a request; a longer one is cut to it."""
 
+MAX_SESSIONS_TOLD = 64
+"""Pieces of news of sessions in one exchange."""
+
+MAX_SESSIONS_KNOWN = 1024
+"""Sessions of which it is remembered what was told; of others, all is told again."""
+
+MAX_SESSION_KEYS = 65_536
+"""Chunks of sessions that wait for an exchange; news of further ones is dropped."""
+
 
 class Allowed(StrEnum):
     """What clients may wish for; each allows what those above it do."""
 
     NONE = "none"
     PRIORITY = "priority"
+    SESSION = "session"
     PIN = "pin"
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What one request asks for its prompt: to be pinned for so long, or a priority over others."""
+    """What one request asks for its prompt: to be pinned for so long, or a priority over others;
+    and what it says of its session: the name, that it is over with this request, or pauses after
+    it for about so long.
+    """
 
     pin_s: float | None = None
     priority: int | None = None
+    session: str = ""
+    is_over: bool = False
+    pause_s: float | None = None
 
     @property
     def num_wishes(self) -> int:
-        """How many of the two are set."""
-        return (self.pin_s is not None) + (self.priority is not None)
+        """How many of these are set, the session as one."""
+        return (self.pin_s is not None) + (self.priority is not None) + bool(self.session)
+
+    @property
+    def word(self) -> SessionWord:
+        """What is to be said of the session at the end."""
+        if self.is_over:
+            return SessionWord.OVER
+        return SessionWord.USED if self.pause_s is None else SessionWord.PAUSED
+
+
+@dataclass(slots=True)
+class _Said:
+    """What a request that has ended says of its session; `columns` has its keys by KV group."""
+
+    hint: Hint
+    columns: list[list[Key]]
+    word: SessionWord
+
+    @property
+    def num_keys(self) -> int:
+        return sum(map(len, self.columns))
+
+
+class SessionBox:
+    """News of sessions. Prompts grow from request to request: only what is new of them is told.
+
+    Threads: `add` runs on the engine's thread, all else on the exchange thread.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[_Said] = deque()
+        self._num_added = 0
+        self._num_taken = 0
+        self.num_dropped = 0
+        # By session: how many keys of each column were told, and the last of them. A key stands for
+        # all before it.
+        self._told: OrderedDict[str, list[tuple[int, Key]]] = OrderedDict()
+        # What is left of the news that was begun with an earlier exchange.
+        self._rest: list[Key] = []
+
+    def add(self, hint: Hint, columns: list[list[Key]], word: SessionWord) -> None:
+        """The caller must not change `columns` any more."""
+        said = _Said(hint, columns, word)
+        if self._num_added - self._num_taken + said.num_keys > MAX_SESSION_KEYS:
+            self.num_dropped += 1
+            return
+        self._num_added += said.num_keys
+        self._queue.append(said)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._queue)
+
+    def take(self) -> list[SessionNews]:
+        """What the next exchange tells."""
+        taken: list[SessionNews] = []
+        room = MAX_TOLD
+        while self._queue and room and len(taken) < MAX_SESSIONS_TOLD:
+            said = self._queue[0]
+            keys = self._rest or self._new_keys(said)
+            part, self._rest = keys[:room], keys[room:]
+            room -= len(part)
+            if self._rest:
+                taken.append(SessionNews(said.hint.session, SessionWord.USED, [*part]))
+                break
+            self._queue.popleft()
+            self._num_taken += said.num_keys
+            taken.append(_news(said, part))
+        return taken
+
+    def _new_keys(self, said: _Said) -> list[Key]:
+        """The keys that the scheduler actor does not know of the session; it will know them."""
+        if not said.columns:
+            return []
+        session = said.hint.session
+        told = self._told.pop(session, [])
+        told += [(0, Key(b""))] * (len(said.columns) - len(told))
+        new: list[Key] = []
+        for (count, last), column in zip(told, said.columns, strict=True):
+            is_longer = 0 < count <= len(column) and column[count - 1] == last
+            new += column[count:] if is_longer else column
+        self._told[session] = [
+            (len(column), column[-1]) if column else known
+            for known, column in zip(told, said.columns, strict=True)
+        ]
+        if len(self._told) > MAX_SESSIONS_KNOWN:
+            self._told.popitem(last=False)
+        return new
+
+    def tell_again(self) -> None:
+        """The scheduler actor may have forgotten what was told."""
+        self._told.clear()
+
+
+def _news(said: _Said, keys: Sequence[Key]) -> SessionNews:
+    hint = said.hint
+    if said.word is not SessionWord.PAUSED:
+        return SessionNews(hint.session, said.word, [*keys])
+    pause_s = min(hint.pause_s or MAX_PAUSE_S, MAX_PAUSE_S)
+    return SessionNews(hint.session, said.word, [*keys], pause_s, hint.priority or 0)
 
 
 class HintBox:
@@ -65,20 +182,30 @@ class HintBox:
     def __init__(self, allowed: Allowed = Allowed.NONE) -> None:
         self._allowed = allowed
         self._requests: dict[str, Hint] = {}
+        # Of requests that are about to end.
+        self._columns: dict[str, list[list[Key]]] = {}
         self._pinned: deque[tuple[Key, float]] = deque()
         self._favoured: deque[tuple[Key, int]] = deque()
+        self._sessions = SessionBox()
         self._ignored = 0
         self._queued = 0
         self._dropped = 0
 
     def begin(self, request_id: str, hint: Hint) -> None:
         """A request is new; wishes that are not allowed are left out."""
-        may_pin = self._allowed is Allowed.PIN
-        may_prefer = self._allowed is not Allowed.NONE
-        kept = Hint(hint.pin_s if may_pin else None, hint.priority if may_prefer else None)
+        kept = self._allowed_of(hint)
         self._ignored += hint.num_wishes - kept.num_wishes
         if kept.num_wishes:
             self._requests[request_id] = kept
+        if kept.session:
+            self._sessions.add(kept, [], SessionWord.CAME)
+
+    def _allowed_of(self, hint: Hint) -> Hint:
+        may_prefer = self._allowed is not Allowed.NONE
+        kept = Hint(priority=hint.priority if may_prefer else None)
+        if self._allowed in (Allowed.SESSION, Allowed.PIN):
+            kept = replace(kept, session=hint.session, is_over=hint.is_over, pause_s=hint.pause_s)
+        return replace(kept, pin_s=hint.pin_s) if self._allowed is Allowed.PIN else kept
 
     def add(self, request_id: str, keys: Iterable[Key]) -> None:
         """Chunks of its prompt, the first ones first; a prefix of them is sent if it is full."""
@@ -98,14 +225,33 @@ class HintBox:
         else:
             self._dropped += 1
 
+    def name_chunks(self, request_id: str, columns: Iterable[Iterable[Key]]) -> None:
+        """A request is about to end: `columns` has the keys of all its chunks, by KV group, in
+        order. The caller may change them afterwards.
+        """
+        hint = self._requests.get(request_id)
+        if hint is not None and hint.session:
+            self._columns[request_id] = [list(column) for column in columns]
+
     def end(self, request_id: str) -> None:
-        """A request has ended."""
-        self._requests.pop(request_id, None)
+        """A request has ended, and will touch no chunk any more."""
+        hint = self._requests.pop(request_id, None)
+        columns = self._columns.pop(request_id, [])
+        if hint is not None and hint.session:
+            self._sessions.add(hint, columns, hint.word)
 
     @property
     def has_news(self) -> bool:
         """Whether something waits for an exchange."""
-        return bool(self._pinned or self._favoured)
+        return bool(self._pinned or self._favoured or self._sessions.has_news)
+
+    def take_sessions(self) -> list[SessionNews]:
+        """What the next exchange tells of sessions."""
+        return self._sessions.take()
+
+    def tell_again(self) -> None:
+        """The scheduler actor may have forgotten what was told of sessions."""
+        self._sessions.tell_again()
 
     def take(self) -> Hints:
         """What the next exchange tells."""
@@ -123,4 +269,5 @@ class HintBox:
             "hints_ignored": self._ignored,
             "hinted_chunks": self._queued,
             "hinted_chunks_dropped": self._dropped,
+            "session_news_dropped": self._sessions.num_dropped,
         }

@@ -446,6 +446,7 @@ class Session:
         if space is not self._attached_as:
             self._attached_as, self._standing = space, None
         self._inbox.append(Attached(space.namespace, answer))
+        self.hints.tell_again()
 
     def _follow_node(self) -> None:
         if self._follow is None:
@@ -486,7 +487,7 @@ class Session:
                 self._refused_until = time.monotonic() + WANT_PAUSE_S
             if self.described is not None and reply.void:
                 self.described.clear()
-            has_more = reply.more or self._view.remote.has_questions
+            has_more = reply.more or self._view.remote.has_questions or self.hints.has_news
             if not (has_more and self._may_grow) and not self._has_descriptions:
                 return not reply.more
             if self._stopped.is_set():
@@ -536,6 +537,8 @@ class Session:
         return msgspec.structs.replace(
             request,
             hints=self.hints.take(),
+            # What is told of a session's end comes after all touches of its chunks.
+            sessions=[] if self._view.has_touches else self.hints.take_sessions(),
             counters=counters,
             latencies={LOOKUPS: self._lookups.data()},
             wanted_keys=self._wanted.take(self._epoch),

@@ -610,6 +610,11 @@ class EngineView:
         return self.is_clearing or self._outbox.has_news or self.remote.has_news
 
     @property
+    def has_touches(self) -> bool:
+        """Whether some touches of chunks wait for an exchange; any thread may ask."""
+        return bool(self._outbox.touched)
+
+    @property
     def wants_leases(self) -> bool:
         """Whether some group's leases have run low."""
         return bool(self._wanted())

@@ -240,6 +240,11 @@ CLUSTER = (
         (),
         AGE_BOUNDS,
     ),
+    _gauge("raykv_sessions", "Sessions of requests that the scheduler actor knows.", "stage"),
+    _counter(
+        "raykv_session_chunks_released_total",
+        "Chunks that became the next to be evicted, since their session was over or given up.",
+    ),
     _counter("raykv_events_total", "Events of the cluster's event log.", "kind"),
     _gauge(
         "raykv_event_reader_lag_events",

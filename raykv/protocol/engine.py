@@ -28,6 +28,7 @@ from raykv.protocol.columns import (
 from raykv.protocol.descriptions import Descriptions, check_descriptions
 from raykv.protocol.measures import BreakerReport, HistogramData, KeySketch
 from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
+from raykv.protocol.sessions import SessionNews, check_news
 
 CHUNK_NAME_BYTES = 8
 """Bytes of a chunk's key in a record. Two of a million chunks share them with a probability of
@@ -216,7 +217,8 @@ class SyncRequest(msgspec.Struct, frozen=True):
     `breakers`: whom the engine leaves alone. `hints`: what requests wish for their chunks.
     `latencies`: of the engine since its start, by what was measured. `wanted_keys`: what is new of
     the sketch of the chunks that its requests have wanted; their number is among the counters.
-    `described`: what is inside of chunks. `heard`: the last `Naming` that has come.
+    `described`: what is inside of chunks. `heard`: the last `Naming` that has come. `sessions`:
+    what requests say of theirs, in order.
     """
 
     engine_id: str
@@ -240,6 +242,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     wanted_keys: KeySketch = KeySketch()
     described: Descriptions = Descriptions()
     heard: str = ""
+    sessions: list[SessionNews] = []
 
 
 def check_sync(request: SyncRequest) -> None:
@@ -260,6 +263,7 @@ def check_sync(request: SyncRequest) -> None:
     check_names("an order", (request.heard,))
     _counters(request.counters)
     _hints(request.hints)
+    check_news(request.sessions)
     _measured(request)
     check_descriptions(request.described)
     _finished(request.finished)

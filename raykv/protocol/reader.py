@@ -394,6 +394,8 @@ class Explanation(msgspec.Struct, frozen=True):
     """A record as the scheduler actor tells it; `age_s` is since it heard of it.
 
     `nearest_is_cached`: whether a node has the chunk `nearest` of the record's parting now.
+    `hint`: what a hint of a request did to the chunk that was missing, a sentence's end; empty:
+    nothing that is known.
     """
 
     record: MissRecord
@@ -403,6 +405,7 @@ class Explanation(msgspec.Struct, frozen=True):
     model: str
     age_s: float
     nearest_is_cached: bool = False
+    hint: str = ""
 
 
 class Explanations(msgspec.Struct, frozen=True):

@@ -388,9 +388,7 @@ class RayKVConnector(OffloadingConnector):
         known = self._tables.find(request.request_id)
         assert known is not None, request.request_id
         known.name_chunks()
-        # What windows serve nothing without comes first: a hint may be cut off.
-        columns = zip(self._tables.groups, known.keys, strict=True)
-        for _, keys in sorted(columns, key=lambda pair: pair[0].window is not None):
+        for keys in self._columns_of(request.request_id):
             self._manager.ask(request.request_id, keys)
 
     def _nothing_matched(self, request: Any, _num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -597,6 +595,20 @@ class RayKVConnector(OffloadingConnector):
         if self._manager is not None:
             keys, tokens = self._chunks_of(request.request_id)
             self._manager.misses.ended(request, keys, tokens)
+            self._manager.ended(request.request_id, self._columns_of(request.request_id))
+
+    @guarded(lambda *_: ())
+    def _columns_of(self, request_id: str) -> Sequence[Sequence[Any]]:
+        """Keys of a request's chunks, a column for each KV group.
+
+        What windows serve nothing without comes first: a hint may be cut off.
+        """
+        known = self._tables.find(request_id)
+        if known is None:
+            return ()
+        columns = zip(self._tables.groups, known.keys, strict=True)
+        ranked = sorted(columns, key=lambda pair: pair[0].window is not None)
+        return [keys for _, keys in ranked]
 
     @guarded(lambda *_: ((), 1))
     def _chunks_of(self, request_id: str) -> tuple[Sequence[bytes], int]:

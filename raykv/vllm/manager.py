@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -239,7 +239,8 @@ class RayOffloadingManager(OffloadingManager):
         if reason is not None:
             options = replace(options, load=False, store=False, no_load=reason)
         self.view.start_request(req_context.req_id, options)
-        self.hints.begin(req_context.req_id, hint_of(req_context.kv_transfer_params))
+        hint = hint_of(req_context.kv_transfer_params, req_context.kv_hints)
+        self.hints.begin(req_context.req_id, hint)
         return RequestOffloadingContext()
 
     @guarded(nothing)
@@ -256,6 +257,13 @@ class RayOffloadingManager(OffloadingManager):
             self.session.nudge()
 
     @guarded(nothing)
+    def ended(self, request_id: str, columns: Iterable[Sequence[OffloadKey]]) -> None:
+        """A request has ended, whose chunks have these keys, by KV group; some may still be stored,
+        until `on_request_finished`.
+        """
+        self.hints.name_chunks(request_id, (map(Key, keys) for keys in columns))
+
+    @guarded(nothing)
     def took_step(self, num_tokens: int, seconds: float) -> None:
         """An engine step computed so many prompt tokens."""
         self.view.remote.cost.computed(num_tokens, seconds)
@@ -265,6 +273,8 @@ class RayOffloadingManager(OffloadingManager):
         self.view.finish_request(req_context.req_id)
         self.layered.forget(req_context.req_id)
         self.hints.end(req_context.req_id)
+        if self.session is not None:
+            self.session.nudge()
 
     @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

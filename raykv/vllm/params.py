@@ -1,4 +1,8 @@
-"""What clients may ask for: five keys of a request's `kv_transfer_params` have an effect."""
+"""What clients may ask for: eight keys of a request's `kv_transfer_params` have an effect.
+
+vLLM's own `kv_hints`, which orchestrators may attach to a request, carry the wishes among them too:
+in the payload of an action of the type `raykv.hints`, under the same names.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 from raykv.engine.hints import Hint
 from raykv.engine.requests import RequestOptions
 from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
+from raykv.protocol.sessions import MAX_SESSION_NAME
 
 logger = logging.getLogger("raykv")
 
@@ -22,12 +27,25 @@ and decode engines sets it; from a client it can cost that client's own request 
 """
 
 PIN = "raykv_pin_s"
-HINTS = (PIN, "raykv_priority")
-"""Wishes for the chunks of the prompt, where the setting `client_hints` allows them: a number of
-seconds above 0, and a whole number from 1 to 9."""
+PRIORITY = "raykv_priority"
+SESSION = "raykv_session"
+OVER = "raykv_session_over"
+PAUSE = "raykv_pause_s"
+HINTS = (PIN, PRIORITY, SESSION, OVER, PAUSE)
+"""Wishes, where the setting `client_hints` allows them. For the chunks of the prompt, a number of
+seconds above 0, and a whole number from 1 to 9. Then the name of the request's session, true if it
+is over with this request, and the seconds after which it is to go on if it pauses."""
+
+ACTION, ACTION_VERSION = "raykv.hints", "1"
+"""The type of action of vLLM's `kv_hints` that has wishes, and its version up to a dot."""
+
+MAX_ACTIONS = 16
+"""Actions of one request that are looked at."""
+
+Known = bool | float | str
 
 
-def documented(params: Any) -> dict[str, bool | float] | None:
+def documented(params: Any) -> dict[str, Known] | None:
     """The part of `kv_transfer_params` that has an effect; whatever a client sends, no error.
 
     vLLM's offloading connector knows keys of its own (`max_load_tokens`, `max_offload_tokens`,
@@ -35,7 +53,7 @@ def documented(params: Any) -> dict[str, bool | float] | None:
     """
     if not isinstance(params, dict):
         return None
-    kept: dict[str, bool | float] = {}
+    kept: dict[str, Known] = {}
     for name in PARAMS:
         value = params.get(name, True)
         if isinstance(value, bool):
@@ -46,14 +64,20 @@ def documented(params: Any) -> dict[str, bool | float] | None:
             logger.debug("kv_transfer_params: %s is a %s, not a bool; ignored", name, kind)
     if params.get(PREFILLED) is True:
         kept[PREFILLED] = True
+    return kept | _wishes(params)
+
+
+def _wishes(said: dict[str, Any]) -> dict[str, Known]:
+    """The valid wishes, of which those for a session need its name."""
+    kept: dict[str, Known] = {}
     for name in HINTS:
-        value = params.get(name)
-        if value is None:
+        value = said.get(name)
+        if value is None or (name in (OVER, PAUSE) and SESSION not in kept):
             continue
         if _is_hint(name, value):
             kept[name] = value
         else:
-            logger.debug("kv_transfer_params: %s is not a number in its range; ignored", name)
+            logger.debug("kv_transfer_params: %s is not in its range; ignored", name)
     return kept
 
 
@@ -64,10 +88,38 @@ def without_prefilled(params: dict[str, Any]) -> dict[str, Any]:
 
 def _is_hint(name: str, value: Any) -> bool:
     """Whether a client's wish is valid; a truth value is not a number here."""
-    if type(value) is int and name == "raykv_priority":
-        return 1 <= value <= MAX_PRIORITY
-    is_number = type(value) in (int, float) and name == PIN
-    return is_number and 0 < value <= MAX_PIN_S
+    match name:
+        case "raykv_priority":
+            return type(value) is int and 1 <= value <= MAX_PRIORITY
+        case "raykv_session":
+            return type(value) is str and _is_name(value)
+        case "raykv_session_over":
+            return value is True
+        case _:
+            return type(value) in (int, float) and 0 < value <= MAX_PIN_S
+
+
+def _is_name(value: str) -> bool:
+    return 0 < len(value) <= MAX_SESSION_NAME and value.isprintable()
+
+
+def hinted(kv_hints: Any) -> dict[str, Known]:
+    """The wishes in vLLM's `kv_hints`, a `KvHintsEnvelope`; whatever is in there, no error.
+
+    Actions of other types are for others.
+    """
+    kept: dict[str, Known] = {}
+    actions = getattr(kv_hints, "actions", None)
+    for action in actions[:MAX_ACTIONS] if isinstance(actions, list) else ():
+        version = str(getattr(action, "action_version", "")).partition(".")[0]
+        payload = getattr(action, "payload", None)
+        if getattr(action, "action_type", "") != ACTION or not isinstance(payload, dict):
+            continue
+        if version == ACTION_VERSION:
+            kept |= _wishes(payload)
+        else:
+            logger.debug("kv_hints: %s of version %r; ignored", ACTION, version)
+    return kept
 
 
 def request_options(params: Any) -> RequestOptions:
@@ -80,13 +132,19 @@ def request_options(params: Any) -> RequestOptions:
     )
 
 
-def hint_of(params: Any) -> Hint:
-    """What a request's `kv_transfer_params` wish for, allowed or not."""
-    known = documented(params) or {}
-    pin_s, priority = known.get(PIN), known.get("raykv_priority")
+def hint_of(params: Any, kv_hints: Any = None) -> Hint:
+    """What a request's `kv_transfer_params` and vLLM's `kv_hints` wish for, allowed or not.
+
+    Where both say something, `kv_hints` counts: an orchestrator has attached them.
+    """
+    known = (documented(params) or {}) | hinted(kv_hints)
+    pin_s, priority, pause_s = known.get(PIN), known.get(PRIORITY), known.get(PAUSE)
     return Hint(
         pin_s=None if pin_s is None else float(pin_s),
         priority=None if priority is None else int(priority),
+        session=str(known.get(SESSION, "")),
+        is_over=OVER in known,
+        pause_s=None if pause_s is None else float(pause_s),
     )
 
 

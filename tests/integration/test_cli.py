@@ -15,7 +15,7 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from raykv.base.errors import ClusterError, MessageError
+from raykv.base.errors import ClusterError, MessageError, SettingError
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
@@ -33,6 +33,7 @@ from raykv.prompts.block_hashes import (
 from raykv.protocol.engine import AttachEngine, EngineAttached, MissRecord, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
+from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.one_node import actors_of_one_node
 from tests.fixtures.waiting import wait_until
 
@@ -268,6 +269,40 @@ def test_events_are_lines_of_json_from_a_place_on(played: PlayedNode) -> None:
     later = [json.loads(line) for line in run("events", "--json", "--since", place).splitlines()]
     assert [row["seq"] for row in later][:2] == [stored[2]["seq"], stored[3]["seq"]]
     assert f"{place} BlockStored node_id={PLAYED}" in run("events")
+
+
+def test_session_is_listed_shown_paused_and_ended(played: PlayedNode) -> None:
+    assert run("session", "ls", code=1).startswith("no sessions")
+    news = [
+        SessionNews("agent", SessionWord.CAME),
+        SessionNews("agent", SessionWord.USED, played.keys[:3]),
+        SessionNews("other", SessionWord.USED, played.keys[:1]),
+    ]
+    played.sync(sessions=news)
+    rows = json.loads(run("session", "ls", "--json", "--namespace", "ab"))
+    assert [row["session"] for row in rows] == ["other", "agent"]
+    assert "agent" in run("session", "ls")
+    shown = json.loads(run("session", "show", "agent", "--json"))
+    assert (shown["chunks"], shown["private_chunks"], shown["requests"]) == (3, 2, 1)
+    assert (shown["stage"], shown["in_pools"]) == ("active", {PLAYED: 3})
+    assert f"node {PLAYED}: 3 of them in its pool" in run("session", "show", "agent")
+    assert "paused, 30 s left" in run("session", "pause", "agent", "30s", "--priority", "3")
+    assert json.loads(run("pins", "--json"))["client_chunks"] == 3
+    ended = json.loads(run("session", "over", "agent", "--json"))
+    assert ended["stage"] == "over"
+    assert json.loads(run("pins", "--json"))["client_chunks"] == 1
+    with pytest.raises(ClusterError, match="there is no session 'nobody'"):
+        run("session", "show", "nobody")
+    with pytest.raises(SettingError, match="at most 3600"):
+        run("session", "pause", "agent", "2h")
+
+
+def test_session_whose_chunks_are_there_needs_no_prefetch(played: PlayedNode) -> None:
+    played.sync(sessions=[SessionNews("here", SessionWord.USED, [*played.keys])])
+    found = json.loads(run("session", "prefetch", "here", "--json"))
+    assert (found["asked"], found["there"], found["failed"]) == (4, 4, 0)
+    by_engine = run("session", "prefetch", "here", "--to", "looked-at")
+    assert "4 were there already" in by_engine
 
 
 def test_every_command_that_changes_something_tells_it_as_json(played: PlayedNode) -> None:

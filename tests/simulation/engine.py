@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from raykv.base.ids import NO_GENERATION, ChunkName, Direction, Key, Lookup, Refusal
 from raykv.engine.cost import FetchCost
 from raykv.engine.fetches import fetch_request
+from raykv.engine.hints import Hint
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
@@ -108,7 +109,7 @@ class Engine:
                 self._compute(request)
         self._order_fetches()
 
-    def begin(self, keys: list[Key]) -> Request:
+    def begin(self, keys: list[Key], hint: Hint = Hint()) -> Request:  # noqa: B008 - it is frozen
         """A new request comes; a point between two steps."""
         self.session.drain()
         self._counter += 1
@@ -116,6 +117,7 @@ class Engine:
         self.requests.append(request)
         self.view.start_request(request.request_id, RequestOptions())
         self.view.ask(request.request_id, keys)
+        self.session.hints.begin(request.request_id, hint)
         return request
 
     def _schedule(self, request: Request) -> None:
@@ -149,6 +151,11 @@ class Engine:
             self._submit(Direction.STORE, request, plan.keys, plan.handles)
         self.requests.remove(request)
         self.view.finish_request(request.request_id)
+        self._end_hints(request)
+
+    def _end_hints(self, request: Request) -> None:
+        self.session.hints.name_chunks(request.request_id, [request.keys])
+        self.session.hints.end(request.request_id)
 
     # Copy jobs
 
@@ -255,6 +262,7 @@ class Engine:
         for request in [one for one in self.requests if one.hits is not None]:
             self.requests.remove(request)
             self.view.finish_request(request.request_id)
+            self._end_hints(request)
 
     def lose_link(self) -> None:
         """Its workers' connections to the NodeActor have broken; the scheduler learns of it."""

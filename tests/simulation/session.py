@@ -9,7 +9,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from raykv.base.ids import EngineId, Epoch, Generation, Namespace, NodeId, Slot
+from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.remote import FetchOrder
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handle
@@ -58,6 +61,7 @@ class Session:
         self.inbox: deque[EngineAttached | Exchanged | FetchEnded] = deque()
         # Leases of other engines, into which this one's chunks were fetched.
         self.borrowed: set[Handle] = set()
+        self.hints = HintBox(Allowed.SESSION)
         self._cluster = cluster
         self._view = view
         self._epoch = Epoch(0)
@@ -129,6 +133,7 @@ class Session:
             return
         self._epoch = Epoch(answer.epoch)
         self._unanswered = None
+        self.hints.tell_again()
         self.inbox.append(answer)
 
     def _sync(self, may_repeat: bool) -> None:
@@ -139,6 +144,10 @@ class Session:
                 may_want=not self.inbox,
                 may_repeat=may_repeat,
             )
+            if not (self._unanswered.idle or self._view.has_touches):
+                self._unanswered = msgspec.structs.replace(
+                    self._unanswered, sessions=self.hints.take_sessions()
+                )
         message = self._unanswered
         self._call = Call[SyncReply](
             label=f"sync {message.seq} of {self.identity.engine_id}",

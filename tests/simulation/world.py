@@ -19,9 +19,12 @@ import raykv.directory.answers.snapshots
 import raykv.directory.leases
 import raykv.directory.log
 import raykv.directory.mirror
+import raykv.directory.sessions
+import raykv.engine.hints
 from raykv.base.clearings import Clearings
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId, Epoch, Namespace, NodeId
 from raykv.directory.manager import ManagerSettings
+from raykv.engine.hints import Hint
 from tests.fixtures.keys import named_key as key
 from tests.simulation.bugs import BUGS
 from tests.simulation.checks import settle
@@ -125,6 +128,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        self.session_rng = random.Random(seed)
         self.nature = nature(self.rng)
         settings = ManagerSettings(
             engine_expiry_s=SETTINGS.engine_expiry_s,
@@ -190,8 +194,18 @@ class World:
             return None
         document = self.rng.randrange(self.nature.num_documents)
         length = self.rng.randint(1, DOCUMENT_CHUNKS)
-        engine.begin([key(f"{document}{chunk}") for chunk in range(length)])
+        engine.begin([key(f"{document}{chunk}") for chunk in range(length)], self._hint())
         return f"{length} chunks of document {document} for {engine.identity.engine_id}"
+
+    def _hint(self) -> Hint:
+        """What the request says of its session; most have none."""
+        session = self.session_rng.choice(("", "", "x", "y", "z"))
+        if not session:
+            return Hint()
+        is_over = self.session_rng.random() < 0.3
+        return Hint(
+            session=session, is_over=is_over, pause_s=self.session_rng.choice((None, 0.1, 5.0))
+        )
 
     def engine_exchanges(self) -> str | None:
         engine = self._any_engine()
@@ -352,6 +366,10 @@ def small_pages() -> Iterator[pytest.MonkeyPatch]:
         patches.setattr(raykv.directory.leases, "MAX_KEYS", 3)
         patches.setattr(raykv.directory.mirror, "MAX_KEYS", 3)
         patches.setattr(raykv.directory.answers.snapshots, "MAX_PAGE", 4)
+        patches.setattr(raykv.directory.sessions, "MAX_SESSIONS", 3)
+        patches.setattr(raykv.directory.sessions, "MAX_KEYS_EACH", 6)
+        patches.setattr(raykv.directory.sessions, "MAX_KEYS_ALL", 12)
+        patches.setattr(raykv.engine.hints, "MAX_TOLD", 3)
         patches.setattr(raykv.directory.log.EventLog.page, "__defaults__", (5,))
         yield patches
 

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from raykv.base.ids import NodeId
 from raykv.protocol.engine import Hints
+from raykv.protocol.sessions import SessionWord
 from tests.fixtures.directory.pinned import PAGE, SPACE, Cluster, key
 from tests.fixtures.directory.tables import TABLES, use_table
 
@@ -88,6 +89,12 @@ class PinsMachine(RuleBasedStateMachine):
         count = len(keys)
         hints = Hints(favoured=keys, priorities=[2] * count) if favours else None
         self.cluster.sync(node, hints=hints or Hints(keys, [pin_s] * count))
+
+    @rule(session=st.sampled_from("xy"), word=st.sampled_from(SessionWord), numbers=some_chunks)
+    def session_says(self, session: str, word: SessionWord, numbers: list[int]) -> None:
+        """What sessions release and keep takes nothing from a pin."""
+        pause_s = 5.0 if word is SessionWord.PAUSED else 0.0
+        self.cluster.say("a", session, word, *numbers, pause_s=pause_s)
 
     @rule(seconds=st.sampled_from((0.5, 2, 7)))
     def wait(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ Nothing of it outlives the scheduler actor.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -51,7 +51,7 @@ PLACES_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A record, and where it came from; `at` by the caller's clock."""
+    """A record, and where it came from; `at` by the caller's clock. `hint` as in `Explanation`."""
 
     record: MissRecord
     engine_id: str
@@ -59,6 +59,7 @@ class _Entry:
     namespace: str
     model: str
     at: float
+    hint: str = ""
 
     def has_id(self, beginning: str) -> bool:
         """Whether the request's id begins so, after the number that vLLM puts before each answer of
@@ -78,14 +79,25 @@ class _Entry:
             model=self.model,
             age_s=now - self.at,
             nearest_is_cached=nearest_is_cached,
+            hint=self.hint,
         )
 
 
 class MissLog:
-    """The latest requests; `nodes` has all nodes, kept up to date by the block manager."""
+    """The latest requests.
 
-    def __init__(self, nodes: Mapping[NodeId, Node]) -> None:
+    Args:
+        nodes: all nodes, kept up to date by the block manager.
+        hint_of: what a hint did to a chunk that is missing, as in `Explanation`.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[NodeId, Node],
+        hint_of: Callable[[Namespace, Key], str] = lambda _namespace, _key: "",
+    ) -> None:
         self._nodes = nodes
+        self._hint_of = hint_of
         # The newest one has the number `_num_taken`.
         self._entries: deque[_Entry] = deque()
         self._num_taken = 0
@@ -136,7 +148,10 @@ class MissLog:
                 better.update(known.missed)
                 better.subtract(record.missed)
             self._remember(
-                _Entry(known, engine.engine_id, engine.node_id, engine.namespace, engine.model, now)
+                _Entry(
+                    *(known, engine.engine_id, engine.node_id, engine.namespace, engine.model, now),
+                    hint=self._hint_of(engine.namespace, Key(record.missing)),
+                )
             )
         return dict(+better)
 

@@ -19,6 +19,7 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import EngineId, NodeId
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
+from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.place import leave_ray
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import EngineRuntime
@@ -28,6 +29,7 @@ from raykv.protocol.columns import Handles, Leases
 from raykv.protocol.engine import EngineAttached, Naming, Space, SyncReply, SyncRequest
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.measures import BreakerReport
+from raykv.protocol.sessions import SessionWord
 from tests.fixtures.engine.scheduler import PlayedScheduler, attached
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
@@ -245,6 +247,7 @@ import atexit, time
 import ray._private.worker
 calls = []
 ray._private.worker.disconnect = lambda *_: time.sleep(60)
+from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.place import leave_ray
 import ray
 assert not leave_ray(ray.shutdown, 0.2)
@@ -352,3 +355,26 @@ def test_name_of_the_weights_is_heard_once_and_that_is_told_at_once() -> None:
     assert scheduler.requests[-1].heard == "order"
     assert session.take_naming() == Naming("order", "v2")
     assert session.take_naming() is None
+
+
+def test_end_of_a_session_is_told_after_the_touches_of_its_chunks(scheduler: Scheduler) -> None:
+    """A touch that came later would take its chunks back."""
+    view = EngineView(EngineId("engine"), [0], 1.0, 4)
+    view.attached(EngineAttached(1, 1, {0: 4}))
+    hints = HintBox(Allowed.SESSION)
+    settings = SessionSettings("engine", "n", "ns", "model", 1, {0: 4096})
+    session = Session(view, scheduler, settings, hints=hints)
+    keys = [key(number) for number in range(2000)]
+    hints.begin("request", Hint(session="agent", is_over=True))
+    view.prepare_load(keys)
+    hints.name_chunks("request", [keys[:2]])
+    hints.end("request")
+    assert session._exchange_quietly()
+    touched = [number for number, each in enumerate(scheduler.requests) if each.touched]
+    told = [number for number, each in enumerate(scheduler.requests) if each.sessions]
+    assert len(touched) == 2
+    assert told == [touched[-1]]
+    assert [each.word for each in scheduler.requests[told[0]].sessions] == [
+        SessionWord.CAME,
+        SessionWord.OVER,
+    ]

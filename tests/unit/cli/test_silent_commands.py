@@ -50,6 +50,11 @@ ASKS: dict[str, list[str]] = {
     "export": ["folder", KEY],
     "import": ["chunks.safetensors"],
     "up": [],
+    "session ls": [],
+    "session show": ["agent"],
+    "session over": ["agent"],
+    "session pause": ["agent", "30s"],
+    "session prefetch": ["agent"],
     "publish status": [],
     "publish start": ["tcp://127.0.0.1:5557"],
 }
@@ -192,6 +197,7 @@ METHODS: dict[str, Callable[[Cluster], object]] = {
     "pin": lambda cluster: cluster.pin([KEY]),
     "unpin": lambda cluster: cluster.unpin("pin"),
     "pins": Cluster.pins,
+    "sessions": Cluster.sessions,
     "prefetch": lambda cluster: cluster.prefetch([KEY], "node"),
     "move": lambda cluster: cluster.move([KEY], "node"),
     "export_chunks": lambda cluster: cluster.export_chunks("folder", keys=[KEY]),
@@ -206,6 +212,7 @@ OTHER_METHODS = {
     "down": "ends actors that do not answer",
     "stop_publishing": "ends one that does not answer",
     "close": "asks nobody",
+    "session": "asks nobody, unlike the methods of what it returns",
 }
 
 

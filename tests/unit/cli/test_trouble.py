@@ -27,8 +27,10 @@ RECORD = MissRecord(
 )
 
 
-def explanation(record: MissRecord) -> Explanation:
-    return Explanation(record, "engine-1", "node-1", "namespace-1", "tiny", age_s=12.3456)
+def explanation(record: MissRecord, hint: str = "") -> Explanation:
+    return Explanation(
+        record, "engine-1", "node-1", "namespace-1", "tiny", age_s=12.3456, hint=hint
+    )
 
 
 class PlayedCluster:
@@ -56,8 +58,8 @@ class PlayedCluster:
         pass
 
 
-def play(patches: pytest.MonkeyPatch, *records: MissRecord) -> PlayedCluster:
-    played = PlayedCluster([explanation(record) for record in records])
+def play(patches: pytest.MonkeyPatch, *records: MissRecord, hint: str = "") -> PlayedCluster:
+    played = PlayedCluster([explanation(record, hint) for record in records])
     patches.setattr(raykv, "connect", lambda _address: played)
     return played
 
@@ -96,6 +98,7 @@ def test_json_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         "first_missing_key": "abcd",
         "parting": None,
         "advice": ADVICE[MissReason.EVICTED],
+        "hint": "",
         "engine_id": "engine-1",
         "node_id": "node-1",
         "namespace": "namespace-1",
@@ -145,6 +148,14 @@ def test_parting_comes_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
         "other_tokens": [4],
         "other_text": "4",
     }
+
+
+def test_what_a_hint_did_to_the_missing_chunk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    hint = "released: its session 'agent [7]' was over"
+    play(monkeypatch, RECORD, hint=hint)
+    assert f"What was missing first had been {hint}." in run("cmpl-7")
+    (row,) = json.loads(run("cmpl-7", "--json"))
+    assert row["hint"] == hint
 
 
 def test_several_requests_come_in_the_order_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from raykv.base.errors import MessageError
 from raykv.base.ids import Key
 from raykv.engine.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
 from raykv.protocol.engine import Hints, SyncRequest, check_sync
+from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
 
 BOTH = Hint(pin_s=60.0, priority=3)
 
@@ -27,7 +28,8 @@ def told(allowed: Allowed, hint: Hint, count: int = 2) -> tuple[Hints, dict[str,
 def test_nothing_is_passed_on_unless_the_server_allows_it() -> None:
     hints, counters = told(Allowed.NONE, BOTH)
     assert hints == Hints()
-    assert counters == {"hints_ignored": 2, "hinted_chunks": 0, "hinted_chunks_dropped": 0}
+    ignored, *others = counters.values()
+    assert (ignored, others) == (2, [0, 0, 0])
 
 
 def test_priority_is_passed_on_without_the_pin_where_only_that_is_allowed() -> None:
@@ -101,3 +103,126 @@ def test_hints_that_cannot_be_meant_are_refused(hints: Hints) -> None:
     check_sync(SyncRequest("engine", 1, 1, hints=Hints([b"k"], [1.0], [b"k"], [9])))
     with pytest.raises(MessageError):
         check_sync(SyncRequest("engine", 1, 1, hints=hints))
+
+
+SESSION = Hint(session="agent")
+
+
+def said(box: HintBox) -> list[SessionNews]:
+    """All that is told of sessions, exchange by exchange."""
+    told: list[SessionNews] = []
+    while box.has_news:
+        told += box.take_sessions()
+    return told
+
+
+def run(box: HintBox, hint: Hint, *columns: list[Key]) -> list[SessionNews]:
+    box.begin("request", hint)
+    end(box, "request", *columns)
+    return said(box)
+
+
+def end(box: HintBox, request_id: str, *columns: list[Key]) -> None:
+    box.name_chunks(request_id, columns)
+    box.end(request_id)
+
+
+@pytest.mark.parametrize("allowed", [Allowed.NONE, Allowed.PRIORITY])
+def test_session_is_not_told_unless_the_server_allows_it(allowed: Allowed) -> None:
+    box = HintBox(allowed)
+    assert run(box, Hint(session="agent", is_over=True), keys(2)) == []
+    assert box.counter_values()["hints_ignored"] == 1
+
+
+def test_session_is_told_when_its_request_comes_and_when_it_ends() -> None:
+    box = HintBox(Allowed.SESSION)
+    assert run(box, SESSION, keys(2)) == [
+        SessionNews("agent", SessionWord.CAME),
+        SessionNews("agent", SessionWord.USED, [*keys(2)]),
+    ]
+    assert box.counter_values()["hints_ignored"] == 0
+
+
+def test_end_and_pause_are_told_with_the_chunks_of_the_request() -> None:
+    box = HintBox(Allowed.PIN)
+    pauses = Hint(priority=3, session="agent", pause_s=9.0)
+    assert run(box, pauses, keys(1))[-1] == SessionNews(
+        "agent", SessionWord.PAUSED, [*keys(1)], 9.0, 3
+    )
+    is_over = Hint(session="agent", is_over=True, pause_s=9.0)
+    assert run(box, is_over, keys(2))[-1] == SessionNews("agent", SessionWord.OVER, [*keys(2)[1:]])
+
+
+def test_long_pause_is_cut_down() -> None:
+    box = HintBox(Allowed.SESSION)
+    assert run(box, Hint(session="agent", pause_s=1e6))[-1].pause_s == MAX_PAUSE_S
+
+
+def test_only_what_is_new_of_a_session_is_told() -> None:
+    box = HintBox(Allowed.SESSION)
+    run(box, SESSION, keys(3), keys(2))
+    assert run(box, SESSION, keys(5), keys(4))[-1].keys == [*keys(5)[3:], *keys(4)[2:]]
+    assert run(box, SESSION, keys(5), keys(4))[-1].keys == []
+
+
+def test_prompt_that_goes_on_otherwise_is_told_as_a_whole() -> None:
+    box = HintBox(Allowed.SESSION)
+    run(box, SESSION, keys(3))
+    other = [*keys(2), Key(b"x"), Key(b"y")]
+    assert run(box, SESSION, other)[-1].keys == other
+    assert run(box, SESSION, keys(1))[-1].keys == keys(1)
+
+
+def test_everything_is_told_again_to_a_scheduler_actor_that_may_have_forgotten() -> None:
+    box = HintBox(Allowed.SESSION)
+    run(box, SESSION, keys(3))
+    box.tell_again()
+    assert run(box, SESSION, keys(4))[-1].keys == keys(4)
+
+
+def test_session_of_many_chunks_is_told_in_pieces_and_its_end_with_the_last() -> None:
+    box = HintBox(Allowed.SESSION)
+    box.begin("request", Hint(session="agent", is_over=True))
+    end(box, "request", keys(MAX_TOLD + 1))
+    came, piece = box.take_sessions()
+    assert (came.word, piece.word, piece.keys) == (
+        SessionWord.CAME,
+        SessionWord.USED,
+        keys(MAX_TOLD),
+    )
+    (last,) = box.take_sessions()
+    assert (last.word, last.keys) == (SessionWord.OVER, keys(MAX_TOLD + 1)[-1:])
+    assert not box.has_news
+
+
+def test_news_of_sessions_is_bounded_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.engine.hints, "MAX_SESSION_KEYS", 3)
+    box = HintBox(Allowed.SESSION)
+    end(box, "unknown", keys(9))
+    for request in "ab":
+        box.begin(request, SESSION)
+        end(box, request, keys(2))
+    assert box.counter_values()["session_news_dropped"] == 1
+    assert [each.keys for each in said(box)] == [[], keys(2), []]
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        SessionNews("", SessionWord.USED),
+        SessionNews("s" * 129, SessionWord.USED),
+        SessionNews("s", SessionWord.USED, [b""]),
+        SessionNews("s", SessionWord.USED, pause_s=1.0),
+        SessionNews("s", SessionWord.PAUSED),
+        SessionNews("s", SessionWord.PAUSED, pause_s=-1.0),
+        SessionNews("s", SessionWord.PAUSED, pause_s=float("nan")),
+        SessionNews("s", SessionWord.PAUSED, pause_s=1e9),
+        SessionNews("s", SessionWord.PAUSED, pause_s=1.0, priority=10),
+        SessionNews("s", SessionWord.PAUSED, pause_s=1.0, priority=-1),
+    ],
+)
+def test_news_that_cannot_be_meant_is_refused(news: SessionNews) -> None:
+    valid = [SessionNews("s", SessionWord.PAUSED, [b"k"], 1.0, 9)]
+    check_sync(SyncRequest("engine", 1, 1, sessions=valid))
+    with pytest.raises(MessageError):
+        check_sync(SyncRequest("engine", 1, 1, sessions=[*valid, news]))

@@ -1,4 +1,4 @@
-"""What a client may say in `kv_transfer_params`: five keys. Nothing else has any effect."""
+"""What a client may say in `kv_transfer_params`: eight keys. Nothing else has any effect."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 import torch
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.kv_offload.base import ReqContext
 
 from raykv.base.ids import Key, group_of
-from raykv.engine.hints import Allowed, HintBox
+from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.requests import RequestOptions
+from raykv.protocol.sessions import SessionWord
 from raykv.vllm.params import (
     HINTS,
+    OVER,
     PARAMS,
+    PAUSE,
     PIN,
     PREFILLED,
+    PRIORITY,
+    SESSION,
     documented,
     hint_of,
     only_documented,
@@ -96,6 +103,93 @@ def test_only_what_is_documented_has_an_effect(sent: Any) -> None:
     assert hint.pin_s == (pin_s if can_be_meant else None)
     is_whole = isinstance(priority, int) and not isinstance(priority, bool)
     assert hint.priority == (priority if is_whole and 1 <= priority <= 9 else None)
+    session: Any = said.get("raykv_session")
+    is_name = isinstance(session, str) and session.isprintable() and 0 < len(session) <= 128
+    assert hint.session == (session if is_name else "")
+    assert hint.is_over == (is_name and said.get("raykv_session_over") is True)
+    assert hint.pause_s is None or is_name
+
+
+@pytest.mark.parametrize(
+    ("sent", "hint"),
+    [
+        ({SESSION: "agent 7"}, Hint(session="agent 7")),
+        ({SESSION: "a", OVER: True}, Hint(session="a", is_over=True)),
+        ({SESSION: "a", PAUSE: 9, PRIORITY: 2}, Hint(session="a", pause_s=9.0, priority=2)),
+        ({SESSION: "a", OVER: 1, PAUSE: "9"}, Hint(session="a")),
+        ({SESSION: "a", OVER: False, PAUSE: 0}, Hint(session="a")),
+        ({OVER: True, PAUSE: 9}, Hint()),
+        ({SESSION: "", OVER: True}, Hint()),
+        ({SESSION: "s" * 129}, Hint()),
+        ({SESSION: "a\nb"}, Hint()),
+        ({SESSION: 7}, Hint()),
+    ],
+)
+def test_session_is_a_printable_name_and_the_rest_needs_it(sent: Any, hint: Hint) -> None:
+    assert hint_of(sent) == hint
+
+
+def envelope(*actions: tuple[str, str, dict[str, Any]]) -> KvHintsEnvelope:
+    """What an orchestrator attaches to a request."""
+    return KvHintsEnvelope("0.1", "message", [KvHintAction("action", *each) for each in actions])
+
+
+@pytest.mark.parametrize(
+    ("kv_hints", "hint"),
+    [
+        (None, Hint(session="a")),
+        (
+            envelope(("raykv.hints", "1", {OVER: True, SESSION: "b"})),
+            Hint(session="b", is_over=True),
+        ),
+        (envelope(("raykv.hints", "1.2", {PRIORITY: 4})), Hint(session="a", priority=4)),
+        (envelope(("raykv.hints", "2", {PRIORITY: 4})), Hint(session="a")),
+        (envelope(("kv.fetch", "1", {PRIORITY: 4})), Hint(session="a")),
+        (
+            envelope(("raykv.hints", "1", {PRIORITY: 4}), ("raykv.hints", "1", {PIN: 5})),
+            Hint(session="a", priority=4, pin_s=5.0),
+        ),
+        (envelope(*[("other", "1", {})] * 16, ("raykv.hints", "1", {PIN: 5})), Hint(session="a")),
+        (envelope(("raykv.hints", "1", {"raykv_load": False, PIN: "x"})), Hint(session="a")),
+        ("nonsense", Hint(session="a")),
+    ],
+)
+def test_kv_hints_of_vllm_carry_the_same_wishes(kv_hints: Any, hint: Hint) -> None:
+    assert hint_of({SESSION: "a"}, kv_hints) == hint
+
+
+def test_kv_hints_do_not_switch_loading_off() -> None:
+    """They come to the manager as vLLM's request has them."""
+    engine = Engine()
+    manager = engine.connector._manager
+    assert manager is not None
+    manager.hints = HintBox(Allowed.SESSION)
+    hints = envelope(("raykv.hints", "1", {SESSION: "agent", "raykv_load": False}))
+    engine.hold(0)
+    request = PlayedRequest(kv_hints=hints)
+    engine.begin(request)
+    assert engine.schedule(request) == CHUNK
+    (came,) = manager.hints.take_sessions()
+    assert (came.session, came.word) == ("agent", SessionWord.CAME)
+
+
+def test_session_is_told_all_chunks_of_its_request_at_the_end() -> None:
+    """Those of full attention before those of windows."""
+    engine = Engine((WINDOW, FULL))
+    manager = engine.connector._manager
+    assert manager is not None
+    manager.hints = HintBox(Allowed.SESSION)
+    request = PlayedRequest(kv_transfer_params={SESSION: "agent", OVER: True})
+    engine.begin(request)
+    engine.schedule(request)
+    engine.finish(request)
+    (came,) = manager.hints.take_sessions()
+    assert came.word is SessionWord.CAME, "its last chunks are not stored yet"
+    manager.on_request_finished(ReqContext(request.request_id))
+    (last,) = manager.hints.take_sessions()
+    count = request.num_prompt_tokens // CHUNK
+    assert last.word is SessionWord.OVER
+    assert [group_of(Key(each)) for each in last.keys] == [1] * count + [0] * count
 
 
 def made_request(sent: Any) -> Any:

@@ -1,0 +1,174 @@
+"""`raykv session`: sessions of requests, which say in `kv_transfer_params` to which they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raykv.cli.base import (
+    Address,
+    AsJson,
+    ExitCode,
+    ago,
+    connected,
+    console,
+    print_json,
+    say,
+    table,
+)
+from raykv.cli.base import app as main_app
+from raykv.cli.operate import Timeout, counting, parse_duration, report
+
+if TYPE_CHECKING:
+    from raykv.protocol.sessions import SessionStatus
+
+app = typer.Typer(
+    help="Look at sessions of requests, and say what becomes of their chunks.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+main_app.add_typer(app, name="session")
+
+Name = Annotated[str, typer.Argument(help="As raykv_session in the requests has it.")]
+Namespace = Annotated[
+    str,
+    typer.Option(help="As `raykv status` shows it, or its beginning. Default: any."),
+]
+
+
+@app.command("ls")
+def list_sessions(
+    *, namespace: Namespace = "", as_json: AsJson = False, ray_address: Address = None
+) -> None:
+    """List the sessions that were used last, the latest first.
+
+    Exit code 1 if there are no sessions.
+
+    Example: raykv session ls
+    """
+    with connected(ray_address) as cluster:
+        found = cluster.sessions(namespace=namespace)
+    if as_json:
+        print_json(found)
+    elif found:
+        _print_sessions(found)
+    else:
+        say("no sessions: requests name theirs with raykv_session, where client_hints allows it")
+    raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
+
+
+def _print_sessions(found: Sequence[SessionStatus]) -> None:
+    rows = table(
+        "session", "namespace", "stage", "chunks", "private", "requests", "unused for", "node"
+    )
+    for each in found:
+        rows.add_row(
+            each.session,
+            each.namespace[:12],
+            _stage(each),
+            f"{each.chunks:,}",
+            f"{each.private_chunks:,}",
+            f"{each.requests:,}",
+            ago(each.idle_s),
+            each.node_id[:12],
+        )
+    console().print(rows)
+
+
+def _stage(known: SessionStatus) -> str:
+    return f"paused, {ago(known.left_s)} left" if known.left_s else str(known.stage)
+
+
+@app.command()
+def show(
+    name: Name, *, namespace: Namespace = "", as_json: AsJson = False, ray_address: Address = None
+) -> None:
+    """Show a session, and where its chunks are.
+
+    Example: raykv session show agent-7
+    """
+    with connected(ray_address) as cluster:
+        known = cluster.session(name, namespace=namespace).status()
+    _report(known, as_json=as_json)
+
+
+@app.command()
+def over(
+    name: Name, *, namespace: Namespace = "", as_json: AsJson = False, ray_address: Address = None
+) -> None:
+    """Say that a session is over: what no other session has used is evicted next.
+
+    Example: raykv session over agent-7
+    """
+    with connected(ray_address) as cluster:
+        known = cluster.session(name, namespace=namespace).over()
+    _report(known, as_json=as_json)
+
+
+@app.command()
+def pause(
+    name: Name,
+    duration: Annotated[str, typer.Argument(help="For about so long, like 90s or 15m.")],
+    *,
+    priority: Annotated[
+        int | None,
+        typer.Option(help="1 to 9, beside others that are kept by preference.", min=1, max=9),
+    ] = None,
+    namespace: Namespace = "",
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Keep a session's chunks for so long by preference; then, if it has not gone on, give it up.
+
+    Example: raykv session pause agent-7 15m
+    """
+    seconds = parse_duration("the pause", duration)
+    with connected(ray_address) as cluster:
+        known = cluster.session(name, namespace=namespace).pause(seconds, priority=priority)
+    _report(known, as_json=as_json)
+
+
+@app.command()
+def prefetch(
+    name: Name,
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="A node by Ray's id, or an engine, or the beginning of it. Default: the node of "
+            "the session's latest request.",
+        ),
+    ] = "",
+    namespace: Namespace = "",
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Bring a session's chunks to a node's RAM before it goes on there, from other pools or disks.
+
+    Exit code 1 if some of them are not there at the end.
+
+    Example: raykv session prefetch agent-7 --to 3f9a
+    """
+    with connected(ray_address) as cluster, counting("prefetch") as watch:
+        session = cluster.session(name, namespace=namespace)
+        found = session.prefetch(to, deadline_s=timeout, watch=watch)
+    report(found, as_json=as_json)
+
+
+def _report(known: SessionStatus, *, as_json: bool) -> None:
+    if as_json:
+        print_json(known)
+        return
+    say(
+        f"session {known.session}: {_stage(known)}; {known.chunks:,} chunks, of which "
+        f"{known.private_chunks:,} are of no other session; {known.requests:,} requests, unused "
+        f"for {ago(known.idle_s)}"
+    )
+    for where, counts in (("pool", known.in_pools), ("disk", known.on_disks)):
+        for node_id, count in sorted(counts.items()):
+            say(f"node {node_id[:12]}: {count:,} of them in its {where}")

@@ -1,0 +1,169 @@
+"""Sessions of requests: what engines say of them, what operators order, and what they get to know.
+
+A session is whatever its client calls one: an agent's work, a conversation. It has a name and the
+chunks that its requests have used, in one namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+from raykv.protocol.columns import MAX_KEYS, check_keys, check_names, check_rows, require
+from raykv.protocol.operator import MAX_PRIORITY
+
+MAX_SESSION_NAME = 128
+"""Characters of a session's name."""
+
+MAX_PAUSE_S = 3600.0
+"""Longest pause of a session."""
+
+MAX_SESSIONS_LISTED = 256
+"""Sessions in one answer."""
+
+
+class SessionWord(IntEnum):
+    """What is said of a session."""
+
+    CAME = 0
+    """One of its requests has come: it goes on, whatever was said before."""
+    USED = 1
+    """A request has used chunks."""
+    PAUSED = 2
+    """It is to go on in about so long."""
+    OVER = 3
+
+
+class SessionStage(StrEnum):
+    """Where a session is."""
+
+    ACTIVE = "active"
+    PAUSED = "paused"
+    GIVEN_UP = "given up"
+    """Its pause was over, and it had not gone on."""
+    OVER = "over"
+
+
+class SessionNews(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine says of a session.
+
+    `keys` are chunks that it has not named before, the first ones of the prefix first. `pause_s`
+    and `priority` (0: none) belong to a pause.
+    """
+
+    session: str
+    word: SessionWord
+    keys: list[bytes] = []
+    pause_s: float = 0.0
+    priority: int = 0
+
+
+def check_news(news: Sequence[SessionNews]) -> None:
+    """Refuse what is invalid with a MessageError."""
+    check_rows("sessions", news)
+    for each in news:
+        check_session(each.session)
+        check_keys("keys of a session", each.keys)
+        _check_pause(each.word, each.pause_s, each.priority)
+
+
+def check_session(name: str) -> None:
+    """Refuse an invalid name with a MessageError."""
+    require(0 < len(name) <= MAX_SESSION_NAME, f"a session's name of {len(name)} characters")
+
+
+def _check_pause(word: int, pause_s: float, priority: int) -> None:
+    has_pause = word == SessionWord.PAUSED
+    is_valid = 0 < pause_s <= MAX_PAUSE_S if has_pause else pause_s == 0
+    require(is_valid, f"a pause of {pause_s} s")
+    require(0 <= priority <= MAX_PRIORITY, f"the priority {priority} of a session")
+
+
+class SessionOrder(msgspec.Struct, frozen=True):
+    """An operator says PAUSED or OVER of a session; fields as in `SessionNews`."""
+
+    version: int
+    namespace: str
+    session: str
+    word: SessionWord
+    pause_s: float = 0.0
+    priority: int = 0
+
+
+def check_session_order(order: SessionOrder) -> None:
+    """Refuse an invalid order about a session with a MessageError."""
+    check_names("a namespace", (order.namespace,))
+    check_session(order.session)
+    is_order = order.word in (SessionWord.PAUSED, SessionWord.OVER)
+    require(is_order, f"an order that says {order.word!r} of a session")
+    _check_pause(order.word, order.pause_s, order.priority)
+
+
+class SessionStatus(msgspec.Struct, frozen=True):
+    """A session, as the scheduler actor knows it.
+
+    `private_chunks` of its `chunks` are of no other session that is known. `node_id`: where its
+    latest request was. `left_s`: of its pause. `in_pools` and `on_disks` have how many of its
+    chunks each node has there, where one session is asked for by its name.
+    """
+
+    session: str
+    namespace: str
+    stage: SessionStage
+    node_id: str
+    chunks: int
+    private_chunks: int
+    requests: int
+    idle_s: float
+    left_s: float = 0.0
+    in_pools: dict[str, int] = {}
+    on_disks: dict[str, int] = {}
+
+
+class SessionAnswer(msgspec.Struct, frozen=True):
+    """Answer to `SessionOrder`: the session now, or that there is none of that name."""
+
+    version: int
+    session: SessionStatus | None = None
+
+
+class SessionQuery(msgspec.Struct, frozen=True):
+    """Which sessions are there?
+
+    Empty texts: all. A page has the most recently used ones. Of a session that is asked for by
+    name, and is in one namespace only, it has the keys from number `first` on too.
+    """
+
+    version: int
+    namespace: str = ""
+    session: str = ""
+    first: int = 0
+
+
+def check_session_query(query: SessionQuery) -> None:
+    """Refuse an invalid question for sessions with a MessageError."""
+    check_names("a namespace", (query.namespace,))
+    require(len(query.session) <= MAX_SESSION_NAME, "a session's name that is too long")
+    require(0 <= query.first <= 1 << 32, f"the chunk number {query.first}")
+
+
+class SessionPage(msgspec.Struct, frozen=True):
+    """Answer to `SessionQuery`; `keys` in the order in which prompts have them."""
+
+    version: int
+    sessions: list[SessionStatus] = []
+    keys: list[bytes] = []
+
+
+def check_session_page(page: SessionPage) -> None:
+    """An answer to a question for sessions.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    check_keys("keys of a session", page.keys)
+    require(len(page.keys) <= MAX_KEYS, f"{len(page.keys)} keys in a page")
+    for each in page.sessions:
+        check_session(each.session)
