@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -86,15 +84,11 @@ def servers(
     on_second = transfer(node_id=second.node_id)
     on_second += ["--otlp-traces-endpoint", collector.endpoint]
     address = cluster.address
-    with ExitStack() as running, ThreadPoolExecutor(2) as starters:
-        first, other = starters.map(
-            running.enter_context,
-            (
-                served(folder / "first", address, *on_first, pool=SMALL_POOL),
-                served(folder / "second", address, *on_second, cores="1"),
-            ),
-        )
-        yield first, other
+    with (
+        served(folder / "first", address, *on_first, pool=SMALL_POOL) as one,
+        served(folder / "second", address, *on_second, cores="1") as two,
+    ):
+        yield one, two
 
 
 def sources_in(usage: dict[str, Any]) -> dict[str, int]:
