@@ -47,6 +47,7 @@ FEATURES = {
     "routing": "a router of Ray Serve is told the same",
     "prefetch": "`raykv prefetch` brings all that it needs",
     "pin": "`raykv pin` keeps all that a prompt needs",
+    "sessions": "a session's end and its pause decide what is evicted",
     "why-miss": "`raykv why-miss` says why a prompt was computed",
     "inspect": "`raykv.inspect`: frames, and K and V of chunks as tensors",
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def start(cluster: Cluster, model: Path, disk: Path, log: Path) -> EngineProcess
         "disk_path": str(disk),
         "disk_bytes": "64MiB",
         "disk_free_bytes": "1MiB",
+        "client_hints": "session",
         "query_deadline_s": 10.0,
         # However fast this small model computes on this machine.
         "prefill_tokens_per_s": 1.0,
@@ -139,6 +141,39 @@ def test_what_is_on_the_disk_is_listed_and_is_brought_to_ram_when_it_is_wanted(
     assert {chunk.tier for chunk in cluster.chunk(found.keys[0])} == {"ram", "disk"}
     again = cluster.prefetch(found.keys, node_id)
     assert (again.came, again.there) == (0, PROMPT_CHUNKS)
+
+
+def test_session_is_brought_from_the_disk_before_it_goes_on(
+    cluster: Cluster,
+    references: list[list[int]],
+    tiny_model: Path,
+    disk: Path,
+    tmp_path: Path,
+) -> None:
+    engine = start(cluster, tiny_model, disk, tmp_path / "log")
+    try:
+        params = {"raykv_session": "agent", "raykv_session_over": True}
+        engine.call("generate", prompts=[the_prompt(4)], params=params)
+        others = count(5)
+        # That a request has ended is told with the next step of the engine.
+        engine.tokens([the_prompt(next(others))])
+        wait_until(lambda: cluster.session("agent").status().stage == "over", 10.0, "it is told")
+        while cluster.lookup(tokens=the_prompt(4)).disk_tokens < PROMPT_CHUNKS * BLOCK:
+            # It is over, and goes first.
+            engine.tokens([the_prompt(next(others))])
+        known = cluster.session("agent").status()
+        assert (known.in_pools, sum(known.on_disks.values())) == ({}, PROMPT_CHUNKS)
+        brought = cluster.session("agent").prefetch()
+        assert (brought.came, brought.failed) == (PROMPT_CHUNKS, 0)
+        wait_until(lambda: not cluster.lookup(tokens=the_prompt(4)).disk_tokens, 10.0, "in RAM")
+        engine.tokens([the_prompt(next(others))])
+        engine.reset()
+        before = cluster.requests().last
+        (output,) = engine.call("generate", prompts=[the_prompt(4)], params=params)
+        assert output["cached"] == PROMPT_CHUNKS * BLOCK, told_after(cluster, before)
+        assert output["tokens"] == references[4]
+    finally:
+        engine.stop()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -145,6 +147,125 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
     (only,) = cluster.status().nodes
     assert only.pinned_chunks == 8
     assert cluster.status().engines[0].counters["hints_ignored"] == 0
+
+
+def flood(engine: EngineProcess, seeds: Iterator[int]) -> None:
+    """A prompt of two chunks that nobody has asked before."""
+    engine.tokens([prompt(next(seeds), 2 * BLOCK)], max_tokens=1)
+
+
+def chunks_of(cluster: Cluster, tokens: list[int]) -> int:
+    """The chunks of a prompt that the pool has, from its beginning on."""
+    return cluster.lookup(tokens=tokens).cached_tokens // BLOCK
+
+
+def have_stored(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> None:
+    """Have a prompt in the pool; what an engine was leased before a clear is void."""
+    while chunks_of(cluster, tokens) < len(tokens) // BLOCK:
+        engine.reset()
+        engine.tokens([tokens], max_tokens=1)
+
+
+def stage(cluster: Cluster, session: str) -> str:
+    return str(cluster.session(session).status().stage)
+
+
+def knows(cluster: Cluster, session: str, chunks: int) -> bool:
+    """Whether the scheduler actor has heard of so many chunks of a session."""
+    return {each.session: each.chunks for each in cluster.sessions()}.get(session) == chunks
+
+
+def say(engine: EngineProcess, tokens: list[int], **params: Any) -> list[int]:
+    """A request that says something of its session; its answer."""
+    named = {f"raykv_{name}": value for name, value in params.items()}
+    (output,) = engine.call("generate", prompts=[tokens], params=named)
+    return list(output["tokens"])
+
+
+@pytest.mark.support("sessions", models=["llama"])
+@pytest.mark.versions
+def test_session_that_is_over_is_evicted_before_older_prompts_and_what_it_shares_stays(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    cluster.clear()
+    engine.reset()
+    shared = prompt(910, 4 * BLOCK)
+    plain, done, other = (
+        prompt(911, 8 * BLOCK),
+        [*shared, *prompt(912, 24 * BLOCK)],
+        [*shared, *prompt(913, 2 * BLOCK)],
+    )
+    have_stored(engine, cluster, plain)
+    say(engine, other, session="other")
+    answer = say(engine, done, session="done")
+    assert say(engine, done, session="done", session_over=True) == answer
+    wait_until(lambda: knows(cluster, "done", 28), 10.0, "its chunks are told")
+    seeds = count(920)
+    # That a request has ended is told with the next step of the engine.
+    flood(engine, seeds)
+    wait_until(lambda: stage(cluster, "done") == "over", 10.0, "its end is told")
+    assert cluster.session("done").status().private_chunks == 24
+    assert (chunks_of(cluster, plain), chunks_of(cluster, done)) == (8, 28)
+    while chunks_of(cluster, done) == 28:
+        flood(engine, seeds)
+    # Leases are granted some at a time, and slots for them are made free at once.
+    left = chunks_of(cluster, done)
+    assert 4 <= left < 28
+    assert chunks_of(cluster, plain) == 8, "the older prompt is still there"
+    assert chunks_of(cluster, other) == 6
+    engine.reset()
+    before = cluster.requests().last
+    (output,) = engine.call("generate", prompts=[done])
+    assert (output["cached"], output["tokens"]) == (left * BLOCK, answer)
+
+    def hints() -> list[str]:
+        found = cluster.requests(before).found
+        return [each.hint for each in found if each.record.prompt == len(done)]
+
+    wait_until(lambda: bool(hints()), 10.0, "the request is told")
+    assert hints() == ["released: its session 'done' was over"]
+
+
+@pytest.mark.support("sessions", models=["llama"])
+def test_session_that_pauses_outlives_a_flood_and_goes_when_its_time_is_over(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    cluster.clear()
+    engine.reset()
+    paused, plain = prompt(930, 6 * BLOCK), prompt(931, 6 * BLOCK)
+    have_stored(engine, cluster, paused)
+    answer = say(engine, paused, session="agent", pause_s=600)
+    engine.tokens([plain], max_tokens=1)
+    wait_until(lambda: stage(cluster, "agent") == "paused", 10.0, "the pause is told")
+    seeds = count(940)
+    while chunks_of(cluster, plain):
+        flood(engine, seeds)
+    assert chunks_of(cluster, paused) == 6
+    engine.reset()
+    (output,) = engine.call("generate", prompts=[paused])
+    assert (output["cached"], output["tokens"]) == (6 * BLOCK, answer)
+    engine.reset()
+    engine.tokens([plain], max_tokens=1)
+    assert cluster.session("agent").pause(0.2).stage == "paused"
+    wait_until(lambda: stage(cluster, "agent") == "given up", 10.0, "its time is over")
+    while chunks_of(cluster, paused):
+        flood(engine, seeds)
+    assert chunks_of(cluster, plain) == 6
+
+
+@pytest.mark.versions
+def test_kv_hints_of_vllm_name_the_session(engine: EngineProcess, cluster: Cluster) -> None:
+    payload = {"raykv_session": "hinted", "raykv_session_over": True}
+    action = {
+        "action_id": "1", "action_type": "raykv.hints", "action_version": "1", "payload": payload
+    }  # fmt: skip
+    hints = {"protocol_version": "0.1", "message_id": "1", "actions": [action]}
+    requests = [{"prompt": prompt(960, 2 * BLOCK), "max_tokens": 1}]
+    engine.call("serve", requests=requests, kv_hints=hints)
+    flood(engine, count(961))
+    wait_until(lambda: knows(cluster, "hinted", 2), 10.0, "its chunks are told")
+    assert stage(cluster, "hinted") == "over"
+    engine.reset()
 
 
 @pytest.mark.support("pre-emption", models=["llama"])

@@ -69,6 +69,7 @@ def engines(
             "pool_bytes": "128MiB",
             **PATIENCE,
             **ALWAYS_FETCH,
+            "client_hints": "session",
         }
         return EngineProcess(tiny_model, logs / f"{number}.log", settings, cores=str(number))
 
@@ -148,6 +149,28 @@ def test_prompt_of_one_node_is_loaded_on_the_other_with_equal_tokens(
     assert loaded(engines[1], cluster, tokens, length // BLOCK * BLOCK) == reference
     assert node_of(cluster, second.node_id).bytes_fetched > fetched
     engines[1].reset()
+
+
+def test_session_is_brought_to_the_engine_where_it_goes_on(
+    engines: list[EngineProcess], cluster: Cluster, second: LocalNode
+) -> None:
+    tokens = prompt(60, BLOCK * 8)
+    params = {"raykv_session": "wanderer"}
+    (first,) = engines[0].call("generate", prompts=[tokens], params=params)
+    # What a request has used is told with the next step of the engine.
+    engines[0].tokens([prompt(61, 4)], max_tokens=1)
+    settle(engines[0], cluster)
+    wait_until(lambda: [each.chunks for each in cluster.sessions()] == [8], 10.0, "it is told")
+    session = cluster.session("wanderer")
+    assert second.node_id not in session.status().in_pools
+    (there,) = [each for each in cluster.status().engines if each.node_id == second.node_id]
+    brought = session.prefetch(there.engine_id)
+    assert (brought.came, brought.failed) == (8, 0)
+    wait_until(lambda: session.status().in_pools.get(second.node_id) == 8, 10.0, "it is there")
+    settle(engines[1], cluster)
+    fetched = node_of(cluster, second.node_id).bytes_fetched
+    assert loaded(engines[1], cluster, tokens, 8 * BLOCK) == first["tokens"]
+    assert node_of(cluster, second.node_id).bytes_fetched == fetched
 
 
 def test_fetched_chunks_are_loaded_again_without_asking_anybody(

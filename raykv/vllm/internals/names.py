@@ -63,6 +63,7 @@ INTERFACES = {
     "vllm.config": "configurations, which constructors of connectors are given",
     "vllm.platforms": "what kind of machine this is",
     "vllm.v1.kv_cache_interface": "specifications of KV groups, in what constructors are given",
+    "vllm.v1.kv_hints": "hints of orchestrators, which `ReqContext` has",
     "vllm.v1.kv_offload.base": "base classes of offloading",
     "vllm.v1.metrics.cache_hit_source": "an answer of `OffloadingManager`",
     "vllm.distributed.kv_transfer.kv_connector.factory": "where connectors are registered",

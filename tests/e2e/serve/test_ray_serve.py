@@ -86,6 +86,18 @@ def test_client_finds_both_models_and_errors_are_those_of_the_api(served: Served
     assert chat.usage.completion_tokens <= 4
 
 
+def test_client_names_its_session_where_the_application_allows_it(
+    served: Served, cluster: Cluster
+) -> None:
+    params = {"raykv_session": "serve", "raykv_session_over": True}
+    for model in ("general", "code"):
+        served.complete(model, TEXT, extra_body={"kv_transfer_params": params})
+    wait_until(lambda: bool(cluster.sessions()), 20.0, "the session is told")
+    (known,) = cluster.sessions()
+    assert (known.session, known.stage, known.requests) == ("serve", "over", 1)
+    assert known.chunks >= CACHED // 32
+
+
 def test_tokens_stream_one_by_one_and_client_that_leaves_ends_its_request(served: Served) -> None:
     running = "vllm:num_requests_running"
     messages = [{"role": "user", "content": "Tell me a long story."}]

@@ -38,7 +38,9 @@ TEXT = "All happy families are alike; every unhappy family is unhappy in its own
 @pytest.fixture(scope="module")
 def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     cluster.down()
-    with served(tmp_path_factory.mktemp("server"), cluster.address) as running:
+    folder = tmp_path_factory.mktemp("server")
+    hints = '{"kv_connector_extra_config": {"client_hints": "session"}}'
+    with served(folder, cluster.address, "--kv-transfer-config", hints) as running:
         yield running
 
 
@@ -88,6 +90,29 @@ def test_client_opts_out_of_storing(server: Server) -> None:
     before = server.counter("vllm:external_prefix_cache_hits_total")
     assert server.complete(other) == first
     assert server.counter("vllm:external_prefix_cache_hits_total") == before
+
+
+def test_client_names_its_session_and_says_that_it_is_over(
+    server: Server, cluster: Cluster
+) -> None:
+    text = "Mother died today. Or maybe yesterday, I don't know. I had a telegram. " * 4
+    server.complete(text, kv_transfer_params={"raykv_session": "web", "raykv_pause_s": 60})
+
+    def stage() -> str:
+        return "".join(str(each.stage) for each in cluster.sessions() if each.session == "web")
+
+    wait_until(lambda: stage() == "paused", 20.0, "the pause is told")
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 2,
+        "kv_transfer_params": {"raykv_session": "web", "raykv_session_over": True},
+    }
+    server.post("/v1/chat/completions", chat)
+    wait_until(lambda: stage() == "over", 20.0, "the end is told")
+    known = cluster.session("web").status()
+    assert known.requests == 2
+    assert known.chunks >= 2 * (len(text) // 32)
 
 
 def test_answers_id_leads_to_its_misses_and_metrics_have_their_sum(
