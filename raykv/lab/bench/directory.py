@@ -55,7 +55,7 @@ def run(options: Options) -> Result:
         if psutil.virtual_memory().available < size * BYTES_NEEDED:
             result.notes.append(f"{label} chunks: not enough free memory, left out.")
             continue
-        ours, dicts = (_measured(each, size, options.repeats_or(5)) for each in (CORE, DICT))
+        ours, dicts = (load(each, size, options.repeats_or(5)) for each in (CORE, DICT))
         measured[label] = {what: ours[what] | dicts[what] for what in UNITS}
     for what, unit in UNITS.items():
         for label, values in measured.items():
@@ -65,7 +65,7 @@ def run(options: Options) -> Result:
     return result
 
 
-def _measured(subject: str, size: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+def load(subject: str, size: int, repeats: int) -> dict[str, dict[str, list[float]]]:
     """Values by what is measured and subject, of a process of its own."""
     arguments = [subject, str(size), str(repeats)]
     command = [sys.executable, "-m", "raykv.lab.bench.directory_load", *arguments]

@@ -48,6 +48,7 @@ BENCHMARKS = {
         Benchmark("routing", "what it costs a request to be placed, beside its tokenising"),
         Benchmark("serve_routing", "conversations over two replicas: routers, with and without"),
         Benchmark("disaggregated", "prefill and decode engines apart, beside one that does both"),
+        Benchmark("footprint", "memory, CPU, threads and descriptors of RayKV's processes"),
         Benchmark("directory", "the scheduler actor's chunks: rates, and bytes of memory for each"),
     )
 }

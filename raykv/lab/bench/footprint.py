@@ -1,0 +1,246 @@
+"""`footprint`: what it costs to have RayKV: memory, CPU, threads and descriptors of each process.
+
+Beside a Ray actor that does nothing, since each actor is one. Memory is what a process takes of
+the machine (the proportional set size of its own and of file pages): shared libraries count in
+part, the pool and the engine's KV do not. CPU is in per cent of one core. An engine is all its
+processes, idle after its first token, with RayKV less without it. Per million chunks: the block
+manager's tables, the slots of a NodeActor, the mirror of an engine; each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import ChunkName, EngineId, Epoch, Generation, Key, Namespace, Slot
+from raykv.cluster.ask import find_node_actor, find_scheduler_actor
+from raykv.engine.view import EngineView
+from raykv.lab.bench import directory
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
+from raykv.lab.bench.registry import BENCHMARKS
+from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.serving import BLOCK, Bed
+from raykv.node.slots import SlotTable
+from raykv.protocol.columns import MAX_KEYS, Handles
+from raykv.protocol.engine import EngineAttached, SyncReply
+
+BARE, SCHEDULER, NODE, ENGINE = "bare Ray actor", "scheduler actor", "NodeActor", "engine"
+IDLE, LOAD, CHUNKS = "idle", "under load", "a million chunks"
+POOL_BYTES = 1 << 30
+MILLION = 1_000_000
+SLOT_BYTES, SLAB_BYTES = 1 << 20, 256 << 20
+PROMPT_BLOCKS = 8
+KV_BLOCKS = 32
+"""Few: the KV of an engine with RayKV is shared memory, which is not counted."""
+
+MOST_SCHEDULER_MB = 150.0
+MOST_NODE_MB = 60.0
+"""Of memory, beyond that of a bare Ray actor."""
+
+MOST_ENGINE_MB = 80.0
+MOST_IDLE_CPU = 1.0
+"""Per cent of a core, of both actors together, beyond that of two bare ones."""
+
+MOST_CHUNK_MB = 1000.0
+"""Of memory for a million chunks in all processes of one node and one engine."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What some processes take: memory in bytes, CPU seconds so far, threads, descriptors."""
+
+    num_bytes: int
+    cpu_s: float
+    num_threads: int
+    num_files: int
+
+
+def taken(pids: Sequence[int]) -> Taken:
+    """By all these processes."""
+    processes = [psutil.Process(pid) for pid in pids]
+    times = [process.cpu_times() for process in processes]
+    return Taken(
+        sum(_own_bytes(pid) for pid in pids),
+        sum(each.user + each.system for each in times),
+        sum(process.num_threads() for process in processes),
+        sum(process.num_fds() for process in processes),
+    )
+
+
+def _own_bytes(pid: int) -> int:
+    """Proportional set size without shared memory."""
+    fields = {"Pss_Anon:", "Pss_File:"}
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    rows = [line.split() for line in lines]
+    return sum(int(row[1]) for row in rows if row[0] in fields) * 1024
+
+
+def run(options: Options) -> Result:
+    """See the module's docstring."""
+    result = Result("footprint", BENCHMARKS["footprint"].summary)
+    with Bed(quick=True, max_tokens=PROMPT_BLOCKS * BLOCK * 2, pool_bytes=POOL_BYTES) as bed:
+        actors = _start_actors(bed)
+        pids = {name: [_pid_of(actor)] for name, actor in actors.items()}
+        bed.wait_for_pools()
+        _measure(result, IDLE, pids, options, lambda: time.sleep(2.0 if options.quick else 20.0))
+        engine = bed.raykv(num_gpu_blocks_override=KV_BLOCKS)
+        number = iter(range(1, MILLION))
+
+        def play() -> None:
+            """Half of the prompts are new, the other half are loaded."""
+            for _ in range(2 if options.quick else 20):
+                words = prompt(next(number), PROMPT_BLOCKS * BLOCK)
+                for _ in range(2):
+                    engine.tokens([words], max_tokens=1)
+                    engine.reset()
+
+        play()
+        _measure(result, LOAD, pids, options, play)
+        with_raykv = _engines_bytes(engine)
+        engine.stop()
+        plain = bed.plain(num_gpu_blocks_override=KV_BLOCKS)
+        for at in range(2):
+            plain.tokens([prompt(at, PROMPT_BLOCKS * BLOCK)], max_tokens=1)
+        more = (with_raykv - _engines_bytes(plain)) / 1e6
+        result.rows.append(Row(IDLE, ENGINE, "MB more", (more,)))
+    _measure_chunks(result, options)
+    _judge(result)
+    return result
+
+
+def _start_actors(bed: Bed) -> dict[str, Any]:
+    """A bare actor, and those of RayKV, with a pool."""
+    bed.cluster.up(pool_bytes=POOL_BYTES)
+    (node,) = bed.cluster.status().nodes
+    bare = ray.remote(num_cpus=0)(_Bare).remote()
+    return {BARE: bare, SCHEDULER: find_scheduler_actor(), NODE: find_node_actor(node.node_id)}
+
+
+class _Bare:
+    """An actor that does nothing."""
+
+
+def _pid_of(actor: Any) -> int:
+    pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60.0)
+    return pid
+
+
+def _measure(
+    result: Result,
+    case: str,
+    pids: dict[str, list[int]],
+    options: Options,
+    work: Callable[[], object],
+) -> None:
+    """Rows of what each subject takes while `work` is done."""
+    columns: dict[str, list[Taken]] = {name: [] for name in pids}
+    shares: dict[str, list[float]] = {name: [] for name in pids}
+    for _ in range(options.repeats_or(3)):
+        before = {name: taken(some) for name, some in pids.items()}
+        began = time.monotonic()
+        work()
+        seconds = time.monotonic() - began
+        for name, some in pids.items():
+            after = taken(some)
+            columns[name].append(after)
+            shares[name].append(100 * (after.cpu_s - before[name].cpu_s) / seconds)
+    for name, values in columns.items():
+        for what, unit, numbers in (
+            ("memory", "MB", [each.num_bytes / 1e6 for each in values]),
+            ("CPU", "% of a core", shares[name]),
+            ("threads", "", [float(each.num_threads) for each in values]),
+            ("descriptors", "", [float(each.num_files) for each in values]),
+        ):
+            result.rows.append(Row(f"{case}, {what}", name, unit, tuple(numbers)))
+
+
+def _engines_bytes(engine: EngineProcess) -> int:
+    """Of all processes of an engine."""
+    main = psutil.Process(engine.pid)
+    return taken([main.pid, *(child.pid for child in main.children(recursive=True))]).num_bytes
+
+
+# Per chunk
+
+
+def key_of(number: int) -> bytes:
+    """36 bytes, as a block hash and a KV group are."""
+    return hashlib.blake2b(number.to_bytes(8), digest_size=32).digest() + bytes(4)
+
+
+def slots_bytes(count: int) -> int:
+    """What the slot table of a NodeActor takes for so many chunks."""
+    before = _own_bytes(os.getpid())
+    slabs = -(-count * SLOT_BYTES // SLAB_BYTES)
+    geometry = PoolGeometry(slabs * SLAB_BYTES, SLAB_BYTES)
+    table = SlotTable(geometry)
+    places = [slot for slab in range(slabs) for slot in geometry.slots_of(slab, SLOT_BYTES)]
+    for number, slot in enumerate(places[:count]):
+        name = ChunkName(
+            Namespace("space"), Key(key_of(number)), slot, Generation(number + 1), SLOT_BYTES
+        )
+        assert table.restore(name, number)
+    assert table.num_ready == count
+    return _own_bytes(os.getpid()) - before
+
+
+def mirror_bytes(count: int) -> int:
+    """What an engine's mirror of so many chunks takes."""
+    before = _own_bytes(os.getpid())
+    view = EngineView(EngineId("engine"), {0: SLOT_BYTES}, 1.0, 64)
+    view.attached(EngineAttached(Epoch(1), node_epoch=1, capacity={0: count}))
+    for first in range(0, count, MAX_KEYS):
+        numbers = range(first, min(count, first + MAX_KEYS))
+        stored = Handles(
+            [key_of(number) for number in numbers],
+            [Slot(number) for number in numbers],
+            [number + 1 for number in numbers],
+        )
+        request = view.take_request(Epoch(1), may_grow=True, may_want=False)
+        view.apply(SyncReply(Epoch(1), request.seq, node_epoch=1, stored=stored), request)
+    assert view.num_ready == count, view.num_ready
+    return _own_bytes(os.getpid()) - before
+
+
+def _measure_chunks(result: Result, options: Options) -> None:
+    count = 10_000 if options.quick else MILLION
+    case = CHUNKS if count == MILLION else f"{count} chunks"
+    measured = directory.load(directory.CORE, count, 1)["memory"][directory.CORE]
+    result.rows.append(Row(case, SCHEDULER, "MB", tuple(each * count / 1e6 for each in measured)))
+    for name, measure in ((NODE, slots_bytes), (ENGINE, mirror_bytes)):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            num_bytes = process.submit(measure, count).result(600.0)
+        result.rows.append(Row(case, name, "MB", (num_bytes / 1e6,)))
+
+
+def _judge(result: Result) -> None:
+    def more(name: str, what: str = "memory") -> float:
+        case = f"{IDLE}, {what}"
+        return result.row(case, name).median - result.row(case, BARE).median
+
+    cpu = more(SCHEDULER, "CPU") + more(NODE, "CPU")
+    chunks = [row.median for row in result.rows if row.case.endswith("chunks")]
+    result.verdicts = [
+        Verdict(
+            "the scheduler actor: at most 150 MB beyond a bare actor",
+            more(SCHEDULER),
+            MOST_SCHEDULER_MB,
+        ),
+        Verdict("a NodeActor: at most 60 MB beyond a bare actor", more(NODE), MOST_NODE_MB),
+        Verdict("an engine: at most 80 MB more", result.row(IDLE, ENGINE).median, MOST_ENGINE_MB),
+        Verdict("both actors idle: at most 1 % of a core beyond bare ones", cpu, MOST_IDLE_CPU),
+        Verdict("a million chunks: at most 1,000 MB on a node", sum(chunks), MOST_CHUNK_MB),
+    ]

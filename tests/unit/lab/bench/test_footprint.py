@@ -1,0 +1,56 @@
+"""What `raykv bench footprint` counts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.shared_memory import SharedMemory
+
+import pytest
+
+from raykv.lab.bench import footprint
+
+MIB = 1 << 20
+
+
+def grown_by(make: Callable[[], object]) -> int:
+    before = footprint.taken([os.getpid()]).num_bytes
+    made = make()
+    after = footprint.taken([os.getpid()]).num_bytes
+    del made
+    return after - before
+
+
+def test_memory_of_a_process_grows_by_what_it_fills() -> None:
+    assert 60 * MIB < grown_by(lambda: bytearray(b"x") * (64 * MIB)) < 80 * MIB
+
+
+def test_memory_of_a_process_is_without_what_it_shares() -> None:
+    shared = SharedMemory(create=True, size=64 * MIB)
+    try:
+
+        def fill() -> None:
+            assert shared.buf is not None
+            shared.buf[:] = bytes(1) * (64 * MIB)
+
+        assert grown_by(fill) < 16 * MIB
+    finally:
+        shared.close()
+        shared.unlink()
+
+
+def test_two_processes_take_what_each_takes() -> None:
+    one = footprint.taken([os.getpid()])
+    both = footprint.taken([os.getpid(), os.getppid()])
+    assert both.num_threads > one.num_threads
+    assert both.num_files > one.num_files
+
+
+@pytest.mark.parametrize("measure", [footprint.slots_bytes, footprint.mirror_bytes])
+def test_chunks_take_less_than_a_kibibyte_each(measure: Callable[[int], int]) -> None:
+    """In a process of its own: memory that was freed before would be used again."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        num_bytes = process.submit(measure, 20_000).result(120.0)
+    assert 20_000 * 50 < num_bytes < 20_000 * 1024
