@@ -54,6 +54,8 @@ class SessionsMachine(RuleBasedStateMachine):
         self.known: dict[str, Known] = {}
         # Chunks that are the next to go, by what is certain of them.
         self.free: set[int] = set()
+        # Chunks that came when a session that has them had ended: they may be let go, too.
+        self.late: set[int] = set()
 
     def held(self) -> set[int]:
         return set(self.cluster.held("a", *CHUNKS))
@@ -74,10 +76,10 @@ class SessionsMachine(RuleBasedStateMachine):
         free = self.free & before
         self.cluster.store("a", *new)
         gone = before - self.held()
-        assert len(gone & free) == min(len(gone), len(free)), (gone, free)
-        self.free -= gone
-        # What a session's last request has stored late is let go too; not counted on here.
-        self.free -= set(new)
+        assert free <= gone or gone <= free | self.late, (gone, free, self.late)
+        self.free -= gone | set(new)
+        ended = [known.chunks for known in self.known.values() if known.has_ended]
+        self.late = (self.late - gone) | (set(new) & set().union(*ended))
 
     @rule(session=sessions, numbers=some_chunks)
     def use(self, session: str, numbers: list[int]) -> None:
@@ -125,6 +127,7 @@ class SessionsMachine(RuleBasedStateMachine):
         self.cluster.manager.clear(SPACE)
         self.cluster.sync("a")
         self.free.clear()
+        self.late.clear()
 
     @invariant()
     def what_is_told_is_so(self) -> None:

@@ -579,6 +579,6 @@ def test_last_source_that_may_be_asked_has_all_of_the_time(
     other.faults.is_unreachable = True
     names = source.store(key(0)), other.store(key(0))
     assert refusals(here.fetch(here.orders((other, names[1])))) == [Refusal.NODE_LOST]
-    source.faults.delay_s = 1.0
+    source.faults.delay_s = 1.6
     order = here.order_of((source, names[0]), (other, names[1]))
-    assert refusals(here.fetch([order], deadline_s=1.8)) == [NONE]
+    assert refusals(here.fetch([order], deadline_s=3.0)) == [NONE]

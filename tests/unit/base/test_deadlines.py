@@ -247,9 +247,10 @@ NOT_WAITED = {
     ("raykv.directory.actor", "EXPIRY_PAUSE_S"),
     ("raykv.vllm.manager", "NO_LEASE_LOG_PAUSE_S"),
     ("raykv.client.pins", "PIN_S"),
+    ("raykv.cli.plan", "_SHORT_S"),
 }
-"""Times that nobody waits: between two looks at who is silent, between two lines in a log, and of
-pins.
+"""Times that nobody waits: between two looks at who is silent, between two lines in a log, of pins,
+and of requests that were counted.
 Pure modules wait for nothing, and get all times as arguments."""
 
 

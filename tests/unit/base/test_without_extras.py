@@ -40,7 +40,7 @@ HELP = """
 import click, typer
 from raykv.cli import app
 from typer.testing import CliRunner
-names = [each.name or each.callback.__name__ for each in app.registered_commands]
+names = [each.name or each.callback.__name__.replace("_", "-") for each in app.registered_commands]
 for name in [None, *names]:
     arguments = [*([name] if name else []), "--help"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
