@@ -75,7 +75,7 @@ test: lint $(OVERLAY_STAMP)
 	$(TEST_BIN)/pytest $(TIMED_TESTS); timed=$$?; \
 	$(TEST_BIN)/pytest $(CALM_LIVE_TESTS) >build/calm-tests.log 2>&1 & calm=$$!; \
 	$(TEST_BIN)/pytest $(LIVE_TESTS); live=$$?; \
-	$(ON_OTHER_VLLM) -m versions --ignore tests/e2e/zoo tests/e2e; other=$$?; \
+	$(ON_OTHER_VLLM) -m versions --ignore tests/e2e/zoo --ignore tests/e2e/serve/test_usage.py tests/e2e; other=$$?; \
 	wait $$calm; calm=$$?; wait $$pure; pure=$$?; trap - EXIT; \
 	cat build/calm-tests.log build/pure-tests.log; \
 	test $$timed -eq 0 && test $$live -eq 0 && test $$other -eq 0 && test $$calm -eq 0 && test $$pure -eq 0
@@ -90,7 +90,7 @@ test-pure: lint
 test-extended: lint $(OVERLAY_STAMP)
 	TESTS_EFFORT=4 $(TEST_BIN)/pytest tests/stateful
 	$(TEST_BIN)/pytest -m extended
-	$(ON_OTHER_VLLM) -m versions tests/e2e/zoo
+	$(ON_OTHER_VLLM) -m versions tests/e2e/zoo tests/e2e/serve/test_usage.py
 
 test-hosts: lint
 	$(TEST_BIN)/pytest -m hosts tests/hosts

@@ -11,7 +11,7 @@ import pytest
 from raykv.client.cluster import Cluster
 from tests.house import ROOT
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 NOTEBOOK = ROOT / "notebooks/05-weights-that-change.ipynb"
 

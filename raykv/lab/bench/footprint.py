@@ -58,7 +58,7 @@ MOST_CHUNK_MB = 1000.0
 
 
 @dataclass(frozen=True)
-class Taken:
+class Footprint:
     """What some processes take: memory in bytes, CPU seconds so far, threads, descriptors."""
 
     num_bytes: int
@@ -67,11 +67,11 @@ class Taken:
     num_files: int
 
 
-def taken(pids: Sequence[int]) -> Taken:
+def taken(pids: Sequence[int]) -> Footprint:
     """By all these processes."""
     processes = [psutil.Process(pid) for pid in pids]
     times = [process.cpu_times() for process in processes]
-    return Taken(
+    return Footprint(
         sum(_own_bytes(pid) for pid in pids),
         sum(each.user + each.system for each in times),
         sum(process.num_threads() for process in processes),
@@ -145,7 +145,7 @@ def _measure(
     work: Callable[[], object],
 ) -> None:
     """Rows of what each subject takes while `work` is done."""
-    columns: dict[str, list[Taken]] = {name: [] for name in pids}
+    columns: dict[str, list[Footprint]] = {name: [] for name in pids}
     shares: dict[str, list[float]] = {name: [] for name in pids}
     for _ in range(options.repeats_or(3)):
         before = {name: taken(some) for name, some in pids.items()}

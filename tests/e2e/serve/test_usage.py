@@ -20,7 +20,7 @@ from tests.fixtures.collector import Collector, collecting
 from tests.fixtures.server import Server, served
 from tests.fixtures.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
 
 BLOCK = 32
 PROMPT_BLOCKS = 12
