@@ -20,7 +20,7 @@ TARGET = Path(__file__).with_name("settings.md")
 WIDTH = 100
 
 TOPICS = {
-    "The pool": "pool_bytes pool_path eviction_policy pin_share client_hints",
+    "The pool": "pool_bytes pool_path eviction_policy pin_share client_hints tenant_source",
     "The disk tier": "disk_path disk_bytes disk_free_bytes",
     "Which cluster, which node, which weights": "ray_address node_id weights_version",
     "Storing and loading": (

@@ -13,7 +13,7 @@ from typer.main import get_command
 from deploy import settings
 from raykv.cli import app
 from raykv.metrics.table import METRICS
-from raykv.vllm.params import HINTS, PARAMS
+from raykv.vllm.params import HINTS, PARAMS, TENANT
 from tests.house import HOUSE, ROOT, SOURCES
 
 MAX_README_LINES, MAX_README_CHARACTERS = 120, 9_000
@@ -150,7 +150,7 @@ def expressions(text: str) -> list[str]:
 def test_page_of_operators_names_only_metrics_that_exist() -> None:
     named = set(re.findall(r"raykv_[a-z_]+", " ".join(re.findall(r"`([^`]*)`", OPERATING))))
     assert len(named) > 10
-    others = {"raykv_metrics_sd", "raykv_sources", *PARAMS, *HINTS}
+    others = {"raykv_metrics_sd", "raykv_sources", TENANT, *PARAMS, *HINTS}
     assert named - others <= set(METRICS)
 
 

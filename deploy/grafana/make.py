@@ -187,6 +187,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (_rate("raykv_session_chunks_released_total"), "chunks released a second"),
         ),
         _panel(
+            "Tenants' bytes",
+            "bytes",
+            ("sum by (tenant, tier) (raykv_tenant_bytes{$C})", "{{tenant}}, {{tier}}"),
+        ),
+        _panel(
+            "Tenants' prompt tokens",
+            "short",
+            (_rate("raykv_tenant_prompt_tokens_total", "tenant, source"), "{{tenant}}, {{source}}"),
+            (
+                _rate("raykv_tenant_evicted_chunks_total", "tenant"),
+                "{{tenant}}: chunks evicted a second by its quota",
+            ),
+        ),
+        _panel(
             "Age of evicted chunks",
             "s",
             (_quantile("0.1", "raykv_removed_chunk_age_seconds"), "10 %"),

@@ -225,6 +225,8 @@ class MissReason(StrEnum):
     """There was no free slot: to store it when it was computed, or to fetch it into."""
     EVICTED = "evicted"
     """It was given up for other chunks."""
+    QUOTA = "quota"
+    """It was given up since its tenant had more than its share."""
     CLEARED = "cleared"
     """The cache was emptied."""
     OTHER_NAMESPACE = "other_namespace"
@@ -249,6 +251,11 @@ class MissReason(StrEnum):
     """The request ended before it was scheduled, or while it loaded."""
     OTHER = "other"
     """None of these; a failed hook of the connector, for example."""
+
+
+def known_as(reason: str) -> MissReason:
+    """What an engine takes for the reason where the scheduler actor knows this better one."""
+    return MissReason.EVICTED if reason == MissReason.QUOTA else MissReason.NEVER_STORED
 
 
 @dataclass(frozen=True)

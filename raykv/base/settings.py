@@ -219,6 +219,12 @@ class Settings:
         "What requests may ask for in kv_transfer_params and kv_hints: nothing; raykv_priority; "
         "session as well (raykv_session, raykv_session_over, raykv_pause_s); pin: raykv_pin_s too",
     )
+    tenant_source: str = _setting(
+        "salt",
+        one_of("salt", "server"),
+        "What says whose a request is: its cache_salt, or raykv_tenant in kv_transfer_params, "
+        "which your server must set, or take out, in every request",
+    )
     cancel_grace_s: float = _setting(
         2.0,
         seconds,

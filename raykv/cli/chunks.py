@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raykv.base.errors import SettingError
+from raykv.base.tenants import OTHERS
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -82,9 +83,20 @@ def ls(  # noqa: PLR0913 - a command's options
     raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
 
 
-def _chunk_table(chunks: Iterable[Chunk]) -> Table:
+def _chunk_table(chunks: Sequence[Chunk]) -> Table:
+    has_tenants = any(chunk.tenant not in ("", OTHERS) for chunk in chunks)
     made = table(
-        "key", "group", "namespace", "node", "tier", "size", "age", "unused for", "hits", "copies"
+        "key",
+        "group",
+        "namespace",
+        "node",
+        *["tenant"] * has_tenants,
+        "tier",
+        "size",
+        "age",
+        "unused for",
+        "hits",
+        "copies",
     )
     for chunk in chunks:
         made.add_row(
@@ -92,6 +104,7 @@ def _chunk_table(chunks: Iterable[Chunk]) -> Table:
             str(chunk.group),
             chunk.namespace[:12],
             chunk.node_id[:12],
+            *[chunk.tenant] * has_tenants,
             chunk.tier,
             human_bytes(chunk.num_bytes),
             ago(chunk.age_s),
@@ -139,6 +152,7 @@ def _print_chunk(replicas: list[Chunk], space: NamespaceStatus | None) -> None:
             f"node {chunk.node_id}: {human_bytes(chunk.num_bytes)} {where} {chunk.slot} at "
             f"generation {chunk.generation}, came {ago(chunk.age_s)} ago{uses}, namespace "
             f"{chunk.namespace} ({chunk.model or 'model unknown'})"
+            + (f", of tenant {chunk.tenant}" if chunk.tenant not in ("", OTHERS) else "")
         )
 
 

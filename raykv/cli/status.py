@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
+from raykv.cli.quota import tenant_table
 from raykv.cli.rates import TokenSources, token_sources
 from raykv.cluster.breaker import sentences
 from raykv.memory.room import human_bytes
@@ -50,6 +51,8 @@ def overview(known: ClusterStatus) -> Iterator[RenderableType]:
     if any(node.disk.path for node in known.nodes):
         yield _disks(known)
     yield _namespaces(known)
+    if known.tenants:
+        yield tenant_table(known.tenants)
     yield _engines(known)
 
 

@@ -49,6 +49,8 @@ ADVICE = {
     MissReason.POOL_FULL: "Slots are used up faster than they are freed: set a larger pool_bytes, "
     "or give the node fewer engines.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
+    MissReason.QUOTA: "Its tenant had more than its share: `raykv quota set` gives it more, `raykv "
+    "quota list` shows who has what.",
     MissReason.CLEARED: "The cache was cleared; it fills again by itself.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
@@ -145,6 +147,7 @@ def to_json(found: Sequence[Explanation]) -> str:
             "node_id": each.node_id,
             "namespace": each.namespace,
             "model": each.model,
+            "tenant": each.record.tenant,
             "age_s": round(each.age_s, 3),
         }
         for each in found
@@ -171,7 +174,8 @@ def print_explanations(found: Sequence[Explanation], console: Console) -> None:
         record = each.record
         console.print(
             f"request {record.request_id}: ended {each.age_s:.0f} s ago, {each.model}, "
-            f"engine {each.engine_id[:12]} on node {each.node_id[:12]}",
+            f"engine {each.engine_id[:12]} on node {each.node_id[:12]}"
+            + (f", of tenant {record.tenant}" if record.tenant else ""),
             highlight=False,
             soft_wrap=True,
         )

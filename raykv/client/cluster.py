@@ -35,6 +35,7 @@ from raykv.client import pools, states
 from raykv.client.chunks import read_requests
 from raykv.client.listing import Reader
 from raykv.client.pins import PIN_S, Pinning
+from raykv.client.quotas import Quotas
 from raykv.client.scheduler import Scheduler
 from raykv.client.sessions import ClientSession, SessionDesk
 from raykv.client.ship import Shipping
@@ -69,6 +70,7 @@ class Cluster:
         self._scheduler = Scheduler(address)
         self._reader = Reader(self._scheduler.find, self._scheduler.status)
         self._pins = Pinning(self._scheduler, self._reader)
+        self.quotas = Quotas(self._scheduler)
         self._transfers = Moving(self._scheduler, self._reader)
         self._sessions = SessionDesk(self._scheduler, self._reader, self._transfers)
         self._shipping = Shipping(self._scheduler, self._reader, self._pins, self._transfers)

@@ -4,9 +4,9 @@ Guarantees of its calls: each is idempotent (callers repeat what got no answer),
 calls another actor. Times come from this host's monotonic clock; the state itself knows no clock.
 A message of another version, or an invalid one, raises and changes nothing.
 
-Pins, the operator's wish for pools, what was cleared and how far generations have come outlive this
-process: a thread that nobody waits for keeps them in Ray's internal store, so what was ordered
-within the last moment may be lost. A caller that clears asks whether the clearing is kept
+Pins, quotas, the operator's wish for pools, what was cleared and how far generations have come
+outlive this process: a thread that nobody waits for keeps them in Ray's internal store, so what was
+ordered within the last moment may be lost. A caller that clears asks whether the clearing is kept
 (`has_kept_clearings`); the NodeActors and their disks remember it too.
 """
 
@@ -45,18 +45,21 @@ from raykv.protocol.engine import (
     check_attach,
     check_sync,
 )
-from raykv.protocol.framing import decode, encode, receive
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.measures import ClusterMetrics, MetricFamily
 from raykv.protocol.node import NodeReport, check_report
 from raykv.protocol.operator import (
     KeptLife,
     PinOrder,
     PoolWish,
+    Quota,
     ReleaseOrder,
+    TenantPage,
     TransferEnd,
     TransferOrder,
     check_end,
     check_pin,
+    check_quota,
     check_release,
     check_transfer,
     check_wish,
@@ -115,6 +118,8 @@ class SchedulerActor:
         self._expires_at = 0.0
         for order in pins:
             self._manager.pins.pin(order, time.monotonic())
+        for quota in self._steward.quotas:
+            self._manager.tenants.set(quota, time.monotonic())
         self._metrics: MetricsServer | None = None
         if metrics is not None:
             try:
@@ -252,6 +257,28 @@ class SchedulerActor:
     def pins(self) -> bytes:
         """→ `Pinned`."""
         return encode(self._manager.pins.pinned(self._tick()))
+
+    def set_quota(self, raw: bytes) -> bytes:
+        """`Quota` → `QuotaAnswer`."""
+        now = self._tick()
+        quota = receive(raw, Quota, OPERATOR, HERE)
+        check_quota(quota)
+        answer = self._manager.tenants.set(quota, now)
+        if not answer.error:
+            self._steward.keep_quota(quota)
+        return encode(answer)
+
+    def remove_quota(self, name: str) -> bool:
+        """End a quota; False if there is none of that name."""
+        self._tick()
+        require(isinstance(name, str), f"the name {name!r}")
+        self._steward.forget_quota(name)
+        return self._manager.tenants.remove(name)
+
+    def tenants(self) -> bytes:
+        """→ `TenantPage`."""
+        self._tick()
+        return encode(TenantPage(PROTOCOL_VERSION, self._manager.tenant_status()))
 
     def lend(self, raw: bytes) -> bytes:
         """`TransferOrder` → `TransferGrant`."""

@@ -19,12 +19,15 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from raykv.base.clearings import Clearings
 from raykv.base.ids import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
+from raykv.base.shares import Share
 from raykv.directory.table.dicts import DictNodeTable
 from raykv.directory.table.protocol import Changes, Lease, Name, NodeTable, TableChunk
+from raykv.directory.tenants.pool import OTHERS, SharedPool
 from raykv.prompts.prefixes import companions
 from raykv.protocol.columns import Handles, Leases
 from raykv.protocol.groups import ChunkGroup
@@ -60,6 +63,9 @@ class PoolBook:
         self._floors: dict[int, Generation] = {}
         self._give_way = give_way
         self._groups_of = groups_of
+        # None while no tenant has a quota.
+        self._shared: SharedPool | None = None
+        self._shares: Mapping[int, Share] = {}
 
     # Looking
 
@@ -278,21 +284,49 @@ class PoolBook:
         self.table.use(slot_bytes, now)
         while self.table.num_free(slot_bytes) < count and self._free_slabs:
             self._give_slab(slot_bytes, self._free_slabs.pop())
-        self._evict(slot_bytes, count, now)
-        while self.table.num_free(slot_bytes) < count and self._reclaim_slab(slot_bytes, now):
-            pass
+        # Nobody goes below its guarantee as long as something else is left.
+        for may_go_below in (True,) if self._shared is None else (False, True):
+            if may_go_below and self._shared and self._shared.has_more_soon(slot_bytes, now):
+                break
+            self._evict(slot_bytes, count, now, may_go_below=may_go_below)
+            while self.table.num_free(slot_bytes) < count and self._reclaim_slab(
+                slot_bytes, now, may_go_below=may_go_below
+            ):
+                pass
         missing = count - self.table.num_free(slot_bytes)
         if missing > 0 and self._give_way(slot_bytes, missing):
-            self._evict(slot_bytes, count, now)
+            self._evict(slot_bytes, count, now, may_go_below=self._shared is None)
 
-    def _evict(self, slot_bytes: int, count: int, now: float) -> None:
+    def _evict(self, slot_bytes: int, count: int, now: float, *, may_go_below: bool = True) -> None:
         # One chunk may take those of all other KV groups along.
         most = max((len(self._groups_of(name)) for name in self.table.sizes()), default=1)
         while (missing := count - self.table.num_free(slot_bytes)) > 0:
-            evicted = self.table.evict(slot_bytes, -(-missing // max(1, most)), now)
+            wanted = -(-missing // max(1, most))
+            if self._shared is None:
+                evicted = self.table.evict(slot_bytes, wanted, now)
+            else:
+                some = self._shared.evict(slot_bytes, wanted, now, may_go_below=may_go_below)
+                evicted = [changes for each in some for changes in each]
             if not evicted:
                 break
             for changes in evicted:
+                self._gave_up(changes, now)
+
+    def share(self, shares: Mapping[int, Share]) -> None:
+        """Tenants have these shares of the pool from now on, by number; all others none."""
+        self._shares = shares
+        self._set_apart()
+
+    def _set_apart(self) -> None:
+        self.table.set_apart(self._shares.keys() - {OTHERS})
+        self._shared = (
+            SharedPool(self.table, self._shares, self._slabs.keys()) if self._shares else None
+        )
+
+    def trim(self, now: float) -> None:
+        """Evict what tenants have above their greatest shares."""
+        for some in () if self._shared is None else self._shared.trim(now):
+            for changes in some:
                 self._gave_up(changes, now)
 
     def _gave_up(self, changes: Changes, now: float) -> None:
@@ -312,12 +346,14 @@ class PoolBook:
                 table.give_slab(slab, slot_bytes, self._floors.get(slab, NO_GENERATION))
         self.table.pour_into(table)
         self.table = table
+        self._set_apart()
 
     # Slabs
 
-    def _reclaim_slab(self, slot_bytes: int, now: float) -> bool:
+    def _reclaim_slab(self, slot_bytes: int, now: float, *, may_go_below: bool) -> bool:
         """Move one slab here: from a class that lies idle, else from one that has more than its
-        fair share while this one has less; False if there is none.
+        fair share while this one has less; False if there is none. No tenant goes below its
+        guarantee for it, unless it may.
         """
         others = [size for size, slabs in self._slabs.items() if size != slot_bytes and slabs]
         share = self.geometry.num_slabs // (len(others) + 1)
@@ -327,6 +363,9 @@ class PoolBook:
         donor = max(idle or others, key=lambda size: len(self._slabs[size]))
         leased = {self.geometry.slab_of(slot) for slot in self.leases()}
         movable = self._slabs[donor] - leased - self.table.pinned_slabs(now)
+        if self._shared is not None and not may_go_below:
+            places = {slab: self._places_in(donor, slab) for slab in movable}
+            movable = {slab for slab in movable if self._shared.is_free_to_take(places[slab])}
         if not movable:
             return False
         slab = self._oldest_slab(donor, movable)
@@ -339,7 +378,8 @@ class PoolBook:
         """One without chunks, else that of the chunk which is the first to be given up."""
         held: set[int] = set()
         first: int | None = None
-        for slot in self.table.candidates(donor):
+        order = self.table if self._shared is None else self._shared
+        for slot in order.candidates(donor):
             slab = self.geometry.slab_of(slot)
             held.add(slab)
             if first is None and slab in movable:
@@ -352,10 +392,14 @@ class PoolBook:
         assert first is not None, movable
         return first
 
+    def _places_in(self, slot_bytes: int, slab: int) -> list[Any]:
+        """Places of all that a slab holds."""
+        slots = self.geometry.slots_of(slab, slot_bytes)
+        return list(self.table.places_from(slots[0], len(slots)).places)
+
     def _evict_slab(self, slot_bytes: int, slab: int, now: float) -> None:
         """Evict all that a slab holds."""
-        slots = self.geometry.slots_of(slab, slot_bytes)
-        places = list(self.table.places_from(slots[0], len(slots)).places)
+        places = self._places_in(slot_bytes, slab)
         if not places:
             return
         held, uses = self.table.held_at(places), self.table.uses_at(places)
@@ -368,6 +412,7 @@ class PoolBook:
                 [held.generations[row] for row in rows],
                 hits=[uses.hits[row] for row in rows],
                 ages=[max(0.0, now - uses.stored_at[row]) for row in rows],
+                owners=[uses.owners[row] for row in rows],
             )
             for key in gone.keys:
                 self.table.drop(namespace, Key(key))

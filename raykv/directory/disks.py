@@ -18,9 +18,10 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raykv.base.clearings import Clearings
 from raykv.base.ids import Epoch, Generation, Key, Namespace, NodeId
@@ -73,6 +74,16 @@ class DiskStretch:
     following: int | None
 
 
+class _Demoted(NamedTuple):
+    """A chunk that a pool has given up; `tenant`: whose it was, by label, if that has a quota."""
+
+    namespace: Namespace
+    key: Key
+    slot: int
+    generation: int
+    tenant: str
+
+
 @dataclass(slots=True)
 class _Disk:
     """The disk of a NodeActor in one of its lives. `names` by place; `places` may name some that
@@ -87,9 +98,7 @@ class _Disk:
     heard: int = 0
     names: dict[int, Name] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
-    demoted: deque[tuple[Namespace, Key, int, int]] = field(
-        default_factory=lambda: deque(maxlen=MAX_DEMOTED)
-    )
+    demoted: deque[_Demoted] = field(default_factory=lambda: deque(maxlen=MAX_DEMOTED))
     num_demoted: int = 0
     stats: DiskStats = field(default_factory=DiskStats)
 
@@ -109,9 +118,20 @@ class _Disk:
 
 
 class Disks:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self) -> None:
+    Args:
+        label_of: the label of a tenant that has a quota, by number; else empty.
+        shares: what tenants are guaranteed of each disk, and the most, by label.
+    """
+
+    def __init__(
+        self,
+        label_of: Callable[[int], str] = lambda _number: "",
+        shares: Callable[[], Mapping[str, tuple[float, float]]] = dict,
+    ) -> None:
+        self._label_of = label_of
+        self._shares = shares
         self._disks: dict[NodeId, _Disk] = {}
         self._chunks: dict[Namespace, dict[Key, tuple[OnDisk, ...]]] = {}
         self._lives = 0
@@ -139,7 +159,7 @@ class Disks:
         if news.after == disk.heard:
             self._apply(node_id, disk, news, cleared, now)
         disk.forget_stale()
-        return DiskOrder(disk.listing, disk.heard, self._demotions(disk))
+        return DiskOrder(disk.listing, disk.heard, self._demotions(disk), dict(self._shares()))
 
     def num_demoted(self, node_id: NodeId) -> int:
         """How many chunks were ever to be offered to a node's disk, as it is known now."""
@@ -259,7 +279,8 @@ class Disks:
             is_there = any(each.life == disk.life for each in known.get(key, ()))
             if not is_there and (evicted.hits[at] or not disk.stats.is_full):
                 handle = evicted.slots[at], evicted.generations[at]
-                disk.demoted.append((evicted.namespace, key, *handle))
+                tenant = self._label_of(evicted.owners[at]) if evicted.owners else ""
+                disk.demoted.append(_Demoted(evicted.namespace, key, *handle, tenant))
                 disk.num_demoted += 1
 
     def _demotions(self, disk: _Disk) -> Demotions:
@@ -310,6 +331,13 @@ class Disks:
         following = disk.places[end] if end < len(disk.places) else None
         return DiskStretch(chunks, len(part), following)
 
+    def tenant_bytes(self) -> Counter[str]:
+        """Bytes of files on all disks, by tenant."""
+        found: Counter[str] = Counter()
+        for disk in self._disks.values():
+            found.update(disk.stats.tenant_bytes)
+        return found
+
     @property
     def num_disks(self) -> int:
         """The number of known disks: no chunk is on more."""
@@ -346,9 +374,7 @@ class Disks:
         if keys:
             self._cleared.append(keys)
         for disk in self._disks.values():
-            kept: Sequence[tuple[Namespace, Key, int, int]] = [
-                row for row in disk.demoted if row[0] != namespace
-            ]
+            kept = [row for row in disk.demoted if row.namespace != namespace]
             disk.demoted.clear()
             disk.demoted.extend(kept)
 
@@ -392,13 +418,18 @@ class Disks:
             assert disk.names.keys() <= set(disk.places), disk.names.keys() - set(disk.places)
 
 
-def _columns(rows: Sequence[tuple[Namespace, Key, int, int]]) -> Demotions:
+def _columns(rows: Sequence[_Demoted]) -> Demotions:
     namespaces: list[str] = []
-    namespace_index = numbered(namespaces, [row[0] for row in rows])
+    namespace_index = numbered(namespaces, [row.namespace for row in rows])
+    tenants, tenant_index = [""], []
+    if any(row.tenant for row in rows):
+        tenant_index = numbered(tenants, [row.tenant for row in rows])
     return Demotions(
         namespaces=namespaces,
         namespace_index=namespace_index,
-        keys=[row[1] for row in rows],
-        slots=[row[2] for row in rows],
-        generations=[row[3] for row in rows],
+        keys=[row.key for row in rows],
+        slots=[row.slot for row in rows],
+        generations=[row.generation for row in rows],
+        tenants=tenants if tenant_index else [],
+        tenant_index=tenant_index,
     )

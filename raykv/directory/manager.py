@@ -72,6 +72,7 @@ from raykv.directory.sessions import Sessions
 from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
 from raykv.directory.table.protocol import Changes, ChunkTable
+from raykv.directory.tenants.quotas import Tenants
 from raykv.directory.transfers import Transfers
 from raykv.protocol.engine import (
     AttachEngine,
@@ -82,6 +83,7 @@ from raykv.protocol.engine import (
 )
 from raykv.protocol.events import EventPage, SnapshotPage
 from raykv.protocol.node import NodeReport, NodeReportReply
+from raykv.protocol.operator import TenantStatus
 from raykv.protocol.reader import Explanations
 from raykv.protocol.status import ClusterStatus, MoreRoom
 
@@ -137,21 +139,29 @@ class BlockManager:
         # when they asked last.
         self._waiting: dict[EngineId, tuple[NodeId, float]] = {}
         self._table = table or DictTable(self.settings.eviction_policy)
-        self._disks = Disks()
+        self.tenants = Tenants(self._nodes)
+        self._disks = Disks(self.tenants.label_with_quota, lambda: self.tenants.disk_shares)
         self._questions = Questions(self._nodes, self._table_now, self._disks)
         self._reuse = ReuseGauges()
         self._room = RoomMeter()
         self._log = EventLog(epoch, self.settings.max_events)
         self._snapshots = Snapshots()
-        self.catalog = Catalog(self._nodes, self._engines, self._table_now, self._disks)
+        self.catalog = Catalog(
+            self._nodes, self._engines, self._table_now, self._disks, self.tenants.name_of
+        )
         of_pins = (self.settings.pin_share, self.settings.pin_s)
         self.pins = Pins(self._nodes, self._table_now, *of_pins)
         self.sessions = Sessions(self._nodes, self._table_now, self._disks, self.pins)
-        self.misses = MissLog(self._nodes, self.sessions.why)
+        self.misses = MissLog(self._nodes, self.sessions.why, self.tenants.name)
         lending = (lambda: self._generations, self.settings.transfer_s)
         self.transfers = Transfers(self._nodes, self._table_now, self._disks, self.pins, *lending)
         self.leavings = Leavings(self._nodes, self._engines)
-        self.meter = ClusterMeter(self._nodes, self._engines, self._log)
+        self.meter = ClusterMeter(
+            self._nodes,
+            self._engines,
+            self._log,
+            lambda: self.tenants.metered(self._disks.tenant_bytes()),
+        )
 
     @property
     def granting(self) -> Epoch:
@@ -246,12 +256,14 @@ class BlockManager:
     def _new_book(self, node_id: NodeId, report: NodeReport) -> PoolBook:
         geometry = PoolGeometry(report.pool_bytes, report.slab_bytes)
         table = self._table.add_node(node_id, geometry)
-        return PoolBook(
+        book = PoolBook(
             table,
             lambda changes: self._changed(node_id, changes),
             lambda slot_bytes, count: self.pins.give_way(node_id, slot_bytes, count),
             self.catalog.groups_of,
         )
+        book.share(self.tenants.shares)
+        return book
 
     def _refresh(self, node: Node, report: NodeReport, now: float) -> None:
         node.last_report = now
@@ -428,12 +440,15 @@ class BlockManager:
         if request.touched:
             node.book.table.touch(engine.namespace, request.touched)
         self.pins.take_hints(engine.namespace, request.hints, now)
+        if request.owned.tenants:
+            self.tenants.take(node, request.owned, now)
         # After the touches: what is released and then touched is not released any more.
         self.sessions.take(engine.namespace, engine.node_id, request.sessions, now)
 
     def _answer(self, engine: Engine, node: Node, request: SyncRequest, now: float) -> SyncReply:
         if request.idle:
             return self._quiet_reply(engine, node, request)
+        self.tenants.finished(request.finished)
         # Before the changes are taken: what it evicts is part of this answer.
         may_grant = not self.paused and node.inventory_complete and now >= node.settled_at
         wanted = request.wanted if may_grant else {}
@@ -488,7 +503,11 @@ class BlockManager:
                 life = (node_id, self._nodes[node_id].epoch)
                 size = self.catalog.slot_bytes_of(changes.namespace)
                 self._room.evicted(life, changes.keys, size)
-            self.misses.gone(changes.namespace, changes.keys, MissReason.EVICTED)
+            reason = MissReason.EVICTED
+            if changes.over_quota:
+                self.tenants.evicted(changes)
+                reason = MissReason.QUOTA
+            self.misses.gone(changes.namespace, changes.keys, reason)
             self._questions.gone(node_id, changes)
         self.pins.changed(node_id, changes)
         self.sessions.changed(node_id, changes)
@@ -580,6 +599,7 @@ class BlockManager:
                 for engine in self._engines_on(node.node_id):
                     self._forget_engine(engine.engine_id)
             node.book.table.forget_pins(now)
+            node.book.trim(now)
         self.transfers.expire(now)
         self.leavings.go_on()
         self.sessions.expire(now)
@@ -615,8 +635,19 @@ class BlockManager:
     def status(self, address: str, raykv_version: str, now: float) -> ClusterStatus:
         """A picture for people; changes nothing."""
         waiting = {str(name): str(node_id) for name, (node_id, _) in self._waiting.items()}
-        base = ClusterStatus(address, self.epoch, raykv_version, self.paused, waiting=waiting)
+        base = ClusterStatus(
+            address,
+            self.epoch,
+            raykv_version,
+            self.paused,
+            waiting=waiting,
+            tenants=self.tenant_status(),
+        )
         return self.catalog.status(base, now, self.pins)
+
+    def tenant_status(self) -> list[TenantStatus]:
+        """What tenants have, and their shares; changes nothing."""
+        return self.tenants.status(self._disks.tenant_bytes())
 
     def holds(self, node_id: NodeId, namespace: Namespace, key: Key) -> Generation | None:
         """The generation at which the directory believes a chunk to be on a node."""
@@ -631,6 +662,7 @@ class BlockManager:
         self.pins.check()
         self.leavings.check()
         self.sessions.check()
+        self.tenants.check()
         for node in self._nodes.values():
             node.book.check()
         by_node: dict[NodeId, dict[EngineId, Engine]] = {}

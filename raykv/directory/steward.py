@@ -23,11 +23,11 @@ from raykv.directory import bequest
 from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import wants
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.operator import KeptLife, KeptPin, PinOrder, PoolWish
+from raykv.protocol.operator import KeptLife, KeptPin, PinOrder, PoolWish, Quota
 
 logger = logging.getLogger("raykv.scheduler")
 
-PIN, WISH = "pin:", "wish"
+PIN, WISH, QUOTA = "pin:", "wish", "quota:"
 
 
 class Steward:
@@ -40,18 +40,20 @@ class Steward:
     def __init__(self, address: str) -> None:
         self._address = address
         self._lock = threading.Lock()
-        # What is to be written; bounded by the number of pins that there may be.
+        # What is to be written; bounded by the numbers of pins and quotas that there may be.
         self._unwritten: dict[str, bytes | None] = {}
         self._wish: PoolWish | None = None
         # As the last life has left it, and as it is left now.
         self.life = KeptLife()
+        # Those of the last life.
+        self.quotas: list[Quota] = []
         self._news = threading.Event()
         self._first_pause_s, self._longest_pause_s = RECONCILE_PAUSES_S
 
     def start(self) -> list[PinOrder]:
         """Begin; returns the pins of the actor's last life, with the time that is left of each.
 
-        `life` is what else it has left.
+        `life` and `quotas` are what else it has left.
 
         Raises:
             ClusterError: what it has left can't be had. Ray makes the actor anew.
@@ -71,6 +73,9 @@ class Steward:
             self._wish = wish if wish.version == PROTOCOL_VERSION else None
         elif entry.name == bequest.LIFE:
             self.life = decode(entry.value, KeptLife)
+        elif entry.name.startswith(QUOTA):
+            quota = decode(entry.value, Quota)
+            self.quotas.append(msgspec.structs.replace(quota, version=PROTOCOL_VERSION))
         elif entry.name.startswith(PIN):
             kept = decode(entry.value, KeptPin)
             left_s = kept.ends_at - time.time()
@@ -88,6 +93,14 @@ class Steward:
     def forget_pin(self, pin_id: str) -> None:
         """Forget a pin that has ended."""
         self._write(PIN + pin_id, None)
+
+    def keep_quota(self, quota: Quota) -> None:
+        """Remember a quota."""
+        self._write(QUOTA + quota.name, encode(quota))
+
+    def forget_quota(self, name: str) -> None:
+        """Forget a quota that has ended."""
+        self._write(QUOTA + name, None)
 
     def set_wish(self, wish: PoolWish) -> None:
         """Have nodes that match it get a NodeActor from now on; it takes an earlier one's place."""

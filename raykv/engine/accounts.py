@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-from raykv.base.ids import MissReason, TokenSource
+from raykv.base.ids import MissReason, TokenSource, known_as
 from raykv.engine.outbox import take
 from raykv.engine.requests import Miss
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord, Parting
@@ -67,6 +67,7 @@ class TokenAccount:
     miss: Miss | None = None
     otherwise: MissReason = MissReason.OTHER
     failure: MissReason | None = None
+    tenant: str = ""
 
     def look(self, own: int, otherwise: MissReason) -> None:
         """Lookups begin: an earlier load, if any, has failed as a whole."""
@@ -149,6 +150,7 @@ class TokenAccount:
             chunks=chunks,
             chunk_tokens=self.tokens_per_chunk,
             parting=parting if is_loaded else None,
+            tenant=self.tenant,
         )
         total = record.own + record.loaded + sum(record.missed.values())
         assert total == record.prompt, record
@@ -191,9 +193,10 @@ class Accounts:
     # Bytes of names since no record was waiting.
     _named: int = 0
 
-    def open(self, request_id: str, num_prompt: int) -> None:
+    def open(self, request_id: str, num_prompt: int, tenant: str = "") -> None:
         """A request is new; a second call for the same id changes nothing."""
-        self._open.setdefault(request_id, TokenAccount(num_prompt, self.tokens_per_chunk))
+        account = TokenAccount(num_prompt, self.tokens_per_chunk, tenant=tenant)
+        self._open.setdefault(request_id, account)
 
     def get(self, request_id: str) -> TokenAccount | None:
         """The account of a request that has not ended."""
@@ -231,10 +234,10 @@ class Accounts:
         return names
 
     def refine(self, better: Mapping[str, int]) -> None:
-        """Tokens that counted as NEVER_STORED were missed for those reasons."""
+        """Tokens were missed for those reasons, and not for the one that the engine knew."""
         for reason, count in better.items():
             self.missed[reason] += count
-            self.missed[MissReason.NEVER_STORED] -= count
+            self.missed[known_as(reason)] -= count
             self._refined[reason] += count
 
     def take_refined(self) -> Counter[str]:

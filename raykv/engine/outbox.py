@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from raykv.base.ids import Key
-from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, handles_of
+from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, handles_of, numbered
+from raykv.protocol.engine import Owned
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class Outbox:
     pinned: deque[Key] = field(default_factory=_queue)
     released: deque[tuple[int, Handle]] = field(default_factory=deque)
     dropped: deque[tuple[Key, Handle]] = field(default_factory=_queue)
+    owned: deque[tuple[str, Handle]] = field(default_factory=_queue)
 
     @property
     def has_news(self) -> bool:
@@ -40,7 +42,7 @@ class Outbox:
 
     def clear(self) -> None:
         """Drop everything: none of it is valid any more."""
-        for queue in (self.touched, self.pinned, self.released, self.dropped):
+        for queue in (self.touched, self.pinned, self.released, self.dropped, self.owned):
             queue.clear()
 
     def fields(self) -> dict[str, Any]:
@@ -50,6 +52,7 @@ class Outbox:
             "pinned": take(self.pinned, MAX_KEYS // 2),
             "released": lease_columns(take(self.released, MAX_KEYS // 2)),
             "dropped": columns(take(self.dropped, MAX_KEYS // 4)),
+            "owned": owned_columns(take(self.owned, MAX_KEYS // 2)),
         }
 
 
@@ -85,4 +88,16 @@ def lease_columns(leases: Iterable[tuple[int, Handle]]) -> Leases:
         [group for group, _ in leases],
         [handle.slot for _, handle in leases],
         [handle.generation for _, handle in leases],
+    )
+
+
+def owned_columns(owned: Iterable[tuple[str, Handle]]) -> Owned:
+    """Tenants and handles as columns."""
+    owned = list(owned)
+    tenants: list[str] = []
+    return Owned(
+        tenant_index=numbered(tenants, [label for label, _ in owned]),
+        tenants=tenants,
+        slots=[handle.slot for _, handle in owned],
+        generations=[handle.generation for _, handle in owned],
     )

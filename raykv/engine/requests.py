@@ -27,13 +27,14 @@ class RequestOptions:
     `prefilled`: another engine has just computed the prompt for it. Its chunks are announced or on
     their way to be, so an answer that nobody has them is not final; and they are fetched
     however fast this engine computes, which has other requests to serve. `no_load`: why it does not
-    load, if it does not.
+    load, if it does not. `tenant`: the label of whose it is; empty: nobody's in particular.
     """
 
     load: bool = True
     store: bool = True
     prefilled: bool = False
     no_load: MissReason = MissReason.OPTED_OUT
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

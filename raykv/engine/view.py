@@ -240,15 +240,22 @@ class EngineView:
 
     # Loads
 
-    def prepare_load(self, keys: Collection[Key]) -> list[Handle]:
-        """Handles of chunks that `lookup` called HIT; they are asked not to be evicted.
+    def prepare_load(self, keys: Collection[Key], request_id: str = "") -> list[Handle]:
+        """Handles of chunks that `lookup` called HIT; they are asked not to be evicted. Those that
+        are nobody's belong to the request's tenant from now on.
 
         A key that is not READY gets a handle that every NodeActor refuses.
         """
         self._outbox.pinned.extend(keys)
         self._outbox.touched.extend(reversed(list(keys)))
         refused = Handle(Slot(0), NO_GENERATION)
-        return [self._ready.get(key, refused) for key in keys]
+        handles = [self._ready.get(key, refused) for key in keys]
+        self._belong(request_id, handles)
+        return handles
+
+    def _belong(self, request_id: str, handles: Iterable[Handle]) -> None:
+        if tenant := self.requests.get(request_id).options.tenant:
+            self._outbox.owned.extend((tenant, handle) for handle in handles)
 
     def complete_load(self, keys: Collection[Key]) -> None:
         """A load job has ended; failures were reported by `fail_load` before."""
@@ -307,6 +314,7 @@ class EngineView:
         for key, handle in zip(plan.keys, plan.handles, strict=True):
             self._pending[key] = handle
             self.remote.announce(key, handle)
+        self._belong(request_id, plan.handles)
         self.counters.chunks_offered += len(plan.keys)
         return plan
 

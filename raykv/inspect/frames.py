@@ -73,6 +73,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("idle_s", REAL, "seconds since it was used, or came"),
         Column("hits", WHOLE, "how often it was used on that node"),
         Column("is_replicated", TRUTH, "whether another node has it too"),
+        Column("tenant", TEXT, "whose it is"),
         Column("slot", WHOLE, "its place in the pool, in pages of 4,096 bytes"),
         Column("generation", WHOLE, "the n-th use of the slot"),
     ),
@@ -115,6 +116,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("missing_key", TEXT, "key of the chunk that decided over those behind it"),
         Column("chunks", THING, "beginnings of its chunks' keys, in order: a tuple"),
         Column("chunk_tokens", WHOLE, "tokens of a chunk"),
+        Column("tenant", TEXT, "whose it was; nothing if it named no tenant"),
     ),
     "events": (
         Column("epoch", WHOLE, "n-th life of the scheduler actor"),

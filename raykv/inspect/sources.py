@@ -123,6 +123,7 @@ def request_rows(found: Iterable[Explanation]) -> Iterator[Row]:
             "missing_key": record.missing.hex() or None,
             "chunks": chunk_names(record.chunks),
             "chunk_tokens": record.chunk_tokens,
+            "tenant": record.tenant or None,
         }
 
 

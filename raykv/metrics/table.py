@@ -232,6 +232,25 @@ CLUSTER = (
         "namespace",
     ),
     _counter("raykv_timed_out_waits_total", "Lookups that gave up waiting.", "namespace"),
+    _gauge(
+        "raykv_tenant_bytes",
+        "Bytes of a tenant's chunks in pools (ram) and of its files on disks (disk); only where "
+        "tenants have quotas, and of those that have none together (others).",
+        "tenant",
+        "tier",
+    ),
+    _counter(
+        "raykv_tenant_evicted_chunks_total",
+        "Chunks of a tenant with a quota that were evicted since it had more than its share.",
+        "tenant",
+    ),
+    _counter(
+        "raykv_tenant_prompt_tokens_total",
+        "Prompt tokens of ended requests by tenant and by where their KV came from, as in "
+        "raykv_cluster_prompt_tokens_total, as long as tenants have quotas.",
+        "tenant",
+        "source",
+    ),
     Metric(
         "raykv_removed_chunk_age_seconds",
         MetricKind.HISTOGRAM,

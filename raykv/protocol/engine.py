@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from raykv.base.tenants import is_label
 from raykv.protocol.columns import (
     MAX_GROUPS,
     MAX_NUMBER,
@@ -80,7 +81,8 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     the `loaded` ones `fetched` were on another node, and `disk` on a disk.
     `chunks` are the names of its chunks, of generated tokens too, as far as they are known: the
     first `CHUNK_NAME_BYTES` of each key. A chunk has `chunk_tokens` tokens. `parting`: where the
-    prompt leaves the nearest one that was there, if that is known.
+    prompt leaves the nearest one that was there, if that is known. `tenant`: the label of whose
+    request it was, empty if it had none.
     """
 
     request_id: str
@@ -94,11 +96,14 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     fetched: int = 0
     disk: int = 0
     parting: Parting | None = None
+    tenant: str = ""
 
 
 def _finished(records: Sequence[MissRecord]) -> None:
     check_rows("requests that have ended", records)
     check_names("a request's id", (record.request_id for record in records))
+    for label in {record.tenant for record in records} - {""}:
+        require(is_label(label), f"a tenant's label of {len(label)} characters")
     for record in records:
         num_bytes = len(record.chunks)
         is_cut = num_bytes % CHUNK_NAME_BYTES == 0 and num_bytes <= MAX_NAMES_BYTES
@@ -141,6 +146,28 @@ class Naming(msgspec.Struct, frozen=True):
 
     order_id: str
     version: str
+
+
+class Owned(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of leases that are stored at, and of chunks that are loaded, for tenants.
+
+    `tenant_index` points into `tenants`, which are labels.
+    """
+
+    tenants: list[str] = []
+    tenant_index: list[int] = []
+    slots: list[int] = []
+    generations: list[int] = []
+
+
+def check_owned(owned: Owned) -> None:
+    """Refuse invalid columns with a MessageError."""
+    check_rows("what belongs to tenants", owned.tenant_index, owned.slots)
+    check_places("what belongs to tenants", owned.slots, owned.generations)
+    check_rows("tenants", owned.tenants)
+    check_numbers("numbers of tenants", owned.tenant_index, 0, len(owned.tenants) - 1)
+    for label in owned.tenants:
+        require(is_label(label), f"a tenant's label of {len(label)} characters")
 
 
 class AttachEngine(msgspec.Struct, frozen=True):
@@ -218,7 +245,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     `latencies`: of the engine since its start, by what was measured. `wanted_keys`: what is new of
     the sketch of the chunks that its requests have wanted; their number is among the counters.
     `described`: what is inside of chunks. `heard`: the last `Naming` that has come. `sessions`:
-    what requests say of theirs, in order.
+    what requests say of theirs, in order. `owned`: which leases and chunks are whose.
     """
 
     engine_id: str
@@ -243,6 +270,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     described: Descriptions = Descriptions()
     heard: str = ""
     sessions: list[SessionNews] = []
+    owned: Owned = Owned()
 
 
 def check_sync(request: SyncRequest) -> None:
@@ -266,6 +294,7 @@ def check_sync(request: SyncRequest) -> None:
     check_news(request.sessions)
     _measured(request)
     check_descriptions(request.described)
+    check_owned(request.owned)
     _finished(request.finished)
 
 
@@ -298,7 +327,8 @@ class SyncReply(msgspec.Struct, frozen=True):
     `store_share`: one request of so many should store, since little of what is stored is loaded.
     `lease_share`: as in `EngineAttached`; 0: as before.
     `naming`: what the user calls the engine's weights, until it was `heard`.
-    `refined`: tokens of `finished` requests that were not NEVER_STORED, but missed for that reason.
+    `refined`: tokens of `finished` requests that were missed for that reason, not for the one that
+    the engine knew (`known_as`).
     """
 
     epoch: int

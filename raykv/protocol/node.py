@@ -98,6 +98,7 @@ class DiskStats(msgspec.Struct, frozen=True):
 
     `problem`: why nothing is written, in a sentence. `is_full`: it gives up old files for new ones,
     so that only what was used is worth a place. `room`: chunks that it takes to be written now.
+    `tenant_bytes`: of its files, by tenant, as far as they are somebody's.
     """
 
     path: str = ""
@@ -116,6 +117,7 @@ class DiskStats(msgspec.Struct, frozen=True):
     writes_failed: int = 0
     is_full: bool = False
     room: int = 0
+    tenant_bytes: dict[str, int] = {}
 
 
 class NodeStats(msgspec.Struct, frozen=True):
@@ -276,24 +278,41 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Demotions(msgspec.Struct, frozen=True, array_like=True):
-    """Columns of chunks that a node's pool gives up."""
+    """Columns of chunks that a node's pool gives up.
+
+    `tenant_index` points into `tenants`, labels of those with a quota, of which the first one is
+    everybody else's; there is none where nobody has a quota.
+    """
 
     namespaces: list[str] = []
     namespace_index: list[int] = []
     keys: list[bytes] = []
     slots: list[int] = []
     generations: list[int] = []
+    tenants: list[str] = []
+    tenant_index: list[int] = []
 
     def __len__(self) -> int:
         return len(self.keys)
 
+    @property
+    def of_tenants(self) -> list[str]:
+        """The tenant of each chunk; empty: nobody's in particular."""
+        if not self.tenants:
+            return [""] * len(self.keys)
+        return [self.tenants[index] for index in self.tenant_index]
+
 
 class DiskOrder(msgspec.Struct, frozen=True):
-    """What the directory says to a disk: how much of `listing` it knows, and what to write."""
+    """What the directory says to a disk: how much of `listing` it knows, and what to write.
+
+    `shares`: of the disk, by tenant, what is guaranteed and the most; of all others under "".
+    """
 
     listing: int = 0
     heard: int = 0
     demoted: Demotions = Demotions()
+    shares: dict[str, tuple[float, float]] = {}
 
 
 class NodeReportReply(msgspec.Struct, frozen=True):

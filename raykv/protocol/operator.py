@@ -1,5 +1,5 @@
-"""What operators order of the cache, and what they get to know: pins, transfers, pools ahead of
-time.
+"""What operators order of the cache, and what they get to know: pins, quotas, transfers, pools
+ahead of time.
 
 Orders repeat harmlessly: each names itself, and comes to the same when it comes again.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from raykv.base.ids import SLOT_ALIGNMENT
+from raykv.base.tenants import MAX_LABEL, OTHERS, is_label
 from raykv.protocol.columns import (
     MAX_POOL_BYTES,
     Handles,
@@ -33,6 +34,12 @@ MAX_PIN_S = 30 * 86_400.0
 
 MAX_PRIORITY = 9
 """The highest that a pin may have which gives way; the lowest is 1."""
+
+MAX_QUOTAS = 64
+"""Quotas: each has its own eviction orders on all nodes."""
+
+MAX_GUARANTEED = 0.75
+"""Of a pool, for all guarantees together: free slots that engines lease may take the rest."""
 
 
 class PinOrder(msgspec.Struct, frozen=True):
@@ -259,6 +266,59 @@ def check_wish(wish: PoolWish) -> None:
     for size in (wish.pool_bytes, wish.slab_bytes):
         if size is not None:
             require(SLOT_ALIGNMENT <= size <= MAX_POOL_BYTES, f"a pool or a slab of {size} bytes")
+
+
+class Quota(msgspec.Struct, frozen=True):
+    """A tenant's share of every pool and disk, from 0 to 1: `guaranteed` at least, and `most`.
+
+    `name` is for people; `tenant` the label of its requests, empty for that of all others.
+    """
+
+    version: int
+    name: str
+    tenant: str
+    guaranteed: float = 0.0
+    most: float = 1.0
+
+
+def check_quota(quota: Quota) -> None:
+    """Refuse an invalid quota with a MessageError."""
+    require(0 < len(quota.name) <= MAX_LABEL, f"a quota's name of {len(quota.name)} characters")
+    require(quota.name.isprintable(), "a quota's name that can't be shown")
+    is_others = quota.name == OTHERS and not quota.tenant
+    require(is_others or is_label(quota.tenant), f"a tenant's label {quota.tenant!r}")
+    # Comparisons with NaN are false.
+    require(0 <= quota.guaranteed <= quota.most <= 1, "a share that is not from 0 to 1")
+
+
+class QuotaAnswer(msgspec.Struct, frozen=True):
+    """Answer to `Quota`: why it was refused; empty: it holds from now on."""
+
+    version: int
+    error: str = ""
+
+
+class TenantStatus(msgspec.Struct, frozen=True):
+    """A tenant that has a quota, or chunks in pools; `pool_bytes` are those, replicas counted, and
+    `disk_bytes` its files on disks.
+
+    `has_quota`: it has a quota; else the shares are those of everybody without one.
+    """
+
+    name: str
+    tenant: str
+    pool_bytes: int = 0
+    disk_bytes: int = 0
+    has_quota: bool = False
+    guaranteed: float = 0.0
+    most: float = 1.0
+
+
+class TenantPage(msgspec.Struct, frozen=True):
+    """All tenants that are known."""
+
+    version: int
+    tenants: list[TenantStatus] = []
 
 
 class KeptPin(msgspec.Struct, frozen=True):

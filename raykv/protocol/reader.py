@@ -95,8 +95,9 @@ class ChunkPage(msgspec.Struct):
 
     `node_index` and `namespace_index` point into `nodes` and `namespaces`. `ages` and `idles` are
     seconds since a chunk came to the node and since it was used. `is_on_disk`: it is not in the
-    node's pool but on its disk, and its slot is a place there. `from_node`, `from_disk` and
-    `from_slot` ask for the next page; there is none if `is_last`.
+    node's pool but on its disk, and its slot is a place there. `tenant_index` points into
+    `tenants`, names of whose they are. `from_node`, `from_disk` and `from_slot` ask for the next
+    page; there is none if `is_last`.
     """
 
     version: int
@@ -114,6 +115,8 @@ class ChunkPage(msgspec.Struct):
     hits: list[int] = []
     is_replicated: list[bool] = []
     is_on_disk: list[bool] = []
+    tenants: list[str] = []
+    tenant_index: list[int] = []
     from_node: str = ""
     from_slot: int = 0
     from_disk: bool = False
@@ -135,6 +138,8 @@ def check_chunk_page(page: ChunkPage, query: ChunkQuery) -> None:
     check_rows("chunks", page.keys, page.slots, page.node_index, page.namespace_index, page.hits)
     check_rows("chunks", page.keys, page.slot_bytes, page.ages, page.idles)
     check_rows("chunks", page.keys, page.is_replicated, page.is_on_disk)
+    check_rows("chunks", page.keys, page.tenant_index)
+    check_numbers("numbers of tenants", page.tenant_index, 0, len(page.tenants) - 1)
     check_places("chunks", page.slots, page.generations)
     check_rows("namespaces", page.namespaces, page.models)
     check_numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
@@ -156,6 +161,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         is_replicated: another node has it too; of a chunk on a disk, or this node in its pool.
         tier: "ram" or "disk". Of a chunk on a disk `slot` is its place there; `age_s` and `idle_s`
             are since it was reported to the scheduler actor, and reads are not counted.
+        tenant: whose it is, "others" if nobody's in particular; of a chunk on a disk it is not
+            known, and empty.
     """
 
     key: bytes
@@ -171,6 +178,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     generation: int
     tier: str = RAM
+    tenant: str = ""
 
     @property
     def block_hash(self) -> bytes:
@@ -370,9 +378,11 @@ def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
         page.hits,
         page.is_replicated,
         page.is_on_disk,
+        page.tenant_index,
         strict=True,
     )
-    for node, namespace, key, slot, generation, size, age, idle, hits, replicated, disk in columns:
+    for row in columns:
+        node, namespace, key, slot, generation, size, age, idle, hits, replicated, disk, whose = row
         yield Chunk(
             key=key,
             node_id=page.nodes[node],
@@ -387,6 +397,7 @@ def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
             slot=slot,
             generation=generation,
             tier=DISK if disk else RAM,
+            tenant=page.tenants[whose],
         )
 
 

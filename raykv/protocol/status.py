@@ -6,6 +6,7 @@ import msgspec
 
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import NodeStats
+from raykv.protocol.operator import TenantStatus
 
 
 class NodeStatus(NodeStats, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
     `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
     `disk_chunks`: by namespace, the different chunks on the nodes' disks. `waiting` engines have no
-    NodeActor: by id, the node that each is at, which may be gone.
+    NodeActor: by id, the node that each is at, which may be gone. `tenants`: as `raykv quota list`.
     """
 
     address: str
@@ -84,6 +85,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     metrics: str = ""
     disk_chunks: dict[str, int] = {}
     waiting: dict[str, str] = {}
+    tenants: list[TenantStatus] = []
 
 
 class MoreRoom(msgspec.Struct, frozen=True, kw_only=True):

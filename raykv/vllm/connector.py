@@ -376,7 +376,7 @@ class RayKVConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """See `KVConnectorBase_V1.on_new_request`; asks at once who has the prompt's chunks."""
         if self._manager is not None:
-            self._manager.misses.began(request)
+            self._manager.belongs(request)
             if self._adapters is not None and not self._adapters.begin(request):
                 self._manager.refuse(request.request_id, MissReason.ADAPTER_UNKNOWN)
             if not may_share_media(request):

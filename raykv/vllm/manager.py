@@ -58,7 +58,7 @@ from raykv.vllm.internals.offloading import (
     silent,
 )
 from raykv.vllm.misses import MissReporter
-from raykv.vllm.params import hint_of, request_options
+from raykv.vllm.params import hint_of, request_options, tenant_of
 from raykv.vllm.transfers import PoolSpec
 
 logger = logging.getLogger("raykv")
@@ -97,9 +97,11 @@ class RayOffloadingManager(OffloadingManager):
         hints: HintBox | None = None,
         announcements: Announcements | None = None,
         labels: Mapping[str, str] | None = None,
+        *,
+        tenants_by_server: bool = False,
     ) -> None:
         """`announcements` are for vLLM's own KV events; None: nobody wants them. `labels` of the
-        settings are for its metrics.
+        settings are for its metrics. `tenants_by_server`: the server says whose a request is.
         """
         self.view = view
         self._labels = labels or {}
@@ -111,6 +113,9 @@ class RayOffloadingManager(OffloadingManager):
         self.announcements = announcements
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
+        self._tenants_by_server = tenants_by_server
+        # Whose those requests are that are about to be new.
+        self._tenants: dict[str, str] = {}
         # Requests whose state may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
         self._no_lease_logged_at = float("-inf")
@@ -156,7 +161,7 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(_refused_load)
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PoolSpec:
         names = cast("list[Key]", list(keys))
-        return self._pool_spec(names, self.view.prepare_load(names))
+        return self._pool_spec(names, self.view.prepare_load(names, req_context.req_id))
 
     def _pool_spec(self, keys: list[Key], handles: list[Handle]) -> PoolSpec:
         return PoolSpec(
@@ -224,6 +229,14 @@ class RayOffloadingManager(OffloadingManager):
         if handle is not None:
             self.view.fail_store(key, handle.generation)
 
+    @guarded(nothing)
+    def belongs(self, request: Any) -> None:
+        """A request is about to be new; remember whose it is."""
+        tenant = tenant_of(request, by_server=self._tenants_by_server)
+        if tenant:
+            self._tenants[request.request_id] = tenant
+        self.misses.began(request, tenant)
+
     def refuse(self, request_id: str, reason: MissReason) -> None:
         """A request that is about to be new may neither load nor store."""
         self._refused[request_id] = reason
@@ -235,6 +248,8 @@ class RayOffloadingManager(OffloadingManager):
         """
         self._drain()
         options = request_options(req_context.kv_transfer_params)
+        if tenant := self._tenants.pop(req_context.req_id, ""):
+            options = replace(options, tenant=tenant)
         reason = self._refused.pop(req_context.req_id, None)
         if reason is not None:
             options = replace(options, load=False, store=False, no_load=reason)

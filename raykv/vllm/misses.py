@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricM
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
-from raykv.base.ids import MissReason, TokenSource
+from raykv.base.ids import MissReason, TokenSource, known_as
 from raykv.engine.accounts import MissStage, TokenAccount, tokens_by_source
 from raykv.engine.insight.partings import Partings, PassingPrompt
 from raykv.engine.insight.spans import RequestSpans
@@ -91,9 +91,9 @@ class MissReporter:
         self._untold: dict[str, _Sources | None] = {}
 
     @guarded(nothing)
-    def began(self, request: Any) -> None:
-        """A request is new."""
-        self._view.accounts.open(request.request_id, request.num_prompt_tokens)
+    def began(self, request: Any, tenant: str = "") -> None:
+        """A request of a tenant is new."""
+        self._view.accounts.open(request.request_id, request.num_prompt_tokens, tenant)
         if self.spans is not None:
             self.spans.begin(request.request_id, request.trace_headers or {}, time.monotonic())
 
@@ -248,13 +248,13 @@ class MissReporter:
     def _correct(self) -> None:
         """Take in reasons that the scheduler actor knew better.
 
-        Prometheus has already counted those tokens as never stored, and its counters do
-        not go back: later ones that were never stored are left out until that is made up for.
+        Prometheus has already counted those tokens for another reason, and its counters do not go
+        back: later ones with that reason are left out until that is made up for.
         """
         refined = self._view.accounts.take_refined()
         for reason, count in refined.items():
             self._tokens["reason", reason] += count
-            self._tokens["reason", MissReason.NEVER_STORED] -= count
+            self._tokens["reason", known_as(reason)] -= count
 
 
 def sentence(record: MissRecord) -> str:

@@ -1,4 +1,4 @@
-"""What clients may ask for: eight keys of a request's `kv_transfer_params` have an effect.
+"""What clients may ask for: nine keys of a request's `kv_transfer_params` have an effect.
 
 vLLM's own `kv_hints`, which orchestrators may attach to a request, carry the wishes among them too:
 in the payload of an action of the type `raykv.hints`, under the same names.
@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from raykv.base.tenants import salt_label, server_label
 from raykv.engine.hints import Hint
 from raykv.engine.requests import RequestOptions
 from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
 from raykv.protocol.sessions import MAX_SESSION_NAME
+from raykv.vllm.identity.media import NAMED_BY_CLIENT
 
 logger = logging.getLogger("raykv")
 
@@ -43,6 +45,10 @@ MAX_ACTIONS = 16
 """Actions of one request that are looked at."""
 
 Known = bool | float | str
+
+TENANT = "raykv_tenant"
+"""A text that says whose the request is, where the setting `tenant_source` says that the server
+sets it. No part of what vLLM's offloading scheduler sees."""
 
 
 def documented(params: Any) -> dict[str, Known] | None:
@@ -130,6 +136,19 @@ def request_options(params: Any) -> RequestOptions:
         store=bool(known.get("raykv_store", True)),
         prefilled=PREFILLED in known,
     )
+
+
+def tenant_of(request: Any, *, by_server: bool) -> str:
+    """The label of whose a request of vLLM's is, `by_server` if that sets it; empty: nobody's in
+    particular.
+    """
+    params = request.kv_transfer_params
+    if by_server and isinstance(params, dict) and (label := server_label(params.get(TENANT))):
+        return label
+    salt = request.cache_salt or ""
+    if salt.startswith(NAMED_BY_CLIENT):
+        salt = salt[len(NAMED_BY_CLIENT) + 1 :]
+    return salt_label(salt)
 
 
 def hint_of(params: Any, kv_hints: Any = None) -> Hint:

@@ -176,6 +176,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
                 HintBox(Allowed(settings.client_hints)),
                 Announcements() if wants_events else None,
                 settings.labels(),
+                tenants_by_server=settings.tenant_source == "server",
             )
         return self._manager
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raykv.base.geometry import aligned
+from raykv.base.tenants import salt_label
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
@@ -283,3 +285,67 @@ def test_preemption_gives_no_wrong_token(
         assert found == [reference[seed] for seed in seeds]
     assert engine.call("counters")["vllm:num_preemptions"] > before, "nothing was pre-empted"
     engine.reset()
+
+
+NOISY = "the salt of the noisy one"
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """One that has asked for two prompts once, and what it was answered."""
+
+    salt: str
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+def tenant_with_chunks(engine: EngineProcess, cluster: Cluster, number: int) -> Tenant:
+    """A new one, all of whose 16 chunks are stored: in a small pool not all are that come."""
+    asked: list[Tenant] = []
+
+    def whole() -> list[Tenant]:
+        held = {each.tenant: each.pool_bytes for each in cluster.quotas.tenants()}
+        return [each for each in asked if held.get(salt_label(each.salt)) == 16 * CHUNK_BYTES]
+
+    def is_stored() -> bool:
+        seed = 100 * number + len(asked)
+        hers = [prompt(10_000 + 2 * seed + half, 8 * BLOCK + 1) for half in range(2)]
+        salt = f"the salt of {seed}"
+        asked.append(Tenant(salt, hers, engine.tokens(hers, max_tokens=8, salt=salt)))
+        engine.reset()
+        return bool(whole())
+
+    wait_until(is_stored, 60.0, "a new tenant's chunks are stored")
+    return whole()[-1]
+
+
+def found_after_flood(engine: EngineProcess, tenant: Tenant, number: int) -> int:
+    """How many tokens a tenant finds when another one has filled the pool twice."""
+    for seed in range(16):
+        engine.tokens([prompt(3000 + 16 * number + seed, 8 * BLOCK)], max_tokens=1, salt=NOISY)
+    engine.reset()
+    found = engine.cached(tenant.prompts, max_tokens=1, salt=tenant.salt)
+    engine.reset()
+    assert engine.tokens(tenant.prompts, max_tokens=8, salt=tenant.salt) == tenant.answers
+    return sum(found)
+
+
+@pytest.mark.versions
+def test_tenant_that_floods_costs_another_hardly_any_hits(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    """The quiet one has 16 chunks, and is guaranteed 25 of the pool."""
+    found = 0
+    for turn in range(TURNS):
+        quiet = tenant_with_chunks(engine, cluster, turn)
+        cluster.quotas.set("quiet", guaranteed=0.4, salt=quiet.salt)
+        found += found_after_flood(engine, quiet, turn)
+    assert found >= 0.95 * TURNS * 2 * 8 * BLOCK
+    assert "the salt of" not in str(cluster.status())
+    cluster.quotas.remove("quiet")
+    without = 0
+    for turn in range(TURNS, 2 * TURNS):
+        quiet = tenant_with_chunks(engine, cluster, turn)
+        without += found_after_flood(engine, quiet, turn)
+    assert without < 0.5 * TURNS * 2 * 8 * BLOCK

@@ -82,10 +82,12 @@ class Engine:
         self.session._exchange_quietly()
         self.session.drain()
 
-    def store(self, *numbers: int) -> int:
+    def store(self, *numbers: int, tenant: str = "") -> int:
         """Store chunks whose bytes are those of the block of their number; how many had a slot."""
         self.exchange()
-        plan = self.view.prepare_store("request", [key(number) for number in numbers])
+        request_id = f"request {tenant}".strip()
+        self.view.start_request(request_id, RequestOptions(tenant=tenant))
+        plan = self.view.prepare_store(request_id, [key(number) for number in numbers])
         if plan is None or not plan.keys:
             return 0
         count = len(plan.keys)
@@ -280,6 +282,40 @@ def test_pinned_chunks_outlive_eviction_and_the_scheduler_actor(nodes: Nodes) ->
     run("unpin", "kept")
     with pytest.raises(ClusterError, match="there is no pin 'kept'"):
         cluster.unpin("kept")
+
+
+def flood(engine: Engine, numbers: range) -> None:
+    """The noisy tenant stores one chunk after the other."""
+    for number in numbers:
+
+        def is_stored(number: int = number) -> bool:
+            return engine.store(number, tenant="noisy") == 1
+
+        wait_until(is_stored, 10, "a slot is free")
+
+
+def test_tenant_keeps_what_it_is_guaranteed_while_another_one_floods(nodes: Nodes) -> None:
+    cluster, engine = nodes.cluster, nodes.engine
+    cluster.clear()
+    assert "25% of each pool guaranteed" in run("quota", "set", "quiet", "--guaranteed", "0.25")
+    run("quota", "set", "noisy", "--most", "0.5")
+    hers = set(range(300, 308))
+    # The clearing took the engine's leases.
+    wait_until(lambda: engine.store(*sorted(hers), tenant="quiet") == len(hers), 10, "leases")
+    wait_until(lambda: held_on(cluster, nodes.first) >= hers, 10, "stored")
+    flood(engine, range(4000, 4120))
+    engine.exchange()
+    assert held_on(cluster, nodes.first) >= hers
+    listed = {each["name"]: each for each in json.loads(run("quota", "list", "--json"))}
+    assert listed["quiet"]["pool_bytes"] == len(hers) * CHUNK_BYTES
+    assert 0 < listed["noisy"]["pool_bytes"] <= POOL_BYTES // 2 + 4 * CHUNK_BYTES
+    assert "quiet" in run("status")
+    wait_until(lambda: any(e.name == "quota:quiet" for e in bequest.entries()), 10, "remembered")
+    assert "removed quiet" in run("quota", "remove", "quiet", "noisy")
+    with pytest.raises(ClusterError, match="there is no quota 'quiet'; there are none"):
+        cluster.quotas.remove("quiet")
+    with pytest.raises(ClusterError, match=r"all together at most 0\.75"):
+        cluster.quotas.set("greedy", guaranteed=0.9)
 
 
 def test_cleared_chunks_stay_away_when_the_scheduler_actor_dies_and_a_node_has_not_heard(

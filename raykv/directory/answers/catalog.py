@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 from raykv.base.ids import EngineId, Key, Namespace, NodeId, Slot, group_of
+from raykv.base.tenants import OTHERS
 from raykv.directory.answers.prefixes import MAX_NODES_OF_A_KEY, prefix_page
 from raykv.directory.answers.status import engine_status, node_status
 from raykv.directory.disks import Disks, DiskStretch, OnDisk
@@ -70,6 +71,7 @@ class Catalog:
         engines: the same of engines.
         table: the chunks of all nodes.
         disks: the chunks on their disks.
+        name_of: what people call the tenant of a number.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class Catalog:
         engines: Mapping[EngineId, Engine],
         table: Callable[[], ChunkTable],
         disks: Disks,
+        name_of: Callable[[int], str] = lambda _number: OTHERS,
     ) -> None:
         self._nodes = nodes
         self._engines = engines
+        self._name_of = name_of
         self._table = table
         self._disks = disks
         self._introductions: OrderedDict[Namespace, _Introduction] = OrderedDict()
@@ -126,6 +130,7 @@ class Catalog:
             spaces=self.namespaces(),
             disk_chunks=self._disks.counts(),
             waiting=base.waiting,
+            tenants=base.tenants,
         )
 
     def counts(self) -> dict[str, int]:
@@ -219,6 +224,7 @@ class Catalog:
         page.hits += [0] * len(chunks)
         page.is_replicated += self._are_elsewhere(chunks)
         page.is_on_disk += [True] * len(chunks)
+        page.tenant_index += numbered(page.tenants, [""] * len(chunks))
         return stretch.length, stretch.following
 
     def _stretch_of_disk(
@@ -272,6 +278,7 @@ class Catalog:
             page.hits += uses.hits
             page.is_replicated += uses.is_spare
             page.is_on_disk += [False] * len(held)
+            page.tenant_index += numbered(page.tenants, map(self._name_of, uses.owners))
 
     def _model(self, namespace: Namespace) -> str:
         known = self._introductions.get(namespace)
@@ -336,7 +343,8 @@ def _is_wanted(key: Key, query: ChunkQuery) -> bool:
 def _uses_on_disk(chunks: Sequence[tuple[Name, OnDisk]]) -> Uses:
     since = [found.since for _, found in chunks]
     sizes = [found.num_bytes for _, found in chunks]
-    return Uses(sizes, since, since, [0] * len(chunks), [False] * len(chunks))
+    none = [0] * len(chunks)
+    return Uses(sizes, since, since, none, [False] * len(chunks), none)
 
 
 def _first_ones(uses: Uses, order: str, limit: int) -> list[int]:

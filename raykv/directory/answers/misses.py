@@ -69,10 +69,15 @@ class _Entry:
         own = rest if underscore and number.isdigit() else self.record.request_id
         return own.startswith(beginning) or self.record.request_id.startswith(beginning)
 
-    def told(self, now: float, *, nearest_is_cached: bool = False) -> Explanation:
+    def told(
+        self, now: float, name_of: Callable[[str], str], *, nearest_is_cached: bool = False
+    ) -> Explanation:
         """What is known of the request at that time."""
+        record = self.record
+        if record.tenant:
+            record = msgspec.structs.replace(record, tenant=name_of(record.tenant))
         return Explanation(
-            record=self.record,
+            record=record,
             engine_id=self.engine_id,
             node_id=self.node_id,
             namespace=self.namespace,
@@ -89,15 +94,18 @@ class MissLog:
     Args:
         nodes: all nodes, kept up to date by the block manager.
         hint_of: what a hint did to a chunk that is missing, as in `Explanation`.
+        name_of: what people call the tenant of a label.
     """
 
     def __init__(
         self,
         nodes: Mapping[NodeId, Node],
         hint_of: Callable[[Namespace, Key], str] = lambda _namespace, _key: "",
+        name_of: Callable[[str], str] = str,
     ) -> None:
         self._nodes = nodes
         self._hint_of = hint_of
+        self._name_of = name_of
         # The newest one has the number `_num_taken`.
         self._entries: deque[_Entry] = deque()
         self._num_taken = 0
@@ -139,7 +147,7 @@ class MissLog:
         """Requests of an engine have ended.
 
         Returns:
-            Tokens by reason that the engine took for never stored.
+            Tokens by reason that the engine took for `known_as` that reason.
         """
         better: Counter[str] = Counter()
         for record in records:
@@ -163,20 +171,31 @@ class MissLog:
             self._names_bytes -= len(self._entries.popleft().record.chunks)
 
     def _refined(self, record: MissRecord, namespace: Namespace, now: float) -> MissRecord:
-        """Give a better reason than "the engine does not know the chunk", if there is one."""
-        if MissReason.NEVER_STORED not in record.missed or not record.missing:
+        """Give a better reason than that the engine does not know the chunk, or knows that it was
+        evicted, if there is one.
+        """
+        vague = (MissReason.NEVER_STORED, MissReason.EVICTED)
+        told = next((reason for reason in vague if reason in record.missed), None)
+        if told is None or not record.missing:
             return record
-        reason = str(self._reason(Key(record.missing), namespace, now))
-        if reason == MissReason.NEVER_STORED:
+        reason = self._reason(Key(record.missing), namespace, now, told)
+        if reason is told:
             return record
         missed = dict(record.missed)
-        missed[reason] = missed.pop(MissReason.NEVER_STORED) + missed.get(reason, 0)
+        missed[reason] = missed.pop(told) + missed.get(reason, 0)
         return msgspec.structs.replace(record, missed=missed)
 
-    def _reason(self, key: Key, namespace: Namespace, now: float) -> MissReason:
-        known = self._departures.get(key)
-        if known is not None and known[0] == namespace:
-            return known[1]
+    def _reason(self, key: Key, namespace: Namespace, now: float, told: MissReason) -> MissReason:
+        """Why a chunk is missing, where its engine has told a reason that may be too vague."""
+        known, space = None, None
+        if (departure := self._departures.get(key)) is not None:
+            space, known = departure
+        if told is MissReason.EVICTED:
+            is_quota = space == namespace and known is MissReason.QUOTA
+            return MissReason.QUOTA if is_quota else told
+        if known is not None and space == namespace:
+            # The engine counts it as something better than what it knew, in one step.
+            return MissReason.EVICTED if known is MissReason.QUOTA else known
         if self._is_elsewhere(key, namespace, now):
             return MissReason.OTHER_NAMESPACE
         return MissReason.NEVER_STORED
@@ -201,7 +220,7 @@ class MissLog:
         found = (entry for entry in reversed(self._entries) if entry.has_id(beginning))
         return Explanations(
             found=[
-                entry.told(now, nearest_is_cached=self._has_nearest(entry))
+                entry.told(now, self._name_of, nearest_is_cached=self._has_nearest(entry))
                 for entry in islice(found, MAX_TOLD)
             ],
             num_known=len(self._entries),
@@ -228,5 +247,5 @@ class MissLog:
             names_bytes += len(entry.record.chunks)
             if found and names_bytes > MAX_PAGE_NAMES_BYTES:
                 break
-            found.append(entry.told(now))
+            found.append(entry.told(now, self._name_of))
         return RequestPage(epoch=epoch, first=first, last=self._num_taken, found=found)

@@ -9,7 +9,8 @@ columns.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -32,6 +33,7 @@ from raykv.metrics.table import (
 from raykv.protocol.engine import SyncReply, SyncRequest
 from raykv.protocol.events import EventPage
 from raykv.protocol.measures import MetricFamily
+from raykv.protocol.reader import DISK, RAM
 
 CALLS = ("attach", "sync", "report", "events")
 
@@ -43,6 +45,17 @@ MAX_MODEL_LABEL = 80
 
 MAX_MODELS = 64
 """Series with models' names."""
+
+
+@dataclass(frozen=True)
+class MeteredTenant:
+    """What is counted of a tenant; `tokens` of prompts, by `TokenSource`."""
+
+    name: str
+    pool_bytes: int
+    disk_bytes: int
+    num_evicted: int
+    tokens: Mapping[str, int]
 
 
 class _Slowest:
@@ -75,6 +88,7 @@ class ClusterMeter:
         nodes: all nodes, kept up to date by the block manager.
         engines: the same of engines.
         log: the event log.
+        tenants: all tenants that have quotas, and those that have none.
     """
 
     def __init__(
@@ -82,10 +96,12 @@ class ClusterMeter:
         nodes: Mapping[NodeId, Node],
         engines: Mapping[EngineId, Engine],
         log: EventLog,
+        tenants: Callable[[], Sequence[MeteredTenant]] = tuple,
     ) -> None:
         self._nodes = nodes
         self._engines = engines
         self._log = log
+        self._tenants = tenants
         self._labels = NamespaceLabels()
         self._tally = EngineTally()
         self._followed = log.last_seq
@@ -150,6 +166,7 @@ class ClusterMeter:
             numbers("raykv_cluster_missed_tokens_total", tally.missed()),
             *(numbers(name, counts) for name, counts in tally.plain.items()),
             *self._reach_families(),
+            *self._tenant_families(),
             number("raykv_granted_leases_total", self._granted),
             histograms("raykv_removed_chunk_age_seconds", [((), self._ages.data())]),
             numbers("raykv_events_total", kinds),
@@ -193,6 +210,21 @@ class ClusterMeter:
         return [
             numbers("raykv_directory_chunks", chunks),
             numbers("raykv_directory_slots", slots),
+        ]
+
+    def _tenant_families(self) -> list[MetricFamily]:
+        num_bytes: dict[tuple[str, ...], float] = {}
+        evicted: dict[tuple[str, ...], float] = {}
+        tokens: dict[tuple[str, ...], float] = {}
+        for each in self._tenants():
+            num_bytes[each.name, RAM] = each.pool_bytes
+            num_bytes[each.name, DISK] = each.disk_bytes
+            evicted[each.name,] = each.num_evicted
+            tokens |= {(each.name, source): count for source, count in each.tokens.items()}
+        return [
+            numbers("raykv_tenant_bytes", num_bytes),
+            numbers("raykv_tenant_evicted_chunks_total", evicted),
+            numbers("raykv_tenant_prompt_tokens_total", tokens),
         ]
 
     def _reach_families(self) -> list[MetricFamily]:

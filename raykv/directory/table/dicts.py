@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import ChainMap, Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
@@ -29,9 +29,8 @@ _Nodes = tuple[NodeId, ...]
 
 
 @dataclass(slots=True)
-class _SlotClass:
-    """All slots of one size; `free` has the longest free slot first, each with the lowest
-    generation that may still be stored there.
+class _Queues:
+    """Chunks in eviction order: of one tenant, or of all that are not set apart.
 
     `released` has chunks that go first, `spares` all that another node has too, by their last use,
     and `policy` those that are in neither. For the policy, a chunk that becomes a spare or is
@@ -41,13 +40,6 @@ class _SlotClass:
     policy: EvictionPolicy[tuple[str, bytes]]
     released: LRU[tuple[str, bytes]] = field(default_factory=LRU)
     spares: LRU[tuple[str, bytes]] = field(default_factory=LRU)
-    free: OrderedDict[Slot, Generation] = field(default_factory=OrderedDict)
-    claimed: set[Slot] = field(default_factory=set)
-    used_at: float = 0.0
-
-    def set_free(self, slot: Slot, lowest: Generation) -> None:
-        assert slot not in self.free, slot
-        self.free[slot] = lowest
 
     def forget(self, name: Name) -> None:
         self.policy.remove(name)
@@ -85,6 +77,30 @@ class _SlotClass:
     def candidates(self) -> Iterator[tuple[str, bytes]]:
         spares = (name for name in self.spares.candidates() if name not in self.released)
         return chain(self.released.candidates(), spares, self.policy.candidates())
+
+    def __len__(self) -> int:
+        alone = sum(name not in self.spares for name in self.released.candidates())
+        return len(self.policy) + len(self.spares) + alone
+
+
+@dataclass(slots=True)
+class _SlotClass:
+    """All slots of one size; `free` has the longest free slot first, each with the lowest
+    generation that may still be stored there. `queues` by tenant; 0: of all that are not set apart.
+    """
+
+    queues: dict[int, _Queues]
+    free: OrderedDict[Slot, Generation] = field(default_factory=OrderedDict)
+    claimed: set[Slot] = field(default_factory=set)
+    used_at: float = 0.0
+
+    def set_free(self, slot: Slot, lowest: Generation) -> None:
+        assert slot not in self.free, slot
+        self.free[slot] = lowest
+
+    def of(self, owner: int) -> _Queues:
+        """Where the chunks of a tenant are."""
+        return self.queues[owner if owner in self.queues else 0]
 
 
 class DictTable:
@@ -202,13 +218,23 @@ class DictNodeTable:
         self._chunks: dict[Namespace, dict[Key, TableChunk]] = {}
         self._pinned: dict[Name, float] = {}
         self._records = Records(geometry, clock or Clock())
+        # Of leases that have an owner.
+        self._lease_owners: dict[Slot, int] = {}
+        self._apart: set[int] = set()
+        # Whether a chunk has ever had an owner.
+        self._has_owners = False
 
     def _class_of(self, slot_bytes: int) -> _SlotClass:
         found = self._classes.get(slot_bytes)
         if found is None:
-            found = _SlotClass(self._make_policy())
-            self._classes[slot_bytes] = found
+            queues = {owner: _Queues(self._make_policy()) for owner in (0, *self._apart)}
+            found = self._classes[slot_bytes] = _SlotClass(queues)
         return found
+
+    def _queues_of(self, name: Name) -> _Queues:
+        """Where a chunk that is held is."""
+        chunk = self._chunks[name[0]][name[1]]
+        return self._class_of(chunk.slot_bytes).of(self._records.of(name).owner)
 
     # Slabs
 
@@ -271,6 +297,7 @@ class DictNodeTable:
 
     def end_lease(self, slot: Slot, lowest: Generation) -> None:
         lease = self._leases.pop(slot)
+        self._lease_owners.pop(slot, None)
         self._class_of(lease.slot_bytes).set_free(slot, lowest)
 
     # Chunks
@@ -309,19 +336,21 @@ class DictNodeTable:
         chunks = self._chunks.setdefault(namespace, {})
         assert key not in chunks, name
         chunks[key] = chunk
-        self._records.came(name, chunk.slot)
-        slot_class.policy.add(name)
+        owner = self._lease_owners.pop(chunk.slot, 0)
+        self._records.came(name, chunk.slot, owner)
+        slot_class.of(owner).policy.add(name)
         self._moved(name, True)
 
     def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:
-        chunk = self._chunks.get(namespace, {}).pop(key, None)
+        chunk = self._chunks.get(namespace, {}).get(key)
         if chunk is None:
             return None
         name = (namespace, key)
+        self._queues_of(name).forget(name)
+        del self._chunks[namespace][key]
         self._pinned.pop(name, None)
         self._records.went(name)
         slot_class = self._class_of(chunk.slot_bytes)
-        slot_class.forget(name)
         slot_class.set_free(chunk.slot, Generation(chunk.generation + 1))
         self._moved(name, False)
         return chunk
@@ -332,13 +361,13 @@ class DictNodeTable:
 
     def set_spare(self, name: Name, is_spare: bool) -> None:
         """Whether another node has the chunk too; for the table of all nodes."""
-        slot_class = self._class_of(self._chunks[name[0]][name[1]].slot_bytes)
-        if is_spare != (name in slot_class.spares):
-            slot_class.set_spare(name, is_spare)
+        queues = self._queues_of(name)
+        if is_spare != (name in queues.spares):
+            queues.set_spare(name, is_spare)
 
-    def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
+    def evict(self, slot_bytes: int, count: int, now: float, owner: int = 0) -> list[Changes]:
         victims: list[Name] = []
-        for namespace, key in self._class_of(slot_bytes).candidates():
+        for namespace, key in self._class_of(slot_bytes).of(owner).candidates():
             if len(victims) == count:
                 break
             name = (Namespace(namespace), Key(key))
@@ -358,16 +387,18 @@ class DictNodeTable:
             records = [self._records.of((namespace, key)) for key in keys]
             hits = [record.hits for record in records]
             ages = [max(0.0, now - record.stored_at) for record in records]
+            owners = [record.owner for record in records] if self._has_owners else []
             for key in keys:
-                self._class_of(self.held(namespace, key).slot_bytes).evict((namespace, key))
+                self._queues_of((namespace, key)).evict((namespace, key))
             dropped = [self.drop(namespace, key) for key in keys]
             slots = [chunk.slot for chunk in dropped if chunk is not None]
             generations = [chunk.generation for chunk in dropped if chunk is not None]
-            gone.append(Changes(False, namespace, keys, slots, generations, hits=hits, ages=ages))
+            columns = keys, slots, generations
+            gone.append(Changes(False, namespace, *columns, False, hits, ages, owners))
         return gone
 
-    def candidates(self, slot_bytes: int) -> Iterator[Slot]:
-        for namespace, key in self._class_of(slot_bytes).candidates():
+    def candidates(self, slot_bytes: int, owner: int = 0) -> Iterator[Slot]:
+        for namespace, key in self._class_of(slot_bytes).of(owner).candidates():
             yield self._chunks[Namespace(namespace)][Key(key)].slot
 
     def clear(self, namespace: Namespace) -> None:
@@ -378,20 +409,88 @@ class DictNodeTable:
     def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, TableChunk]]:
         return [(name, self.held(*name)) for name in self._records.in_slabs(slabs)]
 
+    # Tenants
+
+    def own(self, slots: Sequence[int], generations: Sequence[int], owners: Sequence[int]) -> None:
+        self._has_owners = True
+        names = self._records.by_slot(slots)
+        for place, generation, owner in zip(slots, generations, owners, strict=True):
+            slot = Slot(place)
+            name = names.get(slot)
+            if self.is_leased_at(slot, generation):
+                self._lease_owners.setdefault(slot, owner)
+            elif name is not None and self.held(*name).generation == generation:
+                self._give_to(name, owner)
+
+    def _give_to(self, name: Name, owner: int) -> None:
+        """A chunk belongs to a tenant if it was nobody's."""
+        record = self._records.of(name)
+        if record.owner:
+            return
+        before = self._queues_of(name)
+        record.owner = owner
+        self._file_again(name, before)
+
+    def _file_again(self, name: Name, before: _Queues) -> None:
+        """A chunk leaves its queues for those of its owner, where it is new."""
+        queues = self._queues_of(name)
+        if queues is before:
+            return
+        is_spare, is_released = name in before.spares, name in before.released
+        before.forget(name)
+        if is_spare:
+            queues.spares.add(name)
+        if is_released:
+            queues.released.add(name)
+        if not is_spare and not is_released:
+            queues.policy.add(name)
+
+    def set_apart(self, owners: Collection[int]) -> None:
+        apart = set(owners)
+        for slot_class in self._classes.values():
+            for owner in sorted(self._apart - apart):
+                ended = slot_class.queues.pop(owner)
+                self._file_all_again(ended, owner)
+            for owner in sorted(apart - self._apart):
+                slot_class.queues[owner] = _Queues(self._make_policy())
+                self._file_all_again(slot_class.queues[0], owner)
+        self._apart = apart
+
+    def _file_all_again(self, before: _Queues, owner: int) -> None:
+        """The chunks that a tenant has in some queues go where they belong now."""
+        names = [(Namespace(space), Key(key)) for space, key in before.candidates()]
+        for name in names:
+            if self._records.of(name).owner == owner:
+                self._file_again(name, before)
+
+    def num_held(self, slot_bytes: int, owner: int = 0) -> int:
+        return len(self._class_of(slot_bytes).of(owner))
+
+    def can_evict(self, slot_bytes: int, now: float, owner: int = 0) -> bool:
+        names = self._class_of(slot_bytes).of(owner).candidates()
+        keys = ((Namespace(space), Key(key)) for space, key in names)
+        return any(name not in self._pinned or self._pinned[name] <= now for name in keys)
+
+    def owned_bytes(self) -> dict[int, int]:
+        owned: Counter[int] = Counter()
+        for name, owner in self._records.owned():
+            owned[owner] += self.held(*name).slot_bytes
+        return dict(owned)
+
     # Use
 
     def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         for key in keys:
             chunk = self.find(namespace, Key(key))
             if chunk is not None:
-                self._class_of(chunk.slot_bytes).touch((namespace, Key(key)))
+                self._queues_of((namespace, Key(key))).touch((namespace, Key(key)))
                 self._records.used((namespace, Key(key)))
 
     def release(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         for key in keys:
             chunk = self.find(namespace, Key(key))
             if chunk is not None:
-                self._class_of(chunk.slot_bytes).give_up_first((namespace, Key(key)))
+                self._queues_of((namespace, Key(key))).give_up_first((namespace, Key(key)))
 
     def pin(self, namespace: Namespace, keys: Sequence[bytes], until: float) -> None:
         for key in keys:
@@ -465,10 +564,8 @@ class DictNodeTable:
             stored_at=[record.stored_at for record in records],
             used_at=[record.used_at for record in records],
             hits=[record.hits for record in records],
-            is_spare=[
-                name in self._class_of(chunk.slot_bytes).spares
-                for name, chunk in zip(places, chunks, strict=True)
-            ],
+            is_spare=[name in self._queues_of(name).spares for name in places],
+            owners=[record.owner for record in records],
         )
 
     def spares(self) -> list[Name]:
@@ -476,8 +573,9 @@ class DictNodeTable:
         return [
             (Namespace(namespace), Key(key))
             for slot_class in self._classes.values()
-            for namespace, key in slot_class.candidates()
-            if (namespace, key) in slot_class.spares
+            for owner in sorted(slot_class.queues)
+            for namespace, key in slot_class.queues[owner].candidates()
+            if (namespace, key) in slot_class.queues[owner].spares
         ]
 
     def pour_into(self, table: NodeTable) -> None:
@@ -485,6 +583,7 @@ class DictNodeTable:
 
         Chunks go by their last use, which is all that the other one learns of their past.
         """
+        table.set_apart(self._apart)
         for size, slot_class in self._classes.items():
             assert not slot_class.claimed, slot_class.claimed
             for slot, lowest in slot_class.free.items():
@@ -494,20 +593,36 @@ class DictNodeTable:
         for slot, lease in self._leases.items():
             table.claim(slot, lease.slot_bytes)
             table.lend_at(slot, lease)
+        if self._lease_owners:
+            generations = [self._leases[slot].generation for slot in self._lease_owners]
+            table.own([*self._lease_owners], generations, [*self._lease_owners.values()])
         names = sorted(self.names(), key=lambda name: self._records.of(name).used_at)
         for namespace, group in groupby(names, key=itemgetter(0)):
             held = self.held_at(list(group))
             came = Changes(True, namespace, held.keys, held.slots, held.generations)
             others = table.store(came, held.slot_bytes, NO_GENERATION, from_free=True)
             assert not others, others
+            self._tell_owners(table, held)
         for slot_class in self._classes.values():
-            for space, released in groupby(slot_class.released.candidates(), key=itemgetter(0)):
-                table.release(space, [key for _, key in released])
+            for owner in sorted(slot_class.queues):
+                gone = slot_class.queues[owner].released.candidates()
+                for space, released in groupby(gone, key=itemgetter(0)):
+                    table.release(Namespace(space), [key for _, key in released])
         for (namespace, key), until in self._pinned.items():
             table.protect(namespace, [key], until)
 
+    def _tell_owners(self, table: NodeTable, held: Held) -> None:
+        names = zip(held.namespaces, held.keys, strict=True)
+        owners = [self._records.of((space, Key(key))).owner for space, key in names]
+        rows = [row for row, owner in enumerate(owners) if owner]
+        if rows:
+            slots = [held.slots[row] for row in rows]
+            generations = [held.generations[row] for row in rows]
+            table.own(slots, generations, [owners[row] for row in rows])
+
     def check(self) -> None:
         for size, slot_class in self._classes.items():
+            assert slot_class.queues.keys() == {0, *self._apart}, (size, self._apart)
             leased = [slot for slot, lease in self._leases.items() if lease.slot_bytes == size]
             held = [
                 (chunk.slot, (namespace, key))
@@ -517,9 +632,14 @@ class DictNodeTable:
             ]
             states = [*slot_class.free, *slot_class.claimed, *leased, *(slot for slot, _ in held)]
             assert len(set(states)) == len(states), (size, states)
-            names = list(slot_class.candidates())
+            names = [name for each in slot_class.queues.values() for name in each.candidates()]
+            for queues in slot_class.queues.values():
+                there = [(Namespace(space), Key(key)) for space, key in queues.candidates()]
+                assert len(there) == len(queues), (size, there)
+                assert all(self._queues_of(name) is queues for name in there), (size, there)
             assert len(names) == len(held), (size, len(names), len(held))
             assert set(names) == {name for _, name in held}, size
+        assert self._lease_owners.keys() <= self._leases.keys(), self._lease_owners
         assert set(self._pinned) <= set(self.names()), self._pinned
         self._records.check({name: self.held(*name).slot for name in self.names()})
 

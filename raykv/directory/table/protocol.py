@@ -20,7 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,9 @@ from raykv.base.ids import EngineId, Generation, Key, Namespace, NodeId, Slot
 
 Name = tuple[Namespace, Key]
 """What a chunk is called in the whole cluster."""
+
+MAX_OWNERS = 256
+"""Tenants by number; 0: nobody in particular."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class Changes:
     All receivers share the lists: nobody changes them. `replaced`: they went since
     others of the same keys are about to come. Of chunks that were evicted, and of no others: how
     often each was used since it came (`hits`), and seconds since then (`ages`), as far as the
-    table knows.
+    table knows; the tenants that they belonged to (`owners`; none: nobody's), and whether they went
+    since their tenant had more than its share (`over_quota`).
     """
 
     stored: bool
@@ -68,6 +72,8 @@ class Changes:
     replaced: bool = False
     hits: Sequence[int] = ()
     ages: Sequence[float] = ()
+    owners: Sequence[int] = ()
+    over_quota: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -119,7 +125,7 @@ class Uses:
 
     Times are those of `ChunkTable.set_clock`: when the chunk came to the node, as far as this table
     knows, and when it was used last. `hits` are its uses since it came. `is_spare`: another node
-    has it too.
+    has it too. `owners`: the tenants that they belong to.
     """
 
     slot_bytes: list[int]
@@ -127,6 +133,7 @@ class Uses:
     used_at: list[float]
     hits: list[int]
     is_spare: list[bool]
+    owners: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,20 +223,45 @@ class NodeTable(Protocol):
     def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:
         """Forget a chunk and free its slot for later generations; None if it is not held."""
 
-    def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
-        """Drop up to `count` chunks in eviction order, but none that is pinned after `now`."""
+    def evict(self, slot_bytes: int, count: int, now: float, owner: int = 0) -> list[Changes]:
+        """Drop up to `count` chunks in eviction order, but none that is pinned after `now`: of a
+        tenant that is set apart, or (0) of all others.
+        """
 
     def evict_keys(self, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[Changes]:
         """Drop those of these chunks that are held and not pinned after `now`."""
 
-    def candidates(self, slot_bytes: int) -> Iterator[Slot]:
-        """Slots in eviction order; not valid after a change."""
+    def candidates(self, slot_bytes: int, owner: int = 0) -> Iterator[Slot]:
+        """Slots in eviction order, as in `evict`; not valid after a change."""
 
     def clear(self, namespace: Namespace) -> None:
         """Drop all chunks of a namespace."""
 
     def chunks_in(self, slabs: Iterable[int]) -> list[tuple[Name, TableChunk]]:
         """What is held in some slabs."""
+
+    # Tenants
+
+    def own(self, slots: Sequence[int], generations: Sequence[int], owners: Sequence[int]) -> None:
+        """Chunks that are held, and what is being stored at leases, belong to tenants from now on,
+        by number; what has an owner, or is there at another generation, stays as it is.
+        """
+
+    def set_apart(self, owners: Collection[int]) -> None:
+        """Chunks of these tenants have an eviction order for each of them, all others are in one.
+
+        Chunks that change the order come into the other one as if they were new, those first that
+        would be evicted first.
+        """
+
+    def num_held(self, slot_bytes: int, owner: int = 0) -> int:
+        """Chunks that `evict` could drop if nothing was pinned."""
+
+    def can_evict(self, slot_bytes: int, now: float, owner: int = 0) -> bool:
+        """Whether `evict` would drop anything at that time."""
+
+    def owned_bytes(self) -> dict[int, int]:
+        """Bytes of chunks by tenant, of those that have any; takes as long as there are chunks."""
 
     # Use
 

@@ -5,7 +5,7 @@ Invariant: exactly the chunks that the node holds have a record, and are listed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from raykv.base.geometry import PoolGeometry
@@ -28,6 +28,7 @@ class Record:
     stored_at: float
     used_at: float
     hits: int = 0
+    owner: int = 0
 
 
 class Records:
@@ -39,10 +40,10 @@ class Records:
         self._records: dict[Name, Record] = {}
         self._slabs: dict[int, set[Name]] = {}
 
-    def came(self, name: Name, slot: Slot) -> None:
+    def came(self, name: Name, slot: Slot, owner: int = 0) -> None:
         """A chunk is held from now on."""
         now = self._clock.now
-        self._records[name] = Record(slot, now, now)
+        self._records[name] = Record(slot, now, now, owner=owner)
         self._slabs.setdefault(self._geometry.slab_of(slot), set()).add(name)
 
     def went(self, name: Name) -> None:
@@ -59,6 +60,15 @@ class Records:
     def of(self, name: Name) -> Record:
         """The record of a chunk that is held."""
         return self._records[name]
+
+    def by_slot(self, slots: Iterable[int]) -> dict[Slot, Name]:
+        """What is in some slots, and others near them."""
+        slabs = {self._geometry.slab_of(Slot(slot)) for slot in slots}
+        return {self._records[name].slot: name for name in self.in_slabs(slabs)}
+
+    def owned(self) -> Iterator[tuple[Name, int]]:
+        """All chunks and their owners."""
+        return ((name, record.owner) for name, record in self._records.items())
 
     def in_slabs(self, slabs: Iterable[int]) -> list[Name]:
         """All chunks in some slabs."""

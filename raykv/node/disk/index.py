@@ -7,7 +7,8 @@ knows of it.
                           └──┘
 
 Files are written once. When there is no room, the oldest file goes, unless a chunk of it was read
-since the last time: then it has another round ("second chance").
+since the last time: then it has another round ("second chance"). Where tenants have shares, a file
+is of one tenant, and `raykv/base/shares.py` says whose oldest file goes.
 
 Every chunk that comes or goes is a numbered change. The directory says up to which number it knows;
 what went before it was reported is not reported at all.
@@ -21,13 +22,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
 from raykv.base.clearings import Clearings
 from raykv.base.ids import ALL_BLOCKS, NO_GENERATION, Blocks, Generation, Key, Namespace
+from raykv.base.shares import NO_SHARE, Share, shareholder
 from raykv.protocol.columns import numbered
 from raykv.protocol.node import DiskChunks, DiskNews
 
@@ -62,6 +64,7 @@ class DiskFile:
 
     name: str
     num_bytes: int
+    tenant: str = ""
     was_read: bool = False
     live: dict[int, Name] = field(default_factory=dict)
 
@@ -92,6 +95,10 @@ class DiskIndex:
         self.is_full = False
         # In the order in which they have to go.
         self._files: OrderedDict[str, DiskFile] = OrderedDict()
+        # Of files, by tenant.
+        self._tenant_bytes: Counter[str] = Counter()
+        # By tenant, of all others under ""; empty: nobody has a share.
+        self.shares: Mapping[str, Share] = {}
         self._entries: dict[Name, DiskEntry] = {}
         # Files that no chunk is left in.
         self._empty: set[str] = set()
@@ -111,6 +118,11 @@ class DiskIndex:
         """Files that are listed."""
         return len(self._files)
 
+    @property
+    def tenant_bytes(self) -> dict[str, int]:
+        """Bytes of tenants' files."""
+        return {tenant: count for tenant, count in self._tenant_bytes.items() if tenant and count}
+
     def __len__(self) -> int:
         """Chunks."""
         return len(self._entries)
@@ -127,13 +139,21 @@ class DiskIndex:
     # Changes
 
     def add(
-        self, name: str, num_bytes: int, namespace: Namespace, chunks: Iterable[DiskChunk]
+        self,
+        name: str,
+        num_bytes: int,
+        namespace: Namespace,
+        chunks: Iterable[DiskChunk],
+        tenant: str = "",
     ) -> None:
-        """A file is whole and on the disk. Of two chunks of a name the later generation stays."""
+        """A tenant's file is whole and on the disk. Of two chunks of a name the later generation
+        stays.
+        """
         assert name not in self._files, name
-        file = DiskFile(name, num_bytes)
+        file = DiskFile(name, num_bytes, tenant)
         self._files[name] = file
         self.used_bytes += num_bytes
+        self._tenant_bytes[tenant] += num_bytes
         for chunk in chunks:
             self.highest_generation = max(self.highest_generation, chunk.generation)
             known = self._entries.get((namespace, chunk.key))
@@ -148,32 +168,72 @@ class DiskIndex:
         if not file.live:
             self._empty.add(name)
 
-    def give_way(self, num_bytes: int) -> list[str]:
-        """Forget files until `num_bytes` more fit; the caller deletes them.
+    def give_way(self, num_bytes: int, tenant: str = "") -> list[str]:
+        """Forget files until `num_bytes` more of a tenant fit; the caller deletes them.
 
         Nothing is forgotten for what can't fit at all: ask `can_hold` first.
         """
         gone: list[str] = []
+        while self._is_over(tenant, num_bytes):
+            gone.append(self.drop_oldest(self._holder_of(tenant)))
         while self._files and self.used_bytes + num_bytes > self.most_bytes:
             self.is_full = True
-            gone.append(self.drop_oldest())
+            gone.append(self.drop_oldest(self._next_holder(tenant, num_bytes)))
         return gone
 
-    def can_hold(self, num_bytes: int) -> bool:
-        """Whether a file of that size fits, once others have gone."""
-        return num_bytes <= self.most_bytes
+    def _is_over(self, tenant: str, num_bytes: int) -> bool:
+        """Whether a tenant that has files would have more than its greatest share."""
+        holder = self._holder_of(tenant)
+        if holder is None or holder not in self.shares:
+            return False
+        used = self._used_by(holder)
+        return used > 0 and used + num_bytes > self.shares[holder].most * self.most_bytes
 
-    def drop_oldest(self) -> str:
-        """Forget the file that goes first; there is one."""
-        for _ in range(len(self._files)):
-            name, file = next(iter(self._files.items()))
-            if not file.was_read:
+    def _holder_of(self, tenant: str) -> str | None:
+        """Whose share a tenant's files count to; None if there are no shares."""
+        if not self.shares:
+            return None
+        return tenant if tenant in self.shares else ""
+
+    def _used_by(self, holder: str) -> int:
+        if holder:
+            return self._tenant_bytes[holder]
+        return self.used_bytes - sum(self._tenant_bytes[each] for each in self.shares if each)
+
+    def _next_holder(self, tenant: str, num_bytes: int) -> str | None:
+        """Who gives up a file for one of a tenant."""
+        if not self.shares:
+            return None
+        writer = self._holder_of(tenant)
+        able = [holder for holder in sorted({"", *self.shares}) if self._used_by(holder)]
+        ranks = {}
+        for holder in able:
+            used = self._used_by(holder) + num_bytes * (holder == writer)
+            share = self.shares.get(holder, NO_SHARE)
+            ranks[holder] = shareholder(holder, used, share, self.most_bytes, 1).rank(num_bytes)
+        return max(able, key=lambda holder: ranks[holder])
+
+    def can_hold(self, num_bytes: int, tenant: str = "") -> bool:
+        """Whether a file of that size fits, once others have gone."""
+        share = self.shares.get(self._holder_of(tenant) or "", NO_SHARE)
+        return num_bytes <= share.most * self.most_bytes
+
+    def drop_oldest(self, holder: str | None = None) -> str:
+        """Forget the file that goes first, of a holder of a share if one is named; there is one."""
+        names = [
+            name
+            for name, file in self._files.items()
+            if holder is None or self._holder_of(file.tenant) == holder
+        ]
+        first = names[0]
+        for name in names:
+            if not self._files[name].was_read:
+                first = name
                 break
-            file.was_read = False
+            self._files[name].was_read = False
             self._files.move_to_end(name)
-        name = next(iter(self._files))
-        self.drop_file(name)
-        return name
+        self.drop_file(first)
+        return first
 
     def drop_file(self, name: str) -> None:
         """A file is gone, with all chunks in it; nothing if it is not listed."""
@@ -181,6 +241,7 @@ class DiskIndex:
         if file is None:
             return
         self.used_bytes -= file.num_bytes
+        self._tenant_bytes[file.tenant] -= file.num_bytes
         for chunk_name in list(file.live.values()):
             self._forget(chunk_name, file)
         self._empty.discard(name)
@@ -268,6 +329,10 @@ class DiskIndex:
     def check(self) -> None:
         """Assert the invariants; for tests."""
         assert self.used_bytes == sum(file.num_bytes for file in self._files.values())
+        by_tenant: Counter[str] = Counter()
+        for file in self._files.values():
+            by_tenant[file.tenant] += file.num_bytes
+        assert +by_tenant == +self._tenant_bytes, (by_tenant, self._tenant_bytes)
         live = {
             name: (file.name, place)
             for file in self._files.values()

@@ -79,6 +79,7 @@ class DiskState:
                 num_chunks=len(index),
                 files_damaged=0 if self.folder is None else self.folder.num_damaged,
                 is_full=index.is_full,
+                tenant_bytes=index.tenant_bytes,
             )
 
 

@@ -47,6 +47,7 @@ from raykv.base.ids import (
     Slot,
 )
 from raykv.base.settings import DiskPlace
+from raykv.base.shares import Share
 from raykv.base.threads import OnFailure, start_thread
 from raykv.memory.region import yield_to_others
 from raykv.node.disk.chunk_file import ChunkBytes, ChunkFile, read_header, write_chunks
@@ -63,13 +64,16 @@ FILE_BYTES = 32 << 20
 HEADER_BYTES = 512
 """Bytes of a file's header, and of each chunk's in it, at most."""
 
+TENANT = "tenant"
+"""What a file's header calls the label of whose chunks are in it."""
+
 MAX_QUEUED = 2048
 """Chunks that wait to be copied out of the pool; beyond it the directory offers none."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Chunks of a namespace that are copied and wait for their file."""
+    """Chunks of a namespace and a tenant that are copied and wait for their file."""
 
     began_at: float
     chunks: list[ChunkBytes] = field(default_factory=list)
@@ -103,11 +107,12 @@ class DiskTier:
         self._state = state = DiskState(place)
         self.reads = DiskReads(state, epoch)
         self._lock, self._index = state.lock, state.index
-        self._queue: deque[ChunkName] = deque()
+        # Each with the label of its tenant, if that has a share.
+        self._queue: deque[tuple[ChunkName, str]] = deque()
         # Of all that was ever queued, and how many of these left the queue, copied or lost.
         self._num_queued = self._num_left = 0
         # The writer's own.
-        self._batches: dict[Namespace, _Batch] = {}
+        self._batches: dict[tuple[Namespace, str], _Batch] = {}
         # How often `keep` has asked that all that is queued be written, and for how many of these
         # it was tried.
         self._flushed = threading.Condition(self._lock)
@@ -143,6 +148,8 @@ class DiskTier:
         with self._lock:
             if self._state.is_open:
                 self._index.heard(order.listing, order.heard)
+            shares = {tenant: Share(*bounds) for tenant, bounds in order.shares.items()}
+            self._index.shares = shares
         if len(order.demoted):
             self.demote(order.demoted)
 
@@ -156,15 +163,16 @@ class DiskTier:
             demoted.keys,
             demoted.slots,
             demoted.generations,
+            demoted.of_tenants,
             strict=True,
         )
-        for index, key, slot, generation in columns:
+        for index, key, slot, generation, tenant in columns:
             name = self._keeper.ready_at(Slot(slot), Generation(generation))
             is_same = name is not None and name.key == key
             if name is not None and is_same and name.namespace == demoted.namespaces[index]:
                 with self._lock:
                     if len(self._queue) < MAX_QUEUED:
-                        self._queue.append(name)
+                        self._queue.append((name, tenant))
                         self._num_queued += 1
                     else:
                         num_lost += 1
@@ -231,7 +239,7 @@ class DiskTier:
         while waiting and time.monotonic() < give_up_at and self._state.is_open:
             with self._lock:
                 while waiting and len(self._queue) < MAX_QUEUED:
-                    self._queue.append(waiting.popleft())
+                    self._queue.append((waiting.popleft(), ""))
                     self._num_queued += 1
             self._wait_for_retry(give_up_at)
             self._flush_now(give_up_at)
@@ -365,21 +373,21 @@ class DiskTier:
     def _copy_out(self, is_flush: bool) -> bool:
         """Copy one queued chunk, and write the files that are due; False: nothing was queued."""
         with self._lock:
-            name = self._queue.popleft() if self._queue else None
-        if name is not None:
+            first = self._queue.popleft() if self._queue else None
+        if first is not None:
             try:
-                self._copy(name)
+                self._copy(*first)
             finally:
                 self._num_left += 1
         now = time.monotonic()
-        for namespace, batch in list(self._batches.items()):
-            is_old = now - batch.began_at >= DISK_BATCH_S or (is_flush and name is None)
+        for whose, batch in list(self._batches.items()):
+            is_old = now - batch.began_at >= DISK_BATCH_S or (is_flush and first is None)
             if is_old or batch.num_bytes >= FILE_BYTES:
-                del self._batches[namespace]
-                self._write(namespace, batch)
-        return name is not None
+                del self._batches[whose]
+                self._write(*whose, batch)
+        return first is not None
 
-    def _copy(self, name: ChunkName) -> None:
+    def _copy(self, name: ChunkName, tenant: str) -> None:
         """Copy a chunk out of its slot, if it is still there and the disk has no such blocks."""
         with self._lock:
             known = self._index.find(name.namespace, name.key)
@@ -399,28 +407,29 @@ class DiskTier:
         # Whether the slot has moved on since does not matter to the copy.
         if self._keeper.settle(name, checksum) is Refusal.CORRUPT:
             return
-        batch = self._batches.setdefault(name.namespace, _Batch(time.monotonic()))
+        whose = name.namespace, tenant
+        batch = self._batches.setdefault(whose, _Batch(time.monotonic()))
         if all(each.key != name.key for each in batch.chunks):
             batch.chunks.append(ChunkBytes(name.key, name.generation, checksum, data, blocks))
             batch.num_bytes += name.slot_bytes
 
-    def _write(self, namespace: Namespace, batch: _Batch) -> None:
-        """Write a file, after the copies that wait, and list it."""
+    def _write(self, namespace: Namespace, tenant: str, batch: _Batch) -> None:
+        """Write a tenant's file, after the copies that wait, and list it."""
         assert self._state.folder is not None
         num_bytes = batch.num_bytes + HEADER_BYTES * (1 + len(batch.chunks))
         give_way_until = time.monotonic() + DISK_GIVE_WAY_S
         while self._is_busy() and time.monotonic() < give_way_until:
             self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
         with self._lock:
-            if not self._index.can_hold(num_bytes):
+            if not self._index.can_hold(num_bytes, tenant):
                 return
-            gone = self._index.give_way(num_bytes)
+            gone = self._index.give_way(num_bytes, tenant)
         for name in gone:
             self._state.folder.delete(name)
         self._state.count(files_evicted=len(gone))
         self._check_floor(self._state.folder, num_bytes)
         path = self._state.folder.new_path()
-        write_chunks(path, namespace, batch.chunks)
+        write_chunks(path, namespace, batch.chunks, {TENANT: tenant} if tenant else None)
         self._list(path)
         self._state.count(bytes_written=batch.num_bytes, chunks_written=len(batch.chunks))
 
@@ -436,7 +445,8 @@ class DiskTier:
         with self._lock:
             covers = self._clearings.cover
             chunks = [c for c in file.chunks if not covers(file.namespace, c.generation)]
-            self._index.add(file.path.name, file.num_bytes, file.namespace, chunks)
+            tenant = file.facts.get(TENANT, "")
+            self._index.add(file.path.name, file.num_bytes, file.namespace, chunks, tenant)
 
     def _check_floor(self, folder: TierFolder, num_bytes: int) -> None:
         """Raise a DiskError if less than the floor would stay free."""

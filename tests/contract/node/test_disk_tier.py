@@ -78,20 +78,22 @@ def threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("raykv-disk")]
 
 
-def demotions(*names: ChunkName) -> Demotions:
+def demotions(*names: ChunkName, tenant: str = "") -> Demotions:
     return Demotions(
         [str(NAMESPACE)],
         [0] * len(names),
         [name.key for name in names],
         [name.slot for name in names],
         [name.generation for name in names],
+        ["", tenant] if tenant else [],
+        [1] * len(names) if tenant else [],
     )
 
 
-def write(tier: DiskTier, *names: ChunkName) -> None:
-    """Have chunks on the disk."""
+def write(tier: DiskTier, *names: ChunkName, tenant: str = "") -> None:
+    """Have chunks of a tenant on the disk."""
     before = tier.stats().chunks_written
-    tier.demote(demotions(*names))
+    tier.demote(demotions(*names, tenant=tenant))
     wait_until(
         lambda: tier.stats().chunks_written == before + len(names), 10.0, "chunks are written"
     )
@@ -280,6 +282,31 @@ def test_oldest_files_go_when_the_limit_is_reached(here: Node, make: Made, tmp_p
     assert key(7) in replicas(tier, here.epoch)
 
 
+def test_flood_of_others_leaves_a_tenant_what_it_is_guaranteed_of_the_disk(
+    here: Node, make: Made
+) -> None:
+    shares = {"quiet": (0.4, 1.0), "greedy": (0.0, 0.2)}
+    tier = make(most_bytes=20 * (PAGE + 1024))
+    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
+    tier.take_order(DiskOrder(shares=shares))
+    hers = [here.store(key(number)) for number in range(6)]
+    for name in hers:
+        write(tier, name, tenant="quiet")
+    for number in range(100, 140):
+        write(tier, here.store(key(number)), tenant="greedy" if number % 2 else "")
+    stats = tier.stats()
+    assert stats.used_bytes <= stats.most_bytes
+    assert stats.tenant_bytes["greedy"] <= 0.2 * stats.most_bytes
+    told = replicas(tier, here.epoch)
+    assert {name.key for name in hers} <= told.keys()
+    assert len(told) > len(hers) + 3
+    # Files say whose they are.
+    end(tier)
+    again = make(most_bytes=20 * (PAGE + 1024))
+    wait_until(lambda: not again.stats().problem, 10.0, "the folder is read again")
+    assert again.stats().tenant_bytes == stats.tenant_bytes
+
+
 def test_nothing_is_written_below_the_floor_and_it_says_so(here: Node, make: Made) -> None:
     tier = make(floor_bytes=1 << 60)
     wait_until(lambda: "must stay free" in tier.stats().problem, 10.0, "it says why")
@@ -338,9 +365,14 @@ def test_slow_disk_holds_up_no_store(
 ) -> None:
     goes_on = threading.Event()
 
-    def slow(path: Path, namespace: Namespace, chunks: list[ChunkBytes]) -> int:
+    def slow(
+        path: Path,
+        namespace: Namespace,
+        chunks: list[ChunkBytes],
+        facts: dict[str, str] | None = None,
+    ) -> int:
         goes_on.wait(20.0)
-        return write_chunks(path, namespace, chunks)
+        return write_chunks(path, namespace, chunks, facts)
 
     monkeypatch.setattr(raykv.node.disk.tier, "write_chunks", slow)
     tier = make()
@@ -395,7 +427,7 @@ def test_copy_that_takes_too_long_is_said(
     goes_on = threading.Event()
     real = DiskTier._copy
     monkeypatch.setattr(
-        DiskTier, "_copy", lambda self, name: (goes_on.wait(20.0), real(self, name))
+        DiskTier, "_copy", lambda self, *queued: (goes_on.wait(20.0), real(self, *queued))
     )
     assert not tier.demote_now(demotions(here.store(key(1))), 0.1)
     goes_on.set()

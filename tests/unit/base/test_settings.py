@@ -157,6 +157,7 @@ BAD = [
     ("pin_share", "half"),
     ("pin_share", "nan"),
     ("client_hints", "everything"),
+    ("tenant_source", "client"),
     ("client_hints", True),
     ("fetch_bytes_per_s", 0),
     ("fetch_bytes_per_s", "fast"),

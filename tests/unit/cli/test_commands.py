@@ -161,6 +161,14 @@ def run(*arguments: str, code: int = 0, stdin: str | None = None) -> str:
     return shown.stdout
 
 
+def test_ls_and_show_name_tenants_where_there_are_some(cluster: PlayedCluster) -> None:
+    cluster.found = [CHUNK, msgspec.structs.replace(CHUNK, tenant="acme")]
+    head, *rows = run("ls").splitlines()
+    assert head.split()[4] == "tenant"
+    assert ["acme" in row for row in rows] == [False, True]
+    assert "of tenant acme" in run("show", "01")
+
+
 def test_ls_prints_a_line_for_each_chunk_however_long(cluster: PlayedCluster) -> None:
     cluster.found = [CHUNK]
     head, row = run("ls", "--limit", "5", "--sort", "hits").splitlines()

@@ -103,6 +103,7 @@ def test_json_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         "node_id": "node-1",
         "namespace": "namespace-1",
         "model": "tiny",
+        "tenant": "",
         "age_s": 12.346,
     }
 

@@ -13,7 +13,7 @@ from raykv.directory.actor import SchedulerActor
 from raykv.directory.steward import Steward
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeReport, NodeReportReply
-from raykv.protocol.operator import KeptLife, PinOrder
+from raykv.protocol.operator import KeptLife, PinOrder, Quota, QuotaAnswer, TenantPage
 from tests.fixtures.waiting import wait_until
 
 FAR = (1 << 30) + 5
@@ -146,3 +146,30 @@ def test_actor_does_not_begin_where_what_is_left_can_not_be_had(
 def test_nobody_clears_the_namespace_without_a_name(store: Store) -> None:
     with pytest.raises(MessageError, match="the namespace ''"):
         start().clear(EVERY_NAMESPACE)
+
+
+def quota(name: str) -> bytes:
+    return encode(Quota(PROTOCOL_VERSION, name, name, 0.2, 0.5))
+
+
+def test_quotas_are_known_to_the_next_life_until_they_are_removed(store: Store) -> None:
+    first = start()
+    for name in ("acme", "other"):
+        assert not decode(first.set_quota(quota(name)), QuotaAnswer).error
+    assert first.remove_quota("other")
+    wait_until(lambda: "quota:acme" in store and "quota:other" not in store, 10.0, "it is kept")
+    tenants = decode(start().tenants(), TenantPage).tenants
+    assert [(each.name, each.guaranteed, each.most) for each in tenants if each.has_quota] == [
+        ("acme", 0.2, 0.5)
+    ]
+
+
+def test_quota_that_is_invalid_is_refused_and_not_kept(store: Store) -> None:
+    first = start()
+    wrong = Quota(PROTOCOL_VERSION, "acme", "acme", 0.5, 0.2)
+    with pytest.raises(MessageError, match="a share that is not from 0 to 1"):
+        first.set_quota(encode(wrong))
+    too_much = Quota(PROTOCOL_VERSION, "acme", "acme", 0.8)
+    assert "can't be guaranteed" in decode(first.set_quota(encode(too_much)), QuotaAnswer).error
+    assert decode(first.tenants(), TenantPage).tenants == []
+    assert "quota:acme" not in store

@@ -12,7 +12,7 @@ from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Look
 from raykv.engine.requests import FailedLoad, RequestOptions, StoreSampler
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases
-from raykv.protocol.engine import EngineAttached, SyncReply
+from raykv.protocol.engine import EngineAttached, Owned, SyncReply
 from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, grant, handle, keys, look, take
 from tests.fixtures.keys import named_key as key
 
@@ -966,3 +966,28 @@ def test_chunk_that_failed_in_the_last_namespace_is_another_ones_business(
     # Older than the one that failed: it may be, since another engine stored it.
     view.apply(reply(handles((key("a"), 5, handle.generation - 1))))
     assert key("a") in view.loadable
+
+
+def test_exchange_says_whose_leases_and_chunks_requests_use() -> None:
+    view = new_view()
+    view.start_request("hers", RequestOptions(tenant="hers"))
+    view.start_request("his", RequestOptions(tenant="his"))
+    view.prepare_store("r", keys("a"))
+    view.prepare_store("hers", keys("b"))
+    view.prepare_store("his", keys("c"))
+    view.complete_store(keys("b"))
+    view.prepare_load(keys("b"), "hers")
+    view.prepare_load(keys("b"), "r")
+    owned = take(view).owned
+    assert owned.tenants == ["hers", "his"]
+    rows = list(zip(owned.tenant_index, owned.slots, owned.generations, strict=True))
+    assert rows == [(0, 1, 11), (1, 2, 12), (0, 1, 11)]
+    assert take(view).owned.slots == []
+
+
+def test_exchange_says_nothing_of_tenants_where_no_request_has_one() -> None:
+    view = new_view()
+    view.prepare_store("r", keys("a"))
+    view.complete_store(keys("a"))
+    view.prepare_load(keys("a"), "r")
+    assert take(view).owned == Owned()

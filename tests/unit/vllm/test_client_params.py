@@ -1,4 +1,4 @@
-"""What a client may say in `kv_transfer_params`: eight keys. Nothing else has any effect."""
+"""What a client may say in `kv_transfer_params`: nine keys. Nothing else has any effect."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
-from raykv.base.ids import Key, group_of
+from raykv.base.ids import Epoch, Key, group_of
+from raykv.base.tenants import salt_label
 from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.requests import RequestOptions
 from raykv.protocol.sessions import SessionWord
+from raykv.vllm.identity.media import NAMED_BY_CLIENT
 from raykv.vllm.params import (
     HINTS,
     OVER,
@@ -29,10 +31,12 @@ from raykv.vllm.params import (
     PREFILLED,
     PRIORITY,
     SESSION,
+    TENANT,
     documented,
     hint_of,
     only_documented,
     request_options,
+    tenant_of,
 )
 from tests.fixtures.vllm import CHUNK, FULL, Engine, PlayedRequest
 
@@ -227,7 +231,7 @@ def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
     assert state.max_load_tokens is None
     assert state.max_offload_tokens is None
     assert context.load_tier_filter is TierFilter.ALL
-    assert set(context.kv_transfer_params or {}) <= {*PARAMS, *HINTS}
+    assert set(context.kv_transfer_params or {}) <= {*PARAMS, *HINTS, PREFILLED}
     assert hint_of(context.kv_transfer_params) == hint_of(sent)
     assert request_options(context.kv_transfer_params) == request_options(sent)
 
@@ -301,3 +305,54 @@ def test_chunks_of_full_attention_are_hinted_before_those_of_windows() -> None:
     pinned = manager.hints.take().pinned
     count = request.num_prompt_tokens // CHUNK
     assert [group_of(Key(each)) for each in pinned] == [1] * count + [0] * count
+
+
+def asked(salt: str | None = None, tenant: Any = None) -> SimpleNamespace:
+    """What of a request says whose it is."""
+    params = None if tenant is None else {TENANT: tenant}
+    return SimpleNamespace(cache_salt=salt, kv_transfer_params=params)
+
+
+def test_tenant_is_named_by_a_digest_of_its_salt() -> None:
+    label = tenant_of(asked("a secret"), by_server=False)
+    assert label == salt_label("a secret")
+    assert label.startswith("salt:")
+    assert "secret" not in label
+    assert label != tenant_of(asked("another"), by_server=False)
+    assert tenant_of(asked(), by_server=False) == tenant_of(asked(""), by_server=False) == ""
+
+
+def test_tenant_stays_the_same_where_media_were_named_by_the_client() -> None:
+    marked = asked(f"{NAMED_BY_CLIENT} a secret")
+    assert tenant_of(marked, by_server=False) == salt_label("a secret")
+    assert tenant_of(asked(f"{NAMED_BY_CLIENT} "), by_server=False) == ""
+
+
+def test_label_of_a_tenant_counts_only_where_the_server_sets_it() -> None:
+    assert tenant_of(asked(tenant="acme"), by_server=True) == "acme"
+    assert tenant_of(asked("salt", "acme"), by_server=True) == "acme"
+    assert tenant_of(asked(tenant="acme"), by_server=False) == ""
+    assert tenant_of(asked("salt", "acme"), by_server=False) == salt_label("salt")
+
+
+@pytest.mark.parametrize(
+    "label", ["", "others", "salt:0123456789", "x" * 65, "two\nlines", 7, ["acme"], {}]
+)
+def test_label_that_no_tenant_can_have_is_none(label: Any) -> None:
+    assert tenant_of(asked(tenant=label), by_server=True) == ""
+
+
+def test_request_is_its_tenants_from_its_first_hook_on() -> None:
+    engine = Engine()
+    request = PlayedRequest(cache_salt="a secret")
+    engine.begin(request)
+    label = salt_label("a secret")
+    assert engine.view.requests.get("r").options.tenant == label
+    engine.hold(*range(4))
+    assert engine.schedule(request) > 0
+    owned = engine.view.take_request(Epoch(1), may_grow=True, may_want=True).owned
+    assert owned.tenants == [label]
+    assert not engine.connector._manager._tenants
+    account = engine.view.accounts.get("r")
+    assert account is not None
+    assert account.tenant == label

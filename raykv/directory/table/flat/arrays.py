@@ -23,9 +23,10 @@ class Arrays(NamedTuple):
 
     `rows`, a row for each slot, and `words`, the same memory in 64-bit words; `places`, the index:
     an open-addressing table of hash and row number plus one of the first replica of each key;
-    `lists`, heads and tails; `classes`, a node and a slot size each; `counts`, chunks by node and
-    namespace. Of the eviction policy `worth` only: `ghosts` and their hash chains, from `buckets`
-    on, and the `lessons` of each class, which has no rows for `lru`. `candidates` is scratch space.
+    `lists`, heads and tails; `classes`, a node and a slot size each, and, once tenants are set
+    apart, the class of each tenant's chunks; `counts`, chunks by node and namespace. Of the
+    eviction policy `worth` only: `ghosts` and their hash chains, from `buckets` on, and the
+    `lessons` of each class, which has no rows for `lru`. `candidates` is scratch space.
     """
 
     rows: Array

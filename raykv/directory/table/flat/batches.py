@@ -32,6 +32,7 @@ from raykv.directory.table.flat.kernels import (
     use_again,
 )
 from raykv.directory.table.flat.layout import (
+    APART,
     BASE,
     CLASS,
     CLOCK,
@@ -46,6 +47,7 @@ from raykv.directory.table.flat.layout import (
     NODE,
     NONE,
     NUM_LISTS,
+    OWNER,
     PIN,
     RELEASED,
     SLOT,
@@ -55,6 +57,7 @@ from raykv.directory.table.flat.layout import (
     TOUCHED,
     TWIN,
     USED,
+    WHOLE,
 )
 from raykv.directory.table.flat.lists import move
 from raykv.directory.table.flat.prefetch import prefetch
@@ -248,6 +251,8 @@ def store(
             if fits:
                 fits = find(arrays, keys, position, name, classes[of_class, NODE]) < 0
         if fits:
+            if rows[row, STATE] == FREE:
+                rows[row, OWNER] = 0
             hold(arrays, row, keys, position, name, generation)
         else:
             columns[4, num_others] = position
@@ -264,6 +269,8 @@ def drop(arrays: Arrays, gone: Array) -> None:
             look_ahead_of(rows, index, gone[number : number + AHEAD])
         forget(arrays, row)
         words[row, GENERATION] += 1
+        if arrays.classes.shape[1] > APART:
+            rows[row, CLASS] = arrays.classes[rows[row, CLASS], WHOLE]
         move(rows, arrays.lists, row, FREE)
 
 
@@ -316,10 +323,47 @@ def lend(arrays: Arrays, of_class: int, engine: int, group: int, first: int, out
         move(rows, lists, row, LEASED)
         rows[row, NAME] = engine
         rows[row, KEY] = group
+        rows[row, OWNER] = 0
         words[row, GENERATION] = first + count
         out[count] = row
         count += 1
     return count
+
+
+@outer(INT(ARRAYS, TABLE, INT, TABLE, COLUMN))
+def own(arrays: Arrays, slabs: Array, pages: int, columns: Array, out: Array) -> int:
+    """Give owners to what has none: chunks and leases that are in slots at their generations.
+
+    `columns`: slot, generation, owner. Rows of chunks that must be filed again come into `out`;
+    returns how many.
+    """
+    rows, classes = arrays.rows, arrays.classes
+    is_apart = classes.shape[1] > APART
+    count = 0
+    for position in range(columns.shape[1]):
+        row = row_at(slabs, pages, columns[0, position])
+        if row < 0 or arrays.words[row, GENERATION] != columns[1, position]:
+            continue
+        state, owner = rows[row, STATE], columns[2, position]
+        if state < LEASED or rows[row, OWNER] != 0:
+            continue
+        rows[row, OWNER] = owner
+        of_class = rows[row, CLASS]
+        if state != LEASED and is_apart and classes[of_class, APART + owner] != of_class:
+            out[count] = row
+            count += 1
+    return count
+
+
+@outer(types.void(ROWS, TABLE, INT, COLUMN))
+def count_owned(rows: Array, slabs: Array, pages: int, out: Array) -> None:
+    """Add up the bytes of chunks, by owner, in pages."""
+    for slab in range(len(slabs)):
+        base, stride = slabs[slab, BASE], slabs[slab, STRIDE]
+        if base >= 0:
+            for row in range(base, base + pages // stride):
+                if rows[row, STATE] >= RELEASED:
+                    out[rows[row, OWNER]] += stride
 
 
 @outer(INT(ROWS, TABLE, INT, INT, COLUMN))

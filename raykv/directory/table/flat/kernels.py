@@ -28,6 +28,7 @@ from raykv.directory.table.flat.arrays import (
     outer,
 )
 from raykv.directory.table.flat.layout import (
+    APART,
     CLAIMED,
     CLASS,
     CLOCK,
@@ -40,6 +41,7 @@ from raykv.directory.table.flat.layout import (
     NAME,
     NODE,
     NONE,
+    OWNER,
     PIN,
     RELEASED,
     SPARE,
@@ -47,6 +49,7 @@ from raykv.directory.table.flat.layout import (
     STORED,
     TOUCHED,
     TWIN,
+    WHOLE,
 )
 from raykv.directory.table.flat.lists import move
 from raykv.directory.table.flat.prefetch import prefetch
@@ -263,11 +266,35 @@ def _make_spare(arrays: Arrays, row: int, hashed: Any) -> None:
     move(arrays.rows, arrays.lists, row, SPARE)
 
 
+@inner(types.void(ARRAYS, INT))
+def _go_apart(arrays: Arrays, row: int) -> None:
+    """A row is of the class that its owner's chunks are in now; its state is CLAIMED."""
+    move(arrays.rows, arrays.lists, row, CLAIMED)
+    if arrays.classes.shape[1] > APART:
+        whole = arrays.classes[arrays.rows[row, CLASS], WHOLE]
+        arrays.rows[row, CLASS] = arrays.classes[whole, APART + arrays.rows[row, OWNER]]
+
+
+@outer(types.void(ARRAYS, COLUMN))
+def file_again(arrays: Arrays, moved: Array) -> None:
+    """The chunks of rows are in the class of their owner, in that order, as if they came now."""
+    rows = arrays.rows
+    for row in moved:
+        state = rows[row, STATE]
+        _go_apart(arrays, row)
+        if state < HELD:
+            move(rows, arrays.lists, row, state)
+        else:
+            order.add(arrays, row, hash_of_row(rows, row))
+
+
 @outer(types.void(ARRAYS, INT, KEYS, INT, INT, INT))
 def hold(arrays: Arrays, row: int, keys: Array, number: int, name: int, generation: int) -> None:
     """A slot that is claimed, leased or free has a chunk that its node does not hold yet."""
     rows, words, index = arrays.rows, arrays.words, arrays.places
     hashed = hash_of(keys, number, name)
+    if rows[row, OWNER] != 0:
+        _go_apart(arrays, row)
     order.add(arrays, row, hashed)
     place = place_of(rows, index, keys, number, name)
     if place < 0:

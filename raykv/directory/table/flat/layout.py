@@ -4,8 +4,8 @@ A row is one slot, whatever its state, in 32-bit words: 24 of them with a key of
 
     word   0-1         2    3     4      5         6     7     8
            GENERATION  PIN  SLOT  CLASS  PREVIOUS  NEXT  TWIN  STATE
-    word   9     10      11       12    13  14    15-23
-           LAST  STORED  TOUCHED  HITS  -   NAME  KEY
+    word   9     10      11       12    13    14    15-23
+           LAST  STORED  TOUCHED  HITS  OWNER NAME  KEY
 
 What a row has learned of a chunk stays there until another chunk comes, so that an evicted one can
 be read out afterwards.
@@ -39,10 +39,13 @@ STORED, TOUCHED = 10, 11
 """When a chunk came, and when it was used last, in ticks."""
 HITS = 12
 """How often it has been used since it came."""
+OWNER = 13
+"""Number of the tenant that a chunk belongs to, or what is stored at a lease will; 0: none. Of a
+free slot it means nothing.
+"""
 NAME = 14
-"""Number of the namespace and length of the key; of a lease: number of the engine. The word before
-it is unused, so that a key of vLLM's length, which is 9 words, fills its row: keys that must be
-filled up take twice as long.
+"""Number of the namespace and length of the key; of a lease: number of the engine. A key of vLLM's
+length, which is 9 words, fills its row: keys that must be filled up take twice as long.
 """
 KEY = 15
 """The key's bytes, filled up with zeros; of a lease: the KV group."""
@@ -66,10 +69,15 @@ GHOSTS = NUM_LISTS - 1
 
 # Columns of the lists, the classes and a node's slabs.
 HEAD, TAIL, COUNT = 0, 1, 2
-NODE, SLOT_BYTES, USED, NOW, LEARNED_AT, DUE_AT, CLOCK = 0, 1, 2, 3, 4, 5, 6
-CLASS_COLUMNS = 7
-"""When slots were wanted last, in ticks; the times of the policy, in uses; and the time that it is,
-in ticks, the same in all classes.
+NODE, SLOT_BYTES, USED, NOW, LEARNED_AT, DUE_AT, CLOCK, WHOLE = 0, 1, 2, 3, 4, 5, 6, 7
+CLASS_COLUMNS = 8
+"""When slots were wanted last, in ticks; the times of the policy, in uses; the time that it is, in
+ticks, the same in all classes; and the class that has the free and the leased slots, which is
+another one if this has the chunks of a tenant alone.
+"""
+APART = CLASS_COLUMNS
+"""The first of the columns that name, by tenant, the class of its chunks; there are none as long as
+no tenant is set apart.
 """
 BASE, SLAB_CLASS, STRIDE = 0, 1, 2
 """The first row of a slab (-1: it has no slot size), its class, and the pages of a slot."""

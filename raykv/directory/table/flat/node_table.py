@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from raykv.directory.table.flat.layout import (
     NAME,
     NODE,
     NONE,
+    OWNER,
     PIN,
     RELEASED,
     SLAB_CLASS,
@@ -36,7 +37,16 @@ from raykv.directory.table.flat.layout import (
     USED,
 )
 from raykv.directory.table.flat.rows import Rows, tick_of, until_tick
-from raykv.directory.table.protocol import Changes, Held, Lease, Name, Stretch, TableChunk, Uses
+from raykv.directory.table.protocol import (
+    MAX_OWNERS,
+    Changes,
+    Held,
+    Lease,
+    Name,
+    Stretch,
+    TableChunk,
+    Uses,
+)
 from raykv.directory.table.worth import NUM_QUEUES
 
 WALK = 4096
@@ -57,6 +67,11 @@ class FlatNodeTable:
         self.number = number
         self._rows = rows
         self._classes: dict[int, int] = {}
+        # Classes by slot size and tenant, of those that are set apart.
+        self._parts: dict[tuple[int, int], int] = {}
+        self._apart: set[int] = set()
+        # Whether a chunk has ever had an owner.
+        self._has_owners = False
         self._pages = geometry.slab_bytes // SLOT_ALIGNMENT
         self._slabs: Array = np.full((geometry.num_slabs, 3), -1, np.int64)
         # Engines by their number in leases.
@@ -65,7 +80,8 @@ class FlatNodeTable:
     def close(self) -> None:
         """The node is gone."""
         rows = self._rows
-        for of_class in self._classes.values():
+        every = self._all_classes()
+        for of_class in every:
             for state in (RELEASED, SPARE):
                 for part in self._walks(of_class, state):
                     self._forget(part)
@@ -73,7 +89,9 @@ class FlatNodeTable:
         for base, _, stride in self._slabs.tolist():
             if base >= 0:
                 rows.give_block(base, self._pages // stride)
-        for of_class in self._classes.values():
+        for size, owner in self._parts:
+            rows.end_part(self._classes[size], owner)
+        for of_class in every:
             rows.give_class(of_class)
         rows.counts[self.number] = -1
 
@@ -84,6 +102,20 @@ class FlatNodeTable:
         found = self._classes.get(slot_bytes)
         if found is None:
             found = self._classes[slot_bytes] = self._rows.new_class(self.number, slot_bytes)
+            for owner in self._apart:
+                self._parts[slot_bytes, owner] = self._rows.new_part(found, owner)
+        return found
+
+    def _order_of(self, slot_bytes: int, owner: int) -> int:
+        """The class whose chunks `evict` drops."""
+        whole = self._class_of(slot_bytes)
+        return self._parts.get((slot_bytes, owner), whole) if owner else whole
+
+    def _all_classes(self) -> list[int]:
+        """Those of tenants too, which are behind the others of their slot size."""
+        found = []
+        for size, whole in self._classes.items():
+            found += [whole, *(self._parts[size, owner] for owner in sorted(self._apart))]
         return found
 
     def _row(self, slot: int, slot_bytes: int | None = None) -> int:
@@ -162,6 +194,7 @@ class FlatNodeTable:
         row = self._row(slot, slot_bytes)
         assert self._rows.rows[row, STATE] == FREE, slot
         self._move(row, CLAIMED)
+        self._rows.rows[row, OWNER] = 0
 
     def unclaim(self, slot: Slot, slot_bytes: int, lowest: Generation) -> None:
         self._free(slot, CLAIMED, lowest)
@@ -296,14 +329,14 @@ class FlatNodeTable:
     def _drop(self, gone: Array) -> None:
         batches.drop(self._rows.arrays, gone)
 
-    def evict(self, slot_bytes: int, count: int, now: float) -> list[Changes]:
+    def evict(self, slot_bytes: int, count: int, now: float, owner: int = 0) -> list[Changes]:
         rows = self._rows
         # First, since a class that is new makes the arrays grow.
-        of_class = self._class_of(slot_bytes)
+        of_class = self._order_of(slot_bytes, owner)
         arrays = rows.room_for_ghosts(count)
         out = np.empty(count, np.int64)
         count = batches.evict(arrays, of_class, tick_of(now), rows.cursors, out)
-        return rows.changes(out[:count], now)
+        return rows.changes(out[:count], now, with_owners=self._has_owners)
 
     def evict_keys(self, namespace: Namespace, keys: Sequence[bytes], now: float) -> list[Changes]:
         rows = self._rows
@@ -312,17 +345,21 @@ class FlatNodeTable:
         arrays = rows.room_for_ghosts(len(keys))
         columns = (batch.keys, batch.names, self.number)
         count = batches.evict_keys(arrays, *columns, tick_of(now), out)
-        return rows.changes(out[:count], now)
+        return rows.changes(out[:count], now, with_owners=self._has_owners)
 
-    def candidates(self, slot_bytes: int) -> Iterator[Slot]:
-        of_class = self._class_of(slot_bytes)
+    def candidates(self, slot_bytes: int, owner: int = 0) -> Iterator[Slot]:
+        for part in self._in_order(self._order_of(slot_bytes, owner)):
+            yield from self._rows.rows[part, SLOT].tolist()
+
+    def _in_order(self, of_class: int) -> Iterator[Array]:
+        """Rows of a class in eviction order, piece by piece; not valid after a change."""
         cursors, out = np.empty(order.NUM_CURSORS, np.int64), np.empty(WALK, np.int64)
         order.begin(self._rows.arrays, of_class, cursors)
         count = WALK
         while count == WALK:
             arrays = self._rows.arrays
             count = order.following(arrays, of_class, NONE, cursors, out)
-            yield from self._rows.rows[out[:count], SLOT].tolist()
+            yield out[:count].copy()
 
     def clear(self, namespace: Namespace) -> None:
         number = self._rows.number_of(namespace)
@@ -343,6 +380,56 @@ class FlatNodeTable:
     def _names(self, rows: Array) -> list[Name]:
         held = self._rows.held(rows)
         return [(space, Key(key)) for space, key in zip(held.namespaces, held.keys, strict=True)]
+
+    # Tenants
+
+    def own(self, slots: Sequence[int], generations: Sequence[int], owners: Sequence[int]) -> None:
+        rows = self._rows
+        self._has_owners = True
+        columns, out = (
+            np.array((slots, generations, owners), np.int64),
+            np.empty(len(slots), np.int64),
+        )
+        count = batches.own(rows.arrays, self._slabs, self._pages, columns, out)
+        kernels.file_again(rows.arrays, out[:count])
+
+    def set_apart(self, owners: Collection[int]) -> None:
+        rows, apart = self._rows, set(owners)
+        for size, whole in self._classes.items():
+            for owner in sorted(self._apart - apart):
+                part = self._parts.pop((size, owner))
+                rows.end_part(whole, owner)
+                self._file_again(part, owner)
+                rows.classes[whole, USED] = max(rows.classes[whole, USED], rows.classes[part, USED])
+                rows.give_class(part)
+            for owner in sorted(apart - self._apart):
+                self._parts[size, owner] = rows.new_part(whole, owner)
+                self._file_again(whole, owner)
+        self._apart = apart
+
+    def _file_again(self, of_class: int, owner: int) -> None:
+        """The chunks that a tenant has in a class go where they belong now."""
+        parts = list(self._in_order(of_class))
+        found = np.concatenate(parts)
+        kernels.file_again(self._rows.arrays, found[self._rows.rows[found, OWNER] == owner])
+
+    def num_held(self, slot_bytes: int, owner: int = 0) -> int:
+        of_class = self._order_of(slot_bytes, owner)
+        return sum(
+            self._rows.count(of_class, state) for state in range(RELEASED, HELD + NUM_QUEUES)
+        )
+
+    def can_evict(self, slot_bytes: int, now: float, owner: int = 0) -> bool:
+        rows, of_class = self._rows, self._order_of(slot_bytes, owner)
+        cursors, out = np.empty(order.NUM_CURSORS, np.int64), np.empty(1, np.int64)
+        order.begin(rows.arrays, of_class, cursors)
+        return bool(order.following(rows.arrays, of_class, tick_of(now), cursors, out))
+
+    def owned_bytes(self) -> dict[int, int]:
+        pages = np.zeros(MAX_OWNERS, np.int64)
+        batches.count_owned(self._rows.rows, self._slabs, self._pages, pages)
+        owned = np.flatnonzero(pages)
+        return dict(zip(owned.tolist(), (pages[owned] * SLOT_ALIGNMENT).tolist(), strict=True))
 
     # Use
 
@@ -380,7 +467,9 @@ class FlatNodeTable:
         self._rows.classes[of_class, USED] = max(int(self._rows.classes[of_class, USED]), tick)
 
     def used_at(self, slot_bytes: int) -> float:
-        return int(self._rows.classes[self._class_of(slot_bytes), USED]) / TICKS_PER_S
+        of_size = [self._class_of(slot_bytes)]
+        of_size += [part for (size, _), part in self._parts.items() if size == slot_bytes]
+        return int(self._rows.classes[of_size, USED].max()) / TICKS_PER_S
 
     # Listing
 
@@ -436,7 +525,7 @@ class FlatNodeTable:
     def spares(self) -> list[Name]:
         walks = [
             self._walks(of_class, state)
-            for of_class in self._classes.values()
+            for of_class in self._all_classes()
             for state in (RELEASED, SPARE)
         ]
         places = [part[self._rows.is_shared(part)] for parts in walks for part in parts]
@@ -444,20 +533,34 @@ class FlatNodeTable:
 
     def check(self) -> None:
         rows = self._rows
+        assert self._parts.keys() == {(s, o) for s in self._classes for o in self._apart}
         for size, of_class in self._classes.items():
             slabs = np.flatnonzero(self._slabs[:, SLAB_CLASS] == of_class)
             blocks = [self._block(slab) for slab in slabs.tolist()]
             own = {row for block in blocks for row in range(block.start, block.stop)}
-            listed: list[int] = []
-            for state in range(FREE, HELD + NUM_QUEUES):
-                members = [row for part in self._walks(of_class, state) for row in part.tolist()]
-                assert len(members) == rows.count(of_class, state), (size, state)
-                assert all(rows.rows[row, STATE] == state for row in members), (size, state)
-                listed += members
+            listed = self._listed(of_class, FREE)
+            for owner in self._apart:
+                part = self._listed(self._parts[size, owner], RELEASED)
+                assert all(rows.rows[row, OWNER] == owner for row in part), (size, owner)
+                listed += part
             assert len(set(listed)) == len(listed), size
             claimed = {row for row in own if rows.rows[row, STATE] == CLAIMED}
             assert set(listed) | claimed == own, size
             slots = [self._row(int(rows.rows[row, SLOT])) for row in listed]
             assert slots == listed, size
+            whole = [row for row in listed if rows.rows[row, CLASS] == of_class]
+            held = [row for row in whole if rows.rows[row, STATE] >= RELEASED]
+            assert not self._apart.intersection(rows.rows[held, OWNER].tolist()), size
         counts = {name: len(self.places(name)) for name in self.sizes()}
         assert counts == self.sizes(), counts
+
+    def _listed(self, of_class: int, first_state: int) -> list[int]:
+        """All rows of a class, in states from one on."""
+        listed: list[int] = []
+        for state in range(first_state, HELD + NUM_QUEUES):
+            rows = [row for part in self._walks(of_class, state) for row in part.tolist()]
+            assert len(rows) == self._rows.count(of_class, state), (of_class, state)
+            assert all(self._rows.rows[row, STATE] == state for row in rows), (of_class, state)
+            assert all(self._rows.rows[row, CLASS] == of_class for row in rows), (of_class, state)
+            listed += rows
+        return listed

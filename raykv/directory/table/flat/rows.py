@@ -19,6 +19,7 @@ from raykv.base.ids import Namespace
 from raykv.directory.table.flat import batches, kernels, order
 from raykv.directory.table.flat.arrays import Array, Arrays
 from raykv.directory.table.flat.layout import (
+    APART,
     CLASS,
     CLASS_COLUMNS,
     CLOCK,
@@ -37,6 +38,7 @@ from raykv.directory.table.flat.layout import (
     NAME,
     NONE,
     NUM_LISTS,
+    OWNER,
     RELEASED,
     SLOT,
     SLOT_BYTES,
@@ -45,8 +47,9 @@ from raykv.directory.table.flat.layout import (
     STORED,
     TICKS_PER_S,
     TOUCHED,
+    WHOLE,
 )
-from raykv.directory.table.protocol import Changes, Held, Uses
+from raykv.directory.table.protocol import MAX_OWNERS, Changes, Held, Uses
 
 MIN_ROWS = 256
 MIN_PLACES = 512
@@ -175,6 +178,8 @@ class Rows:
         self.classes[number] = 0
         self.classes[number, :2] = (node, slot_bytes)
         self.classes[number, CLOCK] = self._tick
+        self.classes[number, WHOLE] = number
+        self.classes[number, APART:] = number
         first = number * NUM_LISTS
         self.lists[first : first + NUM_LISTS] = (NONE, NONE, 0)
         self.lists[first + GHOSTS] = 0
@@ -186,6 +191,21 @@ class Rows:
         """No row has that class any more."""
         order.end_ghosts(self.arrays, number)
         self._free_classes.append(number)
+
+    def new_part(self, whole: int, owner: int) -> int:
+        """Number of a class for the chunks of one tenant, which come there from now on."""
+        node, slot_bytes = self.classes[whole, :2].tolist()
+        number = self.new_class(node, slot_bytes)
+        if self.classes.shape[1] == APART:
+            own = np.repeat(np.arange(len(self.classes))[:, None], MAX_OWNERS, axis=1)
+            self.classes = np.concatenate((self.classes, own), axis=1)
+        self.classes[number, WHOLE] = whole
+        self.classes[whole, APART + owner] = number
+        return number
+
+    def end_part(self, whole: int, owner: int) -> None:
+        """The chunks of a tenant come to the class of all from now on."""
+        self.classes[whole, APART + owner] = whole
 
     def room_for_ghosts(self, count: int) -> Arrays:
         """The arrays, grown so that this many chunks may be given up or become spares."""
@@ -280,7 +300,7 @@ class Rows:
         ends = (np.arange(len(rows)) * width + lengths).tolist()
         return [raw[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def changes(self, rows: Array, now: float) -> list[Changes]:
+    def changes(self, rows: Array, now: float, *, with_owners: bool) -> list[Changes]:
         """What went with rows that have just been evicted."""
         if not len(rows):
             return []
@@ -291,13 +311,15 @@ class Rows:
         generations = (self.words[rows, GENERATION] - 1).tolist()
         hits = self.rows[rows, HITS].tolist()
         ages = np.maximum(now - self.rows[rows, STORED] / TICKS_PER_S, 0.0).tolist()
+        owners = self.rows[rows, OWNER].tolist() if with_owners else []
         gone = []
         start = 0
         for end in ends:
             part = slice(start, end)
             namespace = self._namespaces[int(numbers[start])]
             columns = keys[part], slots[part], generations[part]
-            gone.append(Changes(False, namespace, *columns, hits=hits[part], ages=ages[part]))
+            uses = hits[part], ages[part], owners[part]
+            gone.append(Changes(False, namespace, *columns, False, *uses))
             start = end
         return gone
 
@@ -320,6 +342,7 @@ class Rows:
             used_at=(self.rows[rows, TOUCHED] / TICKS_PER_S).tolist(),
             hits=self.rows[rows, HITS].tolist(),
             is_spare=self.is_shared(rows).tolist(),
+            owners=self.rows[rows, OWNER].tolist(),
         )
 
     def is_shared(self, rows: Array) -> Array:

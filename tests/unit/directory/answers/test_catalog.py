@@ -600,6 +600,8 @@ def a_page(**changes: Any) -> ChunkPage:
         "hits": [1],
         "is_replicated": [False],
         "is_on_disk": [False],
+        "tenants": ["acme"],
+        "tenant_index": [0],
     }
     return ChunkPage(PROTOCOL_VERSION, **{**row, **changes})
 
@@ -623,6 +625,7 @@ def test_page_that_can_be_meant_passes() -> None:
         is_replicated=False,
         slot=1,
         generation=1,
+        tenant="acme",
     )
     assert chunk.block_hash == key(1)[:-4]
     check_chunk_page(a_page(is_last=False, from_node="n", from_disk=True), QUERY)
@@ -640,6 +643,8 @@ def test_page_that_can_be_meant_passes() -> None:
         {"ages": []},
         {"is_replicated": []},
         {"is_on_disk": []},
+        {"tenants": []},
+        {"tenant_index": []},
         {"slots": [-1]},
         {"is_last": False, "from_node": "n", "from_slot": 5},
         {"is_last": False, "from_node": "m", "from_slot": 9},

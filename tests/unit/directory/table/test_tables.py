@@ -34,6 +34,7 @@ SIZES = (PAGE, 2 * PAGE)
 NODES = (NodeId("one"), NodeId("two"), NodeId("three"))
 SPACES = (Namespace("model"), Namespace("second"))
 ENGINE = EngineId("engine")
+OWNERS = (1, 2, 7, 255)
 
 
 def key(number: int) -> Key:
@@ -50,6 +51,8 @@ class Pair:
     policy: str
     generation: int = 0
     now: float = 0.0
+    owners: bool = False
+    apart: tuple[int, ...] = ()
     ranked: tuple[NodeId, ...] = NODES
 
     def __post_init__(self) -> None:
@@ -62,6 +65,8 @@ class Pair:
     def add(self, node_id: NodeId) -> None:
         geometry = PoolGeometry(40 * SLAB_SLOTS * PAGE, SLAB_SLOTS * PAGE)
         self.nodes[node_id] = [table.add_node(node_id, geometry) for table in self.both]
+        for node in self.nodes[node_id]:
+            node.set_apart(self.apart)
         self.slabs[node_id] = []
 
     def lose(self) -> None:
@@ -100,12 +105,14 @@ class Pair:
         if not may_evict:
             count = min(count, nodes[0].num_free(size))
         missing = max(0, count - nodes[0].num_free(size))
-        gone = [node.evict(size, missing, self.now) for node in nodes]
+        owner = self.rng.choice((0, *self.apart))
+        gone = [node.evict(size, missing, self.now, owner) for node in nodes]
         assert gone[0] == gone[1]
         first = Generation(self.generation + 1)
         self.generation += count + 1
         slots = [node.lend(size, count, ENGINE, 0, first) for node in nodes]
         assert slots[0] == slots[1]
+        self.own(nodes, slots[0], first)
         keys = [key(self.rng.randrange(4000)) for _ in slots[0]]
         wrong = self.rng.randrange(count + 10)
         generations = [first + number + (number == wrong) for number in range(len(keys))]
@@ -117,6 +124,34 @@ class Pair:
         for node in nodes:
             for number in others[0]:
                 node.end_lease(slots[0][number], Generation(first + number))
+
+    def own(self, nodes: list[NodeTable], slots: list[Slot], first: int) -> None:
+        """Some of what is to be stored at new leases has an owner, if anything has."""
+        if self.owners and slots:
+            chosen = [number for number in range(len(slots)) if self.rng.random() < 0.6]
+            owners = [self.rng.choice(OWNERS) for _ in chosen]
+            generations = [first + number for number in chosen]
+            for node in nodes:
+                node.own([slots[number] for number in chosen], generations, owners)
+
+    def own_held(self) -> None:
+        """Chunks that are there get owners, where they have none and are still the same."""
+        nodes = self.nodes[self.rng.choice(NODES)]
+        held = nodes[0].held_at(nodes[0].places())
+        if not len(held):
+            return
+        rows = [self.rng.randrange(len(held)) for _ in range(40)]
+        slots = [held.slots[row] for row in rows]
+        generations = [held.generations[row] - (row % 9 == 0) for row in rows]
+        owners = [self.rng.choice(OWNERS) for _ in rows]
+        for node in nodes:
+            node.own([*slots, 1 << 40], [*generations, 1], [*owners, 1])
+
+    def set_apart(self) -> None:
+        self.apart = tuple(self.rng.sample(OWNERS, self.rng.randrange(len(OWNERS) + 1)))
+        for nodes in self.nodes.values():
+            for node in nodes:
+                node.set_apart(self.apart)
 
     def use(self) -> None:
         nodes, space = self.nodes[self.rng.choice(NODES)], self.rng.choice(SPACES)
@@ -162,11 +197,21 @@ class Pair:
             assert sorted(ours.spares()) == sorted(flat.spares())
             assert count(ours) == count(flat)
             for size in SIZES:
-                orders = [list(node.candidates(size)) for node in (ours, flat)]
-                assert len(orders[0]) == len(orders[1])
-                assert orders[0] == orders[1] if in_order else set(orders[0]) == set(orders[1])
+                for owner in (0, *self.apart):
+                    orders = [list(node.candidates(size, owner)) for node in (ours, flat)]
+                    assert len(orders[0]) == len(orders[1])
+                    assert orders[0] == orders[1] if in_order else set(orders[0]) == set(orders[1])
+                    assert ours.num_held(size, owner) == flat.num_held(size, owner)
+                    assert ours.num_held(size, owner) == len(orders[0])
+                    for later in (0, 2, 20):
+                        able = [
+                            node.can_evict(size, self.now + later, owner) for node in (ours, flat)
+                        ]
+                        assert able[0] == able[1]
                 assert ours.used_at(size) == flat.used_at(size)
                 assert ours.num_free(size) == flat.num_free(size)
+            assert ours.owned_bytes() == flat.owned_bytes()
+            assert owners_of(ours) == owners_of(flat)
             assert ours.pinned_slabs(self.now) == flat.pinned_slabs(self.now)
             assert count_spares(ours) == count_spares(flat) == len(ours.spares())
             held = [node.held_at(node.places()) for node in (ours, flat)]
@@ -176,6 +221,13 @@ class Pair:
             ]
             assert rows[0] == rows[1]
             assert sorted(ours.chunks_in({1, 3})) == sorted(flat.chunks_in({1, 3}))
+
+
+def owners_of(node: NodeTable) -> dict[Slot, int]:
+    places = node.places()
+    held = node.held_at(places)
+    slots = [Slot(slot) for slot in held.slots]
+    return dict(zip(slots, node.uses_at(places).owners, strict=True))
 
 
 def count(node: NodeTable) -> dict[Namespace, int]:
@@ -198,6 +250,37 @@ def test_flat_table_does_what_the_one_of_dicts_does(seed: int, policy: str) -> N
         if number in (150, 300):
             pair.lose()
     assert len(pair.nodes[NODES[0]][1].places()) > 100
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_flat_table_sets_tenants_apart_as_the_one_of_dicts_does(seed: int, policy: str) -> None:
+    pair = Pair(random.Random(seed), policy, owners=True)
+    actions = [pair.fill] * 9 + [pair.grow] * 3 + [pair.own_held] * 2
+    actions += [pair.use, pair.ask, pair.drop, pair.set_apart]
+    for number in range(400):
+        pair.rng.choice(actions)()
+        if number % 20 == 19:
+            pair.compare()
+        if number in (150, 300):
+            pair.lose()
+    assert len(pair.nodes[NODES[0]][0].owned_bytes()) == 1 + len(OWNERS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_flat_table_gets_all_owners_that_the_one_of_dicts_knows(seed: int, policy: str) -> None:
+    pair = Pair(random.Random(seed), policy, owners=True)
+    actions = [pair.fill] * 6 + [pair.grow] * 3 + [pair.own_held, pair.use, pair.ask, pair.drop]
+    for number in range(200):
+        pair.rng.choice(actions)()
+        if number == 100:
+            pair.set_apart()
+    pair.change()
+    pair.compare(in_order=False)
+    for _ in range(60):
+        pair.rng.choice([pair.fill_free, pair.ask, pair.drop, pair.own_held])()
+    pair.compare(in_order=False)
 
 
 @pytest.fixture(params=tables.TABLES)

@@ -16,6 +16,7 @@ from raykv.base.ids import (
     Namespace,
     make_generation,
 )
+from raykv.base.shares import Share
 from raykv.node.disk.index import DiskChunk, DiskIndex
 
 A, B = Namespace("a"), Namespace("b")
@@ -55,6 +56,48 @@ def test_oldest_file_goes_first_unless_it_was_read() -> None:
     # Its second chance is over.
     assert disk.give_way(60) == ["z", "x"]
     disk.check()
+
+
+def test_file_of_whoever_is_furthest_above_its_share_goes_first() -> None:
+    disk = index()
+    disk.shares = {"quiet": Share(0.5), "": Share(0.0)}
+    for name in ("q1", "q2"):
+        disk.add(name, 20, A, [chunk(name)], "quiet")
+    for name in ("n1", "n2", "n3"):
+        disk.add(name, 20, A, [chunk(name)], "unknown")
+    assert disk.give_way(20) == ["n1"]
+    disk.add("q3", 20, A, [chunk("q3")], "quiet")
+    # The one that writes is above its guarantee now, and the others are further.
+    assert disk.give_way(20, "quiet") == ["n2"]
+    disk.add("q4", 20, A, [chunk("q4")], "quiet")
+    assert disk.give_way(20, "quiet") == ["q1"]
+    assert disk.tenant_bytes == {"quiet": 60, "unknown": 20}
+    disk.check()
+
+
+def test_tenant_at_its_greatest_share_gives_up_its_own_file_while_there_is_room() -> None:
+    disk = index()
+    disk.shares = {"noisy": Share(0.0, 0.4)}
+    for name in ("n1", "n2"):
+        disk.add(name, 20, A, [chunk(name)], "noisy")
+    assert disk.give_way(20, "noisy") == ["n1"]
+    assert disk.give_way(20) == []
+    assert not disk.is_full
+    assert disk.can_hold(50)
+    assert not disk.can_hold(50, "noisy")
+
+
+def test_file_that_was_read_has_a_second_chance_among_those_of_its_tenant() -> None:
+    disk = index()
+    disk.shares = {"noisy": Share(0.0, 0.4)}
+    for name, tenant in (("n1", "noisy"), ("o1", ""), ("n2", "noisy")):
+        disk.add(name, 20, A, [chunk(name)], tenant)
+    first = disk.find(A, Key(b"n1"))
+    assert first is not None
+    disk.was_read(first)
+    assert disk.give_way(20, "noisy") == ["n2"]
+    disk.add("n3", 20, A, [chunk("n3")], "noisy")
+    assert disk.give_way(20, "noisy") == ["n1"], "its second chance is over"
 
 
 def test_nothing_is_full_before_a_file_had_to_go() -> None:

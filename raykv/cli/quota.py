@@ -1,0 +1,132 @@
+"""The command `quota`: tenants, and their shares of pools and disks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import raykv
+from raykv.base.errors import SettingError
+from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
+from raykv.memory.room import human_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from raykv.protocol.operator import TenantStatus
+
+quotas = typer.Typer(
+    help="Set, list and remove tenants' shares of pools and disks.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(quotas, name="quota")
+
+
+@quotas.command("set")
+def set_quota(
+    name: Annotated[
+        str, typer.Argument(help='The tenant; "others" are all without a quota, together.')
+    ],
+    *,
+    guaranteed: Annotated[
+        float,
+        typer.Option(help="Part of each pool and disk that others can't take from it, 0 to 0.75."),
+    ] = 0.0,
+    most: Annotated[
+        float, typer.Option(help="Part of each pool and disk that it can take, 0 to 1.")
+    ] = 1.0,
+    salt_file: Annotated[
+        str,
+        typer.Option(
+            help='File with the cache_salt of its requests, "-" for standard input. The salt does '
+            "not leave this process."
+        ),
+    ] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Its label, as `raykv quota list` shows it, if that is not NAME.")
+    ] = "",
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Give a tenant a share of every pool and disk, in place of the one that it had.
+
+    What a tenant does not use of its share is lent, and comes back.
+
+    Example: raykv quota set acme --guaranteed 0.3 --most 0.6 --salt-file acme-salt
+    """
+    salt = _salt(salt_file)
+    with connected(ray_address) as cluster:
+        cluster.quotas.set(name, guaranteed=guaranteed, most=most, salt=salt, tenant=tenant)
+    if as_json:
+        print_json({"name": name, "guaranteed": guaranteed, "most": most})
+    else:
+        typer.echo(f"{name}: {guaranteed:.0%} of each pool guaranteed, at most {most:.0%}")
+
+
+def _salt(path: str) -> str:
+    """The salt in a file, without the end of its line.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if not path:
+        return ""
+    try:
+        text = typer.get_text_stream("stdin").read() if path == "-" else Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise SettingError(f"--salt-file {path} can't be read: {error}") from error
+    if not text.rstrip("\r\n"):
+        raise SettingError(f"--salt-file {path} has no salt")
+    return text.rstrip("\r\n")
+
+
+@quotas.command("remove")
+def remove_quota(
+    names: Annotated[list[str], typer.Argument(help="As `raykv quota list` shows them.")],
+    *,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """End quotas: their tenants are among the others again.
+
+    Example: raykv quota remove acme
+    """
+    with connected(ray_address) as cluster:
+        for name in names:
+            cluster.quotas.remove(name)
+            if not as_json:
+                typer.echo(f"removed {name}")
+    if as_json:
+        print_json({"removed": names})
+
+
+@quotas.command("list")
+def list_quotas(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+    """Show tenants with a quota, and others that have chunks in pools.
+
+    Example: raykv quota list --json
+    """
+    with raykv.connect(ray_address) as cluster:
+        known = cluster.quotas.tenants()
+    if as_json:
+        print_json(known)
+    else:
+        console().print(tenant_table(known))
+
+
+def tenant_table(known: list[TenantStatus]) -> Table:
+    """Tenants for people."""
+    made = table("tenant", "label", "in pools", "on disks", "guaranteed", "at most")
+    for each in known:
+        made.add_row(
+            each.name,
+            each.tenant,
+            human_bytes(each.pool_bytes),
+            human_bytes(each.disk_bytes) if each.disk_bytes else "-",
+            f"{each.guaranteed:.0%}" if each.has_quota else "-",
+            f"{each.most:.0%}" if each.has_quota else "-",
+        )
+    return made
