@@ -54,7 +54,7 @@ HOUSE = {
         "llvmlite msgspec numba numpy ray",
         "actor bequest launch steward table.flat.arrays table.flat.batches table.flat.cache "
         "table.flat.kernels table.flat.lists "
-        "table.flat.order table.flat.prefetch table.flat.rows",
+        "table.flat.order table.flat.prefetch table.flat.rows table.flat.shadows",
     ),
     "node": Room(
         5,

@@ -75,10 +75,10 @@ def bench(  # noqa: PLR0913 - a command's options
         bool, typer.Option("--quick", help="Use small sizes: shows that it runs, not how fast.")
     ] = False,
     trace: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="For `policy`, `windows` and `routing --simulate`: a file of requests, JSON lines "
-            "with hash_ids."
+            "with hash_ids. Repeatable for `policy`."
         ),
     ] = None,
     simulate: Annotated[
@@ -119,7 +119,7 @@ def bench(  # noqa: PLR0913 - a command's options
     if not simulate and (replicas or load or delay_ms):
         raise SettingError("--replicas, --load and --delay-ms describe what --simulate simulates")
     cluster = ClusterOptions().given(replicas, load, delay_ms, seed) if simulate else None
-    options = Options(repeats, quick, trace, device, cluster)
+    options = Options(repeats, quick, tuple(trace or ()), device, cluster)
     with ending_what_it_starts():
         run_benchmarks(names or [], options, json_path)
 

@@ -101,8 +101,11 @@ class PoolBook:
         self, came: Changes, slot_bytes: Sequence[int], cleared: Generation, *, from_free: bool
     ) -> list[int]:
         """Learn of all chunks that need no thought; see `NodeTable.store`."""
-        others = self.table.store(came, slot_bytes, cleared, from_free=from_free)
+        # The table gives up what it is told of first: that is to be the tail of a prompt.
+        tail_first = came.reversed()
+        others = self.table.store(tail_first, slot_bytes[::-1], cleared, from_free=from_free)
         if others:
+            others = [len(came) - 1 - number for number in reversed(others)]
             skipped = set(others)
             came = came.at([number for number in range(len(came)) if number not in skipped])
         if len(came):

@@ -1,15 +1,16 @@
 """What a pool of a size would have hit: a trace replayed through a policy, or unlimited.
 
 The longest prefix of a request's chunks that is held is its hit. All of its chunks that are held
-are touched, the tail first; the pool stores the missing ones in the order of the prompt, and gives
-up others for them as the policy says, never chunks of this very request.
+are touched; then the pool stores the missing ones, and gives up others for them as the policy says,
+never chunks of this very request. Both go from the tail of the prompt to its head, as the table of
+chunks has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 
 from raykv.directory.table.policies import EvictionPolicy
 from raykv.inspect.trace_files import Request
@@ -50,16 +51,30 @@ class _Pool:
 
     def __post_init__(self) -> None:
         self.held: set[int] = set()
+        # As in the table: no longer the policy's, which may remember them.
+        self._released: dict[int, None] = {}
         self._names: dict[int, tuple[str, bytes]] = {}
         self._chunks: dict[tuple[str, bytes], int] = {}
 
-    def touch(self, chunk: int) -> None:
-        self.policy.touch(self._names[chunk])
+    def touch(self, chunks: Sequence[int]) -> None:
+        for chunk in reversed(chunks):
+            if chunk in self._released:
+                del self._released[chunk]
+                self.policy.add(self._names[chunk], len(chunks))
+            else:
+                self.policy.touch(self._names[chunk], len(chunks))
+
+    def release(self, chunks: Sequence[int]) -> None:
+        """Those that are held are the next to be given up, from the last to the first."""
+        for chunk in reversed(chunks):
+            if chunk in self.held:
+                self.policy.evicted(self._names[chunk])
+                self._released[chunk] = None
 
     def store(self, chunks: Sequence[int]) -> None:
-        for chunk in chunks:
+        for chunk in reversed(chunks):
             self.held.add(chunk)
-            self.policy.add(self._name(chunk))
+            self.policy.add(self._name(chunk), len(chunks), is_tail=chunk == chunks[-1])
 
     def _name(self, chunk: int) -> tuple[str, bytes]:
         name = self._names.get(chunk)
@@ -70,33 +85,44 @@ class _Pool:
 
     def make_room(self, count: int, keep: set[int]) -> None:
         """Give up `count` chunks, none of `keep`."""
-        others = (name for name in self.policy.candidates() if self._chunks[name] not in keep)
-        for name in list(islice(others, max(count, 0))):
-            self.policy.evicted(name)
-            self.held.discard(self._chunks[name])
+        ordered = chain(self._released, (self._chunks[name] for name in self.policy.candidates()))
+        others = (chunk for chunk in ordered if chunk not in keep)
+        for chunk in list(islice(others, max(count, 0))):
+            self._released.pop(chunk, None)
+            self.policy.evicted(self._names[chunk])
+            self.held.discard(chunk)
 
 
 def replay(
-    requests: Sequence[Request], policy: EvictionPolicy[tuple[str, bytes]], capacity: int
+    requests: Sequence[Request],
+    policy: EvictionPolicy[tuple[str, bytes]],
+    capacity: int,
+    endings: Sequence[Request] = (),
 ) -> float:
-    """The prefix hit rate of a policy."""
-    return sum(prefix_hits(requests, policy, capacity)) / sum(map(len, requests))
+    """The prefix hit rate of a policy; see `prefix_hits`."""
+    return sum(prefix_hits(requests, policy, capacity, endings)) / sum(map(len, requests))
 
 
 def prefix_hits(
-    requests: Sequence[Request], policy: EvictionPolicy[tuple[str, bytes]], capacity: int
+    requests: Sequence[Request],
+    policy: EvictionPolicy[tuple[str, bytes]],
+    capacity: int,
+    endings: Sequence[Request] = (),
 ) -> list[int]:
-    """For each request, how many chunks of its prefix are held when it comes."""
+    """For each request, how many chunks of its prefix are held when it comes.
+
+    `endings`: for each, which chunks are released after it; none: nothing ever is.
+    """
     pool = _Pool(policy, capacity)
     hits = []
-    for request in requests:
+    for request, released in zip(requests, endings or repeat([]), strict=False):
         hits.append(held_prefix(request, pool.held))
         present = [chunk for chunk in request if chunk in pool.held]
-        for chunk in reversed(present):
-            pool.touch(chunk)
+        pool.touch(present)
         # The tail that exceeds the pool is not stored.
         missing = [chunk for chunk in request if chunk not in pool.held]
         missing = missing[: capacity - len(present)]
         pool.make_room(len(pool.held) + len(missing) - capacity, keep=set(request))
         pool.store(missing)
+        pool.release(released)
     return hits

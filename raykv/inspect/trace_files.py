@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Hashable, Iterator
-from itertools import accumulate, count
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate, count, cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,6 +34,28 @@ def read_trace(path: str) -> list[Request]:
     if not numbers:
         raise SettingError(f"--trace {path}: there are no requests in it")
     return requests
+
+
+def read_endings(path: str, requests: Sequence[Request]) -> list[Request]:
+    """For each request of a trace, what its session leaves behind if that is the last of it: the
+    chunks that no other session has used so far. Lines without a `session` end none.
+    """
+    sessions = [row.get("session") for _, row in read_rows(path)]
+    last = {session: number for number, session in enumerate(sessions)}
+    users: dict[int, Any] = {}
+    own: dict[Any, dict[int, None]] = {}
+    endings: list[Request] = []
+    for number, (session, request) in enumerate(zip(sessions, requests, strict=True)):
+        for chunk in request:
+            # None once two sessions have used it.
+            users[chunk] = session if users.get(chunk, session) == session else None
+        if session is None:
+            endings.append([])
+            continue
+        own.setdefault(session, {}).update(dict.fromkeys(request))
+        is_over = last[session] == number
+        endings.append([chunk for chunk in own[session] if is_over and users[chunk] == session])
+    return endings
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -70,6 +92,9 @@ def synthetic(num_requests: int) -> dict[str, list[Request]]:
         "chats": chats,
         "one-off prompts": one_off_prompts,
         "shifting": shifting,
+        "agents": agents,
+        "loops": loops,
+        "tenants": tenants,
     }
     return {name: make(Random(SEED), num_requests) for name, make in kinds.items()}
 
@@ -108,7 +133,7 @@ def chats(random: Random, num_requests: int) -> list[Request]:
 def one_off_prompts(random: Random, num_requests: int) -> list[Request]:
     """Long prompts that never come again, between uses of a few system prompts."""
     new = count()
-    systems = [_chunks(new, random.randint(5, 20)) for _ in range(num_requests // 25)]
+    systems = [_chunks(new, random.randint(5, 20)) for _ in range(max(1, num_requests // 25))]
     requests = []
     for _ in range(num_requests):
         hot = random.choice(systems) if random.random() < 0.6 else []
@@ -126,6 +151,50 @@ def shifting(random: Random, num_requests: int) -> list[Request]:
             file = files[int(len(files) * random.random() ** 2)]
             requests.append([*file, *_chunks(new, random.randint(1, 3))])
     return requests
+
+
+def agents(random: Random, num_requests: int) -> list[Request]:
+    """Agents whose prompts grow with each call of a tool; now and then a call takes long, or a
+    person reads what they did, and some then say no more.
+    """
+    new = count()
+    requests: list[Request] = []
+    waiting: list[tuple[float, int, Request]] = []
+    for number in range(num_requests):
+        if len(waiting) < 20 and random.random() < 0.1:
+            heapq.heappush(waiting, (number, number, _chunks(new, random.randint(10, 60))))
+        if not waiting:
+            continue
+        _, _, prompt = heapq.heappop(waiting)
+        requests.append(prompt)
+        fate = random.random()
+        if fate < 0.98:
+            pause = 5.0 if fate < 0.85 else random.expovariate(1 / 100)
+            grown = [*prompt, *_chunks(new, random.randint(0, 4))]
+            heapq.heappush(waiting, (number + pause, number, grown))
+    return requests
+
+
+def loops(random: Random, num_requests: int) -> list[Request]:
+    """The same documents in turn, again and again, between questions about a few of them."""
+    new = count()
+    files = [_chunks(new, random.randint(4, 40)) for _ in range(num_requests // 8)]
+    turns = cycle(files)
+    return [
+        random.choice(files[:5]) if random.random() < 0.3 else next(turns)
+        for _ in range(num_requests)
+    ]
+
+
+def tenants(random: Random, num_requests: int) -> list[Request]:
+    """Chats of tenants with prompts of their own, one of which sends one-off prompts in bulk."""
+    rest = [chats(random, num_requests // 4) for _ in range(3)]
+    parts = [*rest, one_off_prompts(random, num_requests // 4)]
+    return [
+        [len(parts) * chunk + tenant for chunk in parts[tenant][turn]]
+        for turn in range(num_requests // 4)
+        for tenant in range(len(parts))
+    ]
 
 
 def _chunks(new: count[int], number: int) -> Request:

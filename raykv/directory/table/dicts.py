@@ -57,13 +57,13 @@ class _Queues:
         self.policy.evicted(name)
         self.released.add(name)
 
-    def touch(self, name: Name) -> None:
-        self.policy.touch(name)
+    def touch(self, name: Name, together: int) -> None:
+        self.policy.touch(name, together)
         self.spares.touch(name)
         if name in self.released:
             self.released.remove(name)
             if name not in self.spares:
-                self.policy.add(name)
+                self.policy.add(name, together)
 
     def set_spare(self, name: Name, is_spare: bool) -> None:
         if is_spare:
@@ -324,11 +324,16 @@ class DictNodeTable:
             if lease is None:
                 self.claim(slot, size)
             chunk = TableChunk(slot, Generation(generation), size)
-            self.hold((came.namespace, Key(key)), chunk)
+            self._hold((came.namespace, Key(key)), chunk, len(came), is_tail=number == 0)
             held = self._chunks[came.namespace]
         return others
 
     def hold(self, name: Name, chunk: TableChunk) -> None:
+        self._hold(name, chunk)
+
+    def _hold(
+        self, name: Name, chunk: TableChunk, together: int = 0, *, is_tail: bool = False
+    ) -> None:
         namespace, key = name
         slot_class = self._class_of(chunk.slot_bytes)
         if self._leases.pop(chunk.slot, None) is None:
@@ -338,7 +343,7 @@ class DictNodeTable:
         chunks[key] = chunk
         owner = self._lease_owners.pop(chunk.slot, 0)
         self._records.came(name, chunk.slot, owner)
-        slot_class.of(owner).policy.add(name)
+        slot_class.of(owner).policy.add(name, together, is_tail=is_tail)
         self._moved(name, True)
 
     def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:
@@ -483,7 +488,7 @@ class DictNodeTable:
         for key in keys:
             chunk = self.find(namespace, Key(key))
             if chunk is not None:
-                self._queues_of((namespace, Key(key))).touch((namespace, Key(key)))
+                self._queues_of((namespace, Key(key))).touch((namespace, Key(key)), len(keys))
                 self._records.used((namespace, Key(key)))
 
     def release(self, namespace: Namespace, keys: Sequence[bytes]) -> None:

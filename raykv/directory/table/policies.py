@@ -1,8 +1,8 @@
 """Eviction policies: in which order a node's chunks of one slot size are given up.
 
 A policy orders names; it owns no chunk. Invariant: it holds exactly the names that were added and
-neither removed nor evicted. The chunks of a request are touched from its tail, so that the head of
-a prefix, without which the rest is worthless, counts as the latest.
+neither removed nor evicted. The chunks of a request are added and touched from its tail, so that
+the head of a prefix, without which the rest is worthless, counts as the latest.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ N = TypeVar("N", bound=Hashable)
 class EvictionPolicy(Protocol[N]):
     """What the block manager asks of a policy."""
 
-    def add(self, name: N) -> None:
-        """A chunk became READY. Adding a name again counts as touching it."""
+    def add(self, name: N, together: int = 0, *, is_tail: bool = False) -> None:
+        """A chunk became READY. Adding a name again counts as touching it.
 
-    def touch(self, name: N) -> None:
-        """The chunk was used. A name that is not held is ignored."""
+        `together`: how many chunks came with it, itself included; 0: unknown. `is_tail`: it is the
+        last of their prompt.
+        """
+
+    def touch(self, name: N, together: int = 0) -> None:
+        """The chunk was used, with so many `together`. A name that is not held is ignored."""
 
     def remove(self, name: N) -> None:
         """The chunk is gone, whatever its worth. A name that is not held is ignored."""
@@ -48,11 +52,11 @@ class LRU(Generic[N]):
         # From least to most recently used.
         self._names: OrderedDict[N, None] = OrderedDict()
 
-    def add(self, name: N) -> None:
+    def add(self, name: N, together: int = 0, *, is_tail: bool = False) -> None:
         self._names[name] = None
         self._names.move_to_end(name)
 
-    def touch(self, name: N) -> None:
+    def touch(self, name: N, together: int = 0) -> None:
         if name in self._names:
             self._names.move_to_end(name)
 

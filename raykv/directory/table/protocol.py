@@ -78,6 +78,11 @@ class Changes:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def reversed(self) -> Changes:
+        """The last one first, without `hits` and `ages`."""
+        columns = self.keys[::-1], self.slots[::-1], self.generations[::-1]
+        return Changes(self.stored, self.namespace, *columns, self.replaced)
+
     def at(self, positions: Sequence[int]) -> Changes:
         """The changes in those rows."""
         return Changes(
@@ -214,6 +219,7 @@ class NodeTable(Protocol):
         """Hold those chunks that are plain: leased at exactly their generation and slot size,
         later than `cleared`, of keys that are not held. Returns the positions of the others.
 
+        They count as used in this order, so the tail of a prefix is to be named first.
         With `from_free` it may be in a free slot too, whose lowest generation does not matter.
         """
 

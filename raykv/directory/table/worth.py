@@ -1,26 +1,30 @@
-"""Worth: gives up the chunk from which the fewest hits are to be expected per slot and time.
+"""Worth: gives up the chunk from which the fewest hits are to be expected per slot and time, but
+goes by last use alone, as LRU does, unless that has been worse lately.
 
-Names that have been used equally often wait in one queue, oldest first; the first of each queue
-are compared by their worth.
+Names wait in queues, oldest first; the first of each queue are compared by their worth. A queue is
+for names that have been used equally often, the last time with about as many others: those of one
+prompt. The tail of a prompt has a queue of its own until it is used again.
 
-            add                 add, touch                 add, touch
-   unknown ─────► used once ──────────────► used twice ───────────────► …
-      ▲               │ evicted                 │ evicted
-      └── trimmed ── ghost, which keeps the number of uses and the time of the last
+            add                    add, touch                 add, touch
+   unknown ─────► tail, used once ──────────────► used twice ───────────────► …
+      ▲               │ evicted                      │ evicted
+      └── trimmed ── ghost, which keeps the queue and the time of the last use
 
 The worth is learned, not set. From what was used again, ghosts included, the policy learns at which
-ages that happens, and for each number of uses how often. The worth of a name at its age is then the
-highest rate of hits that any further wait could bring: for each wait, the chance that the name is
-used by then, divided by the time that it takes up the slot until it is used or the wait is over.
-That is the Gittins index (J. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979), or
-hit density (N. Beckmann and others, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI
-2018). What was learned fades, and before there is anything to learn from, the order is that of LRU.
+ages that happens: for each size of prompts a curve, and for each queue how far it lies above or
+below. The worth of a name at its age is then the highest rate of hits that any further wait could
+bring: for each wait, the chance that the name is used by then, divided by the time that it takes up
+the slot until it is used or the wait is over. That is the Gittins index (J. Gittins, "Bandit
+Processes and Dynamic Allocation Indices", 1979), or hit density (N. Beckmann and others, "LHD:
+Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018). What was learned fades.
+
+Whether to go by worth is the verdict of `duel.py`.
 
 The head of a prefix has been used as often as its tail at least, and as lately: it stays longer.
 Time is counted in uses of any name.
 
 Invariants:
-1. A name is in exactly the queue of its number of uses, and each queue is ordered by last use.
+1. A name is in exactly the queue that its uses say, and each queue is ordered by last use.
 2. No ghost is held, and after an eviction there are at most `GHOSTS_PER_NAME` per held name and
    `MOST_GHOSTS` in all.
 """
@@ -28,14 +32,23 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, MutableSequence
+from collections.abc import Iterator, MutableSequence
 from heapq import heapify, heappop, heapreplace
-from typing import Generic, TypeVar
 
-N = TypeVar("N", bound=Hashable)
+from raykv.directory.table.duel import Duel
 
-NUM_QUEUES = 8
+Name = tuple[str, bytes]
+
+NUM_USES = 4
 """More uses than that tell little more about the next one."""
+
+NUM_SIZES = 8
+"""Sizes of prompts differ by powers of two."""
+
+NUM_QUEUES = 1 + NUM_USES * NUM_SIZES
+"""The first is for tails that were used once; then all sizes of what was used once, and so on."""
+
+TAIL = 0
 
 GHOSTS_PER_NAME = 4
 """A small pool has to remember for longer than it can hold, or it can't tell what comes back."""
@@ -46,74 +59,105 @@ MOST_GHOSTS = 262_144
 HALF_LIFE = 16
 """Uses per held name until what was learned counts half."""
 
-DOUBT = 0.3
-"""Uses per held name that a queue must have seen before its own chances count half."""
+FEW = 30.0
+"""Names that must have come back to a queue before its own chances count half."""
+
+FEW_OF_A_SIZE = 500.0
+"""Names of a size that must have been used before their own ages count half."""
 
 LESSONS = 8
 """How often the worths are worked out again while as many names are used as are held."""
 
-FEWEST_USES = 256
+FEWEST_USES = 1024
 """Uses between two lessons at least: they must cost little in a small pool, too."""
 
-NUM_AGES = 2 * 48
-"""Ages differ by powers of two and the next digit."""
+AGES_PER_POWER = 4
+"""Ages differ by powers of two and so many steps between them."""
 
-SCRATCH = 4 * (NUM_AGES + 1)
+NUM_AGES = AGES_PER_POWER * 32
+
+SCRATCH = 6 * NUM_AGES + 4
 """Scratch space of a lesson."""
 
 MOST_CHANCE = 0.98
 """Chance that a name is used again: the future is never certain."""
 
 
-class Worth(Generic[N]):
+class Worth:
     """See the module's docstring."""
 
     def __init__(self) -> None:
         self._now = 0
-        # By number of uses less one; each from least to most recently used, with that time.
-        self._queues: list[OrderedDict[N, int]] = [OrderedDict() for _ in range(NUM_QUEUES)]
+        # Each from least to most recently used, with that time.
+        self._queues: list[OrderedDict[Name, int]] = [OrderedDict() for _ in range(NUM_QUEUES)]
         # In which queue a name is.
-        self._places: dict[N, int] = {}
+        self._places: dict[Name, int] = {}
         # By hash, from least to most recently evicted: time of last use * NUM_QUEUES + queue. Two
         # names of one hash would share their past: a harmless mistake.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
-        self._lessons = _Lessons()
+        # By queue: how many names came into it; and from it, by index of the age, were used again.
+        self._uses = [0.0] * NUM_QUEUES
+        self._returns = [0.0] * (NUM_QUEUES * NUM_AGES)
+        # By queue and index of the age.
+        self._worths = [0.0] * (NUM_QUEUES * NUM_AGES)
+        self._scratch = [0.0] * SCRATCH
+        self._learned_at = 0
+        self._due_at = FEWEST_USES
+        self._duel = Duel(NUM_QUEUES, self._worth)
 
-    def add(self, name: N) -> None:
+    def add(self, name: Name, together: int = 0, *, is_tail: bool = False) -> None:
         ghost = self._ghosts.pop(hash(name), None)
         if name in self._places:
-            self.touch(name)
+            self.touch(name, together)
         elif ghost is None:
-            self._enter(name, 0)
+            self._enter(name, TAIL if is_tail and together > 1 else 1 + size_index(together))
         else:
-            last, place = divmod(ghost, NUM_QUEUES)
-            self._use_again(name, place, last)
+            last, queue = divmod(ghost, NUM_QUEUES)
+            self._use_again(name, queue, last, together)
 
-    def touch(self, name: N) -> None:
-        place = self._places.get(name)
-        if place is not None:
-            self._use_again(name, place, self._queues[place].pop(name))
+    def touch(self, name: Name, together: int = 0) -> None:
+        queue = self._places.get(name)
+        if queue is not None:
+            self._use_again(name, queue, self._queues[queue].pop(name), together)
 
-    def _use_again(self, name: N, place: int, last: int) -> None:
-        self._lessons.used_again(place, self._now - last)
-        self._enter(name, min(place + 1, NUM_QUEUES - 1))
+    def _use_again(self, name: Name, queue: int, last: int, together: int) -> None:
+        self._returns[queue * NUM_AGES + age_index(self._now - last)] += 1
+        self._enter(name, next_queue(queue, size_index(together)))
 
-    def _enter(self, name: N, place: int) -> None:
-        self._places[name] = place
-        self._queues[place][name] = self._now
+    def _enter(self, name: Name, queue: int) -> None:
+        self._places[name] = queue
+        self._queues[queue][name] = self._now
+        self._duel.used(name[1], queue, self._now)
         self._now += 1
-        self._lessons.used(place, self._now, len(self))
+        self._uses[queue] += 1
+        if self._now >= self._due_at:
+            self._learn()
 
-    def remove(self, name: N) -> None:
-        place = self._places.pop(name, None)
-        if place is not None:
-            del self._queues[place][name]
+    def _learn(self) -> None:
+        passed, num_held = self._now - self._learned_at, len(self)
+        self._duel.judge(passed, num_held)
+        uses, returns, scratch = self._uses, self._returns, self._scratch
+        learn_ages(uses, returns, scratch, passed, self._now, num_held)
+        for first in range(NUM_SIZES + 1):
+            step = NUM_QUEUES if first == TAIL else NUM_SIZES
+            learn_size(uses, returns, scratch, first, step)
+            for queue in range(first, NUM_QUEUES, step):
+                learn_queue(uses, returns, self._worths, scratch, queue)
+        self._learned_at = self._now
+        self._due_at = self._now + max(FEWEST_USES, num_held // LESSONS)
 
-    def evicted(self, name: N) -> None:
-        place = self._places.pop(name, None)
-        if place is None:
+    def remove(self, name: Name) -> None:
+        queue = self._places.pop(name, None)
+        if queue is not None:
+            del self._queues[queue][name]
+
+    def evicted(self, name: Name) -> None:
+        queue = self._places.get(name)
+        if queue is None:
             return
-        self._ghosts[hash(name)] = self._queues[place].pop(name) * NUM_QUEUES + place
+        self._duel.evicted(len(self))
+        del self._places[name]
+        self._ghosts[hash(name)] = self._queues[queue].pop(name) * NUM_QUEUES + queue
         while len(self._ghosts) > min(MOST_GHOSTS, GHOSTS_PER_NAME * max(len(self), 1)):
             self._ghosts.popitem(last=False)
 
@@ -122,140 +166,179 @@ class Worth(Generic[N]):
         """How many names are remembered that are not held."""
         return len(self._ghosts)
 
-    def candidates(self) -> Iterator[N]:
+    def candidates(self) -> Iterator[Name]:
         queues = [iter(queue.items()) for queue in self._queues]
         # Worth, last use, queue, name: the least worth first, then the oldest. No two names have
         # the same last use, so that names are never compared.
-        heap: list[tuple[float, int, int, N]] = []
-        for place, queue in enumerate(queues):
+        heap: list[tuple[float, int, int, Name]] = []
+        for number, queue in enumerate(queues):
             for name, last in queue:
-                heap.append((self._worth(place, last), last, place, name))
+                heap.append((self._rank(number, last), last, number, name))
                 break
         heapify(heap)
         while heap:
-            _, _, place, first = heap[0]
+            _, _, number, first = heap[0]
             yield first
-            following = next(queues[place], None)
+            following = next(queues[number], None)
             if following is None:
                 heappop(heap)
             else:
                 name, last = following
-                heapreplace(heap, (self._worth(place, last), last, place, name))
+                heapreplace(heap, (self._rank(number, last), last, number, name))
 
-    def _worth(self, place: int, last: int) -> float:
-        return self._lessons.worth(place, self._now - last)
+    def _rank(self, queue: int, last: int) -> float:
+        return self._worth(queue, self._now - last) if self._duel.is_for_worth else 0.0
+
+    def _worth(self, queue: int, age: int) -> float:
+        return self._worths[queue * NUM_AGES + age_index(age)]
 
     def __len__(self) -> int:
         return len(self._places)
 
 
-class _Lessons:
-    """What has been learned of uses, and the worths that follow from it.
-
-    The ages at which names are used again differ little between queues and are counted for all of
-    them together; how often that happens is counted for each. So a few counts say much.
-    """
-
-    def __init__(self) -> None:
-        # By queue; all counts fade.
-        self._uses = [0.0] * NUM_QUEUES
-        self._returns = [0.0] * NUM_QUEUES
-        # By index of the age.
-        self._ages = [0.0] * NUM_AGES
-        self._learned_at = 0
-        self._due_at = FEWEST_USES
-        # By queue and index of the age; all are equal at first, which makes the order that of LRU.
-        self._worths = [0.0] * (NUM_QUEUES * NUM_AGES)
-        self._scratch = [0.0] * SCRATCH
-
-    def worth(self, place: int, age: int) -> float:
-        """Worth of a name of that age in a queue."""
-        return self._worths[place * NUM_AGES + age_index(age)]
-
-    def used_again(self, place: int, age: int) -> None:
-        """A name from a queue, or its ghost, was used again at that age."""
-        self._returns[place] += 1
-        self._ages[age_index(age)] += 1
-
-    def used(self, place: int, now: int, num_held: int) -> None:
-        """A name came into a queue."""
-        self._uses[place] += 1
-        if now >= self._due_at:
-            passed = now - self._learned_at
-            columns = (self._uses, self._returns, self._ages, self._worths, self._scratch)
-            learn(*columns, passed, num_held)
-            self._learned_at = now
-            self._due_at = now + max(FEWEST_USES, num_held // LESSONS)
-
-
-# `flat/order.py` compiles both, so they call built-in functions only.
+# `flat/order.py` compiles all that follows, so it calls built-in functions only.
 
 
 def age_index(age: int) -> int:
-    """Two for each power of two."""
+    """Four for each power of two."""
     power = 0
-    while age >= 4:
+    while age >= 2 * AGES_PER_POWER:
         age >>= 1
         power += 1
-    return 2 * power + age
+    return AGES_PER_POWER * power + age
 
 
-def learn(
+def size_index(together: int) -> int:
+    """0 if it is not known how many names are used together."""
+    size = 0
+    while together > 0 and size < NUM_SIZES - 1:
+        together >>= 1
+        size += 1
+    return size
+
+
+def next_queue(queue: int, size: int) -> int:
+    """Where a name goes that was in a queue, or whose ghost was, and is used again.
+
+    If its size is not known now, it is the former one.
+    """
+    uses = 0
+    if queue != TAIL:
+        uses = (queue - 1) // NUM_SIZES
+        if size == 0:
+            size = (queue - 1) % NUM_SIZES
+    return 1 + min(uses + 1, NUM_USES - 1) * NUM_SIZES + size
+
+
+def learn_ages(
     uses: MutableSequence[float],
     returns: MutableSequence[float],
-    ages: MutableSequence[float],
-    worths: MutableSequence[float],
     scratch: MutableSequence[float],
     passed: int,
+    now: int,
     num_held: int,
 ) -> None:
-    """Let the counts fade by the uses that have `passed`, and work out the worths from them.
+    """Let the counts fade by the uses that have `passed`, and begin a lesson.
 
-    The best rate of hits from each age on: draw for each age the hits until then over the slot's
-    time until then. The best rate from an age on is the steepest line from its point to a later
-    one, so to its neighbour on the upper hull of the later points.
-
-    `scratch` has room for the points and the hull, `SCRATCH` values.
+    `now` is the age of the counts: what is older than that can't have come back yet, and of what is
+    nearly as old, few has. `scratch` gets, by index of the age, the share of the uses that were
+    long enough ago, and the chance of all names to be used again at that age.
     """
-    num_ages = len(ages)
-    hits, hull = num_ages + 1, 2 * (num_ages + 1)
-    factor = 0.5 ** (passed / (HALF_LIFE * num_held))
-    # One return, at an age of any size, and one in two uses, before any are known.
-    all_uses, all_returns, all_ages = 2.0, 1.0, 1.0
-    for place in range(len(uses)):
-        uses[place] *= factor
-        returns[place] *= factor
-        all_uses += uses[place]
-        all_returns += returns[place]
+    num_ages = len(returns) // len(uses)
+    half_life = HALF_LIFE * num_held
+    factor = 0.5 ** (passed / half_life)
+    all_uses = 0.0
+    for queue in range(len(uses)):
+        uses[queue] *= factor
+        all_uses += uses[queue]
+    lowest = 0
     for index in range(num_ages):
-        ages[index] *= factor
-        all_ages += ages[index]
-    doubt = DOUBT * num_held + 1
-    for place in range(len(uses)):
-        likely = returns[place] + doubt * all_returns / all_uses
-        chance = min(likely / (uses[place] + doubt), MOST_CHANCE) / all_ages
-        time = hit = 0.0
-        for index in range(num_ages):
-            scratch[index], scratch[hits + index] = time, hit
-            hits_here = chance * (ages[index] + 1 / num_ages)
-            width = 1 << max(index // 2 - 1, 0)
-            time += width * (1 - hit - hits_here / 2)
-            hit += hits_here
-        scratch[num_ages], scratch[hits + num_ages] = time, hit
-        # Times and hits of the hull's points, the nearest last.
-        length = 1
-        scratch[hull], scratch[hull + 1] = time, hit
-        for index in range(num_ages - 1, -1, -1):
-            time, hit = scratch[index], scratch[hits + index]
-            last = hull + 2 * length - 2
-            steepest = (scratch[last + 1] - hit) / (scratch[last] - time)
-            while length >= 2:
-                last = hull + 2 * length - 4
-                slope = (scratch[last + 1] - hit) / (scratch[last] - time)
-                if slope < steepest:
-                    break
-                steepest = slope
-                length -= 1
-            worths[place * num_ages + index] = steepest
-            scratch[hull + 2 * length], scratch[hull + 2 * length + 1] = time, hit
-            length += 1
+        width = 1 << max(index // AGES_PER_POWER - 1, 0)
+        middle = lowest + width / 2
+        lowest += width
+        count = 0.0
+        for queue in range(len(uses)):
+            returns[queue * num_ages + index] *= factor
+            count += returns[queue * num_ages + index]
+        scratch[index] = scratch[num_ages + index] = 0.0
+        if middle < now:
+            share = (1 - 0.5 ** ((now - middle) / half_life)) / (1 - 0.5 ** (now / half_life))
+            scratch[index] = share
+            scratch[num_ages + index] = count / (all_uses * share + FEW)
+
+
+def learn_size(
+    uses: MutableSequence[float],
+    returns: MutableSequence[float],
+    scratch: MutableSequence[float],
+    first: int,
+    step: int,
+) -> None:
+    """Go on with the queues of one size: every `step`-th from the `first` on.
+
+    `scratch` gets, behind what it has, the chance of such a name at each age, and their sum.
+    """
+    num_ages = len(returns) // len(uses)
+    used = 0.0
+    for queue in range(first, len(uses), step):
+        used += uses[queue]
+    expected = 0.0
+    for index in range(num_ages):
+        count = FEW_OF_A_SIZE * scratch[num_ages + index]
+        for queue in range(first, len(uses), step):
+            count += returns[queue * num_ages + index]
+        chance = count / (used * scratch[index] + FEW_OF_A_SIZE)
+        scratch[2 * num_ages + index] = chance
+        expected += scratch[index] * chance
+    scratch[3 * num_ages] = expected
+
+
+def learn_queue(
+    uses: MutableSequence[float],
+    returns: MutableSequence[float],
+    worths: MutableSequence[float],
+    scratch: MutableSequence[float],
+    queue: int,
+) -> None:
+    """End a lesson with the worths of a queue.
+
+    Its names come back so many times as often as others of their size. The best rate of hits from
+    each age on: draw for each age the hits until then over the slot's time until then. The best
+    rate from an age on is the steepest line from its point to a later one, so to its neighbour on
+    the upper hull of the later points.
+    """
+    if uses[queue] == 0:
+        return
+    num_ages = len(returns) // len(uses)
+    chances, times = 2 * num_ages, 3 * num_ages + 1
+    hits, hull = 4 * num_ages + 2, 5 * num_ages + 3
+    count, total = FEW, 0.0
+    for index in range(num_ages):
+        count += returns[queue * num_ages + index]
+        total += scratch[chances + index]
+    factor = count / (uses[queue] * scratch[3 * num_ages] + FEW)
+    factor = min(factor, MOST_CHANCE / max(total, 1e-9))
+    time = hit = 0.0
+    for index in range(num_ages):
+        scratch[times + index], scratch[hits + index] = time, hit
+        hits_here = factor * scratch[chances + index]
+        time += (1 << max(index // AGES_PER_POWER - 1, 0)) * (1 - hit - hits_here / 2)
+        hit += hits_here
+    scratch[times + num_ages], scratch[hits + num_ages] = time, hit
+    # Points of the hull, the nearest last.
+    length = 1
+    scratch[hull] = num_ages
+    for index in range(num_ages - 1, -1, -1):
+        time, hit = scratch[times + index], scratch[hits + index]
+        last = int(scratch[hull + length - 1])
+        steepest = (scratch[hits + last] - hit) / (scratch[times + last] - time)
+        while length >= 2:
+            last = int(scratch[hull + length - 2])
+            slope = (scratch[hits + last] - hit) / (scratch[times + last] - time)
+            if slope < steepest:
+                break
+            steepest = slope
+            length -= 1
+        worths[queue * num_ages + index] = steepest
+        scratch[hull + length] = index
+        length += 1

@@ -60,15 +60,26 @@ class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
-    `trace`: a file of requests for `policy`, `windows` and simulated clusters. `device`: what
+    `traces`: files of requests for `policy`, `windows` and simulated clusters. `device`: what
     `copy` copies from and to, what `ttft` computes on. `cluster`: for `routing`, to simulate them.
     """
 
     repeats: int | None = None
     quick: bool = False
-    trace: str | None = None
+    traces: tuple[str, ...] = ()
     device: str = CPU
     cluster: ClusterOptions | None = None
+
+    @property
+    def trace(self) -> str | None:
+        """The trace of a benchmark that takes one at most.
+
+        Raises:
+            SettingError: there are several.
+        """
+        if len(self.traces) > 1:
+            raise SettingError(f"--trace {self.traces[1]}: only `policy` takes more than one trace")
+        return self.traces[0] if self.traces else None
 
     @property
     def is_on_gpu(self) -> bool:
@@ -124,13 +135,17 @@ class Verdict:
 
 @dataclass
 class Result:
-    """All of one benchmark. `notes` are sentences for people: what the floor is made of."""
+    """All of one benchmark. `notes` are sentences for people: what the floor is made of.
+
+    `is_wide`: the table has a column for each unit instead of lines.
+    """
 
     name: str
     summary: str
     rows: list[Row] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    is_wide: bool = False
 
     def row(self, case: str, subject: str) -> Row:
         """The row of a subject in a case.
@@ -175,6 +190,27 @@ class Result:
         table = Table(box=SIMPLE_HEAD, title=f"{self.name}: {self.summary}", title_justify="left")
         for column in ("case", "subject"):
             table.add_column(column)
+        if self.is_wide:
+            self._fill_wide(table)
+        else:
+            self._fill(table)
+        lines = [_verdict_line(verdict) for verdict in self.verdicts]
+        return Group(table, *lines, *(Text(note) for note in self.notes))
+
+    def _fill_wide(self, table: Table) -> None:
+        units = list(dict.fromkeys(row.unit for row in self.rows))
+        for unit in units:
+            table.add_column(unit, justify="right")
+        medians: dict[tuple[str, str], dict[str, str]] = {}
+        for row in self.rows:
+            medians.setdefault((row.case, row.subject), {})[row.unit] = short(row.median)
+        last = ""
+        for (case, subject), values in medians.items():
+            cells = [values.get(unit, "") for unit in units]
+            table.add_row(case if case != last else "", subject, *cells)
+            last = case
+
+    def _fill(self, table: Table) -> None:
         for column in ("median", "lowest", "highest"):
             table.add_column(column, justify="right")
         table.add_column("unit")
@@ -183,8 +219,6 @@ class Result:
             numbers = [short(number) for number in (row.median, min(row.values), max(row.values))]
             table.add_row(row.case if row.case != last else "", row.subject, *numbers, row.unit)
             last = row.case
-        lines = [_verdict_line(verdict) for verdict in self.verdicts]
-        return Group(table, *lines, *(Text(note) for note in self.notes))
 
 
 def _verdict_line(verdict: Verdict) -> Text:

@@ -363,14 +363,14 @@ class Desk:
         return reply
 
     def store(self, names: str) -> None:
-        """The engine stores chunks at new leases."""
+        """The engine stores chunks at new leases; the first is the first to be given up."""
         granted = self.sync(wanted=len(names)).granted
         stored = Inventory(
             [str(MODEL)],
             [0] * len(names),
-            [name.encode() for name in names],
-            granted.slots,
-            granted.generations,
+            [name.encode() for name in reversed(names)],
+            granted.slots[::-1],
+            granted.generations[::-1],
             [PAGE] * len(names),
         )
         self.report(stored=stored)

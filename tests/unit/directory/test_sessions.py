@@ -66,7 +66,7 @@ def test_end_of_a_prefix_is_evicted_before_its_beginning(one: Cluster) -> None:
 
 
 def test_what_another_session_has_used_stays(one: Cluster) -> None:
-    one.store("a", *range(8))
+    one.store("a", *reversed(range(8)))
     one.say("a", "other", USED, 5)
     one.say("a", "done", OVER, 5, 6, 7)
     flood(one, 4)
@@ -83,7 +83,7 @@ def test_what_an_earlier_session_has_used_stays_though_it_is_over(one: Cluster) 
 
 
 def test_session_of_another_namespace_does_not_matter(one: Cluster) -> None:
-    one.store("a", *range(8))
+    one.store("a", *reversed(range(8)))
     one.say("a", "done", USED, 6, 7)
     order = SessionOrder(PROTOCOL_VERSION, "another", "done", OVER)
     assert one.manager.sessions.order(order, one.now).session is None
@@ -182,7 +182,7 @@ def test_session_that_does_not_come_back_is_given_up_after_its_pause(one: Cluste
 
 
 def test_session_that_comes_back_in_time_is_not_given_up(one: Cluster) -> None:
-    one.store("a", *range(8))
+    one.store("a", *reversed(range(8)))
     one.say("a", "agent", PAUSED, 6, 7, pause_s=20)
     one.wait(10)
     one.say("a", "agent", CAME)

@@ -25,8 +25,8 @@ class Arrays(NamedTuple):
     an open-addressing table of hash and row number plus one of the first replica of each key;
     `lists`, heads and tails; `classes`, a node and a slot size each, and, once tenants are set
     apart, the class of each tenant's chunks; `counts`, chunks by node and namespace. Of the
-    eviction policy `worth` only: `ghosts` and their hash chains, from `buckets` on, and the
-    `lessons` of each class, which has no rows for `lru`. `candidates` is scratch space.
+    eviction policy `worth` only: `ghosts` and their hash chains, from `buckets` on, the `lessons`
+    of each class, which has no rows for `lru`, and the `shadows`. `candidates` is scratch space.
     """
 
     rows: Array
@@ -38,6 +38,7 @@ class Arrays(NamedTuple):
     ghosts: Array
     buckets: Array
     lessons: Array
+    shadows: Array
     candidates: Array
 
 
@@ -48,7 +49,7 @@ TABLE = types.int64[:, ::1]
 COLUMN = types.int64[::1]
 LESSONS = types.float64[:, ::1]
 ARRAYS = types.NamedTuple(
-    (ROWS, TABLE, COLUMN, TABLE, TABLE, TABLE, ROWS, COLUMN, LESSONS, COLUMN), Arrays
+    (ROWS, TABLE, COLUMN, TABLE, TABLE, TABLE, ROWS, COLUMN, LESSONS, ROWS, COLUMN), Arrays
 )
 KEYS = types.Array(types.uint32, 2, "C", readonly=True)
 

@@ -172,7 +172,7 @@ def touch(arrays: Arrays, keys: Array, names: Array, node: int) -> None:
             look_ahead(rows, arrays.places, keys, names, position, some)
         row = find(arrays, keys, position, names[position], node)
         if row >= 0:
-            use_again(arrays, row)
+            use_again(arrays, row, len(names))
             rows[row, TOUCHED] = classes[rows[row, CLASS], CLOCK]
             if rows[row, HITS] < NONE:
                 rows[row, HITS] += 1
@@ -253,7 +253,7 @@ def store(
         if fits:
             if rows[row, STATE] == FREE:
                 rows[row, OWNER] = 0
-            hold(arrays, row, keys, position, name, generation)
+            hold(arrays, row, keys, position, name, generation, columns.shape[1])
         else:
             columns[4, num_others] = position
             num_others += 1

@@ -285,17 +285,25 @@ def file_again(arrays: Arrays, moved: Array) -> None:
         if state < HELD:
             move(rows, arrays.lists, row, state)
         else:
-            order.add(arrays, row, hash_of_row(rows, row))
+            order.add(arrays, row, hash_of_row(rows, row), 0, False)
 
 
-@outer(types.void(ARRAYS, INT, KEYS, INT, INT, INT))
-def hold(arrays: Arrays, row: int, keys: Array, number: int, name: int, generation: int) -> None:
-    """A slot that is claimed, leased or free has a chunk that its node does not hold yet."""
+@outer(types.void(ARRAYS, INT, KEYS, INT, INT, INT, INT))
+def hold(
+    arrays: Arrays, row: int, keys: Array, number: int, name: int, generation: int, together: int
+) -> None:
+    """A slot that is claimed, leased or free has a chunk that its node does not hold yet.
+
+    So many came `together`, and number 0 is a tail; 0: unknown.
+    """
     rows, words, index = arrays.rows, arrays.words, arrays.places
     hashed = hash_of(keys, number, name)
+    rows[row, NAME] = name
+    for word in range(keys.shape[1]):
+        rows[row, KEY + word] = keys[number, word]
     if rows[row, OWNER] != 0:
         _go_apart(arrays, row)
-    order.add(arrays, row, hashed)
+    order.add(arrays, row, hashed, together, number == 0)
     place = place_of(rows, index, keys, number, name)
     if place < 0:
         index[-1 - place] = (short(hashed) << 32) | (row + 1)
@@ -308,9 +316,6 @@ def hold(arrays: Arrays, row: int, keys: Array, number: int, name: int, generati
         if rows[first, STATE] >= HELD:
             _make_spare(arrays, first, hashed)
         _make_spare(arrays, row, hashed)
-    rows[row, NAME] = name
-    for word in range(keys.shape[1]):
-        rows[row, KEY + word] = keys[number, word]
     rows[row, TWIN] = NONE
     words[row, GENERATION] = generation
     rows[row, PIN] = 0
@@ -342,7 +347,7 @@ def forget(arrays: Arrays, row: int) -> None:
                 before = np.int64(rows[before, TWIN])
             rows[before, TWIN] = after
         if rows[first, TWIN] == NONE and rows[first, STATE] == SPARE:
-            order.add(arrays, first, hash_of_row(rows, first))
+            order.add(arrays, first, hash_of_row(rows, first), 0, False)
     move(rows, arrays.lists, row, CLAIMED)
     arrays.counts[arrays.classes[rows[row, CLASS], NODE], name >> LENGTH_BITS] -= 1
 
@@ -356,15 +361,15 @@ def is_shared(arrays: Arrays, row: int) -> bool:
     return bool((index[place_of_row(rows, index, row)] & NONE) - 1 != row)
 
 
-@inner(types.void(ARRAYS, INT))
-def use_again(arrays: Arrays, row: int) -> None:
+@inner(types.void(ARRAYS, INT, INT))
+def use_again(arrays: Arrays, row: int, together: int) -> None:
     """A row's chunk was used; one that was released is an ordinary one again."""
     if arrays.rows[row, STATE] != RELEASED:
-        order.touch(arrays, row)
+        order.touch(arrays, row, together)
     elif is_shared(arrays, row):
         move(arrays.rows, arrays.lists, row, SPARE)
     else:
-        order.add(arrays, row, hash_of_row(arrays.rows, row))
+        order.add(arrays, row, hash_of_row(arrays.rows, row), together, False)
 
 
 @inner(types.void(ARRAYS, INT))

@@ -13,6 +13,7 @@ be read out afterwards.
 
 from __future__ import annotations
 
+from raykv.directory.table.duel import MOST_SAMPLED
 from raykv.directory.table.worth import NUM_AGES, NUM_QUEUES, SCRATCH
 
 NONE = 0xFFFFFFFF
@@ -70,11 +71,13 @@ GHOSTS = NUM_LISTS - 1
 # Columns of the lists, the classes and a node's slabs.
 HEAD, TAIL, COUNT = 0, 1, 2
 NODE, SLOT_BYTES, USED, NOW, LEARNED_AT, DUE_AT, CLOCK, WHOLE = 0, 1, 2, 3, 4, 5, 6, 7
-CLASS_COLUMNS = 8
 """When slots were wanted last, in ticks; the times of the policy, in uses; the time that it is, in
 ticks, the same in all classes; and the class that has the free and the leased slots, which is
 another one if this has the chunks of a tenant alone.
 """
+SHIFT, ROOM, MOST_HELD, NUM_SHADOWED, NUM_BY_USE, NUM_BY_WORTH = 8, 9, 10, 11, 12, 13
+"""Of the duel: its sample, the room in the pool as far as it is known, and names in the shadows."""
+CLASS_COLUMNS = 14
 APART = CLASS_COLUMNS
 """The first of the columns that name, by tenant, the class of its chunks; there are none as long as
 no tenant is set apart.
@@ -94,12 +97,21 @@ CHAIN = 6
 """The next ghost of the same bucket."""
 GHOST_WORDS = 7
 
+# Words of 32 bits in an entry of the shadows, and how many entries a class has.
+SAMPLE, SHADOW_LAST, SHADOW_QUEUE = 0, 1, 2
+HOLDERS = 3
+"""In which shadows the name is."""
+BY_USE, BY_WORTH = 1, 2
+SHADOW_WORDS = 4
+SHADOWED = 2 * MOST_SAMPLED + 2
+
 # Columns of the lessons.
 USES = 0
 RETURNS = USES + NUM_QUEUES
-AGES = RETURNS + NUM_QUEUES
-WORTHS = AGES + NUM_AGES
-LESSON_SCRATCH = WORTHS + NUM_QUEUES * NUM_AGES
+WORTHS = RETURNS + NUM_QUEUES * NUM_AGES
+LEAD = WORTHS + NUM_QUEUES * NUM_AGES
+NUM_POINTS, IS_FOR_WORTH = LEAD + 1, LEAD + 2
+LESSON_SCRATCH = LEAD + 3
 LESSON_COLUMNS = LESSON_SCRATCH + SCRATCH
 
 TICKS_PER_S = 16

@@ -316,6 +316,7 @@ class FlatNodeTable:
             0,
             int(batch.names[0]),
             chunk.generation,
+            0,
         )
 
     def drop(self, namespace: Namespace, key: Key) -> TableChunk | None:

@@ -27,7 +27,6 @@ from raykv.directory.table.flat.arrays import (
     outer,
 )
 from raykv.directory.table.flat.layout import (
-    AGES,
     CHAIN,
     CLAIMED,
     CLASS,
@@ -44,9 +43,12 @@ from raykv.directory.table.flat.layout import (
     HASH_LOW,
     HEAD,
     HELD,
+    IS_FOR_WORTH,
     LAST,
+    LEAD,
     LEARNED_AT,
     LESSON_SCRATCH,
+    MOST_HELD,
     NEXT,
     NONE,
     NOW,
@@ -62,6 +64,7 @@ from raykv.directory.table.flat.layout import (
 )
 from raykv.directory.table.flat.lists import move
 from raykv.directory.table.flat.prefetch import prefetch
+from raykv.directory.table.flat.shadows import age_index, judge, note_use
 from raykv.directory.table.worth import (
     FEWEST_USES,
     GHOSTS_PER_NAME,
@@ -69,7 +72,9 @@ from raykv.directory.table.worth import (
     MOST_GHOSTS,
     NUM_AGES,
     NUM_QUEUES,
+    NUM_SIZES,
 )
+from raykv.directory.table.worth import TAIL as TAIL_QUEUE
 
 NUM_CURSORS = HELD - RELEASED + NUM_QUEUES
 """One for the released, one for the spares, and one for each queue."""
@@ -81,8 +86,11 @@ _HALF = np.uint64(32)
 _REST = np.uint64(64 - HASH_BITS)
 
 _FLOATS = types.float64[::1]
-_age_index = inner(INT(INT))(worth.age_index)
-_learn = inner(types.void(*[_FLOATS] * 5, INT, INT))(worth.learn)
+_size_index = inner(INT(INT))(worth.size_index)
+_next_queue = inner(INT(INT, INT))(worth.next_queue)
+_learn_ages = inner(types.void(*[_FLOATS] * 3, INT, INT, INT))(worth.learn_ages)
+_learn_size = inner(types.void(*[_FLOATS] * 3, INT, INT))(worth.learn_size)
+_learn_queue = inner(types.void(*[_FLOATS] * 4, INT))(worth.learn_queue)
 
 
 # Ghosts
@@ -213,68 +221,76 @@ def _num_held(arrays: Arrays, of_class: int) -> int:
     return count
 
 
+@inner(types.void(ARRAYS, INT))
+def _learn(arrays: Arrays, of_class: int) -> None:
+    """See `Worth._learn`."""
+    classes, learned = arrays.classes[of_class], arrays.lessons[of_class]
+    now, num_held = classes[NOW], _num_held(arrays, of_class)
+    passed = now - classes[LEARNED_AT]
+    judge(arrays, of_class, passed, num_held)
+    uses, returns = learned[USES:RETURNS], learned[RETURNS:WORTHS]
+    worths, scratch = learned[WORTHS:LEAD], learned[LESSON_SCRATCH:]
+    _learn_ages(uses, returns, scratch, passed, now, num_held)
+    for first in range(NUM_SIZES + 1):
+        step = NUM_QUEUES if first == TAIL_QUEUE else NUM_SIZES
+        _learn_size(uses, returns, scratch, first, step)
+        for queue in range(first, NUM_QUEUES, step):
+            _learn_queue(uses, returns, worths, scratch, queue)
+    classes[LEARNED_AT] = now
+    classes[DUE_AT] = now + max(FEWEST_USES, num_held // LESSONS)
+
+
 @inner(types.void(ARRAYS, INT, INT))
 def _enter(arrays: Arrays, row: int, queue: int) -> None:
     """A chunk is used now, and in that queue from now on."""
-    rows, classes, lessons = arrays.rows, arrays.classes, arrays.lessons
+    rows, classes = arrays.rows, arrays.classes
     move(rows, arrays.lists, row, HELD + queue)
     of_class = np.int64(rows[row, CLASS])
     now = classes[of_class, NOW]
     rows[row, LAST] = np.uint32(now & NONE)
-    now += 1
-    classes[of_class, NOW] = now
-    learned = lessons[of_class]
-    learned[USES + queue] += 1
-    if now >= max(classes[of_class, DUE_AT], FEWEST_USES):
-        num_held = _num_held(arrays, of_class)
-        passed = now - classes[of_class, LEARNED_AT]
-        _learn(
-            learned[USES:RETURNS],
-            learned[RETURNS:AGES],
-            learned[AGES:WORTHS],
-            learned[WORTHS:LESSON_SCRATCH],
-            learned[LESSON_SCRATCH:],
-            passed,
-            num_held,
-        )
-        classes[of_class, LEARNED_AT] = now
-        classes[of_class, DUE_AT] = now + max(FEWEST_USES, num_held // LESSONS)
+    note_use(arrays, row, queue, now)
+    classes[of_class, NOW] = now + 1
+    arrays.lessons[of_class, USES + queue] += 1
+    if now + 1 >= max(classes[of_class, DUE_AT], FEWEST_USES):
+        _learn(arrays, of_class)
 
 
-@inner(types.void(ARRAYS, INT, INT, INT))
-def _use_again(arrays: Arrays, row: int, queue: int, last: int) -> None:
+@inner(types.void(ARRAYS, INT, INT, INT, INT))
+def _use_again(arrays: Arrays, row: int, queue: int, last: int, together: int) -> None:
     of_class = np.int64(arrays.rows[row, CLASS])
-    learned = arrays.lessons[of_class]
     age = (arrays.classes[of_class, NOW] - last) & NONE
-    learned[RETURNS + queue] += 1
-    learned[AGES + _age_index(age)] += 1
-    _enter(arrays, row, min(queue + 1, NUM_QUEUES - 1))
+    arrays.lessons[of_class, RETURNS + queue * NUM_AGES + age_index(age)] += 1
+    _enter(arrays, row, _next_queue(queue, _size_index(together)))
 
 
-@inner(types.void(ARRAYS, INT, HASH))
-def add(arrays: Arrays, row: int, hashed: Any) -> None:
-    """A row, in whatever state, has a chunk whose key has that hash, and nobody else has it."""
+@inner(types.void(ARRAYS, INT, HASH, INT, types.boolean))
+def add(arrays: Arrays, row: int, hashed: Any, together: int, is_tail: bool) -> None:
+    """A row, in whatever state, has a chunk whose key has that hash, and nobody else has it.
+
+    The key is in the row. For the others see `EvictionPolicy.add`.
+    """
     if len(arrays.lessons) == 0:
         move(arrays.rows, arrays.lists, row, HELD)
         return
     of_class = np.int64(arrays.rows[row, CLASS])
     number = _ghost_of(arrays, _in_class(hashed, of_class))
     if number == 0:
-        _enter(arrays, row, 0)
+        is_first = is_tail and together > 1
+        _enter(arrays, row, TAIL_QUEUE if is_first else 1 + _size_index(together))
         return
     last, queue = arrays.ghosts[number, GHOST_LAST], arrays.ghosts[number, GHOST_QUEUE]
     _end_ghost(arrays, of_class, number)
-    _use_again(arrays, row, np.int64(queue), np.int64(last))
+    _use_again(arrays, row, np.int64(queue), np.int64(last), together)
 
 
-@inner(types.void(ARRAYS, INT))
-def touch(arrays: Arrays, row: int) -> None:
-    """A chunk was used."""
+@inner(types.void(ARRAYS, INT, INT))
+def touch(arrays: Arrays, row: int, together: int) -> None:
+    """A chunk was used, with so many `together`."""
     state = np.int64(arrays.rows[row, STATE])
     if state == SPARE or len(arrays.lessons) == 0:
         move(arrays.rows, arrays.lists, row, state)
     else:
-        _use_again(arrays, row, state - HELD, np.int64(arrays.rows[row, LAST]))
+        _use_again(arrays, row, state - HELD, np.int64(arrays.rows[row, LAST]), together)
 
 
 @inner(types.void(ARRAYS, INT, HASH))
@@ -287,7 +303,10 @@ def evict(arrays: Arrays, row: int, hashed: Any) -> None:
     of_class = np.int64(arrays.rows[row, CLASS])
     last = np.int64(arrays.rows[row, LAST])
     _add_ghost(arrays, of_class, _in_class(hashed, of_class), last, state - HELD)
-    most = min(MOST_GHOSTS, GHOSTS_PER_NAME * max(_num_held(arrays, of_class), 1))
+    num_held = _num_held(arrays, of_class)
+    classes = arrays.classes
+    classes[of_class, MOST_HELD] = max(classes[of_class, MOST_HELD], num_held + 1)
+    most = min(MOST_GHOSTS, GHOSTS_PER_NAME * max(num_held, 1))
     which = of_class * NUM_LISTS + GHOSTS
     while arrays.lists[which, COUNT] > most:
         _end_ghost(arrays, of_class, arrays.lists[which, HEAD])
@@ -322,7 +341,9 @@ def _look_at_first(
     row = cursors[_FIRST_QUEUE + queue]
     if row != NONE:
         age = (arrays.classes[of_class, NOW] - arrays.rows[row, LAST]) & NONE
-        worths[queue] = arrays.lessons[of_class, WORTHS + queue * NUM_AGES + _age_index(age)]
+        worths[queue] = 0.0
+        if arrays.lessons[of_class, IS_FOR_WORTH]:
+            worths[queue] = arrays.lessons[of_class, WORTHS + queue * NUM_AGES + age_index(age)]
         worths[NUM_QUEUES + queue] = age
 
 

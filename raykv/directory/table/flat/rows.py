@@ -40,6 +40,8 @@ from raykv.directory.table.flat.layout import (
     NUM_LISTS,
     OWNER,
     RELEASED,
+    SHADOW_WORDS,
+    SHADOWED,
     SLOT,
     SLOT_BYTES,
     SPARE,
@@ -90,6 +92,7 @@ class Rows:
         self._ghosts: Array = np.zeros((1, GHOST_WORDS), np.uint32)
         self._buckets: Array = np.zeros(1, np.int64)
         self._lessons: Array = np.zeros((0, LESSON_COLUMNS))
+        self._shadows: Array = np.zeros((0, SHADOW_WORDS), np.uint32)
         # Scratch space for the kernels.
         self._candidates: Array = np.empty(batches.AHEAD, np.int64)
         self.cursors: Array = np.empty(order.NUM_CURSORS, np.int64)
@@ -114,6 +117,7 @@ class Rows:
             self._ghosts,
             self._buckets,
             self._lessons,
+            self._shadows,
             self._candidates,
         )
 
@@ -174,6 +178,7 @@ class Rows:
             self.lists = _grown(self.lists, (2 * count + 4) * NUM_LISTS)
             if self._learns:
                 self._lessons = _grown(self._lessons, 2 * count + 4)
+                self._shadows = _grown(self._shadows, (2 * count + 4) * SHADOWED)
         number = self._free_classes.pop()
         self.classes[number] = 0
         self.classes[number, :2] = (node, slot_bytes)

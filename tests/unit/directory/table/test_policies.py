@@ -170,7 +170,7 @@ def test_policy_keeps_a_bounded_number_of_ghosts(name: str) -> None:
 
 
 def test_worth_is_that_of_lru_before_there_is_anything_to_learn_from() -> None:
-    random, ours = Random(1), Worth[tuple[str, bytes]]()
+    random, ours = Random(1), Worth()
     theirs: LRU[tuple[str, bytes]] = LRU()
     for _ in range(worth.FEWEST_USES - 1):
         name = ("model", bytes([random.randrange(50)]))
@@ -179,11 +179,12 @@ def test_worth_is_that_of_lru_before_there_is_anything_to_learn_from() -> None:
     assert list(ours.candidates()) == list(theirs.candidates())
 
 
-def taught(num_uses: int = 4000) -> Worth[tuple[str, bytes]]:
-    """Has held a few names that are used all the time, and many that come once."""
-    made = Worth[tuple[str, bytes]]()
+def taught(num_uses: int = 12_000) -> Worth:
+    """Has met a few names again and again, later than LRU would remember, among many others."""
+    made = Worth()
     for number in range(num_uses):
-        made.add(("hot", bytes([number % 20 // 2])) if number % 2 else ("once", number.to_bytes(4)))
+        is_hot = number % 8 == 0
+        made.add(("hot", bytes([number // 8 % 20])) if is_hot else ("once", number.to_bytes(4)))
         if len(made) > 60:
             made.evicted(next(made.candidates()))
     return made
@@ -193,7 +194,7 @@ def test_worth_learns_to_give_up_first_what_was_used_once() -> None:
     made = taught()
     made.add(("new", b""))
     order = [kind for kind, _ in made.candidates()]
-    assert order[-10:] == ["hot"] * 10
+    assert order[-20:] == ["hot"] * 20
     assert "new" in order
 
 
@@ -214,13 +215,13 @@ def test_worth_keeps_the_past_of_a_name_that_was_evicted_but_not_of_one_that_was
     made.add(evicted)
     made.add(lost)
     order = list(made.candidates())
-    assert evicted in order[-9:]
-    assert lost not in order[-9:]
+    assert evicted in order[-19:]
+    assert lost not in order[-19:]
 
 
 def width(index: int) -> int:
-    """How many ages have an index: two indexes for each power of two."""
-    return max(1, 2 ** (index // 2 - 1))
+    """How many ages have an index: four indexes for each power of two."""
+    return max(1, 2 ** (index // 4 - 1))
 
 
 @pytest.mark.parametrize("index", [*range(12), worth.NUM_AGES - 1])
@@ -228,6 +229,23 @@ def test_ages_of_one_index_lie_between_its_lowest_and_the_next(index: int) -> No
     lowest = sum(width(each) for each in range(index))
     assert worth.age_index(lowest) == worth.age_index(lowest + width(index) - 1) == index
     assert worth.age_index(lowest + width(index)) == index + 1
+
+
+@pytest.mark.parametrize(
+    ("together", "size"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (63, 6), (64, 7), (9999, 7)]
+)
+def test_sizes_of_prompts_differ_by_powers_of_two(together: int, size: int) -> None:
+    assert worth.size_index(together) == size
+
+
+@pytest.mark.parametrize(
+    ("queue", "size", "following"),
+    [(worth.TAIL, 0, 9), (worth.TAIL, 3, 12), (1, 0, 9), (4, 0, 12), (4, 2, 11), (32, 7, 32)],
+)
+def test_name_that_is_used_again_goes_to_the_queue_of_one_use_more(
+    queue: int, size: int, following: int
+) -> None:
+    assert worth.next_queue(queue, size) == following
 
 
 def best_rates(chances: list[float]) -> list[float]:
@@ -242,25 +260,45 @@ def best_rates(chances: list[float]) -> list[float]:
     ]
 
 
+def lesson(
+    uses: list[float], returns: list[float], passed: int = 0, now: int = 10**9
+) -> tuple[list[float], list[float]]:
+    """Worths and scratch space after a lesson about queues of one size."""
+    worths, scratch = [0.0] * len(returns), [0.0] * worth.SCRATCH
+    worth.learn_ages(uses, returns, scratch, passed, now, 10)
+    worth.learn_size(uses, returns, scratch, 0, 1)
+    for queue in range(len(uses)):
+        worth.learn_queue(uses, returns, worths, scratch, queue)
+    return worths, scratch
+
+
 def test_worths_are_the_best_rate_of_any_further_wait() -> None:
-    uses, returns, num_held = [20.0, 8.0], [6.0, 7.0], 10
-    ages = [0.0, 0.0, 0.0, 6.0, 2.0, 4.0, 0.0, 1.0]
-    worths = [0.0] * (len(uses) * len(ages))
-    worth.learn(uses, returns, ages, worths, [0.0] * 36, 0, num_held)
-    doubt, expected = worth.DOUBT * num_held + 1, []
-    for queue in range(2):
-        usual = (sum(returns) + 1) / (sum(uses) + 2)
-        chance = (returns[queue] + doubt * usual) / (uses[queue] + doubt)
-        shares = [(count + 1 / len(ages)) / (sum(ages) + 1) for count in ages]
-        expected += best_rates([chance * share for share in shares])
+    uses, ages = [2000.0, 800.0], [0.0, 0.0, 0.0, 60.0, 20.0, 40.0, 0.0, 10.0]
+    worths, _ = lesson(uses, [*ages, *(5 * count for count in ages)])
+    few, of_a_size = worth.FEW, worth.FEW_OF_A_SIZE
+    counts = [6 * count for count in ages]
+    of_all = [count / (sum(uses) + few) for count in counts]
+    both = zip(counts, of_all, strict=True)
+    chances = [(n + of_a_size * chance) / (sum(uses) + of_a_size) for n, chance in both]
+    expected = []
+    for used, came in zip(uses, (130.0, 650.0), strict=True):
+        factor = (came + few) / (used * sum(chances) + few)
+        expected += best_rates([factor * chance for chance in chances])
     assert worths == pytest.approx(expected)
     assert max(worths[8:]) > max(worths[:8]) > 0
 
 
+def test_few_names_that_came_back_late_say_much_when_few_can_have_come_back_yet() -> None:
+    def chance_of_the_oldest(now: int) -> float:
+        return lesson([2000.0], [0.0] * 7 + [10.0], now=now)[1][2 * 8 + 7]
+
+    assert chance_of_the_oldest(now=8) > 2 * chance_of_the_oldest(now=10**9) > 0
+
+
 def test_what_was_learned_counts_half_after_so_many_uses() -> None:
-    uses, returns, ages = [20.0], [6.0], [0.0, 6.0]
-    worth.learn(uses, returns, ages, [0.0] * 2, [0.0] * 12, worth.HALF_LIFE * 10, num_held=10)
-    assert (uses, returns, ages) == ([10.0], [3.0], [0.0, 3.0])
+    uses, returns = [20.0], [0.0, 6.0]
+    lesson(uses, returns, worth.HALF_LIFE * 10)
+    assert (uses, returns) == ([10.0], [0.0, 3.0])
 
 
 def test_setting_takes_every_policy_and_the_defaults_are_one() -> None:
@@ -277,9 +315,10 @@ def test_setting_refuses_what_only_the_benchmark_has_and_names_the_others(name: 
 
 def test_ghosts_of_a_large_pool_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worth, "MOST_GHOSTS", 5)
-    made: worth.Worth[str] = worth.Worth()
-    for number in range(40):
-        made.add(str(number))
-    for number in range(20):
-        made.evicted(str(number))
+    made = Worth()
+    names = [("model", bytes([number])) for number in range(40)]
+    for name in names:
+        made.add(name)
+    for name in names[:20]:
+        made.evicted(name)
     assert made.num_ghosts == 5

@@ -26,6 +26,7 @@ from raykv.directory.table.dicts import DictNodeTable, DictTable
 from raykv.directory.table.flat import cache
 from raykv.directory.table.policies import POLICIES
 from raykv.directory.table.protocol import Changes, Found, NodeTable
+from raykv.directory.table.worth import Worth
 from tests.fixtures.directory import tables
 
 PAGE = SLOT_ALIGNMENT
@@ -281,6 +282,35 @@ def test_flat_table_gets_all_owners_that_the_one_of_dicts_knows(seed: int, polic
     for _ in range(60):
         pair.rng.choice([pair.fill_free, pair.ask, pair.drop, pair.own_held])()
     pair.compare(in_order=False)
+
+
+def test_both_tables_follow_worth_when_it_has_been_better() -> None:
+    """Prompts that come back are small, and others that never do take most of the room."""
+    rng, now = random.Random(1), 0.0
+    dicts, flat = (tables.open_table(kind, "worth") for kind in tables.TABLES)
+    nodes = [each.add_node(NODES[0], PoolGeometry(64 * PAGE, 64 * PAGE)) for each in (dicts, flat)]
+    for node in nodes:
+        node.give_slab(0, PAGE, NO_GENERATION)
+    for turn in range(1500):
+        size, prompt = (2, rng.randrange(12)) if turn % 2 else (8, 1000 + turn)
+        keys = [Key(f"{prompt}-{part}".encode()) for part in range(size)]
+        held = [key for key in keys if nodes[0].find(SPACES[0], key) is not None]
+        missing = [key for key in keys if key not in held]
+        for node in nodes:
+            node.touch(SPACES[0], held)
+        gone = [node.evict(PAGE, max(0, len(missing) - node.num_free(PAGE)), now) for node in nodes]
+        assert gone[0] == gone[1], turn
+        first = Generation(1 + 10 * turn)
+        slots = [node.lend(PAGE, len(missing), ENGINE, 0, first) for node in nodes]
+        generations = [first + number for number in range(len(missing))]
+        came = Changes(True, SPACES[0], missing, slots[0], generations)
+        for node in nodes:
+            assert not node.store(came, [PAGE] * len(came), NO_GENERATION, from_free=False)
+    assert list(nodes[0].candidates(PAGE)) == list(nodes[1].candidates(PAGE))
+    assert isinstance(nodes[0], DictNodeTable)
+    policy = nodes[0]._classes[PAGE].of(0).policy
+    assert isinstance(policy, Worth)
+    assert policy._duel.is_for_worth
 
 
 @pytest.fixture(params=tables.TABLES)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
 from pathlib import Path
 from random import Random
 
 import pytest
+from rich.console import Console
 
 from raykv.base.errors import SettingError
-from raykv.directory.table.policies import DEFAULT_POLICY, LRU
-from raykv.inspect.hits import replay
-from raykv.inspect.trace_files import Request, read_trace, synthetic
-from raykv.lab.bench.policy import COMPARED, optimal_rate, run, unlimited_rate
+from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES
+from raykv.inspect.hits import UNIT, num_distinct, prefix_hits, replay
+from raykv.inspect.trace_files import Request, read_endings, read_trace, synthetic
+from raykv.lab.bench.policy import (
+    COMPARED,
+    GAP,
+    LEAST_OF_LRU,
+    MISSED,
+    RELEASED,
+    optimal_rate,
+    run,
+    unlimited_rate,
+)
 from raykv.lab.bench.report import Options
 
 
@@ -31,7 +42,7 @@ TURNS = [[1, 2], [3, 4], [5, 6]] * 3
         (TURNS, 4, 0),
         ([[1, 2, 3], [1, 2, 4], [1, 2, 3]], 4, 5),
         ([[1, 2, 3], [1, 2, 4], [1, 2, 3]], 3, 4),
-        ([[1, 2, 3], [4], [1, 2, 3]], 3, 0),
+        ([[1, 2, 3], [4], [1, 2, 3]], 3, 2),
         ([[1, 2, 3], [1, 2, 3], [4], [1, 2, 3]], 3, 5),
         ([[1, 2, 3, 4], [1, 2, 3, 4]], 2, 2),
     ],
@@ -40,7 +51,7 @@ TURNS = [[1, 2], [3, 4], [5, 6]] * 3
         "each comes back when it has just gone",
         "a fork",
         "the tail that was not used goes",
-        "the head of what was never used again goes first",
+        "the tail goes first of what was never used again",
         "the tail goes first of what was used",
         "the head is stored of what has no room",
     ],
@@ -52,8 +63,8 @@ def test_replay_counts_the_prefix_that_is_held(
 
 
 def test_replay_counts_no_chunk_after_a_gap() -> None:
-    # 2 and 3 are held when 1 has gone.
-    assert lru_rate([[1, 2, 3], [4], [1, 2, 3]], 3) == 0
+    # 2 and 3 are held, 1 is not.
+    assert lru_rate([[2, 3], [1, 2, 3]], 3) == 0
     assert unlimited_rate([[2, 3], [1, 2, 3]]) == 0
 
 
@@ -111,6 +122,23 @@ def test_no_policy_beats_the_optimum_and_all_are_equal_with_room_for_all(kind: s
         assert replay(requests, make(), 10**6) == unlimited_rate(requests), name
 
 
+@pytest.mark.parametrize("percent", [5, 20])
+@pytest.mark.parametrize("kind", list(synthetic(50)))
+def test_default_finds_what_lru_finds_whatever_the_traffic(kind: str, percent: int) -> None:
+    requests = synthetic(1000)[kind]
+    capacity = num_distinct(requests) * percent // 100
+    ours, lru = (replay(requests, POLICIES[name](), capacity) for name in (DEFAULT_POLICY, "lru"))
+    assert ours >= LEAST_OF_LRU * lru
+
+
+@pytest.mark.parametrize("kind", ["documents", "one-off prompts", "loops"])
+def test_default_finds_more_than_lru_where_much_comes_once(kind: str) -> None:
+    requests = synthetic(1000)[kind]
+    capacity = num_distinct(requests) * 5 // 100
+    ours, lru = (replay(requests, POLICIES[name](), capacity) for name in (DEFAULT_POLICY, "lru"))
+    assert ours > 1.1 * lru
+
+
 def test_synthetic_traces_are_the_same_each_time() -> None:
     assert synthetic(50) == synthetic(50)
 
@@ -123,22 +151,64 @@ def test_synthetic_chunk_has_one_prefix_only(kind: str) -> None:
             assert parents.setdefault(chunk, parent) == parent
 
 
-def test_run_has_every_policy_and_both_budgets_at_each_capacity(tmp_path: Path) -> None:
+def test_run_has_all_traces_sizes_and_policies_in_one_table(tmp_path: Path) -> None:
+    first, second = tmp_path / "chats_trace.jsonl", tmp_path / "agents.jsonl"
+    first.write_text('{"hash_ids": [1, 2]}\n\n{"hash_ids": ["a", 2]}\n' * 20)
+    second.write_text('{"session": "s", "hash_ids": [1, 2]}\n' * 20)
+    result = run(Options(traces=(str(first), str(second))))
+    subjects = {"chats": {*COMPARED, "optimum", "unlimited"}}
+    subjects["agents"] = subjects["chats"] | {RELEASED}
+    for name, expected in subjects.items():
+        for percent in (1, 2, 5, 10, 20):
+            rows = [row for row in result.rows if row.case == f"{name}, {percent} %"]
+            assert {row.subject for row in rows} == expected
+            assert {UNIT, MISSED, GAP} <= {row.unit for row in rows}
+    assert len([each for each in result.verdicts if "what lru finds" in each.budget]) == 10
+    console = Console(width=200, record=True)
+    console.print(result.to_table())
+    text = console.export_text()
+    assert [UNIT in line for line in text.splitlines() if MISSED in line] == [True]
+
+
+def test_missed_tokens_are_those_of_the_chunks_that_were_not_found(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"hash_ids": [1, 2]}\n\n{"hash_ids": ["a", 2]}\n' * 20)
-    result = run(Options(trace=str(path)))
-    assert {row.subject for row in result.rows} == {*COMPARED, "optimum", "unlimited"}
-    assert [row.case for row in result.rows if row.subject == "lru"] == [
-        f"{percent} %" for percent in (1, 2, 5, 10, 20, 40)
-    ]
-    assert all(len(row.values) == 1 and row.unit == "hit rate" for row in result.rows)
-    assert sum(f"{DEFAULT_POLICY} at least" in each.budget for each in result.verdicts) == 6
+    path.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [3]}\n{"hash_ids": [1, 2]}\n')
+    result = run(Options(traces=(str(path),)))
+    rows = {row.subject: row.median for row in result.rows if row.unit == MISSED}
+    # Room for one chunk: the optimum keeps 1, all others what came last.
+    assert (rows["lru"], rows["optimum"], rows["unlimited"]) == (5 * 512, 4 * 512, 3 * 512)
+
+
+def test_session_leaves_what_no_other_has_used(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [("one", [1, 2]), ("two", [1, 3]), ("one", [1, 2, 4]), ("two", [1, 3])]
+    path.write_text(
+        "".join(json.dumps({"session": who, "hash_ids": ids}) + "\n" for who, ids in lines)
+    )
+    requests = read_trace(str(path))
+    one, two, three, four = requests[0][0], requests[0][1], requests[1][1], requests[2][2]
+    assert requests[3] == [one, three]
+    assert read_endings(str(path), requests) == [[], [], [two, four], [three]]
+
+
+def test_release_gives_up_first_what_is_over_unless_it_is_used_again() -> None:
+    requests = [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4]]
+    assert prefix_hits(requests, LRU(), 4) == [0, 0, 0, 0, 0]
+    assert prefix_hits(requests, LRU(), 4, [[], [3, 4], [], [], []]) == [0, 0, 0, 2, 0]
+    again = [[1, 2], [3, 4], [3, 4], [5, 6], [1, 2]]
+    assert prefix_hits(again, LRU(), 4, [[], [3, 4], [], [], []]) == [0, 0, 2, 0, 0]
+
+
+def test_benchmark_of_one_trace_refuses_two() -> None:
+    assert Options(traces=("a",)).trace == "a"
+    with pytest.raises(SettingError, match="only `policy` takes more than one"):
+        _ = Options(traces=("a", "b")).trace
 
 
 def test_run_without_a_trace_takes_synthetic_ones() -> None:
     result = run(Options(quick=True))
-    assert {row.case.partition(",")[0] for row in result.rows} == set(synthetic(50))
-    assert any("of the gap" in each.budget for each in result.verdicts)
+    assert {row.case.rpartition(",")[0] for row in result.rows} == set(synthetic(50))
+    assert any("closes the gap" in each.budget for each in result.verdicts)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""The duel of two orders of eviction, each simulated on a sample of the names.
+
+A name is in the sample if a hash of its key says so. For each order a shadow holds of the sample
+what a pool that gives up by that order would hold; it has room for the sampled share of what the
+pool has room for. A name that comes and is in one shadow alone is a point for that order. Points
+fade.
+
+   used ─► in both shadows ─► in one ─► in none: forgotten
+                each gives up one when it is full
+
+Who is in doubt goes by last use: worth has to lead by more than chance alone would explain.
+
+Invariants:
+1. Each shadow has `room >> shift` names at most once the room is known, and never more than
+   `MOST_SAMPLED`.
+2. A shadow has no name that is not sampled; `shift` only ever grows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+
+MOST_SAMPLED = 2048
+"""Names in a shadow: what they cost per use falls with the size of a pool."""
+
+DUEL_HALF_LIFE = 64
+"""Uses per held name until points count half."""
+
+MARGIN = 0.25
+"""Share of the points by which worth has to lead: they come in bunches, a prompt's at a time."""
+
+LEAST_POINTS = 16.0
+"""Fewer say nothing."""
+
+PRIME = 2**31 - 1
+"""Keys are told apart by their rest; two of one rest share their past: a harmless mistake."""
+
+FACTOR = 0x9E3779B1
+"""Close to 2 ** 32 divided by the golden ratio, which spreads successive numbers evenly."""
+
+
+class Duel:
+    """See the module's docstring; `worth` is that of a queue at an age."""
+
+    def __init__(self, num_queues: int, worth: Callable[[int, int], float]) -> None:
+        self._worth = worth
+        self.is_for_worth = False
+        self._lead = 0.0
+        self._num_points = 0.0
+        # Sampled are the names whose hash begins with that many zeros.
+        self._shift = 0
+        # How many the pool holds when it is full; 0: not known yet. And the most held at an
+        # eviction since the last judgement.
+        self._room = 0
+        self._most_held = 0
+        # Both from least to most recently used; that of worth by queue, with the time.
+        self._by_use: OrderedDict[int, None] = OrderedDict()
+        self._by_worth: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_queues)]
+        self._places: dict[int, int] = {}
+
+    def used(self, key: bytes, queue: int, now: int) -> None:
+        """A name came, or was used, and is in that queue of the policy from now on."""
+        sample = int.from_bytes(key, "little") % PRIME
+        if not is_sampled(sample, self._shift):
+            return
+        place = self._places.pop(sample, None)
+        if (place is not None) != (sample in self._by_use):
+            self._lead += -1 if place is None else 1
+            self._num_points += 1
+        self._by_use.pop(sample, None)
+        if place is not None:
+            del self._by_worth[place][sample]
+        if self._room:
+            room = max(self._room >> self._shift, 1)
+            while len(self._by_use) >= room:
+                self._by_use.popitem(last=False)
+            while len(self._places) >= room:
+                self._give_up_by_worth(now)
+        self._by_use[sample] = None
+        self._by_worth[queue][sample] = now
+        self._places[sample] = queue
+        while len(self._by_use) > MOST_SAMPLED:
+            self._thin_out()
+
+    def _give_up_by_worth(self, now: int) -> None:
+        oldest = [
+            (self._worth(number, now - last), last, sample)
+            for number, queue in enumerate(self._by_worth)
+            for sample, last in islice(queue.items(), 1)
+        ]
+        _, _, sample = min(oldest)
+        del self._by_worth[self._places.pop(sample)][sample]
+
+    def _thin_out(self) -> None:
+        """Half of the sample is enough."""
+        self._shift += 1
+        for sample in [each for each in self._by_use if not is_sampled(each, self._shift)]:
+            del self._by_use[sample]
+        for sample in [each for each in self._places if not is_sampled(each, self._shift)]:
+            del self._by_worth[self._places.pop(sample)][sample]
+
+    def evicted(self, num_held: int) -> None:
+        """The pool gave up one of so many names."""
+        self._most_held = max(self._most_held, num_held)
+
+    def judge(self, passed: int, num_held: int) -> None:
+        """Let points fade by the uses that have `passed`, and say who leads."""
+        factor = 0.5 ** (passed / (DUEL_HALF_LIFE * num_held))
+        self._lead *= factor
+        self._num_points *= factor
+        points = max(self._num_points, LEAST_POINTS)
+        self.is_for_worth = self._lead > max(MARGIN * points, points**0.5)
+        if self._most_held:
+            self._room, self._most_held = self._most_held, 0
+            while self._room >> self._shift > MOST_SAMPLED:
+                self._thin_out()
+
+
+def is_sampled(sample: int, shift: int) -> bool:
+    """Whether the hash of a name begins with so many zeros; compiled by `flat/shadows.py`, too."""
+    return (sample * FACTOR & 0xFFFFFFFF) >> (32 - shift) == 0
