@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,27 @@ class Fleet:
     new_path: str
     old: list[list[int]]
     new: list[list[int]]
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1_000))
+
+    def reload(self, engine: EngineProcess, path: str) -> None:
+        engine.call("reload_weights", path=path)
+        self.wait_for_leases(engine)
+
+    def wait_for_leases(self, engine: EngineProcess) -> None:
+        """An engine gives its leases back when its weights change, and has others only after the
+        next exchange: a tiny prompt may be over by then, and what finds no lease is not stored.
+        """
+        before = self.stored()
+
+        def stores() -> bool:
+            engine.tokens([prompt(next(self.numbers), LENGTH)], max_tokens=1)
+            return self.stored() > before
+
+        wait_until(stores, 30.0, "the engine has leases again")
+        self.settle()
+
+    def stored(self) -> int:
+        return sum(node.bytes_stored for node in self.cluster.status().nodes)
 
     def serve(self, engine: EngineProcess, which: int) -> tuple[list[int], int]:
         """Greedy tokens, and how many tokens were loaded: vLLM's own cache is emptied before."""
@@ -67,9 +89,7 @@ class Fleet:
 
     def settle(self) -> None:
         """All that is being stored has come."""
-        wait_until_quiet(
-            lambda: sum(node.bytes_stored for node in self.cluster.status().nodes), 20.0, "stored"
-        )
+        wait_until_quiet(self.stored, 20.0, "stored")
 
 
 PROMPTS = [prompt(number, LENGTH) for number in range(8)]
@@ -105,7 +125,7 @@ def fleet(
 @pytest.fixture(autouse=True)
 def old_weights(fleet: Fleet) -> None:
     for engine in (fleet.first, fleet.second):
-        engine.call("reload_weights", path=fleet.old_path)
+        fleet.reload(engine, fleet.old_path)
 
 
 def test_engines_of_two_versions_never_see_each_others_kv_and_share_their_own(fleet: Fleet) -> None:
@@ -113,12 +133,12 @@ def test_engines_of_two_versions_never_see_each_others_kv_and_share_their_own(fl
     assert old != new
     assert fleet.serve(fleet.first, 0) == (old, 0)
     fleet.settle()
-    fleet.first.call("reload_weights", path=fleet.new_path)
+    fleet.reload(fleet.first, fleet.new_path)
     assert fleet.serve(fleet.first, 0) == (new, 0)
     fleet.settle()
     assert fleet.serve(fleet.second, 0) == (old, LENGTH)
     assert fleet.serve(fleet.first, 0) == (new, LENGTH)
-    fleet.second.call("reload_weights", path=fleet.new_path)
+    fleet.reload(fleet.second, fleet.new_path)
     assert fleet.serve(fleet.second, 0) == (new, LENGTH)
 
 
@@ -126,16 +146,16 @@ def test_engine_that_gets_its_old_weights_back_loads_what_it_had_of_them(fleet: 
     old, new = fleet.old[1], fleet.new[1]
     assert fleet.serve(fleet.first, 1) == (old, 0)
     fleet.settle()
-    fleet.first.call("reload_weights", path=fleet.new_path)
+    fleet.reload(fleet.first, fleet.new_path)
     assert fleet.serve(fleet.first, 1) == (new, 0)
-    fleet.first.call("reload_weights", path=fleet.old_path)
+    fleet.reload(fleet.first, fleet.old_path)
     assert fleet.serve(fleet.first, 1) == (old, LENGTH)
 
 
 def test_request_in_flight_over_a_change_leaves_nothing_under_either_version(fleet: Fleet) -> None:
     mixed = fleet.first.call("change_midway", prompt=PROMPTS[2], path=fleet.new_path)["tokens"]
     assert mixed[:6] != fleet.new[2]
-    fleet.settle()
+    fleet.wait_for_leases(fleet.first)
     assert fleet.serve(fleet.first, 2) == (fleet.new[2], 0)
     fleet.settle()
     assert fleet.serve(fleet.first, 2) == (fleet.new[2], LENGTH)
@@ -144,7 +164,7 @@ def test_request_in_flight_over_a_change_leaves_nothing_under_either_version(fle
 def test_request_behind_vllms_own_kv_of_other_weights_is_not_stored(fleet: Fleet) -> None:
     fleet.first.reset()
     fleet.first.call("generate", prompts=[PROMPTS[3][:160]])
-    fleet.first.call("reload_weights", path=fleet.new_path)
+    fleet.reload(fleet.first, fleet.new_path)
     (output,) = fleet.first.call("generate", prompts=[PROMPTS[3]])
     assert output["cached"] == 160
     fleet.settle()
@@ -181,7 +201,7 @@ def test_engine_whose_weights_cant_be_told_neither_loads_nor_stores_and_says_so(
         "weights_changed": LENGTH
     }
     assert fleet.second.log_text.count("can't tell this engine's weights from others") == 1
-    fleet.second.call("reload_weights", path=fleet.old_path)
+    fleet.reload(fleet.second, fleet.old_path)
     assert fleet.serve(fleet.second, 6) == (fleet.old[6], LENGTH)
 
 
@@ -194,6 +214,7 @@ def test_engine_whose_weights_cant_be_told_goes_by_the_name_that_they_are_given(
     assert loaded == 0
     engine_id = unnamed(fleet.cluster)
     assert fleet.cluster.set_weights_version(engine_id[:8], "step-7") == [engine_id]
+    fleet.wait_for_leases(fleet.second)
     assert fleet.serve(fleet.second, 7) == (other, 0)
     fleet.settle()
     assert fleet.serve(fleet.second, 7) == (other, LENGTH)

@@ -134,7 +134,9 @@ def test_tokens_of_an_engine_are_counted_by_source_with_one_sum(
     assert value(text, "raykv_namespace_info", namespace="n" * 12, model="a/model") == 1
     assert value(text, "raykv_directory_slots", state="leased") == 6
     assert value(text, "raykv_granted_leases_total") == 6
-    served = names_in(text) | names_in(scrape(targets(sd_path)[1]))
+    running.quotas.set("quiet", guaranteed=0.1)
+    served = names_in(scrape(targets(sd_path)[0])) | names_in(scrape(targets(sd_path)[1]))
+    running.quotas.remove("quiet")
     assert {name for name in metrics_of_all_panels() if own(name)} <= served
     ray.get(scheduler.detach.remote("played"), timeout=10)
 

@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from raykv.base.ids import EngineId, EventKind, NodeId
+from raykv.base.ids import EngineId, EventKind, NodeId, TokenSource
 from raykv.directory.log import EventLog
 from raykv.directory.members import Engine, Node
 from raykv.directory.meter.engines import EngineTally
@@ -220,7 +220,7 @@ class ClusterMeter:
             num_bytes[each.name, RAM] = each.pool_bytes
             num_bytes[each.name, DISK] = each.disk_bytes
             evicted[each.name,] = each.num_evicted
-            tokens |= {(each.name, source): count for source, count in each.tokens.items()}
+            tokens |= {(each.name, source): each.tokens.get(source, 0) for source in TokenSource}
         return [
             numbers("raykv_tenant_bytes", num_bytes),
             numbers("raykv_tenant_evicted_chunks_total", evicted),

@@ -147,6 +147,7 @@ def test_answers_id_leads_to_its_misses_and_metrics_have_their_sum(
 @pytest.mark.versions
 def test_metrics_of_vllm_and_of_the_actors_tell_the_same(server: Server, cluster: Cluster) -> None:
     text = "Stately, plump Buck Mulligan came from the stairhead, bearing a bowl of lather. " * 6
+    cluster.quotas.set("quiet", guaranteed=0.1)
     first = server.complete(text)
     stored = server.counter("vllm:kv_offload_store_bytes_total")
     wait_until(
@@ -164,6 +165,7 @@ def test_metrics_of_vllm_and_of_the_actors_tell_the_same(server: Server, cluster
     wait_until(is_told, 20.0, "the scheduler actor has the engine's tokens")
     served = server.get("/metrics")
     node, directory = scrape(status.nodes[0].metrics), scrape(status.metrics)
+    cluster.quotas.remove("quiet")
     assert complaints(node) == complaints(directory) == []
     # Loads from the own node's RAM, and nothing else, are what vLLM calls external hits.
     cached = by_label(served, "vllm:prompt_tokens_cached_by_source_total")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raykv.base.ids import Epoch, Key, MissReason, NodeId
+from raykv.base.ids import Epoch, Key, MissReason, NodeId, TokenSource
 from raykv.base.tenants import salt_label
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.protocol import MAX_OWNERS
@@ -356,6 +356,7 @@ def test_tokens_of_prompts_are_counted_by_tenant_where_there_are_quotas() -> Non
         (NOISY, "same_node"): 96,
         (NOISY, "other_node"): 10,
         (NOISY, "disk"): 14,
+        **{("others", str(source)): 0 for source in TokenSource},
     }
 
 
