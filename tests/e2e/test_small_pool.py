@@ -16,7 +16,7 @@ from raykv.base.geometry import aligned
 from raykv.base.tenants import salt_label
 from raykv.cli import app
 from raykv.client.cluster import Cluster
-from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from tests.fixtures.waiting import wait_until
 
@@ -30,35 +30,52 @@ POOL_CHUNKS = 64
 GPU_BLOCKS = 96
 
 
+@dataclass(frozen=True)
+class Engines:
+    """One with RayKV, and vLLM alone."""
+
+    raykv: EngineProcess
+    plain: EngineProcess
+
+
 @pytest.fixture(scope="module")
-def engine(
+def engines(
     cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineProcess]:
+) -> Iterator[Engines]:
     cluster.down()
     settings = {
         "ray_address": cluster.address,
         "pool_bytes": POOL_CHUNKS * CHUNK_BYTES,
         "client_hints": "pin",
     }
-    log = tmp_path_factory.mktemp("engine") / "log"
-    process = EngineProcess(
-        tiny_model, log, settings, num_gpu_blocks_override=GPU_BLOCKS, max_model_len=1024
+    folder = tmp_path_factory.mktemp("engines")
+    started = Engines(
+        *started_together(
+            lambda: EngineProcess(
+                tiny_model,
+                folder / "raykv",
+                settings,
+                num_gpu_blocks_override=GPU_BLOCKS,
+                max_model_len=1024,
+            ),
+            lambda: EngineProcess(tiny_model, folder / "plain", None),
+        )
     )
-    yield process
-    process.stop()
+    yield started
+    started.raykv.stop()
+    started.plain.stop()
 
 
 @pytest.fixture(scope="module")
-def reference(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, cluster: Cluster
-) -> dict[int, list[int]]:
+def engine(engines: Engines) -> EngineProcess:
+    return engines.raykv
+
+
+@pytest.fixture(scope="module")
+def reference(engines: Engines) -> dict[int, list[int]]:
     """Tokens of vLLM alone, of its own prefix hit, by the seed of the prompt."""
-    log = tmp_path_factory.mktemp("plain") / "log"
-    process = EngineProcess(tiny_model, log, raykv=None)
-    tokens = {}
-    for seed in range(16):
-        tokens[seed] = reference_tokens(process, seed)
-    process.stop()
+    tokens = {seed: reference_tokens(engines.plain, seed) for seed in range(16)}
+    engines.plain.stop()
     return tokens
 
 
@@ -86,12 +103,13 @@ def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
 
 @pytest.mark.support("small pool", models=["llama"])
 @pytest.mark.versions
+@pytest.mark.parametrize("rounds", [8, pytest.param(20, marks=pytest.mark.extended)])
 def test_eviction_during_loads_gives_no_wrong_token(
-    engine: EngineProcess, cluster: Cluster, reference: dict[int, list[int]]
+    engine: EngineProcess, cluster: Cluster, reference: dict[int, list[int]], rounds: int
 ) -> None:
     """16 prompts of 8 to 14 chunks through a pool of 64, several at a time, in random order."""
     source = random.Random(7)
-    for _ in range(20):
+    for _ in range(rounds):
         seeds = source.sample(range(16), 4)
         found = engine.tokens([the_prompt(seed) for seed in seeds], max_tokens=24)
         assert found == [reference[seed] for seed in seeds]
@@ -332,6 +350,7 @@ def found_after_flood(engine: EngineProcess, tenant: Tenant, number: int) -> int
 
 
 @pytest.mark.versions
+@pytest.mark.extended
 def test_tenant_that_floods_costs_another_hardly_any_hits(
     engine: EngineProcess, cluster: Cluster
 ) -> None:

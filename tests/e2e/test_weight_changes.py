@@ -103,18 +103,16 @@ def fleet(
     folder = tmp_path_factory.mktemp("weights")
     settings = {"ray_address": cluster.address, "pool_bytes": "256MiB"}
     new_model = tiny_llama(folder / "new", seed=1)
-    plain = EngineProcess(tiny_model, folder / "plain", None)
-    try:
-        old = plain.tokens(PROMPTS)
-        plain.call("reload_weights", path=str(new_model))
-        plain.reset()
-        new = plain.tokens(PROMPTS)
-    finally:
-        plain.stop()
-    first, second = started_together(
+    plain, first, second = started_together(
+        lambda: EngineProcess(tiny_model, folder / "plain", None),
         lambda: EngineProcess(tiny_model, folder / "first", settings, multiprocess=True),
         lambda: EngineProcess(tiny_model, folder / "second", settings, cores="1"),
     )
+    old = plain.tokens(PROMPTS)
+    plain.call("reload_weights", path=str(new_model))
+    plain.reset()
+    new = plain.tokens(PROMPTS)
+    plain.stop()
     try:
         yield Fleet(cluster, first, second, str(tiny_model), str(new_model), old, new)
     finally:

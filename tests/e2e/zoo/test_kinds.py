@@ -55,7 +55,9 @@ def test_answer_depends_on_early_tokens(engine: ZooEngine) -> None:
 
 
 @pytest.mark.support("load")
-@pytest.mark.parametrize("beside", [-1, 0, 1])
+@pytest.mark.parametrize(
+    "beside", [0, *(pytest.param(beside, marks=pytest.mark.extended) for beside in (-1, 1))]
+)
 def test_load_gives_what_vllms_own_hit_gives(engine: ZooEngine, beside: int) -> None:
     """Around borders of chunks, and of windows."""
     chunk = chunk_tokens(engine)

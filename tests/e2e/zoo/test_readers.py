@@ -27,11 +27,18 @@ from tests.fixtures.zoo_engine import ZooEngine
 
 pytestmark = pytest.mark.e2e
 
-QUICK = "gemma3"
+KINDS = (
+    "llama",
+    "mistral",
+    "gemma3",
+    "gemma3-groups",
+    "gpt-oss",
+    "llama4",
+    "deepseek",
+    "qwen3-next",
+)
 
-KINDS = ("llama", "mistral", QUICK, "gemma3-groups", "gpt-oss", "llama4", "deepseek", "qwen3-next")
-
-PARTS_STORED = (QUICK, "gemma3-groups", "gpt-oss", "qwen3-next")
+PARTS_STORED = ("gemma3", "gemma3-groups", "gpt-oss", "qwen3-next")
 """Those of which little is stored between a prompt's beginning and its end, but for the chunks of
 full attention."""
 
@@ -41,7 +48,7 @@ DOCUMENT = 576
 KV_TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module", params=kinds(KINDS, [QUICK]))
+@pytest.fixture(scope="module", params=kinds(KINDS))
 def engine(request: pytest.FixtureRequest, start_zoo: StartZoo) -> ZooEngine:
     settings = {"pool_bytes": "24MiB", "describe_chunks": True}
     started = start_zoo(request.param, raykv=settings)
@@ -188,7 +195,7 @@ def read_all(engine: ZooEngine, keys: list[bytes], told: PromptLookup, tokens: l
     first = next(each.first_token for each in told.chunks if each.key == keys[0])
     expected = tokens[first : first + found.num_tokens]
     assert found.tokens == (expected if is_described else None)
-    if engine.name == QUICK:
+    if engine.name == "gemma3":
         assert_as_transformers_computes(engine, found, tokens, first)
 
 
