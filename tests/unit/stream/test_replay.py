@@ -283,7 +283,7 @@ def test_all_events_of_an_epoch_give_the_directory() -> None:
     replay = Replay()
     desk.catch_up(replay, (0, 0))
     desk.agrees(replay)
-    assert "".join(letter for node, letter in known(replay) if node == "one") == "bcdaf"
+    assert "".join(letter for node, letter in known(replay) if node == "one") == "dcbaf"
     assert "".join(letter for node, letter in known(replay) if node == "two") == "y"
 
 
