@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "names",
-    [["step", "disk"], ["fetch", "ttft", "throughput", "restart", "hidden_states"]],
+    [["step", "disk"], ["fetch", "ttft", "throughput", "restart", "sleep", "hidden_states"]],
 )
 def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
     pytest.importorskip("vllm")

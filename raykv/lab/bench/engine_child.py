@@ -277,6 +277,15 @@ class ChildEngine:
         self._llm.sleep(level)
         return bool(self._llm.wake_up())
 
+    def wake(self, prompt: list[int], level: int = 1) -> dict[str, float]:
+        """Sleep, and wake up for a prompt: seconds until its first token, and what was loaded."""
+        self._llm.sleep(level)
+        began = time.perf_counter()
+        self._llm.wake_up()
+        (output,) = self._generate([prompt], max_tokens=1)
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
+
     def counters(self) -> dict[str, float]:
         """vLLM's counters, by name and labels."""
         found: dict[str, float] = {}

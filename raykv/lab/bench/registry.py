@@ -45,6 +45,7 @@ BENCHMARKS = {
         Benchmark("throughput", "requests per second with and without RayKV and reuse"),
         Benchmark("hidden_states", "MB/s of hidden states, beside vLLM's example connector"),
         Benchmark("restart", "what a pool adds to an engine's start"),
+        Benchmark("sleep", "time from an engine's wake-up to the first token of a known prompt"),
         Benchmark("routing", "what it costs a request to be placed, beside its tokenising"),
         Benchmark("serve_routing", "conversations over two replicas: routers, with and without"),
         Benchmark("disaggregated", "prefill and decode engines apart, beside one that does both"),
