@@ -82,7 +82,10 @@ class FailedStore:
 
 @dataclass(slots=True)
 class _SlotRecord:
-    """One slot: `writers` are the ranks that copy now, `stored` those that have copied `blocks`."""
+    """One slot: `writers` are the ranks that copy now, `stored` those that have copied `blocks`.
+
+    Both are sets of bits, a rank each: there may be millions of slots.
+    """
 
     generation: Generation = NO_GENERATION
     state: SlotState = SlotState.EMPTY
@@ -90,8 +93,8 @@ class _SlotRecord:
     key: Key = Key(b"")
     readers: int = 0
     num_ranks: int = 1
-    writers: set[int] = field(default_factory=set)
-    stored: set[int] = field(default_factory=set)
+    writers: int = 0
+    stored: int = 0
     poisoned: bool = False
     expires_at: float = 0.0
     checksum: int | None = None
@@ -99,7 +102,7 @@ class _SlotRecord:
 
     @property
     def is_busy(self) -> bool:
-        return self.readers > 0 or bool(self.writers)
+        return self.readers > 0 or self.writers != 0
 
 
 @dataclass(slots=True)
@@ -186,11 +189,11 @@ class SlotTable:
         )
         if not same or record.state is not SlotState.WRITING:
             return StoreAnswer(Admission.REFUSED, Refusal.STALE)
-        if rank in record.writers or rank in record.stored:
+        if (record.writers | record.stored) >> rank & 1:
             return StoreAnswer(Admission.REFUSED, Refusal.STALE)
         if record.poisoned:
             return StoreAnswer(Admission.REFUSED, Refusal.POISONED)
-        record.writers.add(rank)
+        record.writers |= 1 << rank
         return StoreAnswer(Admission.GO)
 
     def _start(self, name: ChunkName, rank: int, num_ranks: int, expires_at: float) -> None:
@@ -204,7 +207,7 @@ class SlotTable:
             namespace=name.namespace,
             key=name.key,
             num_ranks=num_ranks,
-            writers={rank},
+            writers=1 << rank,
             expires_at=expires_at,
         )
         slab.generation = max(slab.generation, name.generation)
@@ -228,16 +231,16 @@ class SlotTable:
         record = self._record(slot)
         assert record is not None, slot
         assert record.generation == generation, (slot, generation, record)
-        assert rank in record.writers, (slot, rank, record)
-        record.writers.remove(rank)
+        assert record.writers >> rank & 1, (slot, rank, record)
+        record.writers ^= 1 << rank
         if ok and (not record.stored or record.blocks == blocks):
-            record.stored.add(rank)
+            record.stored |= 1 << rank
             record.blocks = blocks
         else:
             record.poisoned = True
         if record.poisoned:
             return self._drop_if_idle(slot, record)
-        if len(record.stored) == record.num_ranks:
+        if record.stored.bit_count() == record.num_ranks:
             self._make_ready(slot, record)
         return record.state
 
@@ -490,7 +493,7 @@ class SlotTable:
                     assert not self._clearings.cover(record.namespace, record.generation), slot
                     ready += 1
                     used += slab.slot_bytes
-                    assert len(record.stored) == record.num_ranks, (slot, record)
+                    assert record.stored.bit_count() == record.num_ranks, (slot, record)
         assert ready == self.num_ready, (ready, self.num_ready)
         assert used == self.used_bytes, (used, self.used_bytes)
         assert used == self._ready_bytes.total(), (used, self._ready_bytes)

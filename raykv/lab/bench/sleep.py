@@ -16,7 +16,7 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.lab.bench.serving import BLOCK, RECOMPUTE, Bed
 
 LENGTHS = (1024, 4096)
-POOL_BYTES = 1 << 30
+POOL_BYTES = 2 << 30
 LOADED, STAGED = "RayKV", "RayKV, kv_handover=staged"
 LEAST_SPEED_UP = 5.0
 MOST_FOR_STAGING = 2.0
