@@ -57,6 +57,88 @@ def demo(
     raise typer.Exit(code)
 
 
+Trace = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="For `policy`, `windows`, `client` and `routing --simulate`: a file of requests, JSON "
+        "lines with hash_ids. Repeatable for `policy`."
+    ),
+]
+Simulate = Annotated[
+    bool,
+    typer.Option(
+        "--simulate", help="For `routing`: compare routers on a simulated cluster instead."
+    ),
+]
+Replicas = Annotated[
+    list[int] | None, typer.Option(help="With --simulate: so many; repeatable. Default: 16.")
+]
+Load = Annotated[
+    list[float] | None,
+    typer.Option(help="With --simulate: in per cent; repeatable. Default: 50, 70, 80 and 95."),
+]
+DelayMs = Annotated[
+    list[float] | None,
+    typer.Option(help="With --simulate: of the directory; repeatable. Default: 5."),
+]
+Workloads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workload",
+        help="For `client`: timed_trace, prefix_repetition, random or multi_turn; repeatable. "
+        "Default: all whose files are given.",
+    ),
+]
+Systems = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--system",
+        help="For `client`: plain, native, lmcache or raykv; repeatable. Default: all.",
+    ),
+]
+Model = Annotated[
+    str | None, typer.Option(help="For `client`: as for `raykv serve`. Default: smollm2.")
+]
+NumRequests = Annotated[
+    int | None, typer.Option("--requests", help="For `client`. Default: 72.", min=1)
+]
+Rate = Annotated[
+    float | None, typer.Option(help="For `client`: requests a second. Default: 1.", min=0.001)
+]
+Divisor = Annotated[
+    int | None,
+    typer.Option(
+        "--divide", help="For `client`: of all lengths, for a small model. Default: 32.", min=1
+    ),
+]
+KvBlocks = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-blocks",
+        help="For `client`: of 128 tokens, in each server's KV memory. Default: 48.",
+        min=1,
+    ),
+]
+MultiTurn = Annotated[
+    Path | None,
+    typer.Option(
+        help="For `client`: the folder benchmarks/multi_turn of vLLM's sources.", exists=True
+    ),
+]
+LMCachePython = Annotated[
+    str | None,
+    typer.Option(
+        "--lmcache-python",
+        help="For `client`: the Python of an environment with vLLM, RayKV and LMCache. Default: "
+        "this one.",
+    ),
+]
+Logs = Annotated[
+    Path | None,
+    typer.Option(help="For `client`: keep what servers and clients write in this folder."),
+]
+
+
 @app.command()
 def bench(  # noqa: PLR0913 - a command's options
     names: Annotated[
@@ -74,34 +156,25 @@ def bench(  # noqa: PLR0913 - a command's options
     quick: Annotated[
         bool, typer.Option("--quick", help="Use small sizes: shows that it runs, not how fast.")
     ] = False,
-    trace: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="For `policy`, `windows` and `routing --simulate`: a file of requests, JSON lines "
-            "with hash_ids. Repeatable for `policy`."
-        ),
-    ] = None,
-    simulate: Annotated[
-        bool,
-        typer.Option(
-            "--simulate", help="For `routing`: compare routers on a simulated cluster instead."
-        ),
-    ] = False,
-    replicas: Annotated[
-        list[int] | None, typer.Option(help="With --simulate: so many; repeatable. Default: 16.")
-    ] = None,
-    load: Annotated[
-        list[float] | None,
-        typer.Option(help="With --simulate: in per cent; repeatable. Default: 50, 70, 80 and 95."),
-    ] = None,
-    delay_ms: Annotated[
-        list[float] | None,
-        typer.Option(help="With --simulate: of the directory; repeatable. Default: 5."),
-    ] = None,
+    trace: Trace = None,
+    simulate: Simulate = False,
+    replicas: Replicas = None,
+    load: Load = None,
+    delay_ms: DelayMs = None,
     seed: Annotated[int, typer.Option(help="With --simulate: of all that is drawn.")] = 1,
     device: Annotated[
         str, typer.Option(help="For `copy` and `ttft`: cpu, or cuda for the first GPU.")
     ] = "cpu",
+    workload: Workloads = None,
+    system: Systems = None,
+    model: Model = None,
+    requests: NumRequests = None,
+    rate: Rate = None,
+    divide: Divisor = None,
+    kv_blocks: KvBlocks = None,
+    multi_turn: MultiTurn = None,
+    lmcache_python: LMCachePython = None,
+    logs: Logs = None,
 ) -> None:
     """Measure RayKV beside what you would use instead, and beside what the machine can do.
 
@@ -109,7 +182,7 @@ def bench(  # noqa: PLR0913 - a command's options
     """
     from raykv.cluster.warden import ending_what_it_starts
     from raykv.lab.bench.command import list_benchmarks, run_benchmarks
-    from raykv.lab.bench.report import ClusterOptions, Options
+    from raykv.lab.bench.report import ClientOptions, ClusterOptions, Options
 
     if list_only:
         list_benchmarks()
@@ -119,7 +192,21 @@ def bench(  # noqa: PLR0913 - a command's options
     if not simulate and (replicas or load or delay_ms):
         raise SettingError("--replicas, --load and --delay-ms describe what --simulate simulates")
     cluster = ClusterOptions().given(replicas, load, delay_ms, seed) if simulate else None
-    options = Options(repeats, quick, tuple(trace or ()), device, cluster)
+    client = ClientOptions(
+        workloads=tuple(workload or ()),
+        systems=tuple(system or ()),
+        model=model,
+        num_requests=requests,
+        rate=rate,
+        divisor=divide,
+        kv_blocks=kv_blocks,
+        multi_turn=multi_turn,
+        lmcache_python=lmcache_python,
+        logs=logs,
+    )
+    if client != ClientOptions() and "client" not in (names or ["client"]):
+        raise SettingError("--workload, --system and what follows are for `raykv bench client`")
+    options = Options(repeats, quick, tuple(trace or ()), device, cluster, client)
     with ending_what_it_starts():
         run_benchmarks(names or [], options, json_path)
 

@@ -56,3 +56,43 @@ def test_benchmark_for_gpus_runs_on_a_cpu_too() -> None:
     subjects = [row.subject for row in result.rows]
     assert len(subjects) == len(set(subjects)) == 4
     assert all(row.median > 0 for row in result.rows)
+
+
+@pytest.mark.extended
+def test_clients_of_vllm_are_played_against_it_alone_and_raykv(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    # Eight conversations of three turns take turns: together they do not fit into the KV memory.
+    trace = tmp_path / "trace.jsonl"
+    with trace.open("w") as lines:
+        for turn in range(3):
+            for conversation in range(8):
+                names = [0, *(100 * conversation + number for number in range(1, 60 + 4 * turn))]
+                row = {
+                    "timestamp": 1000 * (8 * turn + conversation),
+                    "input_length": 512 * len(names),
+                    "output_length": 256,
+                    "hash_ids": names,
+                }
+                lines.write(json.dumps(row) + "\n")
+    result = tmp_path / "result.json"
+    command = [str(Path(sys.executable).with_name("raykv")), "bench", "client", "--quick"]
+    command += ["--repeats", "1", "--requests", "24", "--rate", "2", "--trace", str(trace)]
+    command += ["--system", "plain", "--system", "raykv", "--json", str(result)]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=880, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (told,) = json.loads(result.read_text())["results"]
+    rows = {(row["case"], row["subject"], row["unit"]): row["median"] for row in told["rows"]}
+    assert len(rows) == 3 * 2 * 8
+    for workload in ("timed_trace", "prefix_repetition", "random"):
+        for subject in ("vLLM alone", "RayKV"):
+            assert rows[workload, subject, "failed"] == 0
+            assert rows[workload, subject, "TTFT mean, ms"] > 0
+    for workload in ("timed_trace", "prefix_repetition"):
+        found = [rows[workload, name, "tokens found"] for name in ("vLLM alone", "RayKV")]
+        assert found[0] < found[1], workload
+    budgets = {each["budget"]: each for each in told["budgets"]}
+    for workload in ("timed_trace", "prefix_repetition", "random"):
+        assert budgets[f"{workload}: texts that differ from those of vLLM alone"]["met"], budgets

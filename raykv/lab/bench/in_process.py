@@ -25,19 +25,6 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
-def connector(pool_bytes: int) -> dict[str, Any]:
-    """What an engine's configuration says to use it."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_connector_extra_config": {
-            "spec_name": "InProcessSpec",
-            "spec_module_path": __name__,
-            "cpu_bytes_to_use": pool_bytes,
-            "offload_prompt_only": False,
-        },
-    }
-
-
 class InProcessSpec(CPUOffloadingSpec):
     """vLLM's specification with another worker."""
 

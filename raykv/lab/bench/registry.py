@@ -43,6 +43,7 @@ BENCHMARKS = {
         Benchmark("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk"),
         Benchmark("ttft", "time to first token by where a prompt's KV comes from"),
         Benchmark("throughput", "requests per second with and without RayKV and reuse"),
+        Benchmark("client", "vLLM's own clients beside plain vLLM and other KV caches"),
         Benchmark("hidden_states", "MB/s of hidden states, beside vLLM's example connector"),
         Benchmark("restart", "what a pool adds to an engine's start"),
         Benchmark("sleep", "time from an engine's wake-up to the first token of a known prompt"),

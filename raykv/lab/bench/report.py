@@ -56,12 +56,34 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True)
+class ClientOptions:
+    """What `client` plays against what. Empty or None: all that there is, and what is usual.
+
+    `rate`: requests a second. `divisor`: of all lengths. `kv_blocks`: of each server's KV memory.
+    `multi_turn`: the folder of vLLM's multi-turn benchmark. `lmcache_python`: a Python that has
+    LMCache. `logs`: a folder for what servers and clients write.
+    """
+
+    workloads: tuple[str, ...] = ()
+    systems: tuple[str, ...] = ()
+    model: str | None = None
+    num_requests: int | None = None
+    rate: float | None = None
+    divisor: int | None = None
+    kv_blocks: int | None = None
+    multi_turn: Path | None = None
+    lmcache_python: str | None = None
+    logs: Path | None = None
+
+
+@dataclass(frozen=True)
 class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
-    `traces`: files of requests for `policy`, `windows` and simulated clusters. `device`: what
-    `copy` copies from and to, what `ttft` computes on. `cluster`: for `routing`, to simulate them.
+    `traces`: files of requests for `policy`, `windows`, `client` and simulated clusters. `device`:
+    what `copy` copies from and to, what `ttft` computes on. `cluster`: for `routing`, to simulate
+    them.
     """
 
     repeats: int | None = None
@@ -69,6 +91,7 @@ class Options:
     traces: tuple[str, ...] = ()
     device: str = CPU
     cluster: ClusterOptions | None = None
+    client: ClientOptions = ClientOptions()
 
     @property
     def trace(self) -> str | None:

@@ -136,3 +136,16 @@ class Bed:
             elif time.monotonic() - since > SETTLE_S:
                 return
             time.sleep(POLL_S)
+
+
+def in_process_connector(pool_bytes: int) -> dict[str, Any]:
+    """What an engine's configuration says to use `raykv.lab.bench.in_process`."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {
+            "spec_name": "InProcessSpec",
+            "spec_module_path": "raykv.lab.bench.in_process",
+            "cpu_bytes_to_use": pool_bytes,
+            "offload_prompt_only": False,
+        },
+    }

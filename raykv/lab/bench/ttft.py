@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 
-from raykv.lab.bench import in_process
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
@@ -22,6 +21,7 @@ from raykv.lab.bench.serving import (
     RECOMPUTE,
     REMOTE,
     Bed,
+    in_process_connector,
 )
 
 LENGTHS = (1024, 2048, 4096, 7168)
@@ -114,7 +114,7 @@ class _Engines:
             bed.raykv,
             lambda: bed.raykv(settings={"layerwise_loads": True}, async_scheduling=False),
             bed.raykv_elsewhere,
-            lambda: bed.other(in_process.connector(bed.pool_bytes)),
+            lambda: bed.other(in_process_connector(bed.pool_bytes)),
             # It can't go on with a prompt that was begun.
             lambda: bed.other(disk, max_num_batched_tokens=bed.max_tokens),
         )

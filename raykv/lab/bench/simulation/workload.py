@@ -96,7 +96,7 @@ def from_trace(
     """
     rows = []
     for place, row in read_rows(path):
-        _check(row, place)
+        check_row(row, place)
         if row["input_length"] + row["output_length"] <= max_tokens:
             rows.append(row)
     if not rows:
@@ -107,7 +107,7 @@ def from_trace(
     return _in_order(rows[:num_requests])
 
 
-def _check(row: Any, place: str) -> None:
+def check_row(row: Any, place: str) -> None:
     """Refuse a line of another kind with a SettingError."""
     names = row if isinstance(row, dict) else {}
     numbers = ("input_length", "output_length", "timestamp")
