@@ -21,7 +21,7 @@ from raykv.base.ids import Generation, Key, Namespace, NodeId, Refusal, Slot
 from raykv.cluster import ask
 from raykv.memory.kv_form import objection
 from raykv.node.peers import Bytes, ObjectRefTransport, PeerError
-from raykv.protocol.columns import Handles, Source
+from raykv.protocol.columns import Handles, Keys, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
 from raykv.protocol.peer import ReadReply, ReadRequest, check_read_reply
 from raykv.protocol.reader import RequestPage
@@ -97,7 +97,7 @@ def _request(places: Sequence[ChunkPlace], slot_bytes: int) -> ReadRequest:
         namespace=places[0].namespace,
         node_epoch=places[0].node_epoch,
         handles=Handles(
-            [place.key for place in places],
+            Keys.of([place.key for place in places]),
             [place.slot for place in places],
             [place.generation for place in places],
         ),

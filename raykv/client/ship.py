@@ -36,7 +36,7 @@ from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.cluster.ask import HERE, NODE_ACTOR
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
-from raykv.protocol.columns import Handles, Replicas, Source
+from raykv.protocol.columns import Handles, Keys, Replicas, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.operator import (
     Exported,
@@ -217,7 +217,7 @@ class Shipping:
 
 
 def _only(source: Source) -> Replicas:
-    return Replicas([source], [EPOCH], [], [], [], [])
+    return Replicas([source], [EPOCH])
 
 
 def _chosen(keys: Sequence[bytes | str]) -> set[Key]:
@@ -258,7 +258,7 @@ def _read_from(
     for part in _parts([[chunk] for chunk in chunks], PIECE_BYTES):
         page = [each[0] for each in part]
         handles = Handles(
-            [chunk.key for chunk in page],
+            Keys.of([chunk.key for chunk in page]),
             [chunk.slot for chunk in page],
             [chunk.generation for chunk in page],
         )

@@ -27,7 +27,7 @@ from raykv.client.pins import ordered
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER
-from raykv.protocol.columns import LostReplicas, Replicas
+from raykv.protocol.columns import LostReplicas, Numbers, Replicas
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.node import Demotions
 from raykv.protocol.operator import (
@@ -227,12 +227,13 @@ def _with_rows(sources: Replicas, grant: TransferGrant) -> Replicas:
     if not sources.sources:
         return grant.sources
     count = len(grant.handles)
-    return msgspec.structs.replace(
-        sources,
-        key_index=list(range(count)),
-        source_index=[0] * count,
-        slots=[0] * count,
-        generations=[GENERATION] * count,
+    return Replicas(
+        sources.sources,
+        sources.node_epochs,
+        key_index=Numbers.of(range(count)),
+        source_index=Numbers.of([0] * count),
+        slots=Numbers.of([0] * count),
+        generations=Numbers.of([GENERATION] * count),
     )
 
 

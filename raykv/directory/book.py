@@ -138,11 +138,12 @@ class PoolBook:
             for row, name in enumerate(held.namespaces)
             if cleared.cover(name, held.generations[row])
         ]
+        keys = list(held.keys) if rows else []
         for namespace, some in _by_namespace(held.namespaces, rows).items():
             gone = Changes(
                 False,
                 namespace,
-                [held.keys[row] for row in some],
+                [keys[row] for row in some],
                 [held.slots[row] for row in some],
                 [held.generations[row] for row in some],
             )
@@ -406,11 +407,12 @@ class PoolBook:
         if not places:
             return
         held, uses = self.table.held_at(places), self.table.uses_at(places)
+        keys = list(held.keys)
         for namespace, rows in _by_namespace(held.namespaces, range(len(held))).items():
             gone = Changes(
                 False,
                 namespace,
-                [held.keys[row] for row in rows],
+                [keys[row] for row in rows],
                 [held.slots[row] for row in rows],
                 [held.generations[row] for row in rows],
                 hits=[uses.hits[row] for row in rows],

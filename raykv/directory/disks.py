@@ -274,8 +274,9 @@ class Disks:
         """
         disk = self._disks[node_id]
         known = self._chunks.get(evicted.namespace, {})
+        keys = list(evicted.keys)
         for at in wanted:
-            key = Key(evicted.keys[at])
+            key = Key(keys[at])
             is_there = any(each.life == disk.life for each in known.get(key, ()))
             if not is_there and (evicted.hits[at] or not disk.stats.is_full):
                 handle = evicted.slots[at], evicted.generations[at]
@@ -294,19 +295,32 @@ class Disks:
         known = self._chunks.get(namespace, {}).get(key, ())
         return tuple(each for each in known if self._is_there(each)) if known else ()
 
-    def add_sources(
-        self, replicas: Replicas, position: int, name: Name, own: NodeId, most: int
-    ) -> None:
-        """Rows for the disks that have a chunk, the node's own first, behind those of pools."""
-        found = sorted(self.find(*name), key=lambda each: each.node_id != own)[:most]
-        sources = [Source(each.node_id, SourceKind.DISK) for each in found]
-        replicas.source_index.extend(numbered(replicas.sources, sources))
-        for source in replicas.sources[len(replicas.node_epochs) :]:
-            replicas.node_epochs.append(int(self._disks[NodeId(source.node_id)].epoch))
-        for each in found:
-            replicas.key_index.append(position)
-            replicas.slots.append(each.place)
-            replicas.generations.append(each.generation)
+    def with_sources(
+        self, replicas: Replicas, wanted: Iterable[tuple[int, Name]], own: NodeId, most: int
+    ) -> Replicas:
+        """Replicas, and rows for the disks that have chunks, the node's own first.
+
+        `wanted` has positions and names of keys; rows come behind those of pools.
+        """
+        rows: list[tuple[int, OnDisk]] = []
+        for position, name in wanted:
+            found = sorted(self.find(*name), key=lambda each: each.node_id != own)[:most]
+            rows += [(position, each) for each in found]
+        if not rows:
+            return replicas
+        sources, node_epochs = list(replicas.sources), list(replicas.node_epochs)
+        index = numbered(sources, [Source(each.node_id, SourceKind.DISK) for _, each in rows])
+        new = sources[len(node_epochs) :]
+        node_epochs += [int(self._disks[NodeId(source.node_id)].epoch) for source in new]
+        return Replicas(
+            sources,
+            node_epochs,
+            replicas.key_index + [position for position, _ in rows],
+            replicas.source_index + index,
+            replicas.slots + [each.place for _, each in rows],
+            replicas.generations + [each.generation for _, each in rows],
+            replicas.pending,
+        )
 
     def stretch(
         self, node_id: NodeId, first: int, most: int, namespace: Namespace | None

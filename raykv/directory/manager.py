@@ -439,7 +439,8 @@ class BlockManager:
             node.book.table.pin(engine.namespace, request.pinned, now + self.settings.pin_s)
         if request.touched:
             node.book.table.touch(engine.namespace, request.touched)
-        self.pins.take_hints(engine.namespace, request.hints, now)
+        if request.hints.pinned or request.hints.favoured:
+            self.pins.take_hints(engine.namespace, request.hints, now)
         if request.owned.tenants:
             self.tenants.take(node, request.owned, now)
         # After the touches: what is released and then touched is not released any more.

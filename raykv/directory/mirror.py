@@ -10,12 +10,12 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raykv.base.ids import Namespace
 from raykv.directory.table.protocol import Changes, NodeTable
-from raykv.protocol.columns import MAX_KEYS, Handles
+from raykv.protocol.columns import MAX_KEYS, Handles, Keys
 
 MAX_PENDING_CHANGES = 262_144
 """Changes per engine. The columns are the event log's own, which keeps the latest of them anyway.
@@ -63,13 +63,13 @@ class Mirror:
         An engine takes a page's removals first, so a chunk that came and went is only removed.
         """
         self.is_reset = False
-        stored, removed = Handles([], [], []), Handles([], [], [])
+        stored, removed = _Page(), _Page()
         self._tell_snapshot(stored)
         if self._snapshot is None:
             self._tell_changes(stored, removed)
-        return stored, removed
+        return stored.handles, removed.handles
 
-    def _tell_snapshot(self, stored: Handles) -> None:
+    def _tell_snapshot(self, stored: _Page) -> None:
         while self._snapshot is not None and len(stored) < MAX_KEYS:
             end = self._position + MAX_KEYS - len(stored)
             places = self._snapshot[self._position : end]
@@ -79,9 +79,9 @@ class Mirror:
             assert self._table is not None
             self._position = end
             held = self._table.held_at(places, self._namespace)
-            _extend(stored, held.keys, held.slots, held.generations)
+            stored.add(held.keys, held.slots, held.generations)
 
-    def _tell_changes(self, stored: Handles, removed: Handles) -> None:
+    def _tell_changes(self, stored: _Page, removed: _Page) -> None:
         """A key that goes after it came is taken out of what came."""
         came: dict[bytes, tuple[int, int]] = {}
         while self._changes and (room := MAX_KEYS - len(stored) - len(came) - len(removed)) > 0:
@@ -94,14 +94,11 @@ class Mirror:
             else:
                 for key in keys if came else ():
                     came.pop(key, None)
-                _extend(removed, keys, slots, first.generations[rows])
+                removed.add(keys, slots, first.generations[rows])
             self._advance(len(keys))
-        _extend(
-            stored,
-            came,
-            [slot for slot, _ in came.values()],
-            [generation for _, generation in came.values()],
-        )
+        if came:
+            slots, generations = map(list, zip(*came.values(), strict=True))
+            stored.add(came, slots, generations)
 
     def _advance(self, count: int) -> None:
         self.num_pending -= count
@@ -111,7 +108,25 @@ class Mirror:
             self._num_told = 0
 
 
-def _extend(handles: Handles, keys: Any, slots: Sequence[int], generations: Sequence[int]) -> None:
-    handles.keys.extend(keys)
-    handles.slots.extend(slots)
-    handles.generations.extend(generations)
+class _Page:
+    """Columns of an answer that are being filled."""
+
+    def __init__(self) -> None:
+        self._keys: list[Keys] = []
+        self._slots: list[int] = []
+        self._generations: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, keys: Iterable[bytes], slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Add rows."""
+        self._keys.append(Keys.of(keys))
+        self._slots.extend(slots)
+        self._generations.extend(generations)
+
+    @property
+    def handles(self) -> Handles:
+        """What has been added."""
+        keys = Keys.joined(self._keys) if self._keys else Keys()
+        return Handles(keys, self._slots, self._generations)

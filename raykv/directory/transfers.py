@@ -15,7 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raykv.base.ids import (
@@ -35,7 +35,7 @@ from raykv.directory.leases import Generations
 from raykv.directory.members import Node
 from raykv.directory.pins import Pins
 from raykv.directory.table.protocol import ChunkTable, Found, Lease, Name
-from raykv.protocol.columns import Handles, Replicas, Source
+from raykv.protocol.columns import Handles, Keys, Numbers, Replicas, Source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import (
     Released,
@@ -166,7 +166,7 @@ class Transfers:
             version=PROTOCOL_VERSION,
             node_epoch=node.epoch,
             handles=Handles(
-                [each.key for each in lent],
+                Keys.of([each.key for each in lent]),
                 [slot for slot, _ in transfer.leases],
                 [generation for _, generation in transfer.leases],
             ),
@@ -285,15 +285,15 @@ class Transfers:
         sources = Replicas(
             sources=[Source(node_id) for node_id in found.nodes],
             node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
-            key_index=[number for number, _ in rows],
-            source_index=[found.node_index[row] for _, row in rows],
-            slots=[found.slots[row] for _, row in rows],
-            generations=[found.generations[row] for _, row in rows],
+            key_index=Numbers.of(number for number, _ in rows),
+            source_index=_rows_of(found.node_index, rows),
+            slots=_rows_of(found.slots, rows),
+            generations=_rows_of(found.generations, rows),
         )
-        for number, each in enumerate(lent):
-            if each.is_on_disk:
-                self._disks.add_sources(sources, number, (namespace, each.key), own, MAX_SOURCES)
-        return sources
+        on_disks = [
+            (number, (namespace, each.key)) for number, each in enumerate(lent) if each.is_on_disk
+        ]
+        return self._disks.with_sources(sources, on_disks, own, MAX_SOURCES)
 
     def end(self, message: TransferEnd) -> None:
         """A transfer is over; nothing happens if it is unknown, or over already."""
@@ -369,3 +369,9 @@ class Transfers:
     def num_lent(self) -> int:
         """Transfers under way."""
         return len(self._transfers)
+
+
+def _rows_of(column: Sequence[int], rows: Iterable[tuple[int, int]]) -> Numbers:
+    """The numbers in the second of each pair's rows."""
+    numbers = list(column)
+    return Numbers.of(numbers[row] for _, row in rows)

@@ -26,7 +26,7 @@ from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.engine.remote import FetchOrder
 from raykv.node.peers import what_failed
-from raykv.protocol.columns import Handles, Replicas, Source, numbered
+from raykv.protocol.columns import Handles, Keys, Numbers, Replicas, Source, numbered
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.peer import FetchRequest, FetchResult, check_fetched
@@ -252,17 +252,17 @@ def fetch_request(
     sources = Replicas(
         sources=[source for source, _ in lives],
         node_epochs=[epoch for _, epoch in lives],
-        key_index=[at for at, _ in rows],
-        source_index=index,
-        slots=[replica.handle.slot for _, replica in rows],
-        generations=[replica.handle.generation for _, replica in rows],
+        key_index=Numbers.of(at for at, _ in rows),
+        source_index=Numbers.of(index),
+        slots=Numbers.of(replica.handle.slot for _, replica in rows),
+        generations=Numbers.of(replica.handle.generation for _, replica in rows),
     )
     return FetchRequest(
         version=PROTOCOL_VERSION,
         namespace=namespace,
         node_epoch=node_epoch,
         handles=Handles(
-            [order.key for order in orders],
+            Keys.of([order.key for order in orders]),
             [order.handle.slot for order in orders],
             [order.handle.generation for order in orders],
         ),

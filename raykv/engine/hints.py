@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from raykv.base.ids import Key
 from raykv.engine.outbox import take
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Hints
 from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
 
@@ -133,7 +134,7 @@ class SessionBox:
             part, self._rest = keys[:room], keys[room:]
             room -= len(part)
             if self._rest:
-                taken.append(SessionNews(said.hint.session, SessionWord.USED, [*part]))
+                taken.append(SessionNews(said.hint.session, SessionWord.USED, Keys.of(part)))
                 break
             self._queue.popleft()
             self._num_taken += said.num_keys
@@ -167,9 +168,9 @@ class SessionBox:
 def _news(said: _Said, keys: Sequence[Key]) -> SessionNews:
     hint = said.hint
     if said.word is not SessionWord.PAUSED:
-        return SessionNews(hint.session, said.word, [*keys])
+        return SessionNews(hint.session, said.word, Keys.of(keys))
     pause_s = min(hint.pause_s or MAX_PAUSE_S, MAX_PAUSE_S)
-    return SessionNews(hint.session, said.word, [*keys], pause_s, hint.priority or 0)
+    return SessionNews(hint.session, said.word, Keys.of(keys), pause_s, hint.priority or 0)
 
 
 class HintBox:
@@ -257,9 +258,9 @@ class HintBox:
         """What the next exchange tells."""
         pinned, favoured = take(self._pinned, MAX_TOLD), take(self._favoured, MAX_TOLD)
         return Hints(
-            pinned=[key for key, _ in pinned],
+            pinned=Keys.of([key for key, _ in pinned]),
             pin_s=[pin_s for _, pin_s in pinned],
-            favoured=[key for key, _ in favoured],
+            favoured=Keys.of([key for key, _ in favoured]),
             priorities=[priority for _, priority in favoured],
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from raykv.base.ids import Key
-from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases, handles_of, numbered
+from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Keys, Leases, handles_of, numbered
 from raykv.protocol.engine import Owned
 
 T = TypeVar("T")
@@ -47,9 +47,10 @@ class Outbox:
 
     def fields(self) -> dict[str, Any]:
         """Fields of the next `SyncRequest`."""
+        touched, pinned = take(self.touched, MAX_KEYS // 2), take(self.pinned, MAX_KEYS // 2)
         return {
-            "touched": take(self.touched, MAX_KEYS // 2),
-            "pinned": take(self.pinned, MAX_KEYS // 2),
+            "touched": Keys.of(touched),
+            "pinned": Keys.of(pinned),
             "released": lease_columns(take(self.released, MAX_KEYS // 2)),
             "dropped": columns(take(self.dropped, MAX_KEYS // 4)),
             "owned": owned_columns(take(self.owned, MAX_KEYS // 2)),
@@ -68,14 +69,14 @@ def take(queue: deque[T], most: int) -> list[T]:
 def rows(handles: Handles) -> Iterable[tuple[Key, Handle]]:
     """Columns as keys and handles."""
     places = handles_of(handles.slots, handles.generations)
-    return zip(cast("list[Key]", handles.keys), places, strict=True)
+    return zip(cast("Sequence[Key]", handles.keys), places, strict=True)
 
 
 def columns(named: Iterable[tuple[Key, Handle]]) -> Handles:
     """Keys and handles as columns."""
     named = list(named)
     return Handles(
-        [key for key, _ in named],
+        Keys.of([key for key, _ in named]),
         [handle.slot for _, handle in named],
         [handle.generation for _, handle in named],
     )

@@ -433,12 +433,7 @@ class RemoteChunks:
 
     def take_lost(self, most: int) -> LostReplicas:
         """What sources reported they do not have."""
-        lost = take(self._lost, most)
-        return LostReplicas(
-            [source for source, _, _ in lost],
-            [key for _, key, _ in lost],
-            [gen for _, _, gen in lost],
-        )
+        return LostReplicas.of(take(self._lost, most))
 
     def _drop(self, order: FetchOrder) -> None:
         del self._fetching[order.key]

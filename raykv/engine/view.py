@@ -57,7 +57,7 @@ from raykv.engine.requests import (
     explain,
 )
 from raykv.engine.stock import LeaseStock
-from raykv.protocol.columns import MAX_KEYS, Handle, Leases, Replicas
+from raykv.protocol.columns import MAX_KEYS, Handle, Keys, Leases, Replicas
 from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.peer import FetchResult
 
@@ -591,7 +591,7 @@ class EngineView:
             wanted=self._wanted() if may_want else {},
             **self._outbox.fields(),
             lost=self.remote.take_lost(MAX_KEYS // 4),
-            asked=self.remote.take_questions(MAX_ASKED, may_repeat),
+            asked=Keys.of(self.remote.take_questions(MAX_ASKED, may_repeat)),
             announced=self.remote.take_announced(MAX_KEYS // 2),
             clear=clear,
             counters=self.counter_values(),

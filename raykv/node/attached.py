@@ -154,9 +154,11 @@ class QueuedJob:
     lock_fd: int = -1
     refusals: dict[int, Refusal] = field(default_factory=dict)
     stop: StopSign = field(init=False)
+    _keys: list[Key] = field(init=False)
 
     def __post_init__(self) -> None:
         self.stop = self.worker.stop_sign(self.job.job_id)
+        self._keys = [Key(key) for key in self.job.handles.keys]
 
     @property
     def direction(self) -> Direction:
@@ -179,7 +181,7 @@ class QueuedJob:
         handles = self.job.handles
         return ChunkName(
             self.namespace,
-            Key(handles.keys[chunk]),
+            self._keys[chunk],
             Slot(handles.slots[chunk]),
             Generation(handles.generations[chunk]),
             self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),

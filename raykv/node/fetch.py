@@ -41,7 +41,7 @@ from raykv.cluster.breaker import Breakers, Pauses
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.slots import SlotState
-from raykv.protocol.columns import Handles, LostReplicas, Replica, Source
+from raykv.protocol.columns import Handles, Keys, LostReplicas, Replica, Source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest, check_read_reply
@@ -295,7 +295,7 @@ class FetchService:
             namespace=fetch.namespace,
             node_epoch=piece.node_epoch,
             handles=Handles(
-                [chunk.landing.name.key for chunk in piece.chunks],
+                Keys.of([chunk.landing.name.key for chunk in piece.chunks]),
                 [replica.handle.slot for replica in piece.replicas],
                 [replica.handle.generation for replica in piece.replicas],
             ),
@@ -449,7 +449,7 @@ class _Fetch:
         self.give_up_at = give_up_at
         self.num_bytes = 0
         self.piece_bytes = piece_bytes(sum(request.slot_bytes))
-        self.lost = LostReplicas([], [], [])
+        self._lost: list[tuple[Source, Key, Generation]] = []
         self.own: list[_WantedChunk] = []
         # When sources failed last, and when they answered.
         self.silent: dict[Source, float] = {}
@@ -461,9 +461,12 @@ class _Fetch:
 
     def report_lost(self, replica: Replica, name: ChunkName) -> None:
         """A source says that it does not have the chunk."""
-        self.lost.sources.append(replica.source)
-        self.lost.keys.append(name.key)
-        self.lost.generations.append(replica.handle.generation)
+        self._lost.append((replica.source, name.key, replica.handle.generation))
+
+    @property
+    def lost(self) -> LostReplicas:
+        """What sources have said that they do not have."""
+        return LostReplicas.of(self._lost)
 
 
 def piece_bytes(num_bytes: int) -> int:

@@ -30,7 +30,7 @@ from raykv.base.ids import (
 from raykv.memory.pool import Pool
 from raykv.node.meter import PoolContents
 from raykv.node.slots import Admission, FailedStore, SlotState, SlotTable
-from raykv.protocol.columns import numbered
+from raykv.protocol.columns import Keys, numbered
 from raykv.protocol.node import FailedStores, Inventory
 
 logger = logging.getLogger("raykv.node")
@@ -288,7 +288,7 @@ def inventory_of(names: list[ChunkName]) -> Inventory:
     return Inventory(
         namespaces=namespaces,
         namespace_index=namespace_index,
-        keys=[name.key for name in names],
+        keys=Keys.of([name.key for name in names]),
         slots=[name.slot for name in names],
         generations=[name.generation for name in names],
         slot_bytes=[name.slot_bytes for name in names],

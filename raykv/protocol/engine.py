@@ -12,6 +12,7 @@ from raykv.protocol.columns import (
     MAX_GROUPS,
     MAX_NUMBER,
     Handles,
+    Keys,
     Leases,
     LostReplicas,
     Replicas,
@@ -118,9 +119,9 @@ class Hints(msgspec.Struct, frozen=True, array_like=True):
     (`pinned`, `pin_s`), or to be evicted after those of lower priority (`favoured`, `priorities`).
     """
 
-    pinned: list[bytes] = []
+    pinned: Keys = Keys()
     pin_s: list[float] = []
-    favoured: list[bytes] = []
+    favoured: Keys = Keys()
     priorities: list[int] = []
 
 
@@ -252,12 +253,12 @@ class SyncRequest(msgspec.Struct, frozen=True):
     epoch: int
     seq: int
     wanted: dict[int, int] = {}
-    touched: list[bytes] = []
-    pinned: list[bytes] = []
+    touched: Keys = Keys()
+    pinned: Keys = Keys()
     released: Leases = Leases()
     dropped: Handles = Handles()
     lost: LostReplicas = LostReplicas()
-    asked: list[bytes] = []
+    asked: Keys = Keys()
     announced: Handles = Handles()
     clear: int = 0
     idle: bool = False

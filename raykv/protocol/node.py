@@ -12,6 +12,7 @@ from raykv.protocol.columns import (
     MAX_NUMBER,
     MAX_POOL_BYTES,
     MAX_SLABS,
+    Keys,
     check_keys,
     check_names,
     check_numbers,
@@ -39,7 +40,7 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
 
     namespaces: list[str] = []
     namespace_index: list[int] = []
-    keys: list[bytes] = []
+    keys: Keys = Keys()
     slots: list[int] = []
     generations: list[int] = []
     slot_bytes: list[int] = []

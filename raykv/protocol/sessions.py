@@ -11,7 +11,7 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
-from raykv.protocol.columns import MAX_KEYS, check_keys, check_names, check_rows, require
+from raykv.protocol.columns import MAX_KEYS, Keys, check_keys, check_names, check_rows, require
 from raykv.protocol.operator import MAX_PRIORITY
 
 MAX_SESSION_NAME = 128
@@ -55,7 +55,7 @@ class SessionNews(msgspec.Struct, frozen=True, array_like=True):
 
     session: str
     word: SessionWord
-    keys: list[bytes] = []
+    keys: Keys = Keys()
     pause_s: float = 0.0
     priority: int = 0
 

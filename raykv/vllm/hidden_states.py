@@ -34,7 +34,7 @@ from raykv.base.guard import guarded, nothing, report
 from raykv.base.ids import Direction, Refusal
 from raykv.base.settings import Settings
 from raykv.node.states.file import promise, settle
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import Capture, JobResult, KVLayout
 from raykv.vllm.connector import RayKVConnector, logged_refusals
 from raykv.vllm.kv_form import layer_specs
@@ -303,7 +303,7 @@ class StatesWorker:
             job_id=next(self._numbers),
             direction=Direction.STORE,
             node_epoch=worker.node_epoch,
-            handles=Handles([b"states"], [0], [0]),
+            handles=Handles(Keys.of([b"states"]), [0], [0]),
             groups=[form.group_id],
             num_blocks=[len(order.block_ids)],
             first_block=[0],

@@ -27,7 +27,7 @@ from raykv.base.deadlines import LINK_CLOSE_S
 from raykv.base.guard import guarded, report
 from raykv.base.ids import Direction, Refusal
 from raykv.engine.requests import FailedLoad
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import JobResult, KVLayout
 from raykv.vllm.identity.adapters import AdapterUse
@@ -104,7 +104,7 @@ def job_request(
         job_id=job_id,
         direction=direction,
         node_epoch=pool.node_epoch,
-        handles=Handles(pool.keys, pool.slots, pool.generations),
+        handles=Handles(Keys.of(pool.keys), pool.slots, pool.generations),
         groups=groups,
         num_blocks=counts,
         first_block=firsts,
@@ -131,8 +131,9 @@ def _without(request: JobRequest, torn: Sequence[bool]) -> JobRequest:
 
 
 def _some(handles: Handles, chunks: Sequence[int]) -> Handles:
+    keys = list(handles.keys)
     return Handles(
-        [handles.keys[chunk] for chunk in chunks],
+        Keys.of([keys[chunk] for chunk in chunks]),
         [handles.slots[chunk] for chunk in chunks],
         [handles.generations[chunk] for chunk in chunks],
     )

@@ -25,7 +25,7 @@ from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.memory.region import Region
 from raykv.node.states.file import HiddenStates, promise, settle, write_states
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -87,7 +87,7 @@ def stored_and_loaded(node_id: str) -> bool:
     assert plan is not None
     assert [*plan.keys] == KEYS
     slots = [int(handle.slot) for handle in plan.handles]
-    handles = Handles([*KEYS], slots, [int(handle.generation) for handle in plan.handles])
+    handles = Handles(Keys.of([*KEYS]), slots, [int(handle.generation) for handle in plan.handles])
     for number, direction in enumerate((Direction.STORE, Direction.LOAD)):
         blocks = [number * NUM_CHUNKS + chunk for chunk in range(NUM_CHUNKS)]
         ones, zeros = [1] * NUM_CHUNKS, [0] * NUM_CHUNKS

@@ -14,7 +14,7 @@ from raykv.base.ids import Direction
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker
 from raykv.worker.job import JobRequest
@@ -45,7 +45,7 @@ def main() -> None:
             # For a computation that never ends.
             cuda.stream(1).submit(lambda: None)
             exported.record(1)
-            handles, epoch = Handles([b"0" * 36], [0], [1]), link.node_epoch
+            handles, epoch = Handles(Keys.of([b"0" * 36]), [0], [1]), link.node_epoch
             link.submit(JobRequest(1, Direction.STORE, epoch, handles, [0], [1], [0], [0]))
     print("there", flush=True)
     signal.pause()

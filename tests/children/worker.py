@@ -15,7 +15,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
@@ -67,7 +67,7 @@ def greet(name: str, hello: AttachWorker, kv: Region, stage: str) -> tuple[objec
 
 def submit(link: WorkerLink, slot_bytes: int, direction: Direction) -> None:
     """A job for the chunks in the slots 0 and 1, of generation 1."""
-    handles = Handles([b"0" * 36, b"1" * 36], [0, slot_bytes // SLOT_ALIGNMENT], [1, 1])
+    handles = Handles(Keys.of([b"0" * 36, b"1" * 36]), [0, slot_bytes // SLOT_ALIGNMENT], [1, 1])
     link.submit(JobRequest(1, direction, link.node_epoch, handles, [0, 0], [1, 1], [0, 0], [0, 1]))
 
 

@@ -32,7 +32,7 @@ from raykv.lab.bench import copy as bench
 from raykv.lab.bench.report import Options
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait
 
@@ -182,7 +182,7 @@ class Cache:
             job_id=1,
             direction=int(direction),
             node_epoch=1,
-            handles=Handles([b"k"] * count, slots, [1] * count),
+            handles=Handles(Keys.of([b"k"] * count), slots, [1] * count),
             groups=[0] * count,
             num_blocks=[BLOCKS_PER_CHUNK] * count,
             first_block=[0] * count,

@@ -19,7 +19,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
 from raykv.node.states.file import load_hidden_states, promise
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import Capture
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -103,7 +103,9 @@ class Worker:
         units = SLOT_BYTES // SLOT_ALIGNMENT
         keys = [bytes([chunk]) * 36 for chunk in chunks]
         job_id, count = next(_job_ids), len(chunks)
-        handles = Handles(keys, [chunk * units for chunk in chunks], [100 + c for c in chunks])
+        handles = Handles(
+            Keys.of(keys), [chunk * units for chunk in chunks], [100 + c for c in chunks]
+        )
         self.exported.record(torch.cuda.current_stream().cuda_stream)
         lengths = [BLOCKS_PER_CHUNK] * count
         epoch = self.link.node_epoch
@@ -121,7 +123,7 @@ class Worker:
     def capture(self, blocks: list[int], capture: Capture, lock_fd: int) -> int:
         job_id, epoch = next(_job_ids) + (1 << 48), self.link.node_epoch
         self.exported.record(torch.cuda.current_stream().cuda_stream)
-        names = Handles([b"states"], [0], [0])
+        names = Handles(Keys.of([b"states"]), [0], [0])
         self.link.submit(
             JobRequest(
                 *(job_id, STORE, epoch, names, [0], [len(blocks)], [0], blocks),

@@ -30,6 +30,7 @@ from raykv.prompts.block_hashes import (
     chunk_keys,
     seed_digest,
 )
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import AttachEngine, EngineAttached, MissRecord, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
@@ -167,9 +168,18 @@ class PlayedNode:
         self.keys: list[bytes] = [*chunk_keys(block_hashes(PROMPT, SCHEME, SALTED), 1, 0)]
         granted = self.sync(wanted={0: 4}).granted
         self.report(
-            Inventory(["abcd"], [0] * 4, self.keys, granted.slots, granted.generations, [4096] * 4)
+            Inventory(
+                ["abcd"],
+                [0] * 4,
+                Keys.of(self.keys),
+                granted.slots,
+                granted.generations,
+                [4096] * 4,
+            )
         )
-        self.sync(touched=[self.keys[1]], counters={"prompt_tokens": 100, "loaded_tokens": 25})
+        self.sync(
+            touched=Keys.of([self.keys[1]]), counters={"prompt_tokens": 100, "loaded_tokens": 25}
+        )
 
     def call(self, method: str, message: Any, kind: Any) -> Any:
         call = getattr(self.scheduler, method)
@@ -275,8 +285,8 @@ def test_session_is_listed_shown_paused_and_ended(played: PlayedNode) -> None:
     assert run("session", "ls", code=1).startswith("no sessions")
     news = [
         SessionNews("agent", SessionWord.CAME),
-        SessionNews("agent", SessionWord.USED, played.keys[:3]),
-        SessionNews("other", SessionWord.USED, played.keys[:1]),
+        SessionNews("agent", SessionWord.USED, Keys.of(played.keys[:3])),
+        SessionNews("other", SessionWord.USED, Keys.of(played.keys[:1])),
     ]
     played.sync(sessions=news)
     rows = json.loads(run("session", "ls", "--json", "--namespace", "ab"))
@@ -298,7 +308,7 @@ def test_session_is_listed_shown_paused_and_ended(played: PlayedNode) -> None:
 
 
 def test_session_whose_chunks_are_there_needs_no_prefetch(played: PlayedNode) -> None:
-    played.sync(sessions=[SessionNews("here", SessionWord.USED, [*played.keys])])
+    played.sync(sessions=[SessionNews("here", SessionWord.USED, Keys.of([*played.keys]))])
     found = json.loads(run("session", "prefetch", "here", "--json"))
     assert (found["asked"], found["there"], found["failed"]) == (4, 4, 0)
     by_engine = run("session", "prefetch", "here", "--to", "looked-at")

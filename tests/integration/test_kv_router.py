@@ -24,6 +24,7 @@ from raykv.directory.launch import scheduler_actor
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptTokens
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.groups import ChunkGroup
@@ -98,7 +99,12 @@ class PlayedNodes:
             assert len(granted.slots) == len(keys), granted
             sizes = [SLOT_BYTES] * len(keys)
             stored = Inventory(
-                [SPACE], [0] * len(keys), list(keys), granted.slots, granted.generations, sizes
+                [SPACE],
+                [0] * len(keys),
+                Keys.of(list(keys)),
+                granted.slots,
+                granted.generations,
+                sizes,
             )
             self._report(node, stored)
 

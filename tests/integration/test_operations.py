@@ -30,7 +30,7 @@ from raykv.engine.session import RayCalls, Session, SessionSettings
 from raykv.engine.view import EngineView
 from raykv.memory.region import Region
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.events import EpochBegan, NodeJoined
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.peer import ReadReply, ReadRequest
@@ -93,7 +93,7 @@ class Engine:
         count = len(plan.keys)
         self.job_id += 1
         handles = Handles(
-            [*plan.keys],
+            Keys.of([*plan.keys]),
             [handle.slot for handle in plan.handles],
             [handle.generation for handle in plan.handles],
         )
@@ -186,7 +186,7 @@ def bytes_on(node_id: str, cluster: Cluster, number: int) -> bytes:
     place = cluster.snapshot().chunks[node_id, NAMESPACE, key(number)]  # type: ignore[index]
     actor = ask.find_node_actor(node_id)
     epoch = ask.describe(actor, 10.0).epoch
-    handles = Handles([key(number)], [place[0]], [place[1]])
+    handles = Handles(Keys.of([key(number)]), [place[0]], [place[1]])
     request = ReadRequest(PROTOCOL_VERSION, NAMESPACE, epoch, handles, [CHUNK_BYTES])
     raw, data = ray.get(actor.read.remote(encode(request)), timeout=10.0)  # type: ignore[union-attr]
     assert decode(raw, ReadReply).refusals == [0]

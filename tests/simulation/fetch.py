@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from raykv.base.ids import ChunkName, Key, Namespace, Refusal
+from raykv.base.ids import ChunkName, Generation, Key, Namespace, Refusal
 from raykv.node.fetch import wanted
 from raykv.node.slots import SlotState
-from raykv.protocol.columns import Handles, LostReplicas, Replica
+from raykv.protocol.columns import Handles, Keys, LostReplicas, Replica, Source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest
 from tests.simulation.wire import Call
@@ -33,7 +33,7 @@ class _Landing:
 
     name: ChunkName
     replicas: deque[Replica]
-    lost: LostReplicas
+    lost: list[tuple[Source, Key, Generation]]
     is_done: bool = False
     refusal: Refusal = Refusal.NODE_LOST
     call: Call[ReadAnswer] | None = None
@@ -46,7 +46,7 @@ class _Fetch:
     post: Post[FetchResult]
     landings: list[_Landing]
     own: list[_Landing]
-    lost: LostReplicas = field(default_factory=lambda: LostReplicas([], [], []))
+    lost: list[tuple[Source, Key, Generation]] = field(default_factory=list)
 
 
 class Fetches:
@@ -115,7 +115,7 @@ class Fetches:
             version=PROTOCOL_VERSION,
             namespace=name.namespace,
             node_epoch=replica.node_epoch,
-            handles=Handles([name.key], [handle.slot], [handle.generation]),
+            handles=Handles(Keys.of([name.key]), [handle.slot], [handle.generation]),
             slot_bytes=[name.slot_bytes],
         )
         landing.call = Call(
@@ -136,9 +136,8 @@ class Fetches:
             self._answer()
             return
         if refusal.is_final and reply.node_epoch == replica.node_epoch:
-            landing.lost.sources.append(replica.source)
-            landing.lost.keys.append(landing.name.key)
-            landing.lost.generations.append(replica.handle.generation)
+            row = (replica.source, landing.name.key, replica.handle.generation)
+            landing.lost.append(row)
         self._try_other(landing, refusal)
 
     def _try_other(self, landing: _Landing, refusal: Refusal) -> None:
@@ -177,6 +176,6 @@ class Fetches:
                 refusals=[int(refusal) for refusal in refusals],
                 slots=[landing.name.slot for landing in landings],
                 generations=[landing.name.generation for landing in landings],
-                lost=fetch.lost,
+                lost=LostReplicas.of(fetch.lost),
             )
         )

@@ -27,7 +27,7 @@ import raykv
 from raykv.base import guard
 from raykv.base.ids import Direction, Refusal
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handles, Leases
+from raykv.protocol.columns import Handles, Keys, Leases
 from raykv.protocol.engine import SyncReply
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
@@ -337,7 +337,7 @@ class HookWorld(World):
                     [self.line.leased[s] for s in slots],
                 ),
                 removed=Handles(
-                    [key for key, _ in gone],
+                    Keys.of([key for key, _ in gone]),
                     [at.slot for _, at in gone],
                     [at.generation for _, at in gone],
                 ),

@@ -15,7 +15,7 @@ from raykv.base.settings import load_settings
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handle
+from raykv.protocol.columns import Handle, Keys
 from raykv.protocol.engine import AttachEngine, SyncReply
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Inventory, NodeReport, NodeStats
@@ -125,7 +125,7 @@ def inventory(keys: list[Key], handles: list[Handle], slot_bytes: dict[int, int]
     return Inventory(
         [SPACE],
         [0] * len(keys),
-        [*keys],
+        Keys.of([*keys]),
         [handle.slot for handle in handles],
         [handle.generation for handle in handles],
         sizes,

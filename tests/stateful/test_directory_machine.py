@@ -49,7 +49,7 @@ from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
 from raykv.node.keeper import failed_columns
 from raykv.node.slots import Admission, SlotTable
-from raykv.protocol.columns import Handle
+from raykv.protocol.columns import Handle, Keys
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import FailedStores, Inventory, NodeReport
@@ -254,7 +254,7 @@ class Node:
             stored=Inventory(
                 [str(name) for name in namespaces],
                 [namespaces.index(name.namespace) for name in chunks],
-                [name.key for name in chunks],
+                Keys.of([name.key for name in chunks]),
                 [name.slot for name in chunks],
                 [name.generation for name in chunks],
                 [name.slot_bytes for name in chunks],

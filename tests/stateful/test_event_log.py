@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import raykv.directory.answers.snapshots
 from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.columns import Handles, Leases, LostReplicas, Source
+from raykv.protocol.columns import Handles, Keys, Leases, LostReplicas, Source
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.events import EpochBegan, EventPage, SnapshotPage, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -68,7 +68,7 @@ def inventory(rows: Iterable[Row]) -> Inventory:
     return Inventory(
         namespaces,
         [namespaces.index(row.namespace) for row in rows],
-        [key(row.letter) for row in rows],
+        Keys.of([key(row.letter) for row in rows]),
         [row.slot for row in rows],
         [row.generation for row in rows],
         [PAGES[row.namespace] * PAGE for row in rows],
@@ -322,7 +322,9 @@ class EventLogMachine(RuleBasedStateMachine):
     @rule(which=engines, some=letters)
     def engine_uses_chunks(self, which: tuple[str, str], some: list[str]) -> None:
         names = [*map(key, some)]
-        self.sync(which, touched=names, pinned=names[:1], asked=names[1:])
+        self.sync(
+            which, touched=Keys.of(names), pinned=Keys.of(names[:1]), asked=Keys.of(names[1:])
+        )
 
     @rule(name=nodes, namespace=st.sampled_from(sorted(PAGES)), some=letters)
     def chunks_are_released(self, name: str, namespace: str, some: list[str]) -> None:
@@ -333,12 +335,12 @@ class EventLogMachine(RuleBasedStateMachine):
     @rule(which=engines, some=letters)
     def engine_drops_chunks(self, which: tuple[str, str], some: list[str]) -> None:
         generations = [self.generation(*which, letter) for letter in some]
-        self.sync(which, dropped=Handles([*map(key, some)], [0] * len(some), generations))
+        self.sync(which, dropped=Handles(Keys.of([*map(key, some)]), [0] * len(some), generations))
 
     @rule(which=engines, source=nodes, letter=st.sampled_from(LETTERS))
     def engine_misses_a_replica(self, which: tuple[str, str], source: str, letter: str) -> None:
         generation = self.generation(source, which[1], letter)
-        self.sync(which, lost=LostReplicas([Source(source)], [key(letter)], [generation]))
+        self.sync(which, lost=LostReplicas([Source(source)], Keys.of([key(letter)]), [generation]))
 
     def nodes_go_silent(self, silent: set[str]) -> None:
         known = {node.node_id for node in self.manager.status("", "", self.now).nodes}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from raykv.base.ids import NodeId
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Hints
 from raykv.protocol.sessions import SessionWord
 from tests.fixtures.directory.pinned import PAGE, SPACE, Cluster, key
@@ -87,8 +88,8 @@ class PinsMachine(RuleBasedStateMachine):
     def hint(self, node: str, numbers: list[int], pin_s: int, favours: bool) -> None:
         keys: list[bytes] = [key(number) for number in numbers]
         count = len(keys)
-        hints = Hints(favoured=keys, priorities=[2] * count) if favours else None
-        self.cluster.sync(node, hints=hints or Hints(keys, [pin_s] * count))
+        hints = Hints(favoured=Keys.of(keys), priorities=[2] * count) if favours else None
+        self.cluster.sync(node, hints=hints or Hints(Keys.of(keys), [pin_s] * count))
 
     @rule(session=st.sampled_from("xy"), word=st.sampled_from(SessionWord), numbers=some_chunks)
     def session_says(self, session: str, word: SessionWord, numbers: list[int]) -> None:

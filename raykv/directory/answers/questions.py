@@ -16,7 +16,7 @@ from raykv.directory.disks import Disks
 from raykv.directory.inventory import drop_lost
 from raykv.directory.members import Engine, Node
 from raykv.directory.table.protocol import Changes, ChunkTable, Name
-from raykv.protocol.columns import Handles, LostReplicas, Replicas, Source
+from raykv.protocol.columns import Handles, LostReplicas, Numbers, Replicas, Source
 
 MAX_TOLD = 2
 """Replicas named per key: one to fetch from, and one for when that fails."""
@@ -110,18 +110,20 @@ class Questions:
         replicas = Replicas(
             sources=[Source(node_id) for node_id in found.nodes],
             node_epochs=[int(self._nodes[node_id].epoch) for node_id in found.nodes],
-            key_index=found.key_index,
-            source_index=found.node_index,
-            slots=found.slots,
-            generations=found.generations,
+            key_index=Numbers.of(found.key_index),
+            source_index=Numbers.of(found.node_index),
+            slots=Numbers.of(found.slots),
+            generations=Numbers.of(found.generations),
         )
+        keys = list(asked) if found.missing else []
+        absent: list[tuple[int, Name]] = []
         for position in found.missing:
-            name = (engine.namespace, Key(asked[position]))
+            name = (engine.namespace, Key(keys[position]))
             if self._is_announced(name):
                 replicas.pending.append(position)
             else:
-                self._disks.add_sources(replicas, position, name, engine.node_id, MAX_TOLD)
-        return replicas
+                absent.append((position, name))
+        return self._disks.with_sources(replicas, absent, engine.node_id, MAX_TOLD)
 
     def gone(self, node_id: NodeId, changes: Changes) -> None:
         """Chunks left a pool: those that were evicted from the last one are offered to its disk."""
@@ -151,7 +153,10 @@ class Questions:
             self._nodes.values(),
             key=lambda node: (node.stats.queued_jobs + node.stats.reading, node.node_id),
         )
-        self._ranked = tuple(node.node_id for node in nodes)
+        ranked = tuple(node.node_id for node in nodes)
+        if ranked != self._ranked:
+            # The table keeps what follows from an order as long as it is the same object.
+            self._ranked = ranked
         self._of_host = {}
         for node in nodes:
             self._of_host.setdefault(node.hostname, []).append(node.node_id)

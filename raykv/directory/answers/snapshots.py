@@ -14,7 +14,7 @@ from typing import Any
 
 from raykv.base.ids import NodeId
 from raykv.directory.members import Node
-from raykv.protocol.columns import numbered
+from raykv.protocol.columns import Keys, numbered
 from raykv.protocol.events import SnapshotPage
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Inventory
@@ -92,7 +92,7 @@ def _held(places: Sequence[Any], node: Node | None, node_epoch: int) -> Inventor
     return Inventory(
         namespace_index=numbered(namespaces, held.namespaces),
         namespaces=namespaces,
-        keys=held.keys,
+        keys=Keys.of(held.keys),
         slots=held.slots,
         generations=held.generations,
         slot_bytes=held.slot_bytes,

@@ -162,8 +162,11 @@ class DictTable:
         ranks = ChainMap(
             {node_id: at - len(first) for at, node_id in enumerate(first)}, self._ranks
         )
-        found = Found([], [], [], [], [], [])
+        key_index: list[int] = []
         rows: list[NodeId] = []
+        slots: list[int] = []
+        generations: list[int] = []
+        missing: list[int] = []
         for position, key in enumerate(keys):
             holders = sorted(self._index.nodes((namespace, Key(key))), key=ranks.__getitem__)
             for node_id in holders[:most]:
@@ -171,14 +174,15 @@ class DictTable:
                 if until is not None:
                     node.pin(namespace, [key], until)
                 chunk = node.held(namespace, Key(key))
-                found.key_index.append(position)
+                key_index.append(position)
                 rows.append(node_id)
-                found.slots.append(chunk.slot)
-                found.generations.append(chunk.generation)
+                slots.append(chunk.slot)
+                generations.append(chunk.generation)
             if not holders:
-                found.missing.append(position)
-        found.node_index.extend(numbered(found.nodes, rows))
-        return found
+                missing.append(position)
+        nodes: list[NodeId] = []
+        node_index = numbered(nodes, rows)
+        return Found(nodes, key_index, node_index, slots, generations, missing)
 
     def check(self) -> None:
         for node in self._nodes.values():

@@ -85,10 +85,11 @@ class Changes:
 
     def at(self, positions: Sequence[int]) -> Changes:
         """The changes in those rows."""
+        keys = list(self.keys)
         return Changes(
             self.stored,
             self.namespace,
-            [self.keys[at] for at in positions],
+            [keys[at] for at in positions],
             [self.slots[at] for at in positions],
             [self.generations[at] for at in positions],
             self.replaced,
@@ -103,10 +104,10 @@ class Found:
     """
 
     nodes: list[NodeId]
-    key_index: list[int]
-    node_index: list[int]
-    slots: list[int]
-    generations: list[int]
+    key_index: Sequence[int]
+    node_index: Sequence[int]
+    slots: Sequence[int]
+    generations: Sequence[int]
     missing: list[int]
 
 
@@ -115,7 +116,7 @@ class Held:
     """Columns of chunks that are held."""
 
     namespaces: list[Namespace]
-    keys: list[bytes]
+    keys: Sequence[bytes]
     slots: list[int]
     generations: list[int]
     slot_bytes: list[int]

@@ -38,7 +38,7 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, sho
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 
 LEAST_OF_MEMCPY = 0.85
@@ -204,7 +204,7 @@ class PagedCopy:
             job_id=JOB_ID,
             direction=int(self._case.direction),
             node_epoch=1,
-            handles=Handles([b"key"] * count, slots, [1] * count),
+            handles=Handles(Keys.of([b"key"] * count), slots, [1] * count),
             groups=[0] * count,
             num_blocks=[BLOCKS_PER_CHUNK] * count,
             first_block=[0] * count,

@@ -20,7 +20,7 @@ from raykv.directory.log import MAX_EVENTS
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.choose import fast_table
 from raykv.lab.bench.directory import CORE, DICT, MESSAGES
-from raykv.protocol.columns import Leases
+from raykv.protocol.columns import Keys, Leases
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
@@ -116,7 +116,7 @@ class DirectoryLoad:
         self._report_seq += 1
         leases = leases or Leases()
         count = len(leases.slots)
-        keys = [key(number) for number in range(self.num_keys, self.num_keys + count)]
+        keys = Keys.of(map(key, range(self.num_keys, self.num_keys + count)))
         self.num_keys += count
         columns = [MODEL] if count else [], [0] * count, keys, leases.slots, leases.generations
         return NodeReport(
@@ -135,7 +135,11 @@ class DirectoryLoad:
         """The engine's next exchange."""
         self._sync_seq += 1
         return SyncRequest(
-            ENGINE, self._epoch, self._sync_seq, {0: wanted} if wanted else {}, asked=asked or []
+            ENGINE,
+            self._epoch,
+            self._sync_seq,
+            {0: wanted} if wanted else {},
+            asked=Keys.of(asked or []),
         )
 
     def sync(self, request: SyncRequest) -> SyncReply:

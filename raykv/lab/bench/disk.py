@@ -44,7 +44,7 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.node.disk.tier import FILE_BYTES
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -227,7 +227,7 @@ class _Worker:
         self._wait(lambda: self._link.node_epoch == epoch)
         chosen = range(start, start + LOAD_CHUNKS)
         handles = Handles(
-            [keys[at] for at in chosen],
+            Keys.of([keys[at] for at in chosen]),
             [slot_of(at) for at in chosen],
             [generations[at] for at in chosen],
         )

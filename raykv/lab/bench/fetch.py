@@ -42,7 +42,7 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
 from raykv.lab.hosts.network import Host, networked, objection
 from raykv.memory.region import Region
 from raykv.node.launch import node_actor
-from raykv.protocol.columns import Handles, Replicas, Source
+from raykv.protocol.columns import Handles, Keys, Numbers, Replicas, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeStats
 from raykv.protocol.peer import FetchRequest, FetchResult, ReadRequest
@@ -317,10 +317,10 @@ class Pair:
         sources = Replicas(
             sources=[Source(self._nodes[0])],
             node_epochs=[self._epochs[0]],
-            key_index=list(range(count)),
-            source_index=[0] * count,
-            slots=handles.slots,
-            generations=[1] * count,
+            key_index=Numbers.of(range(count)),
+            source_index=Numbers.of([0] * count),
+            slots=Numbers.of(handles.slots),
+            generations=Numbers.of([1] * count),
         )
         request = FetchRequest(
             version=PROTOCOL_VERSION,
@@ -385,7 +385,7 @@ def _peer(node_id: str, most_bytes: int) -> Any:
 def _handles(count: int, generation: int) -> Handles:
     units = CHUNK_BYTES // SLOT_ALIGNMENT
     return Handles(
-        keys=[number.to_bytes(36, "big") for number in range(count)],
+        keys=Keys.of([number.to_bytes(36, "big") for number in range(count)]),
         slots=[number * units for number in range(count)],
         generations=[generation] * count,
     )

@@ -33,7 +33,7 @@ from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.lab.bench.serving import BLOCK, Bed
 from raykv.node.slots import SlotTable
-from raykv.protocol.columns import MAX_KEYS, Handles
+from raykv.protocol.columns import MAX_KEYS, Handles, Keys
 from raykv.protocol.engine import EngineAttached, SyncReply
 
 BARE, SCHEDULER, NODE, ENGINE = "bare Ray actor", "scheduler actor", "NodeActor", "engine"
@@ -204,7 +204,7 @@ def mirror_bytes(count: int) -> int:
     for first in range(0, count, MAX_KEYS):
         numbers = range(first, min(count, first + MAX_KEYS))
         stored = Handles(
-            [key_of(number) for number in numbers],
+            Keys.of([key_of(number) for number in numbers]),
             [Slot(number) for number in numbers],
             [number + 1 for number in numbers],
         )

@@ -17,7 +17,7 @@ from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.engine import EngineAttached, SyncReply
 
 MOST_RATIO = 1.5
@@ -82,7 +82,7 @@ def _ours(names: list[Key]) -> Any:
 
     view = EngineView(EngineId("bench"), [0], lookup_deadline_s=1.0, lease_slots=1)
     view.attached(EngineAttached(epoch=1, node_epoch=1, capacity={0: len(names)}))
-    handles = Handles(list(names), list(range(len(names))), [1] * len(names))
+    handles = Handles(Keys.of(names), list(range(len(names))), [1] * len(names))
     view.apply(SyncReply(epoch=1, seq=1, node_epoch=1, stored=handles))
     view.start_request(REQUEST, RequestOptions())
     return RayOffloadingManager(view)

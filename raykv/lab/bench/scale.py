@@ -24,7 +24,7 @@ from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.lab.bench.directory_load import M, R, exchange, manager
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row
-from raykv.protocol.columns import Handles, Leases
+from raykv.protocol.columns import Handles, Keys, Leases
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
@@ -106,7 +106,7 @@ class _Cluster:
             stored=Inventory(
                 namespaces=[NAMESPACE] if count else [],
                 namespace_index=[0] * count,
-                keys=[key for key, _, _ in stored],
+                keys=Keys.of([key for key, _, _ in stored]),
                 slots=[slot for _, slot, _ in stored],
                 generations=[generation for _, _, generation in stored],
                 slot_bytes=[SLOT_ALIGNMENT] * count,
@@ -136,7 +136,7 @@ class _Cluster:
         ]
         self._stored[engine.node] += rows
         announced = Handles(
-            keys, [slot for slot, _ in stores], [generation for _, generation in stores]
+            Keys.of(keys), [slot for slot, _ in stores], [generation for _, generation in stores]
         )
         engine.seq += 1
         request = SyncRequest(
@@ -144,9 +144,8 @@ class _Cluster:
             epoch=1,
             seq=engine.seq,
             wanted={0: STORED},
-            touched=self._recent[-STORED:],
-            pinned=[],
-            asked=self._recent[:ASKED],
+            touched=Keys.of(self._recent[-STORED:]),
+            asked=Keys.of(self._recent[:ASKED]),
             announced=announced,
         )
         reply = self._call(request, self.manager.sync, SyncReply)

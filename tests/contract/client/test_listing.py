@@ -101,7 +101,8 @@ def test_chunk_that_stays_is_listed_once_while_others_come_and_go(table: ChunkTa
     for slab in range(SLABS):
         node.give_slab(slab, PAGE, NO_GENERATION)
     fill(node, list(range(60)))
-    rng, number, found = random.Random(1), 60, []
+    rng, number = random.Random(1), 60
+    found: list[bytes] = []
     first: Slot | None = Slot(0)
     while first is not None:
         stretch = node.places_from(first, 4)

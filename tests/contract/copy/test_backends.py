@@ -22,7 +22,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.memory.words import Word
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 from tests.fixtures.copy.memories import (
     MEMORIES,
@@ -116,7 +116,7 @@ def runs_of(of: KVLayout, parts: list[Part], rank: int, direction: Direction) ->
         job_id=1,
         direction=int(direction),
         node_epoch=1,
-        handles=Handles([b"k"] * count, [part.slot for part in parts], [1] * count),
+        handles=Handles(Keys.of([b"k"] * count), [part.slot for part in parts], [1] * count),
         groups=[part.group for part in parts],
         num_blocks=[len(part.blocks) for part in parts],
         first_block=[part.first for part in parts],

@@ -24,7 +24,7 @@ from raykv.base.errors import SettingError
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import Planner
 from raykv.memory.handles import check_layout
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import CanonicalPages, CopyJob, KVLayout, TensorLayout
 from raykv.vllm.kv_form import block_bytes, pages_of
 from tests.fixtures.copy.memories import MEMORIES, NEVER, Memory
@@ -207,7 +207,7 @@ class Rank:
             1,
             int(direction),
             1,
-            Handles([b"k"] * len(slots), slots, [1] * len(slots)),
+            Handles(Keys.of([b"k"] * len(slots)), slots, [1] * len(slots)),
             groups,
             [len(each) for each in blocks],
             [0] * len(slots),

@@ -21,7 +21,7 @@ from raykv.node.states import capturing
 from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.node import CaptureStats
 from raykv.protocol.worker import Capture, JobResult
 from raykv.worker.job import JobRequest
@@ -88,7 +88,7 @@ def request(
         next(_job_ids),
         Direction.STORE,
         worker.link.node_epoch,
-        Handles([b"states"], [0], [0]),
+        Handles(Keys.of([b"states"]), [0], [0]),
         [0],
         [len(blocks)],
         [0],

@@ -24,7 +24,9 @@ from raykv.node.slots import SlotState
 from raykv.protocol.columns import (
     Handle,
     Handles,
+    Keys,
     LostReplicas,
+    Numbers,
     Replica,
     Replicas,
     Source,
@@ -194,7 +196,7 @@ def test_chunk_that_no_source_has_is_refused_and_its_slot_is_free_again(
     order = here.order(key(0), replica)
     result = here.fetch([order])
     assert refusals(result) == [refusal]
-    lost = LostReplicas([Source("source")], [key(0)], [replica.handle.generation])
+    lost = LostReplicas([Source("source")], Keys.of([key(0)]), [replica.handle.generation])
     assert result.lost == (lost if is_lost else LostReplicas())
     assert result.num_bytes == here.fetcher.counters.chunks_fetched == 0
     assert here.fetcher.counters.fetches_failed == 1
@@ -566,7 +568,11 @@ def test_without_any_time_nothing_is_asked_and_nothing_stays_behind(
 
 @pytest.mark.parametrize(
     "columns",
-    [{"slot_bytes": []}, {"handles": Handles([key(0)])}, {"sources": Replicas([], [], [0], [0])}],
+    [
+        {"slot_bytes": []},
+        {"handles": Handles(Keys.of([key(0)]))},
+        {"sources": Replicas([], [], Numbers.of([0]), Numbers.of([0]))},
+    ],
     ids=["sizes", "handles", "sources"],
 )
 def test_malformed_request_is_refused_and_does_not_raise(

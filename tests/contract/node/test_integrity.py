@@ -24,7 +24,7 @@ from raykv.base.ids import (
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.slots import SlotState
-from raykv.protocol.columns import Source
+from raykv.protocol.columns import Keys, Source
 from raykv.protocol.node import FailedStores
 from raykv.protocol.peer import ReadRequest
 from tests.fixtures.keys import numbered_key as key
@@ -179,7 +179,7 @@ def question(source: Node, name: ChunkName, *, with_checksums: bool = True) -> R
         request.version,
         NAMESPACE,
         source.epoch,
-        type(request.handles)([name.key], [name.slot], [name.generation]),
+        type(request.handles)(Keys.of([name.key]), [name.slot], [name.generation]),
         [name.slot_bytes],
         with_checksums=with_checksums,
     )
@@ -213,7 +213,7 @@ def test_fetch_goes_to_the_next_replica_when_the_first_one_is_damaged(
     result = here.fetch([order])
     assert refusals(result) == [NONE]
     assert_right(here, [order])
-    assert (result.lost.sources, result.lost.keys) == ([Source("node")], [bad.key])
+    assert (result.lost.sources, result.lost.keys) == ([Source("node")], Keys.of([bad.key]))
     assert result.lost.generations == [bad.generation]
     assert (node.keeper.num_quarantined, here.keeper.num_quarantined) == (1, 0)
 

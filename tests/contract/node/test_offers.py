@@ -7,7 +7,7 @@ import pytest
 from raykv.base.errors import MessageError
 from raykv.base.ids import ChunkName, Refusal
 from raykv.node.nixl.offers import Offers
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import ReadRequest
 from tests.fixtures.keys import numbered_key as key
@@ -16,7 +16,7 @@ from tests.fixtures.node.peers import LONG_S, NAMESPACE, PAGE, Node, overwritten
 
 def question(source: Node, *names: ChunkName) -> ReadRequest:
     handles = Handles(
-        [name.key for name in names],
+        Keys.of([name.key for name in names]),
         [name.slot for name in names],
         [name.generation for name in names],
     )

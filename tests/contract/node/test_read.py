@@ -20,7 +20,7 @@ import raykv.node.fetch
 import raykv.node.read
 from raykv.base.ids import ChunkName, Generation, Key, Refusal, Slot
 from raykv.cluster.breaker import Pauses
-from raykv.protocol.columns import Handles, LostReplicas
+from raykv.protocol.columns import Handles, Keys, LostReplicas
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.peer import ReadReply, ReadRequest
 from tests.fixtures.keys import numbered_key as key
@@ -64,7 +64,7 @@ def question(source: Node, *names: ChunkName) -> ReadRequest:
         NAMESPACE,
         source.epoch,
         Handles(
-            [name.key for name in names],
+            Keys.of([name.key for name in names]),
             [name.slot for name in names],
             [name.generation for name in names],
         ),

@@ -19,7 +19,7 @@ from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.node.service import NodeService
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import (
     AttachWorker,
@@ -259,7 +259,7 @@ NUMBERS = st.sampled_from([-1, 0, 1, 2, 7, 8, 15, 16, 1 << 20, 1 << 40, 1 << 62,
 SMALL = st.integers(0, 3)
 NUMBER = st.one_of(SMALL, NUMBERS)
 COLUMN = st.lists(NUMBER, max_size=3)
-KEYS = st.lists(st.sampled_from([b"", b"k", b"k0", b"x" * 36, b"y" * 5000]), max_size=3)
+KEYS = st.lists(st.sampled_from([b"k", b"k0", b"x" * 36, b"y" * 255]), max_size=3)
 
 
 @st.composite
@@ -270,7 +270,7 @@ def any_job(draw: st.DrawFn) -> CopyJob:
     keys = st.one_of(st.just([b"k%d" % i for i in range(count)]), KEYS)
     ones = st.one_of(st.just([1] * count), column)
     zeros = st.one_of(st.just([0] * count), column)
-    handles = Handles(draw(keys), draw(column), draw(column))
+    handles = Handles(Keys.of(draw(keys)), draw(column), draw(column))
     return CopyJob(
         draw(st.one_of(st.integers(1, 9), NUMBERS)),
         draw(st.sampled_from([0, 0, 0, 1, 1, 7, -1])),

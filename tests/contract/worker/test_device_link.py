@@ -20,7 +20,7 @@ from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, JobResult, WorkerAttached
 from raykv.worker.job import JobRequest
@@ -269,7 +269,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     target = LinkTarget(world.service.settings.socket_name, "e", "ns", 1, {0: SLOT_ALIGNMENT})
 
     def request(direction: Direction, block: int) -> JobRequest:
-        handles = Handles([b"k" * 36], [0], [5])
+        handles = Handles(Keys.of([b"k" * 36]), [0], [5])
         ids = next(job_ids)
         return JobRequest(ids, direction, world.service.epoch, handles, [0], [1], [0], [block])
 

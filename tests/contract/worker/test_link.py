@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import raykv.worker.link
@@ -19,7 +20,7 @@ from raykv.base.geometry import aligned
 from raykv.base.ids import Direction, Refusal
 from raykv.memory.region import Region
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import (
     CanonicalPages,
     JobResult,
@@ -224,7 +225,10 @@ def test_load_is_refused_unless_every_part_of_its_name_fits(
     wrong = [
         (replace(right, handles=replace_columns(right.handles, generations=[6])), Refusal.STALE),
         (replace(right, handles=replace_columns(right.handles, generations=[8])), Refusal.STALE),
-        (replace(right, handles=replace_columns(right.handles, keys=[b"k" * 36])), Refusal.STALE),
+        (
+            replace(right, handles=replace_columns(right.handles, keys=Keys.of([b"k" * 36]))),
+            Refusal.STALE,
+        ),
         (replace(right, handles=replace_columns(right.handles, slots=[4])), Refusal.STALE),
         (replace(right, node_epoch=right.node_epoch - 1), Refusal.BAD_HANDLE),
         (replace(right, block_ids=[NUM_BLOCKS]), Refusal.BAD_HANDLE),
@@ -254,14 +258,8 @@ def test_job_is_of_the_namespace_that_it_names_whatever_the_line_was_attached_wi
     assert failures(changed.run(plain)) == [Refusal.STALE]
 
 
-def replace_columns(handles: Handles, **columns: list[object]) -> Handles:
-    values: dict[str, list[object]] = {
-        "keys": list(handles.keys),
-        "slots": list(handles.slots),
-        "generations": list(handles.generations),
-        **columns,
-    }
-    return Handles(**values)  # type: ignore[arg-type]
+def replace_columns(handles: Handles, **columns: list[int] | Keys) -> Handles:
+    return msgspec.structs.replace(handles, **columns)
 
 
 def test_chunk_of_two_ranks_is_readable_after_both_have_stored(
@@ -307,7 +305,7 @@ def test_canonical_chunk_that_is_larger_than_its_slot_is_refused(node: Node) -> 
     layout = KVLayout("memfd", 4096, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]], canonical=pages)
     link = WorkerLink(0, layout, [kv.fd], SETTINGS)
     link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: node.slot_bytes}))
-    job = JobRequest(1, Direction.STORE, 1, Handles([b"k"], [0], [1]), [0], [1], [0], [0])
+    job = JobRequest(1, Direction.STORE, 1, Handles(Keys.of([b"k"]), [0], [1]), [0], [1], [0], [0])
     link.submit(job)
     found: list[JobResult] = []
 
@@ -392,7 +390,7 @@ def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None
     layout = KVLayout("memfd", 1 << 30, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]])
     link = WorkerLink(0, layout, [kv.fd], SETTINGS)
     link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: 4096}))
-    job = JobRequest(1, Direction.STORE, 1, Handles([b"k"], [0], [1]), [0], [1], [0], [0])
+    job = JobRequest(1, Direction.STORE, 1, Handles(Keys.of([b"k"]), [0], [1]), [0], [1], [0], [0])
     link.submit(job)
     found: list[JobResult] = []
 

@@ -14,7 +14,7 @@ from raykv.base.errors import SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Refusal
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fixtures.node.links import result_of
@@ -86,7 +86,9 @@ def request(
         direction=direction,
         node_epoch=service.epoch,
         handles=Handles(
-            [bytes([chunk]) * 36 for chunk in chunks], list(chunks), [100 + c for c in chunks]
+            Keys.of([bytes([chunk]) * 36 for chunk in chunks]),
+            list(chunks),
+            [100 + c for c in chunks],
         ),
         groups=[0] * len(chunks),
         num_blocks=[BLOCKS_PER_CHUNK] * len(chunks),

@@ -8,21 +8,22 @@ from typing import Any, cast
 import pytest
 import ray
 
-from raykv.base.ids import Refusal
+from raykv.base.ids import Epoch, Generation, Refusal, Slot
 from raykv.client import transfers
+from raykv.client.import_source import GENERATION
 from raykv.client.listing import Reader
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Moving
 from raykv.cluster import ask
-from raykv.protocol.columns import Handles, Replicas
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.columns import Handle, Handles, Keys, Replica, Replicas, Source, SourceKind
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Demotions
 from raykv.protocol.operator import TransferGrant, TransferOrder, TransferResult
 from raykv.protocol.peer import FetchResult
 
 GRANT = TransferGrant(
     PROTOCOL_VERSION,
-    handles=Handles([b"k"], [0], [5]),
+    handles=Handles(Keys.of([b"k"]), [0], [5]),
     slot_bytes=[4096],
     demoted=Demotions(["model"], [0], [b"old"], [0], [3]),
 )
@@ -84,3 +85,17 @@ def test_what_did_not_get_to_the_disk_is_logged(
     with caplog.at_level(logging.WARNING, "raykv"):
         assert Played(monkeypatch, 1.0, is_copied=is_copied).bring(30.0).came == 1
     assert ("not all of 1 evicted chunks" in caplog.text) is not is_copied
+
+
+def test_chunks_of_one_source_are_fetched_from_it_row_by_row() -> None:
+    source = Source("import", SourceKind.IMPORT)
+    grant = TransferGrant(
+        PROTOCOL_VERSION,
+        handles=Handles(Keys.of([b"a", b"b"]), [0, 1], [5, 6]),
+        slot_bytes=[4096, 4096],
+        sources=Replicas([Source("node")], [7]),
+    )
+    rows = decode(encode(transfers._with_rows(Replicas([source], [1]), grant)), Replicas).rows()
+    handle = Handle(Slot(0), Generation(GENERATION))
+    assert list(rows) == [(at, Replica(source, Epoch(1), handle)) for at in (0, 1)]
+    assert transfers._with_rows(Replicas(), grant) is grant.sources

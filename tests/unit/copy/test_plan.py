@@ -9,7 +9,7 @@ import pytest
 
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import CopyRuns, PlanError, Planner
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 
 PAGE = 64
@@ -43,7 +43,7 @@ def job(
         job_id=1,
         direction=int(Direction.LOAD),
         node_epoch=1,
-        handles=Handles([b"k"] * count, slots, [1] * count),
+        handles=Handles(Keys.of([b"k"] * count), slots, [1] * count),
         groups=[0] * count if groups is None else groups,
         num_blocks=[len(blocks) for _, blocks in chunks],
         first_block=[first_block] * count,
@@ -211,9 +211,9 @@ WHOLE = job((0, [1, 2]), (1, [3, 4]))
         {"first_block": [0]},
         {"first_block": [0, 1]},
         {"first_block": [-1, 0]},
-        {"handles": Handles([b"k", b"k"], [0], [1, 1])},
-        {"handles": Handles([b"k", b"k"], [0, 1], [1])},
-        {"handles": Handles([b"k"], [0, 1], [1, 1])},
+        {"handles": Handles(Keys.of([b"k", b"k"]), [0], [1, 1])},
+        {"handles": Handles(Keys.of([b"k", b"k"]), [0, 1], [1])},
+        {"handles": Handles(Keys.of([b"k"]), [0, 1], [1, 1])},
     ],
     ids=str,
 )
@@ -247,7 +247,7 @@ def test_part_bytes_names_the_groups_that_there_are() -> None:
 @pytest.mark.parametrize("slot", [-1, 1 << 32, 1 << 62, (1 << 64) - 1])
 def test_slot_beyond_all_pools_is_refused(slot: int) -> None:
     layout = KVLayout("memfd", 64, 1, [TensorLayout(0, 1, 64, 64)], [0], [[0]])
-    job = CopyJob(1, 0, 1, Handles([b"k"], [slot], [1]), [0], [1], [0], [0])
+    job = CopyJob(1, 0, 1, Handles(Keys.of([b"k"]), [slot], [1]), [0], [1], [0], [0])
     with pytest.raises(PlanError, match="slots from"):
         Planner(layout, rank=0).plan(job)
 

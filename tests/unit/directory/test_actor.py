@@ -13,6 +13,7 @@ from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.table.choose import fast_table
 from raykv.directory.table.protocol import ChunkTable
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import Inventory, NodeReport
@@ -44,7 +45,12 @@ class Desk:
         granted = self.sync({0: len(keys)}).granted
         count = len(keys)
         stored = Inventory(
-            ["space"], [0] * count, [*keys], granted.slots, granted.generations, [PAGE] * count
+            ["space"],
+            [0] * count,
+            Keys.of([*keys]),
+            granted.slots,
+            granted.generations,
+            [PAGE] * count,
         )
         self.seq += 1
         self.actor.report(encode(msgspec.structs.replace(REPORT, seq=self.seq, stored=stored)))

@@ -13,7 +13,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Epoch, Key, Namespace, NodeId
 from raykv.directory.disks import MAX_DEMOTED, MAX_STALE, MAX_SWEPT, Disks
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.protocol import Changes
-from raykv.protocol.columns import LostReplicas, Source, SourceKind
+from raykv.protocol.columns import Keys, LostReplicas, Source, SourceKind
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import (
@@ -200,7 +200,7 @@ def test_lost_chunks_are_forgotten_at_that_generation_only() -> None:
     disks.take(report(came=[(1, "a"), (2, "b")]), Clearings())
     lost = LostReplicas(
         [Source("node", SourceKind.DISK), Source("node", SourceKind.DISK), Source("node")],
-        [b"a", b"b", b"b"],
+        Keys.of([b"a", b"b", b"b"]),
         [5, 4, 5],
     )
     disks.drop_lost(MODEL, lost)
@@ -355,7 +355,7 @@ class Desk:
             "engine",
             self.manager.epoch,
             self.seq,
-            asked=list(asked),
+            asked=Keys.of(list(asked)),
             wanted={0: wanted} if wanted else {},
         )
         reply = self.manager.sync(request, self.now)
@@ -368,7 +368,7 @@ class Desk:
         stored = Inventory(
             [str(MODEL)],
             [0] * len(names),
-            [name.encode() for name in reversed(names)],
+            Keys.of([name.encode() for name in reversed(names)]),
             granted.slots[::-1],
             granted.generations[::-1],
             [PAGE] * len(names),
@@ -438,7 +438,7 @@ def test_import_beside_another_slot_size_stops_at_its_share(desk: Desk) -> None:
 
 def test_what_another_pool_has_is_not_offered(desk: Desk) -> None:
     desk.store("abcdefgh")
-    copy = Inventory([str(MODEL)], [0], [b"a"], [0], [1 << 40], [PAGE])
+    copy = Inventory([str(MODEL)], [0], Keys.of([b"a"]), [0], [1 << 40], [PAGE])
     desk.report(node="other", stored=copy)
     desk.sync(wanted=2)
     assert b"a" not in desk.report().disk.demoted.keys
@@ -448,7 +448,7 @@ def test_question_is_answered_with_disks_where_no_pool_has_the_chunk(desk: Desk)
     desk.store("a")
     desk.report(came=[(1, "a"), (2, "b")])
     desk.report(node="other", came=[(1, "b"), (2, "c")])
-    replicas = desk.sync(asked=[b"a", b"b", b"c", b"d"]).replicas
+    replicas = desk.sync(asked=Keys.of([b"a", b"b", b"c", b"d"])).replicas
     rows = [
         (key, replicas.sources[node], replicas.node_epochs[node], slot)
         for key, node, slot in zip(
@@ -470,11 +470,11 @@ def test_chunks_on_its_own_disk_are_a_reason_to_ask(desk: Desk) -> None:
 def test_clearing_empties_the_disks_too(desk: Desk) -> None:
     desk.report(came=[(1, "a")])
     desk.manager.clear()
-    assert desk.sync(asked=[b"a"]).replicas.key_index == []
+    assert desk.sync(asked=Keys.of([b"a"])).replicas.key_index == []
     # The node tells of it again, since it had not heard of the clearing.
     desk.heard["node"] = 0
     desk.report(listing=2, came=[(1, "a")], generation=int(desk.manager._generations.last))
-    assert desk.sync(asked=[b"a"]).replicas.key_index == []
+    assert desk.sync(asked=Keys.of([b"a"])).replicas.key_index == []
 
 
 def test_disk_of_a_lost_node_is_lost(desk: Desk) -> None:
@@ -485,4 +485,4 @@ def test_disk_of_a_lost_node_is_lost(desk: Desk) -> None:
     desk.now += 4.0
     desk.manager.expire(desk.now)
     desk.manager.check()
-    assert desk.sync(asked=[b"c"]).replicas.key_index == []
+    assert desk.sync(asked=Keys.of([b"c"])).replicas.key_index == []

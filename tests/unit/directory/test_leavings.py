@@ -7,6 +7,7 @@ import pytest
 import raykv.directory.leavings
 from raykv.base.ids import Epoch, Namespace, NodeId
 from raykv.directory.manager import BlockManager
+from raykv.protocol.columns import Keys
 from tests.fixtures.directory.desk import Desk
 from tests.fixtures.directory.tables import open_table
 
@@ -40,7 +41,7 @@ def test_chunks_of_weights_that_were_left_go_first_the_least_recently_used_befor
 ) -> None:
     fill(desk, "abcd", "old")
     fill(desk, "xy", "old")
-    desk.sync("engine", touched=[b"a"])
+    desk.sync("engine", touched=Keys.of([b"a"]))
     desk.attach("engine", "n", "new")
     fill(desk, "pqrstu", "new")
     assert (held(desk, "old"), held(desk, "new")) == ("abcdxy", "pqrstu")
@@ -62,7 +63,7 @@ def test_chunks_stay_ordinary_while_another_engine_has_their_weights(desk: Desk)
     desk.attach("second", "n", "old")
     desk.attach("engine", "n", "new")
     fill(desk, "pqrstu", "new")
-    desk.sync("second", touched=[b"a", b"b", b"c", b"d", b"e", b"f"])
+    desk.sync("second", touched=Keys.of([b"a", b"b", b"c", b"d", b"e", b"f"]))
     fill(desk, "vw", "new")
     assert (held(desk, "old"), held(desk, "new")) == ("abcdef", "rstuvw")
     desk.attach("second", "n", "new")

@@ -23,7 +23,7 @@ from raykv.base.ids import (
 from raykv.directory.leases import Generations
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.meter.reuse import LEAST_REUSE, MIN_SAMPLE, SOME
-from raykv.protocol.columns import MAX_KEYS, Handles, Leases
+from raykv.protocol.columns import MAX_KEYS, Handles, Keys, Leases
 from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
@@ -60,7 +60,7 @@ def inventory(rows: Iterable[Row]) -> Inventory:
     return Inventory(
         namespaces,
         [namespaces.index(row.namespace) for row in rows],
-        [row.key for row in rows],
+        Keys.of([row.key for row in rows]),
         [row.slot for row in rows],
         [row.generation for row in rows],
         [row.pages * PAGE for row in rows],
@@ -74,7 +74,9 @@ def leases(rows: Iterable[Row], group: int = 0) -> Leases:
 
 def handles(*rows: Row) -> Handles:
     return Handles(
-        [row.key for row in rows], [row.slot for row in rows], [row.generation for row in rows]
+        Keys.of([row.key for row in rows]),
+        [row.slot for row in rows],
+        [row.generation for row in rows],
     )
 
 
@@ -177,8 +179,8 @@ class Desk:
             epoch=self.manager.epoch if epoch is None else epoch,
             seq=self._number(seq),
             wanted=wanted if isinstance(wanted, dict) else {0: wanted},
-            touched=list(touched),
-            pinned=list(pinned),
+            touched=Keys.of(list(touched)),
+            pinned=Keys.of(list(pinned)),
             released=released,
             dropped=dropped,
             clear=clear,
@@ -222,7 +224,7 @@ class Desk:
     def catch_up(self, engine: str = "engine") -> tuple[list[bytes], list[bytes]]:
         """Keys that came and keys that went, in one exchange."""
         reply = self.sync(engine)
-        return reply.stored.keys, reply.removed.keys
+        return [*reply.stored.keys], [*reply.removed.keys]
 
 
 def failed_stores(rows: Iterable[Row]) -> FailedStores:
@@ -244,7 +246,7 @@ def desk() -> Desk:
 
 
 def names(reply: SyncReply) -> tuple[list[bytes], list[bytes]]:
-    return reply.stored.keys, reply.removed.keys
+    return [*reply.stored.keys], [*reply.removed.keys]
 
 
 # Attaching
@@ -720,7 +722,7 @@ def test_eviction_takes_the_oldest_chunks(desk: Desk) -> None:
 def test_eviction_spares_what_was_touched_last(desk: Desk) -> None:
     for key in "abcdefgh":
         desk.store(key.encode())
-    desk.sync(touched=[b"b", b"a"])
+    desk.sync(touched=Keys.of([b"b", b"a"]))
     desk.lease(2)
     assert desk.held("abcdefgh") == "abefgh"
 
@@ -729,7 +731,7 @@ def test_eviction_takes_the_tail_of_a_prefix_first_when_it_was_touched_tail_firs
     desk: Desk,
 ) -> None:
     desk.store(*(key.encode() for key in "abcdefgh"))
-    desk.sync(touched=[key.encode() for key in "hgfedcba"])
+    desk.sync(touched=Keys.of([key.encode() for key in "hgfedcba"]))
     desk.lease(3)
     assert desk.held("abcdefgh") == "abcde"
 
@@ -744,7 +746,7 @@ def test_eviction_takes_free_slots_first(desk: Desk) -> None:
 
 def test_eviction_spares_pinned_chunks_until_the_pin_is_over(desk: Desk) -> None:
     desk.store(*(key.encode() for key in "abcdefgh"))
-    desk.sync(pinned=[b"a", b"c", b"unknown"])
+    desk.sync(pinned=Keys.of([b"a", b"c", b"unknown"]))
     desk.lease(2)
     assert desk.held("abcdefgh") == "acefgh"
     desk.now += PIN_S - 0.1
@@ -757,14 +759,14 @@ def test_eviction_spares_pinned_chunks_until_the_pin_is_over(desk: Desk) -> None
 
 def test_grant_is_short_when_all_else_is_pinned(desk: Desk) -> None:
     desk.store(*(key.encode() for key in "abcdefgh"))
-    desk.sync(pinned=[key.encode() for key in "abcdefg"])
+    desk.sync(pinned=Keys.of([key.encode() for key in "abcdefg"]))
     assert len(desk.lease(8)) == 1
 
 
 def test_pins_of_one_namespace_do_not_protect_another(desk: Desk) -> None:
     desk.store(*(key.encode() for key in "abcdefgh"))
     desk.attach("other", namespace="other")
-    desk.sync("other", pinned=[b"a"], touched=[b"a"])
+    desk.sync("other", pinned=Keys.of([b"a"]), touched=Keys.of([b"a"]))
     desk.lease(1)
     assert desk.held("abcdefgh") == "bcdefgh"
 
@@ -823,7 +825,7 @@ def test_slabs_with_leases_are_not_reclaimed() -> None:
 
 def test_slabs_with_chunks_about_to_be_loaded_are_not_reclaimed() -> None:
     desk = full_of_small_chunks()
-    desk.sync(pinned=[b"0", b"4", b"8"])
+    desk.sync(pinned=Keys.of([b"0", b"4", b"8"]))
     assert [row.slot for row in desk.lease(4, "large")] == [12]
     desk.now += PIN_S
     assert len(desk.lease(4, "large")) == 1

@@ -7,6 +7,7 @@ import pytest
 import raykv.directory.pins
 from raykv.base.ids import EngineId
 from raykv.directory.pins import FAVOUR_S, LOOK_S
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Hints, SyncRequest
 from tests.fixtures.directory.pinned import LINGER_S, PAGE, SPACE, Cluster, key
 
@@ -75,7 +76,11 @@ def test_short_soft_pin_does_not_shorten_a_pin(one: Cluster) -> None:
     one.store("a", *range(8))
     one.pin(0, 1, 2)
     request = SyncRequest(
-        EngineId("engine of a"), 1, one._seq("engine of a"), pinned=[key(0)], asked=[key(1)]
+        EngineId("engine of a"),
+        1,
+        one._seq("engine of a"),
+        pinned=Keys.of([key(0)]),
+        asked=Keys.of([key(1)]),
     )
     one.manager.sync(request, one.now)
     one.wait(LINGER_S + 1)
@@ -186,7 +191,7 @@ def test_pins_outlive_a_clearing_and_a_node(one: Cluster) -> None:
 
 def test_requests_pin_up_to_half_of_the_quota(one: Cluster) -> None:
     one.store("a", *range(8))
-    one.sync("a", hints=Hints([key(0), key(1), key(2)], [20.0] * 3))
+    one.sync("a", hints=Hints(Keys.of([key(0), key(1), key(2)]), [20.0] * 3))
     (node,) = one.manager.pins.pinned(one.now).nodes
     assert (node.kept_bytes, node.client_bytes, node.waiting_chunks) == (2 * PAGE, 2 * PAGE, 1)
     assert not one.pin(3, 4).error, "the operator has the other half"
@@ -196,7 +201,7 @@ def test_requests_pin_up_to_half_of_the_quota(one: Cluster) -> None:
 
 def test_priority_of_a_request_counts_for_a_while(one: Cluster) -> None:
     one.store("a", *range(8))
-    one.sync("a", hints=Hints(favoured=[key(0)], priorities=[3]))
+    one.sync("a", hints=Hints(favoured=Keys.of([key(0)]), priorities=[3]))
     one.store("a", *range(100, 107))
     assert one.held("a", *range(8)) == [0]
     one.wait(FAVOUR_S)
@@ -205,15 +210,15 @@ def test_priority_of_a_request_counts_for_a_while(one: Cluster) -> None:
 
 def test_later_hint_makes_a_pin_longer_never_shorter(one: Cluster) -> None:
     one.store("a", *range(8))
-    one.sync("a", hints=Hints([key(0)], [30.0]))
-    one.sync("a", hints=Hints([key(0)], [5.0]))
+    one.sync("a", hints=Hints(Keys.of([key(0)]), [30.0]))
+    one.sync("a", hints=Hints(Keys.of([key(0)]), [5.0]))
     one.wait(20)
     assert one.manager.pins.pinned(one.now).client_chunks == 1
 
 
 def test_names_are_bounded(one: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raykv.directory.pins, "MAX_PINNED", 4)
-    one.sync("a", hints=Hints([key(number) for number in range(6)], [20.0] * 6))
+    one.sync("a", hints=Hints(Keys.of([key(number) for number in range(6)]), [20.0] * 6))
     pinned = one.manager.pins.pinned(one.now)
     assert (pinned.client_chunks, pinned.hints_refused) == (2, 4)
     assert "5 chunks would be pinned, more than 4 in all" in one.pin(10, 11, 12).error

@@ -7,6 +7,7 @@ import pytest
 import raykv.directory.sessions
 from raykv.base.ids import MissReason
 from raykv.directory.sessions import LATE_S
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Hints, MissRecord
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.sessions import (
@@ -152,7 +153,7 @@ def test_firm_pin_outlives_the_end_of_a_session(one: Cluster) -> None:
 
 def test_priority_of_a_request_ends_with_its_session(one: Cluster) -> None:
     one.store("a", *range(8))
-    one.sync("a", hints=Hints(favoured=[key(6), key(7)], priorities=[9, 9]))
+    one.sync("a", hints=Hints(favoured=Keys.of([key(6), key(7)]), priorities=[9, 9]))
     one.say("a", "done", OVER, 6, 7)
     assert one.manager.pins.pinned(one.now).client_chunks == 0
     flood(one, 2)

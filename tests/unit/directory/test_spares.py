@@ -13,7 +13,7 @@ from raykv.directory.table.dicts import DictTable
 from raykv.directory.table.policies import POLICIES
 from raykv.directory.table.protocol import Changes, Name, TableChunk
 from raykv.lab.bench.s3fifo import S3FIFO
-from raykv.protocol.columns import Handles, LostReplicas, Source
+from raykv.protocol.columns import Handles, Keys, LostReplicas, Source
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Inventory
@@ -321,7 +321,7 @@ class Desk(PlainDesk):
         return "".join(self.evict(node, count) for count in range(1, 5))
 
     def handles(self, node: str, letter: str) -> Handles:
-        return Handles([letter.encode()], [0], [self.generation(node, letter) or 0])
+        return Handles(Keys.of([letter.encode()]), [0], [self.generation(node, letter) or 0])
 
 
 @pytest.fixture
@@ -346,12 +346,12 @@ def test_chunk_of_another_namespace_is_no_replica() -> None:
     assert not answer.error
     granted = desk.sync("second", wanted={0: 1}).granted
     columns = (granted.slots, granted.generations, [PAGE])
-    desk.report("two", Inventory(["second"], [0], [b"c"], *columns))
+    desk.report("two", Inventory(["second"], [0], Keys.of([b"c"]), *columns))
     assert desk.order("one") == "abcd"
 
 
 def test_spare_that_an_engine_uses_goes_after_the_other_spares(desk: Desk) -> None:
-    desk.sync("one", touched=[b"c"])
+    desk.sync("one", touched=Keys.of([b"c"]))
     assert desk.order("one") == "bcad"
 
 
@@ -405,7 +405,7 @@ def test_replica_that_a_node_brings_along_makes_spares() -> None:
     assert generation is not None
     desk.epochs["two"] += 1
     desk.report("two", highest_generation=generation)
-    rows = Inventory(["model"], [0], [b"c"], [0], [generation - 1], [PAGE])
+    rows = Inventory(["model"], [0], Keys.of([b"c"]), [0], [generation - 1], [PAGE])
     desk.report("two", rows, highest_generation=generation, page=1, last_page=True)
     assert desk.held("two") == "c"
     assert desk.order("one") == "cabd"
@@ -449,7 +449,7 @@ def test_replicas_of_a_cleared_namespace_are_forgotten(desk: Desk) -> None:
 
 
 def test_pinned_spare_stays_until_its_time_is_over(desk: Desk) -> None:
-    desk.sync("one", pinned=[b"c", b"b"])
+    desk.sync("one", pinned=Keys.of([b"c", b"b"]))
     assert desk.evict("one", 4) == "ad"
     desk.now += PIN_S
     assert desk.evict("one", 4) == "bc"

@@ -7,7 +7,7 @@ import pytest
 import raykv.directory.transfers
 from raykv.base.ids import NodeId
 from raykv.directory.transfers import OWNER
-from raykv.protocol.columns import LostReplicas, Source, SourceKind
+from raykv.protocol.columns import Keys, LostReplicas, Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import DiskChunks, DiskNews, Inventory
 from raykv.protocol.operator import (
@@ -64,7 +64,7 @@ def arrive(cluster: Cluster, grant: TransferGrant, *positions: int) -> None:
     rows = Inventory(
         [SPACE],
         [0] * count,
-        [handles.keys[at] for at in positions],
+        Keys.of([handles.keys[at] for at in positions]),
         [handles.slots[at] for at in positions],
         [handles.generations[at] for at in positions],
         [PAGE] * count,
@@ -126,7 +126,7 @@ def test_chunks_that_are_only_on_disks_get_slots_and_sources(two: Cluster) -> No
     assert two.held("b", 7, 8) == [7, 8]
     end(two, *grant.handles.slots[:1], grant.handles.slots[2])
     again = lend(two, 7, 0, 8, name="next")
-    assert (again.there, again.handles.keys) == (2, [key(0)])
+    assert (again.there, again.handles.keys) == (2, Keys.of([key(0)]))
 
 
 @pytest.mark.parametrize("size", [0, -PAGE, 1, PAGE + 1, 1 << 62])
@@ -171,7 +171,7 @@ def test_grant_carries_what_was_evicted_for_it_and_nothing_older(two: Cluster) -
 def test_what_a_disk_does_not_have_any_more_is_forgotten(two: Cluster) -> None:
     put_on_disk(two, "b", 7)
     lend(two, 7)
-    end(two, lost=LostReplicas([Source("b", SourceKind.DISK)], [key(7)], [5]))
+    end(two, lost=LostReplicas([Source("b", SourceKind.DISK)], Keys.of([key(7)]), [5]))
     again = lend(two, 7, name="next")
     assert (len(again.handles), again.nowhere) == (0, 1)
 
@@ -192,7 +192,7 @@ def test_what_has_come_is_held_and_what_has_not_is_free_again(two: Cluster) -> N
     assert num_leased(two) == 0
     assert two.manager.transfers.num_lent == 0
     again = lend(two, 0, 1, 2, name="next")
-    assert (again.there, again.handles.keys) == (2, [key(2)])
+    assert (again.there, again.handles.keys) == (2, Keys.of([key(2)]))
 
 
 def test_lease_of_a_chunk_that_came_stays_until_it_is_reported(two: Cluster) -> None:
@@ -259,7 +259,7 @@ def test_leases_of_a_node_that_is_gone_end_with_it(two: Cluster) -> None:
 
 def test_replica_that_a_source_has_lost_leaves_the_directory(two: Cluster) -> None:
     grant = lend(two, 0)
-    end(two, lost=LostReplicas([Source("a")], [key(0)], [grant.sources.generations[0]]))
+    end(two, lost=LostReplicas([Source("a")], Keys.of([key(0)]), [grant.sources.generations[0]]))
     assert two.held("a", 0) == []
 
 

@@ -6,8 +6,9 @@ import pytest
 
 import raykv.engine.hints
 from raykv.base.errors import MessageError
-from raykv.base.ids import Key
+from raykv.base.ids import MAX_KEY_BYTES, Key
 from raykv.engine.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Hints, SyncRequest, check_sync
 from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
 
@@ -34,13 +35,13 @@ def test_nothing_is_passed_on_unless_the_server_allows_it() -> None:
 
 def test_priority_is_passed_on_without_the_pin_where_only_that_is_allowed() -> None:
     hints, counters = told(Allowed.PRIORITY, BOTH)
-    assert hints == Hints(favoured=[*keys(2)], priorities=[3, 3])
+    assert hints == Hints(favoured=Keys.of([*keys(2)]), priorities=[3, 3])
     assert (counters["hints_ignored"], counters["hinted_chunks"]) == (1, 2)
 
 
 def test_both_are_passed_on_where_pins_are_allowed() -> None:
     hints, counters = told(Allowed.PIN, BOTH)
-    assert hints == Hints([*keys(2)], [60.0, 60.0], [*keys(2)], [3, 3])
+    assert hints == Hints(Keys.of([*keys(2)]), [60.0, 60.0], Keys.of([*keys(2)]), [3, 3])
     assert counters["hints_ignored"] == 0
 
 
@@ -85,22 +86,24 @@ def test_queue_is_bounded_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "hints",
     [
-        Hints([b"k"], []),
-        Hints([b"k"], [0.0]),
-        Hints([b"k"], [-1.0]),
-        Hints([b"k"], [float("nan")]),
-        Hints([b"a", b"b"], [1.0, float("nan")]),
-        Hints([b"k"], [float("inf")]),
-        Hints([b"k"], [1e9]),
-        Hints([b""], [1.0]),
-        Hints(favoured=[b"k"]),
-        Hints(favoured=[b"k"], priorities=[0]),
-        Hints(favoured=[b"k"], priorities=[10]),
-        Hints(favoured=[b"k" * 129], priorities=[1]),
+        Hints(Keys.of([b"k"]), []),
+        Hints(Keys.of([b"k"]), [0.0]),
+        Hints(Keys.of([b"k"]), [-1.0]),
+        Hints(Keys.of([b"k"]), [float("nan")]),
+        Hints(Keys.of([b"a", b"b"]), [1.0, float("nan")]),
+        Hints(Keys.of([b"k"]), [float("inf")]),
+        Hints(Keys.of([b"k"]), [1e9]),
+        Hints(Keys.of([bytes(MAX_KEY_BYTES + 1)]), [1.0]),
+        Hints(favoured=Keys.of([b"k"])),
+        Hints(favoured=Keys.of([b"k"]), priorities=[0]),
+        Hints(favoured=Keys.of([b"k"]), priorities=[10]),
+        Hints(favoured=Keys.of([b"k" * 129]), priorities=[1]),
     ],
 )
 def test_hints_that_cannot_be_meant_are_refused(hints: Hints) -> None:
-    check_sync(SyncRequest("engine", 1, 1, hints=Hints([b"k"], [1.0], [b"k"], [9])))
+    check_sync(
+        SyncRequest("engine", 1, 1, hints=Hints(Keys.of([b"k"]), [1.0], Keys.of([b"k"]), [9]))
+    )
     with pytest.raises(MessageError):
         check_sync(SyncRequest("engine", 1, 1, hints=hints))
 
@@ -138,7 +141,7 @@ def test_session_is_told_when_its_request_comes_and_when_it_ends() -> None:
     box = HintBox(Allowed.SESSION)
     assert run(box, SESSION, keys(2)) == [
         SessionNews("agent", SessionWord.CAME),
-        SessionNews("agent", SessionWord.USED, [*keys(2)]),
+        SessionNews("agent", SessionWord.USED, Keys.of([*keys(2)])),
     ]
     assert box.counter_values()["hints_ignored"] == 0
 
@@ -147,10 +150,12 @@ def test_end_and_pause_are_told_with_the_chunks_of_the_request() -> None:
     box = HintBox(Allowed.PIN)
     pauses = Hint(priority=3, session="agent", pause_s=9.0)
     assert run(box, pauses, keys(1))[-1] == SessionNews(
-        "agent", SessionWord.PAUSED, [*keys(1)], 9.0, 3
+        "agent", SessionWord.PAUSED, Keys.of([*keys(1)]), 9.0, 3
     )
     is_over = Hint(session="agent", is_over=True, pause_s=9.0)
-    assert run(box, is_over, keys(2))[-1] == SessionNews("agent", SessionWord.OVER, [*keys(2)[1:]])
+    assert run(box, is_over, keys(2))[-1] == SessionNews(
+        "agent", SessionWord.OVER, Keys.of([*keys(2)[1:]])
+    )
 
 
 def test_long_pause_is_cut_down() -> None:
@@ -188,10 +193,10 @@ def test_session_of_many_chunks_is_told_in_pieces_and_its_end_with_the_last() ->
     assert (came.word, piece.word, piece.keys) == (
         SessionWord.CAME,
         SessionWord.USED,
-        keys(MAX_TOLD),
+        Keys.of(keys(MAX_TOLD)),
     )
     (last,) = box.take_sessions()
-    assert (last.word, last.keys) == (SessionWord.OVER, keys(MAX_TOLD + 1)[-1:])
+    assert (last.word, last.keys) == (SessionWord.OVER, Keys.of(keys(MAX_TOLD + 1)[-1:]))
     assert not box.has_news
 
 
@@ -211,7 +216,7 @@ def test_news_of_sessions_is_bounded_and_the_rest_counted(monkeypatch: pytest.Mo
     [
         SessionNews("", SessionWord.USED),
         SessionNews("s" * 129, SessionWord.USED),
-        SessionNews("s", SessionWord.USED, [b""]),
+        SessionNews("s", SessionWord.USED, Keys.of([bytes(MAX_KEY_BYTES + 1)])),
         SessionNews("s", SessionWord.USED, pause_s=1.0),
         SessionNews("s", SessionWord.PAUSED),
         SessionNews("s", SessionWord.PAUSED, pause_s=-1.0),
@@ -222,7 +227,7 @@ def test_news_of_sessions_is_bounded_and_the_rest_counted(monkeypatch: pytest.Mo
     ],
 )
 def test_news_that_cannot_be_meant_is_refused(news: SessionNews) -> None:
-    valid = [SessionNews("s", SessionWord.PAUSED, [b"k"], 1.0, 9)]
+    valid = [SessionNews("s", SessionWord.PAUSED, Keys.of([b"k"]), 1.0, 9)]
     check_sync(SyncRequest("engine", 1, 1, sessions=valid))
     with pytest.raises(MessageError):
         check_sync(SyncRequest("engine", 1, 1, sessions=[*valid, news]))

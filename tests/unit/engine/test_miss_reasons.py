@@ -11,7 +11,7 @@ from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import FailedLoad, RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handles, Leases, Replicas, Source
+from raykv.protocol.columns import Handles, Keys, Leases, Numbers, Replicas, Source
 from raykv.protocol.engine import EngineAttached
 from raykv.protocol.peer import FetchResult
 from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, apply, take
@@ -49,7 +49,9 @@ def view() -> Iterator[EngineView]:
 
 def here(*keys: Key) -> Handles:
     """Chunks on the engine's own node."""
-    return Handles([*keys], [SLOT + at for at, _ in enumerate(keys)], [GENERATION] * len(keys))
+    return Handles(
+        Keys.of([*keys]), [SLOT + at for at, _ in enumerate(keys)], [GENERATION] * len(keys)
+    )
 
 
 def look(view: EngineView, name: Key, now: float = 0.0, request: str = "r") -> Lookup:
@@ -60,7 +62,18 @@ def learn(view: EngineView, *, is_there: bool = True, is_pending: bool = False) 
     """The request asks for A, and is told that the node "one" has it, stores it, or nobody."""
     view.ask("r", [A])
     question = take(view, may_want=False)
-    place = Replicas([Source("one")], [80], [0], [0], [97], [1097]) if is_there else Replicas()
+    place = (
+        Replicas(
+            [Source("one")],
+            [80],
+            Numbers.of([0]),
+            Numbers.of([0]),
+            Numbers.of([97]),
+            Numbers.of([1097]),
+        )
+        if is_there
+        else Replicas()
+    )
     apply(view, question, replicas=Replicas(pending=[0]) if is_pending else place)
 
 
@@ -282,7 +295,7 @@ def test_load_failed(view: EngineView) -> None:
 def test_chunk_that_came_back_is_a_hit_whatever_is_remembered(view: EngineView) -> None:
     apply(view, stored=here(A), has_peers=False)
     apply(view, removed=here(A), has_peers=False)
-    apply(view, stored=Handles([A], [SLOT], [GENERATION + 1]), has_peers=False)
+    apply(view, stored=Handles(Keys.of([A]), [SLOT], [GENERATION + 1]), has_peers=False)
     assert look(view, A) is Lookup.HIT
 
 

@@ -17,8 +17,10 @@ from raykv.engine.view import EngineView
 from raykv.protocol.columns import (
     MAX_KEYS,
     Handles,
+    Keys,
     Leases,
     LostReplicas,
+    Numbers,
     Replica,
     Replicas,
     Source,
@@ -36,7 +38,7 @@ LEASES = ((0, 10), (1, 11), (2, 12), (3, 13))
 
 
 def handles(names: str, slots: list[int], generations: list[int]) -> Handles:
-    return Handles([*keys(names)], slots, generations)
+    return Handles(Keys.of([*keys(names)]), slots, generations)
 
 
 def told(request: SyncRequest, where: str = "", pending: str = "") -> Replicas:
@@ -45,19 +47,23 @@ def told(request: SyncRequest, where: str = "", pending: str = "") -> Replicas:
     The other nodes are in their life 80; slot and generation follow from the letter.
     """
     sources = dict(word.split(":") for word in where.split())
-    answer = Replicas([], [], [], [], [], [], [])
+    waiting: list[int] = []
+    rows: list[tuple[int, int, str]] = []
     for position, raw in enumerate(request.asked):
         letter = raw[:-4].decode()
         if letter in pending:
-            answer.pending.append(position)
-        for node in filter(None, sources.get(letter, "").split(",")):
-            answer.sources.append(Source(node))
-            answer.node_epochs.append(NODE_EPOCH if node == "own" else 80)
-            answer.key_index.append(position)
-            answer.source_index.append(len(answer.sources) - 1)
-            answer.slots.append(ord(letter))
-            answer.generations.append(ord(letter) + 1000)
-    return answer
+            waiting.append(position)
+        nodes = filter(None, sources.get(letter, "").split(","))
+        rows += [(position, ord(letter), node) for node in nodes]
+    return Replicas(
+        [Source(node) for _, _, node in rows],
+        [NODE_EPOCH if node == "own" else 80 for _, _, node in rows],
+        Numbers.of(position for position, _, _ in rows),
+        Numbers.of(range(len(rows))),
+        Numbers.of(place for _, place, _ in rows),
+        Numbers.of(place + 1000 for _, place, _ in rows),
+        waiting,
+    )
 
 
 def replica(letter: str, node: str = "one") -> Replica:
@@ -272,7 +278,7 @@ def test_nobody_is_asked_and_nothing_is_announced_without_peers(view: EngineView
     assert look(view, "a") == [MISS]
     view.prepare_store("r", keys("c"))
     request = take(view)
-    assert (request.asked, request.announced) == ([], Handles())
+    assert (request.asked, request.announced) == (Keys(), Handles())
     assert view.counter_values()["chunks_asked"] == 0
     apply(view)
     assert look(view, "a") == [RETRY], "somebody has come"
@@ -609,7 +615,7 @@ def test_chunk_that_arrived_in_a_later_life_of_the_node_is_not_loaded_before_it_
 
 def test_sources_that_have_lost_chunks_are_reported_once(view: EngineView) -> None:
     orders = order_all(view, "a")
-    lost = LostReplicas([Source("one")], [key("a")], [1097])
+    lost = LostReplicas([Source("one")], Keys.of([key("a")]), [1097])
     view.finish_fetch(orders, replace(result(orders), lost=lost))
     assert view.has_news
     assert take(view).lost == lost
@@ -622,7 +628,7 @@ def test_announcements_and_lost_replicas_go_out_page_by_page(view: EngineView) -
     for number, name in enumerate(names):
         view.remote.announce(name, handle(number, number))
     count = len(names)
-    lost = LostReplicas([Source("one")] * count, [*names], list(range(count)))
+    lost = LostReplicas([Source("one")] * count, Keys.of([*names]), list(range(count)))
     view.finish_fetch([], replace(result([]), lost=lost))
     pages = [take(view) for _ in range(4)]
     assert [len(page.announced) for page in pages] == [count // 2, count // 2, 0, 0]
@@ -701,14 +707,19 @@ def learn_mixed(view: EngineView, full: str, window: str) -> None:
     view.ask("r", keys("abcd"))
     view.ask("r", in_window("abcd"))
     question = take(view)
-    answer = Replicas([Source("one")], [80], [], [], [], [], [])
-    for position, raw in enumerate(question.asked):
-        letter = raw[:-4].decode()
-        if letter in (full if raw[-1] == 0 else window):
-            answer.key_index.append(position)
-            answer.source_index.append(0)
-            answer.slots.append(ord(letter))
-            answer.generations.append(ord(letter) + 1000)
+    rows = [
+        (position, ord(raw[:-4]))
+        for position, raw in enumerate(question.asked)
+        if raw[:-4].decode() in (full if raw[-1] == 0 else window)
+    ]
+    answer = Replicas(
+        [Source("one")],
+        [80],
+        Numbers.of(position for position, _ in rows),
+        Numbers.of([0] * len(rows)),
+        Numbers.of(place for _, place in rows),
+        Numbers.of(place + 1000 for _, place in rows),
+    )
     apply(view, question, replicas=answer)
 
 

@@ -12,7 +12,7 @@ from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import RequestOptions
 from raykv.engine.stock import LeaseStock
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import MAX_KEYS, Handles, Leases, Replicas, Source
+from raykv.protocol.columns import MAX_KEYS, Handles, Keys, Leases, Numbers, Replicas, Source
 from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.protocol.peer import FetchResult
 from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, apply, handle, take
@@ -153,7 +153,12 @@ def view_that_found(*found: Key, held: Leases) -> EngineView:
     view.ask("r", found)
     count = len(found)
     told = Replicas(
-        [Source("one")], [80], list(range(count)), [0] * count, [7] * count, [8] * count
+        [Source("one")],
+        [80],
+        Numbers.of(list(range(count))),
+        Numbers.of([0] * count),
+        Numbers.of([7] * count),
+        Numbers.of([8] * count),
     )
     apply(view, take(view, may_want=False), replicas=told)
     return view
@@ -302,7 +307,7 @@ def ends_rejected(view: EngineView) -> None:
 
 
 def ends_by_eviction(view: EngineView) -> None:
-    removed = Handles([A, B], [0, 1], [10, 11])
+    removed = Handles(Keys.of([A, B]), [0, 1], [10, 11])
     view.apply(SyncReply(EPOCH, 1, NODE_EPOCH, removed=removed, has_peers=True))
 
 
@@ -347,7 +352,9 @@ def test_result_of_a_forgotten_fetch_is_not_that_of_the_next_one() -> None:
     ends_by_reset(view)
     view.start_request("later", RequestOptions())
     view.ask("later", [A])
-    told = Replicas([Source("one")], [80], [0], [0], [7], [8])
+    told = Replicas(
+        [Source("one")], [80], Numbers.of([0]), Numbers.of([0]), Numbers.of([7]), Numbers.of([8])
+    )
     apply(view, take(view), granted=leases((0, 9, 30)), replicas=told, cleared=1)
     assert view.lookup("later", A, 0.0) is HIT_PENDING
     (order,) = view.remote.take_orders()
@@ -361,7 +368,7 @@ def test_result_of_a_forgotten_fetch_is_not_that_of_the_next_one() -> None:
 
 def test_removal_at_another_generation_does_not_end_a_fetch() -> None:
     view, orders = fetching()
-    view.apply(SyncReply(EPOCH, 1, NODE_EPOCH, removed=Handles([A], [0], [9])))
+    view.apply(SyncReply(EPOCH, 1, NODE_EPOCH, removed=Handles(Keys.of([A]), [0], [9])))
     arrive(view, orders)
     assert look(view, A, B) == [Lookup.HIT, Lookup.HIT]
 

@@ -11,7 +11,7 @@ import pytest
 from raykv.base.ids import NO_GENERATION, EngineId, Epoch, Generation, Key, Lookup, NodeId
 from raykv.engine.requests import FailedLoad, RequestOptions, StoreSampler
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Leases
+from raykv.protocol.columns import MAX_KEYS, Handle, Handles, Keys, Leases
 from raykv.protocol.engine import EngineAttached, Owned, SyncReply
 from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, grant, handle, keys, look, take
 from tests.fixtures.keys import named_key as key
@@ -25,7 +25,9 @@ LEASE_SLOTS = 8
 def handles(*rows: tuple[Key, int, int]) -> Handles:
     """Columns out of (key, slot, generation)."""
     return Handles(
-        [name for name, _, _ in rows], [slot for _, slot, _ in rows], [gen for _, _, gen in rows]
+        Keys.of([name for name, _, _ in rows]),
+        [slot for _, slot, _ in rows],
+        [gen for _, _, gen in rows],
     )
 
 
@@ -448,7 +450,7 @@ def test_request_pins_what_is_about_to_be_loaded_and_touches_the_tail_first(
     assert request.pinned == keys("abc")
     assert request.touched == keys("cba")
     again = take(view)
-    assert (again.pinned, again.touched) == ([], [])
+    assert (again.pinned, again.touched) == (Keys(), Keys())
     assert not view.has_news
 
 
@@ -475,7 +477,7 @@ def test_request_is_a_bare_heartbeat_and_the_outbox_stays_when_it_may_not_grow(
     view.prepare_load(keys("a"))
     quiet = take(view, may_grow=False)
     assert quiet.idle
-    assert (quiet.pinned, quiet.touched, quiet.wanted) == ([], [], {})
+    assert (quiet.pinned, quiet.touched, quiet.wanted) == (Keys(), Keys(), {})
     assert take(view).pinned == keys("a")
 
 
@@ -487,7 +489,7 @@ def test_requests_carry_one_page_of_the_outbox_each(view: EngineView) -> None:
     first, second, third = take(view), take(view), take(view)
     assert [*first.pinned, *second.pinned] == names
     assert [*first.touched, *second.touched] == names[::-1]
-    assert (third.pinned, third.touched) == ([], [])
+    assert (third.pinned, third.touched) == (Keys(), Keys())
     sizes = [len(request.pinned) + len(request.touched) for request in (first, second)]
     assert max(sizes) <= MAX_KEYS
 
@@ -589,7 +591,8 @@ def test_view_knows_nothing_of_the_last_node_when_the_engine_is_at_another_one(
     assert look(view, "abc", request="new") == [MISS, MISS, MISS]
     assert free_slots(view) == []
     told = take(view)
-    assert (told.touched, told.pinned, told.released, told.dropped) == ([], [], Leases(), Handles())
+    assert (told.touched, told.pinned) == (Keys(), Keys())
+    assert (told.released, told.dropped) == (Leases(), Handles())
     # Its NodeActor may have begun earlier, and may have the same chunks.
     attach(view, node_epoch=NODE_EPOCH - 5)
     view.apply(reply(handles((key("a"), 5, 10)), node_epoch=NODE_EPOCH - 5))
@@ -736,7 +739,7 @@ def test_reset_empties_the_view_at_once(view: EngineView) -> None:
     assert free_slots(view) == []
     request = take(view)
     assert request.clear == 1
-    assert (request.pinned, request.touched, request.released) == ([], [], Leases())
+    assert (request.pinned, request.touched, request.released) == (Keys(), Keys(), Leases())
     assert view.has_news
 
 

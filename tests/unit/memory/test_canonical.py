@@ -15,7 +15,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import Planner
 from raykv.memory.canonical import MAX_ROWS, PageSpan, objection, shares
 from raykv.memory.handles import check_layout
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.worker import (
     NOT_CANONICAL,
@@ -45,7 +45,7 @@ LAYOUT = KVLayout(
 
 
 def job(direction: Direction, slot: int, blocks: list[int], first: int = 0) -> CopyJob:
-    handles = Handles([b"k"], [slot], [1])
+    handles = Handles(Keys.of([b"k"]), [slot], [1])
     return CopyJob(1, int(direction), 1, handles, [0], [len(blocks)], [first], blocks)
 
 

@@ -19,6 +19,7 @@ import raykv
 from raykv.base.errors import ClusterError, MessageError, VersionError
 from raykv.base.ids import SLOT_ALIGNMENT, EventKind
 from raykv.directory.actor import SchedulerActor
+from raykv.protocol.columns import Keys
 from raykv.protocol.events import EventPage, EventsMissed, SnapshotPage
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.node import Inventory, NodeReport
@@ -82,7 +83,7 @@ def actor() -> SchedulerActor:
     made._manager._log._most = 50
     for seq in range(1, 41):
         stored = Inventory(
-            ["model"], [0, 0], [b"a%d" % seq, b"b%d" % seq], [0, 1], [seq] * 2, [PAGE] * 2
+            ["model"], [0, 0], Keys.of([b"a%d" % seq, b"b%d" % seq]), [0, 1], [seq] * 2, [PAGE] * 2
         )
         made.report(
             encode(NodeReport(PROTOCOL_VERSION, "node", 7, seq, 8 * PAGE, 4 * PAGE, 0, 0, stored))
@@ -193,8 +194,8 @@ def snapshot(*pages: bytes) -> Replay:
 @pytest.mark.parametrize(
     "chunks",
     [
-        Inventory(["model"], [0], [b"key1"], [], [], []),
-        Inventory(["model"], [3], [b"key1"], [1], [1], [1]),
+        Inventory(["model"], [0], Keys.of([b"key1"]), [], [], []),
+        Inventory(["model"], [3], Keys.of([b"key1"]), [1], [1], [1]),
     ],
 )
 def test_snapshot_that_can_not_be_meant_is_an_error(chunks: Inventory) -> None:

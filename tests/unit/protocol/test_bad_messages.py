@@ -33,7 +33,16 @@ from raykv.node.fetch import FetchService, _bounded
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError
 from raykv.node.read import ReadService
-from raykv.protocol.columns import Handles, Leases, LostReplicas, Replicas, Source, SourceKind
+from raykv.protocol.columns import (
+    Handles,
+    Keys,
+    Leases,
+    LostReplicas,
+    Numbers,
+    Replicas,
+    Source,
+    SourceKind,
+)
 from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
@@ -41,6 +50,7 @@ from raykv.protocol.engine import (
     SyncRequest,
     check_attached,
     check_reply,
+    check_sync,
 )
 from raykv.protocol.events import EventPage, SnapshotPage
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
@@ -119,6 +129,47 @@ def test_what_is_not_even_bytes_is_refused(raw: Any) -> None:
         receive(raw, SyncRequest, "the sender", "the receiver")
 
 
+class AnyColumn(msgspec.Struct, array_like=True):
+    """Like `Keys`, of whatever length."""
+
+    raw: bytes
+    lengths: bytes
+
+
+class AnyQuestion(msgspec.Struct):
+    """Like a `SyncRequest` that asks."""
+
+    engine_id: str
+    epoch: int
+    seq: int
+    asked: AnyColumn
+
+
+@pytest.mark.parametrize(
+    ("raw", "lengths", "why"),
+    [
+        (bytes(71), b"\x24", "keys of 36 bytes each in 71 bytes"),
+        (bytes(35), b"\x24", "keys of 36 bytes each in 35 bytes"),
+        (bytes(72), b"\0", "keys of 0 bytes each in 72 bytes"),
+        (b"", b"\0", "keys of 0 bytes each in 0 bytes"),
+        (bytes(36), b"", "keys in 36 bytes that should have 0 in all"),
+        (bytes(36), b"\x24\x01", "keys in 36 bytes that should have 37 in all"),
+        (bytes(38), b"\x24\x01", "keys in 38 bytes that should have 37 in all"),
+    ],
+)
+def test_column_of_keys_that_is_not_as_long_as_it_says_is_refused(
+    raw: bytes, lengths: bytes, why: str
+) -> None:
+    message = encode(AnyQuestion("engine", 1, 1, AnyColumn(raw, lengths)))
+    with pytest.raises(MessageError, match=f"an engine sent the actor no SyncRequest: {why}"):
+        receive(message, SyncRequest, "an engine", "the actor")
+
+
+def test_column_of_keys_that_are_too_long_is_refused() -> None:
+    with pytest.raises(MessageError, match="lengths of asked keys from 129 to 129"):
+        check_sync(SyncRequest("engine", 1, 1, asked=Keys(bytes(2 * 129), b"\x81")))
+
+
 # The scheduler actor
 
 
@@ -164,7 +215,9 @@ class Desk:
         assert len(granted.slots) == 1
         self.seq += 1
         key = b"honest %d" % self.seq
-        stored = Inventory(["honest"], [0], [key], granted.slots, granted.generations, [PAGE])
+        stored = Inventory(
+            ["honest"], [0], Keys.of([key]), granted.slots, granted.generations, [PAGE]
+        )
         self.actor.report(encode(replace(REPORT, seq=self.seq, stored=stored)))
         assert key in self.sync({}).stored.keys
         self.check()
@@ -187,7 +240,7 @@ NUMBER = st.one_of(
     st.sampled_from([-1, 7, 8, 63, 64, PAGE, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, BIG]),
     st.sampled_from([MAX_GENERATION, MAX_GENERATION + 1, -(1 << 63)]),
 )
-KEY = st.sampled_from([b"", b"k", b"key1", b"key2", b"\0" * 36, b"x" * 129, b"y" * 5000])
+KEY = st.sampled_from([b"k", b"key1", b"key2", b"\0" * 36, b"x" * 129, b"y" * 255])
 NAME = st.sampled_from(["", "node", "engine", "honest", "other", "\0", "n" * 5000])
 
 
@@ -211,15 +264,19 @@ def any_columns(draw: st.DrawFn, *kinds: st.SearchStrategy[Any]) -> list[list[An
 
 PLACE = st.one_of(st.integers(0, 63), NUMBER)
 AGE = st.one_of(st.integers(1, 9), NUMBER)
-HANDLES = any_columns(KEY, PLACE, AGE).map(lambda columns: Handles(*columns))
+HANDLES = any_columns(KEY, PLACE, AGE).map(
+    lambda columns: Handles(Keys.of(columns[0]), *columns[1:])
+)
 LEASES = any_columns(st.one_of(st.just(0), NUMBER), PLACE, AGE).map(lambda c: Leases(*c))
 SOURCE = st.builds(Source, NAME, st.sampled_from(SourceKind))
-LOST = any_columns(SOURCE, KEY, AGE).map(lambda columns: LostReplicas(*columns))
+LOST = any_columns(SOURCE, KEY, AGE).map(
+    lambda columns: LostReplicas(columns[0], Keys.of(columns[1]), columns[2])
+)
 SIZE = st.one_of(st.sampled_from([PAGE, PAGE, 2 * PAGE, 8 * PAGE]), NUMBER)
 INVENTORY = st.tuples(
     st.lists(NAME, min_size=1, max_size=2),
     any_columns(st.one_of(st.just(0), NUMBER), KEY, PLACE, AGE, SIZE),
-).map(lambda parts: Inventory(parts[0], *parts[1]))
+).map(lambda parts: Inventory(parts[0], parts[1][0], Keys.of(parts[1][1]), *parts[1][2:]))
 FAILED = any_columns(PLACE, AGE, SIZE).map(lambda columns: FailedStores(*columns))
 
 
@@ -270,16 +327,16 @@ SKETCH = st.builds(KeySketch, registers=st.binary(max_size=8), ranks=st.binary(m
 
 @st.composite
 def any_sync(draw: st.DrawFn) -> dict[str, Any]:
-    keys = st.lists(KEY, max_size=3)
+    keys = st.lists(KEY, max_size=3).map(Keys.of)
     return {
         "seq": draw(sometimes(1 << 40, NUMBER)),
         "wanted": draw(sometimes({}, st.dictionaries(NUMBER, NUMBER, max_size=2))),
-        "touched": draw(sometimes([], keys)),
-        "pinned": draw(sometimes([], keys)),
+        "touched": draw(sometimes(Keys(), keys)),
+        "pinned": draw(sometimes(Keys(), keys)),
         "released": draw(sometimes(Leases(), LEASES)),
         "dropped": draw(sometimes(Handles(), HANDLES)),
         "lost": draw(sometimes(LostReplicas(), LOST)),
-        "asked": draw(sometimes([], keys)),
+        "asked": draw(sometimes(Keys(), keys)),
         "announced": draw(sometimes(Handles(), HANDLES)),
         "clear": draw(sometimes(0, NUMBER)),
         "idle": draw(st.booleans()),
@@ -326,7 +383,9 @@ def test_refused_exchange_changes_nothing() -> None:
         desk.actor.sync(encode(SyncRequest("bad", epoch, 1, {0: 2}))), SyncReply
     ).granted
     assert len(granted.slots) == 2
-    ragged = SyncRequest("bad", epoch, 2, released=granted, announced=Handles([b"k"], [1], []))
+    ragged = SyncRequest(
+        "bad", epoch, 2, released=granted, announced=Handles(Keys.of([b"k"]), [1], [])
+    )
     with pytest.raises(MessageError, match="columns of 1 and 0 rows"):
         desk.actor.sync(encode(ragged))
     leased = desk.actor._manager._nodes[next(iter(desk.actor._manager._nodes))].book.leases()
@@ -438,9 +497,20 @@ def keeper() -> Iterator[PoolKeeper]:
     made.pool._region.close()
 
 
+def packed(numbers: list[int]) -> Numbers:
+    """What is too large comes as something else that is absurd."""
+    return Numbers(b"".join((number % (1 << 64)).to_bytes(8, "little") for number in numbers))
+
+
+def replicas_of(sources: list[list[Any]], columns: list[list[int]], pending: list[int]) -> Replicas:
+    names, epochs = sources
+    keys, index, slots, generations = map(packed, columns)
+    return Replicas(names, epochs, keys, index, slots, generations, pending)
+
+
 REPLICAS = st.tuples(
     any_columns(SOURCE, NUMBER), any_columns(NUMBER, NUMBER, PLACE, AGE), NUMBERS
-).map(lambda parts: Replicas(*[*parts[0], *parts[1], parts[2]]))
+).map(lambda parts: replicas_of(*parts))
 FETCHES = st.builds(
     FetchRequest,
     version=st.just(PROTOCOL_VERSION),
@@ -491,10 +561,10 @@ def test_absurd_reads_give_no_bytes(
     stored=sometimes(Handles(), HANDLES),
     granted=sometimes(Leases(), LEASES),
     replicas=sometimes(Replicas(), REPLICAS),
-    asked=st.lists(KEY, max_size=2),
+    asked=st.lists(KEY, max_size=2).map(Keys.of),
 )
 def test_answer_that_passes_can_be_applied(
-    stored: Handles, granted: Leases, replicas: Replicas, asked: list[bytes]
+    stored: Handles, granted: Leases, replicas: Replicas, asked: Keys
 ) -> None:
     from raykv.base.ids import EngineId
     from raykv.engine.view import EngineView

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import CopyJob, JobBatch
 
 
@@ -76,7 +76,13 @@ def test_reader_refuses_a_larger_frame_before_its_bytes_come(size: int) -> None:
 def test_frame_is_refused_when_it_is_too_large() -> None:
     with pytest.raises(AssertionError):
         wire.frame(
-            JobBatch([CopyJob(1, 0, 1, Handles([bytes(wire.MAX_FRAME_BYTES)]), [], [], [], [])])
+            JobBatch(
+                [
+                    CopyJob(
+                        1, 0, 1, Handles(Keys(bytes(wire.MAX_FRAME_BYTES), b"\x20")), [], [], [], []
+                    )
+                ]
+            )
         )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import raykv.stream.publication as module
 from raykv.base.ids import Key, Namespace, NodeId
+from raykv.protocol.columns import Keys
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.protocol.events import (
     BlockRemoved,
@@ -309,7 +310,7 @@ def snapshot(*numbers: int) -> Replay:
     inventory = Inventory(
         namespaces=[MODEL],
         namespace_index=[0] * len(numbers),
-        keys=[key(number) for number in numbers],
+        keys=Keys.of([key(number) for number in numbers]),
         slots=[0] * len(numbers),
         generations=[1] * len(numbers),
         slot_bytes=[1] * len(numbers),

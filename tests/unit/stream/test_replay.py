@@ -9,7 +9,7 @@ import pytest
 import raykv.directory.answers.snapshots
 from raykv.base.ids import Epoch, Namespace, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.columns import Handles, LostReplicas, Source
+from raykv.protocol.columns import Handles, Keys, LostReplicas, Source
 from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
@@ -173,7 +173,9 @@ def test_snapshot_page_without_a_node_changes_its_place_only() -> None:
 
 def test_snapshot_page_adds_to_what_is_known() -> None:
     replay = replay_of(joined("one", 7), stored("a"))
-    chunks = Inventory(["model"], [0, 0], [key("b"), key("c")], [3, 4], [8, 9], [PAGE, PAGE])
+    chunks = Inventory(
+        ["model"], [0, 0], Keys.of([key("b"), key("c")]), [3, 4], [8, 9], [PAGE, PAGE]
+    )
     replay.load(SnapshotPage(PROTOCOL_VERSION, 1, 17, 0, "one", 7, chunks))
     replay.load(SnapshotPage(PROTOCOL_VERSION, 1, 17, 0, "two", 8))
     assert known(replay) == {("one", "a"): 5, ("one", "b"): 8, ("one", "c"): 9}
@@ -217,8 +219,8 @@ class Desk(PlainDesk):
     def drop(self, node: str, letters: str) -> None:
         """An engine says that chunks of its node are gone."""
         rows = [(key(letter), 0, self.generation(node, letter) or 0) for letter in letters]
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        self.sync(f"{node} model", dropped=Handles(*columns))
+        keys, slots, generations = (list(column) for column in zip(*rows, strict=True))
+        self.sync(f"{node} model", dropped=Handles(Keys.of(keys), slots, generations))
 
     def lose(self, node: str) -> None:
         self.now += EXPIRY_S + 1
@@ -464,9 +466,13 @@ def test_source_that_has_lost_a_chunk_is_no_longer_known_to_have_it() -> None:
     assert generation is not None
     replay = Replay()
     desk.catch_up(replay, (0, 0))
-    desk.sync("two model", lost=LostReplicas([Source("one")], [key("a")], [generation - 1]))
-    desk.sync("two model", lost=LostReplicas([Source("strange")], [key("a")], [generation]))
+    desk.sync(
+        "two model", lost=LostReplicas([Source("one")], Keys.of([key("a")]), [generation - 1])
+    )
+    desk.sync(
+        "two model", lost=LostReplicas([Source("strange")], Keys.of([key("a")]), [generation])
+    )
     assert desk.generation("one", "a") == generation
-    desk.sync("two model", lost=LostReplicas([Source("one")], [key("a")], [generation]))
+    desk.sync("two model", lost=LostReplicas([Source("one")], Keys.of([key("a")]), [generation]))
     desk.catch_up(replay, replay.place)
     assert known(replay) == {("one", "b"): desk.generation("one", "b")}

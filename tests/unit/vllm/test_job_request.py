@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Direction
 from raykv.copy.plan import Planner
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm.transfers import PoolSpec, RayKVTransferResult, RayOffloadingWorker, job_request
 from raykv.worker.job import JobRequest
@@ -95,7 +95,7 @@ def test_request_has_the_blocks_of_each_chunk_of_four() -> None:
 
 def test_request_carries_places_epoch_and_direction() -> None:
     made = request(layout(1, 0), [7, 3], num_chunks=2, direction=Direction.LOAD)
-    assert made.handles == Handles([b"0", b"1"], [100, 101], [500, 501])
+    assert made.handles == Handles(Keys.of([b"0", b"1"]), [100, 101], [500, 501])
     assert (made.job_id, made.node_epoch, made.direction) == (77, 9, Direction.LOAD)
     message = made.message()
     assert (message.job_id, message.node_epoch, message.direction) == (77, 9, 1)
@@ -195,8 +195,8 @@ def test_store_with_a_gap_in_one_group_stores_the_chunks_of_the_others() -> None
         indices=[0, 0, 2],
     )
     assert chunks(made) == [(0, 0, [10, 11, 12, 13]), (2, 2, [30, 31])]
-    assert made.handles == Handles([b"0", b"3"], [100, 103], [500, 503])
-    assert made.torn == Handles([b"1", b"2"], [101, 102], [501, 502])
+    assert made.handles == Handles(Keys.of([b"0", b"3"]), [100, 103], [500, 503])
+    assert made.torn == Handles(Keys.of([b"1", b"2"]), [101, 102], [501, 502])
 
 
 def test_chunks_of_a_store_with_a_gap_are_reported_as_failed() -> None:

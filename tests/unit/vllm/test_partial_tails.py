@@ -27,7 +27,7 @@ from raykv.base.ids import Direction, Key
 from raykv.engine.announcements import Announcements
 from raykv.engine.remote import ChunkSize, RemoteSettings
 from raykv.engine.runtime import EngineIdentity
-from raykv.protocol.columns import Handles, Leases
+from raykv.protocol.columns import Handles, Keys, Leases
 from raykv.protocol.engine import SyncReply
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.manager import track_chunks
@@ -268,7 +268,7 @@ def test_miss_of_a_chunk_keeps_its_reason_though_tails_are_looked_up_behind_it()
             1,
             2,
             node_epoch=NODE_EPOCH,
-            removed=Handles([gone], [handle.slot], [handle.generation]),
+            removed=Handles(Keys.of([gone]), [handle.slot], [handle.generation]),
         )
     )
     for tail in keys_at(request, BOUNDARY):

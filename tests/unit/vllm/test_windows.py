@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from raykv.base.ids import EngineId, Key, MissReason
 from raykv.engine.requests import Miss, RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.vllm.internals.offloading import SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
@@ -60,7 +60,7 @@ class World:
         """Where vLLM believes a request to part, of whose full chunks the first ones are here."""
         self.view.start_request(request.request_id, RequestOptions())
         numbers = list(range(1, here + 1))
-        stored = Handles([*map(key, range(here))], numbers, numbers)
+        stored = Handles(Keys.of([*map(key, range(here))]), numbers, numbers)
         self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, stored=stored))
         self.scheduler.on_new_request(request)
         known = self.tables.find(request.request_id)

@@ -52,6 +52,7 @@ from raykv.directory.table.flat.layout import (
     WHOLE,
 )
 from raykv.directory.table.protocol import MAX_OWNERS, Changes, Held, Uses
+from raykv.protocol.columns import Keys
 
 MIN_ROWS = 256
 MIN_PLACES = 512
@@ -278,32 +279,31 @@ class Rows:
         }
 
     def batch(self, namespace: Namespace, keys: Sequence[bytes]) -> Batch:
-        """Keys of a namespace."""
-        lengths = set(map(len, keys))
-        longest = max(lengths, default=0)
-        assert longest < 1 << LENGTH_BITS, longest
+        """Keys of a namespace; a column of keys as long as a row's is read as it lies there."""
+        column = Keys.of(keys)
+        longest = max(column.lengths, default=0)
         if longest > self._key_words * 4:
             self._widen(longest)
         width = self._key_words * 4
         first_bits = self.number_of(namespace) << LENGTH_BITS
-        if lengths == {width}:
-            raw = b"".join(keys)
-            names = np.full(len(keys), first_bits | width, np.int64)
+        raw = column.raw
+        if column.width == width:
+            names = np.full(len(column), first_bits | width, np.int64)
         else:
-            raw = b"".join([key.ljust(width, b"\0") for key in keys])
-            names = np.array([first_bits | len(key) for key in keys], np.int64)
-        return Batch(np.frombuffer(raw, np.uint32).reshape(len(keys), self._key_words), names)
+            raw = b"".join([key.ljust(width, b"\0") for key in column])
+            names = np.array([first_bits | len(key) for key in column], np.int64)
+        return Batch(np.frombuffer(raw, np.uint32).reshape(len(column), self._key_words), names)
 
-    def keys_at(self, rows: Array) -> list[bytes]:
+    def keys_at(self, rows: Array) -> Keys:
         """Keys of rows that have, or have just had, a chunk."""
         width = self._key_words * 4
         raw = self.rows[rows, KEY:].tobytes()
         lengths = self.rows[rows, NAME] & ((1 << LENGTH_BITS) - 1)
+        if not len(rows) or (lengths == width).all():
+            return Keys(raw, bytes([width]))
         starts = range(0, len(raw), width)
-        if (lengths == width).all():
-            return [raw[start : start + width] for start in starts]
         ends = (np.arange(len(rows)) * width + lengths).tolist()
-        return [raw[start:end] for start, end in zip(starts, ends, strict=True)]
+        return Keys.of([raw[start:end] for start, end in zip(starts, ends, strict=True)])
 
     def changes(self, rows: Array, now: float, *, with_owners: bool) -> list[Changes]:
         """What went with rows that have just been evicted."""

@@ -17,7 +17,7 @@ from raykv.client import listing
 from raykv.client.listing import Reader
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.columns import Keys, Source, SourceKind
 from raykv.protocol.engine import AttachEngine, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import DiskChunks, DiskNews, Inventory, NodeReport
@@ -113,7 +113,7 @@ class Directory:
             Inventory(
                 [space],
                 [0] * len(numbers),
-                [key(number) for number in numbers],
+                Keys.of([key(number) for number in numbers]),
                 granted.slots,
                 granted.generations,
                 [size] * len(numbers),
@@ -123,7 +123,10 @@ class Directory:
     def touch(self, node: str, numbers: list[int], space: str = MODEL) -> None:
         self.manager.expire(self.now)
         request = SyncRequest(
-            f"{node} {space}", 1, next(self.seqs), touched=[key(number) for number in numbers]
+            f"{node} {space}",
+            1,
+            next(self.seqs),
+            touched=Keys.of([key(number) for number in numbers]),
         )
         self.manager.sync(request, self.now)
 
@@ -438,7 +441,7 @@ def test_status_tells_model_and_bytes_of_a_namespace_whose_engines_have_ended(
 
 
 def test_namespace_without_any_introduction_has_no_bytes(directory: Directory) -> None:
-    stored = Inventory(["stray"], [0], [key(1)], [0], [1 << 20], [PAGE])
+    stored = Inventory(["stray"], [0], Keys.of([key(1)]), [0], [1 << 20], [PAGE])
     directory.report("aa01", stored)
     (space,) = directory.manager.status("address", "1.0", directory.now).spaces
     assert (space.namespace, space.chunks, space.num_bytes, space.model) == ("stray", 1, None, "")

@@ -8,7 +8,7 @@ import raykv.directory.answers.questions
 from raykv.base.ids import EngineId, Epoch, Key, Namespace, NodeId
 from raykv.directory.answers.questions import FEW_NODES, MAX_TOLD
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.protocol.columns import Handles, Leases, Replicas, Source
+from raykv.protocol.columns import Handles, Keys, Leases, Numbers, Replicas, Source
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import NodeStats
@@ -44,7 +44,7 @@ class Desk(PlainDesk):
         return handles
 
     def ask(self, letters: str, engine: str = "own") -> Replicas:
-        return self.sync(engine, asked=[x.encode() for x in letters]).replicas
+        return self.sync(engine, asked=Keys.of([x.encode() for x in letters])).replicas
 
     def sources(self, letter: str, engine: str = "own") -> list[str]:
         """The nodes that are told for one key, in their order."""
@@ -96,7 +96,14 @@ def test_replica_is_told_with_its_node_its_life_and_its_place(desk: Desk) -> Non
     desk.store("two", "z")
     stored = desk.store("two", "a")
     told = desk.ask("a")
-    assert told == Replicas([Source("two")], [9], [0], [0], stored.slots, stored.generations)
+    assert told == Replicas(
+        [Source("two")],
+        [9],
+        Numbers.of([0]),
+        Numbers.of([0]),
+        Numbers.of(stored.slots),
+        Numbers.of(stored.generations),
+    )
 
 
 def test_answer_points_into_the_keys_that_were_asked_and_names_each_node_once(desk: Desk) -> None:
@@ -125,15 +132,15 @@ def test_chunk_that_is_gone_is_no_longer_told(desk: Desk) -> None:
 
 def test_repeated_question_gets_the_same_answer_again(desk: Desk) -> None:
     desk.store("one", "a")
-    first = desk.sync(asked=[b"a"], seq=500)
+    first = desk.sync(asked=Keys.of([b"a"]), seq=500)
     desk.sync("one", wanted={0: 4})
-    assert desk.sync(asked=[b"a"], seq=500) == first
+    assert desk.sync(asked=Keys.of([b"a"]), seq=500) == first
     assert first.replicas.sources == [Source("one")]
 
 
 def test_bare_heartbeat_has_no_answers(desk: Desk) -> None:
     desk.store("one", "a")
-    assert desk.sync(asked=[b"a"], idle=True).replicas == Replicas()
+    assert desk.sync(asked=Keys.of([b"a"]), idle=True).replicas == Replicas()
 
 
 # Preference
@@ -247,7 +254,7 @@ def test_announcement_of_another_namespace_is_not_told(desk: Desk) -> None:
 
 def test_question_in_the_message_of_an_announcement_knows_it_already(desk: Desk) -> None:
     handles = desk.lease("own", "a")
-    assert desk.sync(announced=handles, asked=[b"a"]).replicas.pending == [0]
+    assert desk.sync(announced=handles, asked=Keys.of([b"a"])).replicas.pending == [0]
 
 
 def test_lease_that_was_not_announced_is_not_told(desk: Desk) -> None:
@@ -257,9 +264,10 @@ def test_lease_that_was_not_announced_is_not_told(desk: Desk) -> None:
 
 def test_announced_chunk_is_told_with_its_place_once_it_is_stored(desk: Desk) -> None:
     handles = desk.announce("one", "ab")
-    desk.arrive("one", Handles([b"a"], handles.slots[:1], handles.generations[:1]))
+    desk.arrive("one", Handles(Keys.of([b"a"]), handles.slots[:1], handles.generations[:1]))
     told = desk.ask("ab")
-    assert (told.sources, told.key_index, told.pending) == ([Source("one")], [0], [1])
+    assert (told.sources, told.pending) == ([Source("one")], [1])
+    assert told.key_index == [0]
 
 
 def test_announcements_do_not_pile_up_once_their_chunks_are_stored(desk: Desk) -> None:
@@ -355,7 +363,7 @@ def test_latest_announcement_of_a_key_counts(desk: Desk) -> None:
 
 def test_announcement_at_a_lease_that_was_never_granted_is_not_believed(desk: Desk) -> None:
     handles = desk.lease("one", "a")
-    strange = Handles([b"a", b"b"], handles.slots * 2, [handles.generations[0] + 1, 0])
+    strange = Handles(Keys.of([b"a", b"b"]), handles.slots * 2, [handles.generations[0] + 1, 0])
     desk.sync("one", announced=strange)
     assert desk.pending("ab") == ""
 
@@ -366,7 +374,7 @@ def test_oldest_announcements_are_forgotten_above_the_bound(
     monkeypatch.setattr(raykv.directory.answers.questions, "MAX_ANNOUNCED", 3)
     handles = desk.announce("one", "abc")
     assert desk.pending("abc") == "abc"
-    desk.sync("one", announced=Handles([b"a"], handles.slots[:1], handles.generations[:1]))
+    desk.sync("one", announced=Handles(Keys.of([b"a"]), handles.slots[:1], handles.generations[:1]))
     desk.announce("two", "d")
     assert desk.pending("abcd") == "acd", "a was announced once more"
 

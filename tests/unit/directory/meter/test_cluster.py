@@ -9,6 +9,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Epoch, MissReason
 from raykv.directory.manager import BlockManager
 from raykv.directory.meter.cluster import LAG_WINDOW_S, MAX_MODELS
 from raykv.metrics.table import METRICS, MOST, OTHER, NamespaceLabels
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport, HistogramData
@@ -53,7 +54,7 @@ class Desk:
         """Have chunks stored by the engine."""
         granted = self.sync(now, wanted={0: len(keys)}).granted
         assert len(granted.slots) == len(keys)
-        columns = ([0] * len(keys), [*keys], granted.slots, granted.generations)
+        columns = ([0] * len(keys), Keys.of(keys), granted.slots, granted.generations)
         sizes = [PAGE] * len(keys)
         self.report(now, Inventory(["namespace-of-a-model"], *columns, sizes))
 

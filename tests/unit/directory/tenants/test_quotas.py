@@ -11,7 +11,7 @@ from raykv.base.ids import Epoch, Key, MissReason, NodeId, TokenSource
 from raykv.base.tenants import salt_label
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.protocol import MAX_OWNERS
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.engine import MissRecord, Owned
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import (
@@ -65,7 +65,7 @@ class Tenancy(Desk):
             if tenant:
                 owned = Owned([tenant], [0], granted.slots, granted.generations)
                 self.sync("engine", owned=owned)
-            handles = Handles([self.key(name)], granted.slots, granted.generations)
+            handles = Handles(Keys.of([self.key(name)]), granted.slots, granted.generations)
             self.arrive("node", handles)
 
     def use_for(self, tenant: str, *names: str) -> None:
@@ -76,7 +76,7 @@ class Tenancy(Desk):
         assert len(held) == len(names)
         slots, generations = [each.slot for each in held], [each.generation for each in held]
         owned = Owned([tenant], [0] * len(held), [*slots], [*generations])
-        self.sync("engine", touched=[self.key(name) for name in names], owned=owned)
+        self.sync("engine", touched=Keys.of([self.key(name) for name in names]), owned=owned)
 
     def held(self, *names: str) -> list[str]:
         book = self.manager._nodes[NodeId("node")].book
@@ -169,7 +169,7 @@ def test_tenant_that_loads_all_the_time_keeps_nothing_from_another_one() -> None
     desk.quota(QUIET, 0.5)
     desk.store_for(QUIET, *named("q", 8))
     desk.store_for(NOISY, *named("n", 8))
-    desk.sync("engine", pinned=[desk.key(name) for name in named("n", 8)])
+    desk.sync("engine", pinned=Keys.of([desk.key(name) for name in named("n", 8)]))
     assert desk.sync("engine", wanted={0: 4}).granted.slots == []
     assert desk.held(*named("q", 8)) == named("q", 8)
     desk.now += 11
@@ -182,7 +182,7 @@ def test_chunks_that_are_pinned_for_long_starve_nobody() -> None:
     desk.quota(QUIET, 0.5)
     desk.store_for(QUIET, *named("q", 8))
     desk.store_for(NOISY, *named("n", 8))
-    desk.sync("engine", pinned=[desk.key(name) for name in named("n", 8)])
+    desk.sync("engine", pinned=Keys.of([desk.key(name) for name in named("n", 8)]))
     assert len(desk.sync("engine", wanted={0: 1}).granted.slots) == 1
 
 
