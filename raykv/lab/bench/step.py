@@ -158,14 +158,28 @@ def _watch_engine(result: Result, options: Options) -> None:
 
 
 def _tell_hooks(result: Result, measured: dict[str, Any], chunks: int) -> None:
-    rows: dict[str, list[Row]] = {"p50": [], "p99": [], "longest": []}
+    rows: dict[str, list[Row]] = {}
     worst = 0.0
     for name, seconds in sorted(measured["seconds"].items()):
-        ordered = sorted(value * 1e6 for value in seconds)
-        p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        worst = max(worst, p99)
-        for case, value in (("p50", median(ordered)), ("p99", p99), ("longest", ordered[-1])):
-            rows[case].append(Row(f"{chunks} chunks, {case}", name, "µs", (value,)))
+        on_cpu = measured["on_cpu"][name]
+        calls = sorted(
+            zip(seconds, on_cpu, measured["in_queue"][name], measured["in_gc"][name], strict=True)
+        )
+        at_p99 = min(len(calls) - 1, int(0.99 * len(calls)))
+        p99, busy, queued, in_gc = calls[at_p99]
+        worst = max(worst, p99 * 1e6)
+        values = {
+            "p50": median(seconds),
+            "p99": p99,
+            "p99, of it on a processor": busy,
+            "p99, of it waiting for one": queued,
+            "p99, of it in garbage collection": in_gc,
+            "p99 of the time on a processor": sorted(on_cpu)[at_p99],
+            "longest": calls[-1][0],
+        }
+        for case, value in values.items():
+            row = Row(f"{chunks} chunks, {case}", name, "µs", (value * 1e6,))
+            rows.setdefault(case, []).append(row)
     result.rows += [row for some in rows.values() for row in some]
     result.verdicts.append(Verdict("p99 of any hook under 200 µs", worst, MOST_P99_US))
     num_calls = float(len(measured["ray_calls"]))
