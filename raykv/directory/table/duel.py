@@ -1,14 +1,15 @@
-"""The duel of two orders of eviction, each simulated on a sample of the names.
+"""The duel of three orders of eviction, each simulated on a sample of the names.
 
 A name is in the sample if a hash of its key says so. For each order a shadow holds of the sample
 what a pool that gives up by that order would hold; it has room for the sampled share of what the
-pool has room for. A name that comes and is in one shadow alone is a point for that order. Points
-fade.
+pool has room for. A name that comes and is either in the shadow of last use alone or in another
+order's alone is a point for that order or against it. Points fade.
 
-   used ─► in both shadows ─► in one ─► in none: forgotten
+   used ─► in all shadows ─► in some ─► in none: forgotten
                 each gives up one when it is full
 
-Who is in doubt goes by last use: worth has to lead by more than chance alone would explain.
+Who is in doubt goes by last use. Worth has to lead by more than chance alone would explain; the
+order by find, which is not far from last use, has to lead.
 
 Invariants:
 1. Each shadow has `room >> shift` names at most once the room is known, and never more than
@@ -20,7 +21,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from itertools import islice
+
+BY_USE, BY_FIND, BY_WORTH = 0, 1, 2
+"""The orders; what the second is, `worth.py` says."""
 
 MOST_SAMPLED = 2048
 """Names in a shadow: what they cost per use falls with the size of a pool."""
@@ -42,53 +47,83 @@ FACTOR = 0x9E3779B1
 
 
 class Duel:
-    """See the module's docstring; `worth` is that of a queue at an age."""
+    """See the module's docstring.
 
-    def __init__(self, num_queues: int, worth: Callable[[int, int], float]) -> None:
+    Args:
+        num_kinds: of names.
+        worth: of a kind at an age.
+        handicap: of a kind that was stored in a pool of a size.
+    """
+
+    def __init__(
+        self,
+        num_kinds: int,
+        worth: Callable[[int, int], float],
+        handicap: Callable[[int, int], int],
+    ) -> None:
         self._worth = worth
-        self.is_for_worth = False
-        self._lead = 0.0
-        self._num_points = 0.0
+        self._handicap = handicap
+        self.order = BY_USE
+        # By order, against the first.
+        self._leads = [0.0, 0.0, 0.0]
+        self._num_points = [0.0, 0.0, 0.0]
         # Sampled are the names whose hash begins with that many zeros.
         self._shift = 0
         # How many the pool holds when it is full; 0: not known yet. And the most held at an
         # eviction since the last judgement.
         self._room = 0
         self._most_held = 0
-        # Both from least to most recently used; that of worth by queue, with the time.
+        # The first and the last from least to most recently used; that of worth by kind, with the
+        # time. That by find has what counts as the time, and a heap, which has old entries too.
         self._by_use: OrderedDict[int, None] = OrderedDict()
-        self._by_worth: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_queues)]
+        self._by_find: dict[int, int] = {}
+        self._finds: list[tuple[int, int]] = []
+        self._by_worth: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_kinds)]
         self._places: dict[int, int] = {}
 
-    def used(self, key: bytes, queue: int, now: int) -> None:
-        """A name came, or was used, and is in that queue of the policy from now on."""
+    def used(self, key: bytes, kind: int, now: int) -> None:
+        """A name came, or was used, and is of that kind from now on."""
         sample = int.from_bytes(key, "little") % PRIME
         if not is_sampled(sample, self._shift):
             return
+        was_found = self._by_find.pop(sample, None) is not None
         place = self._places.pop(sample, None)
-        if (place is not None) != (sample in self._by_use):
-            self._lead += -1 if place is None else 1
-            self._num_points += 1
+        for order, is_there in ((BY_FIND, was_found), (BY_WORTH, place is not None)):
+            if is_there != (sample in self._by_use):
+                self._leads[order] += 1 if is_there else -1
+                self._num_points[order] += 1
         self._by_use.pop(sample, None)
         if place is not None:
             del self._by_worth[place][sample]
         if self._room:
-            room = max(self._room >> self._shift, 1)
-            while len(self._by_use) >= room:
-                self._by_use.popitem(last=False)
-            while len(self._places) >= room:
-                self._give_up_by_worth(now)
+            self._make_room(now)
         self._by_use[sample] = None
-        self._by_worth[queue][sample] = now
-        self._places[sample] = queue
+        self._by_find[sample] = now if was_found else now - self._handicap(kind, self._room)
+        heappush(self._finds, (self._by_find[sample], sample))
+        if len(self._finds) > 2 * MOST_SAMPLED + 2 * len(self._by_find):
+            self._finds = [(last, name) for name, last in self._by_find.items()]
+            heapify(self._finds)
+        self._by_worth[kind][sample] = now
+        self._places[sample] = kind
         while len(self._by_use) > MOST_SAMPLED:
             self._thin_out()
 
+    def _make_room(self, now: int) -> None:
+        room = max(self._room >> self._shift, 1)
+        while len(self._by_use) >= room:
+            self._by_use.popitem(last=False)
+        while len(self._by_find) >= room:
+            last, sample = heappop(self._finds)
+            if self._by_find.get(sample) == last:
+                del self._by_find[sample]
+        while len(self._places) >= room:
+            self._give_up_by_worth(now)
+
     def _give_up_by_worth(self, now: int) -> None:
         oldest = [
-            (self._worth(number, now - last), last, sample)
-            for number, queue in enumerate(self._by_worth)
-            for sample, last in islice(queue.items(), 1)
+            (self._worth(kind, now - last), last, sample)
+            for kind, names in enumerate(self._by_worth)
+            for sample, last in islice(names.items(), 1)
         ]
         _, _, sample = min(oldest)
         del self._by_worth[self._places.pop(sample)][sample]
@@ -98,6 +133,8 @@ class Duel:
         self._shift += 1
         for sample in [each for each in self._by_use if not is_sampled(each, self._shift)]:
             del self._by_use[sample]
+        for sample in [each for each in self._by_find if not is_sampled(each, self._shift)]:
+            del self._by_find[sample]
         for sample in [each for each in self._places if not is_sampled(each, self._shift)]:
             del self._by_worth[self._places.pop(sample)][sample]
 
@@ -108,10 +145,14 @@ class Duel:
     def judge(self, passed: int, num_held: int) -> None:
         """Let points fade by the uses that have `passed`, and say who leads."""
         factor = 0.5 ** (passed / (DUEL_HALF_LIFE * num_held))
-        self._lead *= factor
-        self._num_points *= factor
-        points = max(self._num_points, LEAST_POINTS)
-        self.is_for_worth = self._lead > max(MARGIN * points, points**0.5)
+        self.order, most = BY_USE, 0.0
+        for order in (BY_FIND, BY_WORTH):
+            self._leads[order] *= factor
+            self._num_points[order] *= factor
+            points, lead = max(self._num_points[order], LEAST_POINTS), self._leads[order]
+            least = max(MARGIN * points, points**0.5) if order == BY_WORTH else 0.0
+            if lead > max(least, most):
+                self.order, most = order, lead
         if self._most_held:
             self._room, self._most_held = self._most_held, 0
             while self._room >> self._shift > MOST_SAMPLED:

@@ -14,7 +14,7 @@ be read out afterwards.
 from __future__ import annotations
 
 from raykv.directory.table.duel import MOST_SAMPLED
-from raykv.directory.table.worth import NUM_AGES, NUM_QUEUES, SCRATCH
+from raykv.directory.table.worth import NUM_AGES, NUM_KINDS, NUM_QUEUES, SCRATCH
 
 NONE = 0xFFFFFFFF
 """Instead of a row number: there is none."""
@@ -75,9 +75,12 @@ NODE, SLOT_BYTES, USED, NOW, LEARNED_AT, DUE_AT, CLOCK, WHOLE = 0, 1, 2, 3, 4, 5
 ticks, the same in all classes; and the class that has the free and the leased slots, which is
 another one if this has the chunks of a tenant alone.
 """
-SHIFT, ROOM, MOST_HELD, NUM_SHADOWED, NUM_BY_USE, NUM_BY_WORTH = 8, 9, 10, 11, 12, 13
-"""Of the duel: its sample, the room in the pool as far as it is known, and names in the shadows."""
-CLASS_COLUMNS = 14
+SHIFT, ROOM, MOST_HELD, NUM_SHADOWED = 8, 9, 10, 11
+NUM_IN_SHADOW = 12
+"""Of the duel: its sample, the room in the pool as far as it is known, and the names in all
+shadows; from the last one on, those in the shadow of each order.
+"""
+CLASS_COLUMNS = NUM_IN_SHADOW + 3
 APART = CLASS_COLUMNS
 """The first of the columns that name, by tenant, the class of its chunks; there are none as long as
 no tenant is set apart.
@@ -89,8 +92,8 @@ BASE, SLAB_CLASS, STRIDE = 0, 1, 2
 # number.
 HASH_LOW, HASH_HIGH = 0, 1
 """Hash of the key in its class."""
-GHOST_LAST, GHOST_QUEUE = 2, 3
-"""When it was used last, and the queue that it was in; NONE if the ghost is free."""
+GHOST_LAST, GHOST_KIND = 2, 3
+"""When it was used last, and the kind that it was of; NONE if the ghost is free."""
 GHOST_PREVIOUS, GHOST_NEXT = 4, 5
 """Neighbours in its class's list, the oldest first."""
 CHAIN = 6
@@ -98,20 +101,22 @@ CHAIN = 6
 GHOST_WORDS = 7
 
 # Words of 32 bits in an entry of the shadows, and how many entries a class has.
-SAMPLE, SHADOW_LAST, SHADOW_QUEUE = 0, 1, 2
-HOLDERS = 3
-"""In which shadows the name is."""
-BY_USE, BY_WORTH = 1, 2
-SHADOW_WORDS = 4
-SHADOWED = 2 * MOST_SAMPLED + 2
+SAMPLE, SHADOW_LAST, SHADOW_FOUND, SHADOW_KIND = 0, 1, 2, 3
+"""The second time is the one that counts in the order by find."""
+HOLDERS = 4
+"""In which shadows the name is: a bit for each order."""
+SHADOW_WORDS = 5
+SHADOWED = 3 * MOST_SAMPLED + 3
 
 # Columns of the lessons.
 USES = 0
-RETURNS = USES + NUM_QUEUES
-WORTHS = RETURNS + NUM_QUEUES * NUM_AGES
-LEAD = WORTHS + NUM_QUEUES * NUM_AGES
-NUM_POINTS, IS_FOR_WORTH = LEAD + 1, LEAD + 2
-LESSON_SCRATCH = LEAD + 3
+RETURNS = USES + NUM_KINDS
+WORTHS = RETURNS + NUM_KINDS * NUM_AGES
+LEADS = WORTHS + NUM_KINDS * NUM_AGES
+POINTS = LEADS + 3
+"""By order."""
+ORDER, TAILS_ARE_RARE = POINTS + 3, POINTS + 4
+LESSON_SCRATCH = POINTS + 5
 LESSON_COLUMNS = LESSON_SCRATCH + SCRATCH
 
 TICKS_PER_S = 16

@@ -15,6 +15,7 @@ import numpy as np
 from numba import types
 
 from raykv.directory.table import worth
+from raykv.directory.table.duel import BY_FIND, BY_WORTH
 from raykv.directory.table.flat.arrays import (
     ARRAYS,
     COLUMN,
@@ -33,19 +34,18 @@ from raykv.directory.table.flat.layout import (
     COUNT,
     DUE_AT,
     FREE,
+    GHOST_KIND,
     GHOST_LAST,
     GHOST_NEXT,
     GHOST_PREVIOUS,
-    GHOST_QUEUE,
     GHOSTS,
     HASH_BITS,
     HASH_HIGH,
     HASH_LOW,
     HEAD,
     HELD,
-    IS_FOR_WORTH,
     LAST,
-    LEAD,
+    LEADS,
     LEARNED_AT,
     LESSON_SCRATCH,
     MOST_HELD,
@@ -53,28 +53,31 @@ from raykv.directory.table.flat.layout import (
     NONE,
     NOW,
     NUM_LISTS,
+    ORDER,
     PIN,
     RELEASED,
     RETURNS,
     SPARE,
     STATE,
     TAIL,
+    TAILS_ARE_RARE,
     USES,
     WORTHS,
 )
 from raykv.directory.table.flat.lists import move
 from raykv.directory.table.flat.prefetch import prefetch
-from raykv.directory.table.flat.shadows import age_index, judge, note_use
+from raykv.directory.table.flat.shadows import age_index, handicap, judge, note_use
 from raykv.directory.table.worth import (
     FEWEST_USES,
     GHOSTS_PER_NAME,
     LESSONS,
     MOST_GHOSTS,
     NUM_AGES,
+    NUM_KINDS,
     NUM_QUEUES,
     NUM_SIZES,
 )
-from raykv.directory.table.worth import TAIL as TAIL_QUEUE
+from raykv.directory.table.worth import TAIL as TAIL_KIND
 
 NUM_CURSORS = HELD - RELEASED + NUM_QUEUES
 """One for the released, one for the spares, and one for each queue."""
@@ -87,10 +90,13 @@ _REST = np.uint64(64 - HASH_BITS)
 
 _FLOATS = types.float64[::1]
 _size_index = inner(INT(INT))(worth.size_index)
-_next_queue = inner(INT(INT, INT))(worth.next_queue)
+_kind_of = inner(INT(INT))(worth.kind_of)
+_next_kind = inner(INT(INT, INT))(worth.next_kind)
+_is_found = inner(types.boolean(INT))(worth.is_found)
+_are_rare = inner(types.boolean(_FLOATS, _FLOATS, INT))(worth.are_rare)
 _learn_ages = inner(types.void(*[_FLOATS] * 3, INT, INT, INT))(worth.learn_ages)
 _learn_size = inner(types.void(*[_FLOATS] * 3, INT, INT))(worth.learn_size)
-_learn_queue = inner(types.void(*[_FLOATS] * 4, INT))(worth.learn_queue)
+_learn_kind = inner(types.void(*[_FLOATS] * 4, INT))(worth.learn_kind)
 
 
 # Ghosts
@@ -136,7 +142,7 @@ def _end_ghost(arrays: Arrays, of_class: int, number: int) -> None:
         while ghosts[other, CHAIN] != number:
             other = np.int64(ghosts[other, CHAIN])
         ghosts[other, CHAIN] = ghosts[number, CHAIN]
-    ghosts[number, GHOST_QUEUE] = NONE
+    ghosts[number, GHOST_KIND] = NONE
     ghosts[number, GHOST_NEXT] = ghosts[0, GHOST_NEXT]
     ghosts[0, GHOST_NEXT] = number
     ghosts[0, GHOST_PREVIOUS] += 1
@@ -153,7 +159,7 @@ def _ghost_of(arrays: Arrays, hashed: Any) -> int:
 
 
 @inner(types.void(ARRAYS, INT, HASH, INT, INT))
-def _add_ghost(arrays: Arrays, of_class: int, hashed: Any, last: int, queue: int) -> None:
+def _add_ghost(arrays: Arrays, of_class: int, hashed: Any, last: int, kind: int) -> None:
     """Remember a name; there is room, see `Rows.room_for_ghosts`."""
     ghosts, buckets, lists = arrays.ghosts, arrays.buckets, arrays.lists
     number = np.int64(ghosts[0, GHOST_NEXT])
@@ -163,7 +169,7 @@ def _add_ghost(arrays: Arrays, of_class: int, hashed: Any, last: int, queue: int
     ghosts[number, HASH_LOW] = np.uint32(hashed & np.uint64(NONE))
     ghosts[number, HASH_HIGH] = np.uint32(hashed >> _HALF)
     ghosts[number, GHOST_LAST] = last
-    ghosts[number, GHOST_QUEUE] = queue
+    ghosts[number, GHOST_KIND] = kind
     which = of_class * NUM_LISTS + GHOSTS
     tail = lists[which, TAIL]
     ghosts[number, GHOST_PREVIOUS] = tail
@@ -191,12 +197,12 @@ def end_ghosts(arrays: Arrays, of_class: int) -> None:
 def grow_ghosts(ghosts: Array, buckets: Array, old: int) -> None:
     """Take in ghosts from number `old` on, which are new, and buckets, which are new and empty."""
     for number in range(old, len(ghosts)):
-        ghosts[number, GHOST_QUEUE] = NONE
+        ghosts[number, GHOST_KIND] = NONE
         ghosts[number, GHOST_NEXT] = ghosts[0, GHOST_NEXT]
         ghosts[0, GHOST_NEXT] = number
         ghosts[0, GHOST_PREVIOUS] += 1
     for number in range(1, old):
-        if ghosts[number, GHOST_QUEUE] != NONE:
+        if ghosts[number, GHOST_KIND] != NONE:
             bucket = _bucket(buckets, _hash_of(ghosts, number))
             ghosts[number, CHAIN] = buckets[bucket]
             buckets[bucket] = number
@@ -229,13 +235,14 @@ def _learn(arrays: Arrays, of_class: int) -> None:
     passed = now - classes[LEARNED_AT]
     judge(arrays, of_class, passed, num_held)
     uses, returns = learned[USES:RETURNS], learned[RETURNS:WORTHS]
-    worths, scratch = learned[WORTHS:LEAD], learned[LESSON_SCRATCH:]
+    worths, scratch = learned[WORTHS:LEADS], learned[LESSON_SCRATCH:]
     _learn_ages(uses, returns, scratch, passed, now, num_held)
     for first in range(NUM_SIZES + 1):
-        step = NUM_QUEUES if first == TAIL_QUEUE else NUM_SIZES
+        step = NUM_KINDS if first == TAIL_KIND else NUM_SIZES
         _learn_size(uses, returns, scratch, first, step)
-        for queue in range(first, NUM_QUEUES, step):
-            _learn_queue(uses, returns, worths, scratch, queue)
+        for kind in range(first, NUM_KINDS, step):
+            _learn_kind(uses, returns, worths, scratch, kind)
+    learned[TAILS_ARE_RARE] = _are_rare(uses, returns, TAIL_KIND)
     classes[LEARNED_AT] = now
     classes[DUE_AT] = now + max(FEWEST_USES, num_held // LESSONS)
 
@@ -248,19 +255,21 @@ def _enter(arrays: Arrays, row: int, queue: int) -> None:
     of_class = np.int64(rows[row, CLASS])
     now = classes[of_class, NOW]
     rows[row, LAST] = np.uint32(now & NONE)
-    note_use(arrays, row, queue, now)
+    kind = _kind_of(queue)
+    note_use(arrays, row, kind, now)
     classes[of_class, NOW] = now + 1
-    arrays.lessons[of_class, USES + queue] += 1
+    arrays.lessons[of_class, USES + kind] += 1
     if now + 1 >= max(classes[of_class, DUE_AT], FEWEST_USES):
         _learn(arrays, of_class)
 
 
-@inner(types.void(ARRAYS, INT, INT, INT, INT))
-def _use_again(arrays: Arrays, row: int, queue: int, last: int, together: int) -> None:
+@inner(INT(ARRAYS, INT, INT, INT, INT))
+def _use_again(arrays: Arrays, row: int, kind: int, last: int, together: int) -> int:
+    """See `Worth._use_again`."""
     of_class = np.int64(arrays.rows[row, CLASS])
     age = (arrays.classes[of_class, NOW] - last) & NONE
-    arrays.lessons[of_class, RETURNS + queue * NUM_AGES + age_index(age)] += 1
-    _enter(arrays, row, _next_queue(queue, _size_index(together)))
+    arrays.lessons[of_class, RETURNS + kind * NUM_AGES + age_index(age)] += 1
+    return int(_next_kind(kind, _size_index(together)))
 
 
 @inner(types.void(ARRAYS, INT, HASH, INT, types.boolean))
@@ -276,11 +285,12 @@ def add(arrays: Arrays, row: int, hashed: Any, together: int, is_tail: bool) -> 
     number = _ghost_of(arrays, _in_class(hashed, of_class))
     if number == 0:
         is_first = is_tail and together > 1
-        _enter(arrays, row, TAIL_QUEUE if is_first else 1 + _size_index(together))
+        _enter(arrays, row, TAIL_KIND if is_first else 1 + _size_index(together))
         return
-    last, queue = arrays.ghosts[number, GHOST_LAST], arrays.ghosts[number, GHOST_QUEUE]
+    last, kind = arrays.ghosts[number, GHOST_LAST], arrays.ghosts[number, GHOST_KIND]
     _end_ghost(arrays, of_class, number)
-    _use_again(arrays, row, np.int64(queue), np.int64(last), together)
+    following = _use_again(arrays, row, np.int64(kind), np.int64(last), together)
+    _enter(arrays, row, following + NUM_QUEUES - NUM_KINDS)
 
 
 @inner(types.void(ARRAYS, INT, INT))
@@ -290,7 +300,8 @@ def touch(arrays: Arrays, row: int, together: int) -> None:
     if state == SPARE or len(arrays.lessons) == 0:
         move(arrays.rows, arrays.lists, row, state)
     else:
-        _use_again(arrays, row, state - HELD, np.int64(arrays.rows[row, LAST]), together)
+        last = np.int64(arrays.rows[row, LAST])
+        _enter(arrays, row, _use_again(arrays, row, _kind_of(state - HELD), last, together))
 
 
 @inner(types.void(ARRAYS, INT, HASH))
@@ -302,7 +313,7 @@ def evict(arrays: Arrays, row: int, hashed: Any) -> None:
         return
     of_class = np.int64(arrays.rows[row, CLASS])
     last = np.int64(arrays.rows[row, LAST])
-    _add_ghost(arrays, of_class, _in_class(hashed, of_class), last, state - HELD)
+    _add_ghost(arrays, of_class, _in_class(hashed, of_class), last, _kind_of(state - HELD))
     num_held = _num_held(arrays, of_class)
     classes = arrays.classes
     classes[of_class, MOST_HELD] = max(classes[of_class, MOST_HELD], num_held + 1)
@@ -333,18 +344,23 @@ def _take(rows: Array, now: int, cursors: Array, cursor: int, out: Array, count:
     return count + 1
 
 
-@inner(types.void(ARRAYS, INT, INT, COLUMN, _FLOATS))
+@inner(types.void(ARRAYS, INT, INT, INT, COLUMN, _FLOATS))
 def _look_at_first(
-    arrays: Arrays, of_class: int, queue: int, cursors: Array, worths: Array
+    arrays: Arrays, of_class: int, num_held: int, queue: int, cursors: Array, ranks: Array
 ) -> None:
-    """Worth and age of the chunk that a queue gives up next."""
-    row = cursors[_FIRST_QUEUE + queue]
-    if row != NONE:
-        age = (arrays.classes[of_class, NOW] - arrays.rows[row, LAST]) & NONE
-        worths[queue] = 0.0
-        if arrays.lessons[of_class, IS_FOR_WORTH]:
-            worths[queue] = arrays.lessons[of_class, WORTHS + queue * NUM_AGES + age_index(age)]
-        worths[NUM_QUEUES + queue] = age
+    """Worth and age of the chunk that a queue gives up next; see `Worth._rank`."""
+    row, learned = cursors[_FIRST_QUEUE + queue], arrays.lessons[of_class]
+    if row == NONE:
+        return
+    age = (arrays.classes[of_class, NOW] - arrays.rows[row, LAST]) & NONE
+    its_worth = 0.0
+    if learned[ORDER] == BY_WORTH:
+        its_worth = learned[WORTHS + _kind_of(queue) * NUM_AGES + age_index(age)]
+    elif queue == TAIL_KIND and learned[TAILS_ARE_RARE]:
+        its_worth = -1.0
+    elif learned[ORDER] == BY_FIND and not _is_found(queue):
+        age += handicap(_kind_of(queue), num_held)
+    ranks[queue], ranks[NUM_QUEUES + queue] = its_worth, age
 
 
 @outer(INT(ARRAYS, INT, INT, COLUMN, COLUMN))
@@ -362,23 +378,23 @@ def following(arrays: Arrays, of_class: int, now: int, cursors: Array, out: Arra
             count = _take(rows, now, cursors, cursor, out, count)
     if len(arrays.lessons) == 0:
         return count
-    worths = arrays.lessons[of_class, LESSON_SCRATCH:]
+    ranks, num_held = arrays.lessons[of_class, LESSON_SCRATCH:], _num_held(arrays, of_class)
     for queue in range(NUM_QUEUES):
-        _look_at_first(arrays, of_class, queue, cursors, worths)
+        _look_at_first(arrays, of_class, num_held, queue, cursors, ranks)
     while count < len(out):
         best = -1
         for queue in range(NUM_QUEUES):
             if cursors[_FIRST_QUEUE + queue] != NONE and (
                 best < 0
-                or worths[queue] < worths[best]
+                or ranks[queue] < ranks[best]
                 or (
-                    worths[queue] == worths[best]
-                    and worths[NUM_QUEUES + queue] > worths[NUM_QUEUES + best]
+                    ranks[queue] == ranks[best]
+                    and ranks[NUM_QUEUES + queue] > ranks[NUM_QUEUES + best]
                 )
             ):
                 best = queue
         if best < 0:
             break
         count = _take(rows, now, cursors, _FIRST_QUEUE + best, out, count)
-        _look_at_first(arrays, of_class, best, cursors, worths)
+        _look_at_first(arrays, of_class, num_held, best, cursors, ranks)
     return count

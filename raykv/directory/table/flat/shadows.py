@@ -1,4 +1,4 @@
-"""The duel of `table/duel.py`, compiled: both shadows of a class are one list of sampled names.
+"""The duel of `table/duel.py`, compiled: all shadows of a class are one list of sampled names.
 
 Entries are in no order. What is searched in them is searched from end to end: there are few, and
 few names are sampled of a large pool.
@@ -11,6 +11,9 @@ from numba import types
 
 from raykv.directory.table import duel, worth
 from raykv.directory.table.duel import (
+    BY_FIND,
+    BY_USE,
+    BY_WORTH,
     DUEL_HALF_LIFE,
     LEAST_POINTS,
     MARGIN,
@@ -19,33 +22,34 @@ from raykv.directory.table.duel import (
 )
 from raykv.directory.table.flat.arrays import ARRAYS, INT, ROWS, Array, Arrays, inner
 from raykv.directory.table.flat.layout import (
-    BY_USE,
-    BY_WORTH,
     CLASS,
     HOLDERS,
-    IS_FOR_WORTH,
     KEY,
-    LEAD,
+    LEADS,
     LESSON_SCRATCH,
     MOST_HELD,
     NONE,
-    NUM_BY_USE,
-    NUM_BY_WORTH,
-    NUM_POINTS,
+    NUM_IN_SHADOW,
     NUM_SHADOWED,
+    ORDER,
+    POINTS,
     ROOM,
     SAMPLE,
+    SHADOW_FOUND,
+    SHADOW_KIND,
     SHADOW_LAST,
-    SHADOW_QUEUE,
     SHADOW_WORDS,
     SHADOWED,
     SHIFT,
     WORTHS,
 )
-from raykv.directory.table.worth import NUM_AGES, NUM_QUEUES
+from raykv.directory.table.worth import NUM_AGES, NUM_KINDS
+
+_ALL = 1 << BY_USE | 1 << BY_FIND | 1 << BY_WORTH
 
 _is_sampled = inner(types.boolean(INT, INT))(duel.is_sampled)
 age_index = inner(INT(INT))(worth.age_index)
+handicap = inner(INT(INT, INT))(worth.handicap)
 
 
 @inner(INT(ROWS, INT))
@@ -62,13 +66,13 @@ def _sample_of(rows: Array, row: int) -> int:
 
 @inner(types.void(ARRAYS, INT, INT, INT))
 def _take_out(arrays: Arrays, of_class: int, entry: int, holders: int) -> None:
-    """Take a name out of one or both shadows; the last entry takes the place of an empty one."""
+    """Take a name out of some shadows; the last entry takes the place of an empty one."""
     shadows, classes = arrays.shadows, arrays.classes
     left = np.int64(shadows[entry, HOLDERS])
-    for holder, column in ((BY_USE, NUM_BY_USE), (BY_WORTH, NUM_BY_WORTH)):
-        if holders & holder and left & holder:
-            classes[of_class, column] -= 1
-            left -= holder
+    for order in range(BY_WORTH + 1):
+        if holders & left & (1 << order):
+            classes[of_class, NUM_IN_SHADOW + order] -= 1
+            left -= 1 << order
     shadows[entry, HOLDERS] = left
     if left == 0:
         classes[of_class, NUM_SHADOWED] -= 1
@@ -77,33 +81,34 @@ def _take_out(arrays: Arrays, of_class: int, entry: int, holders: int) -> None:
             shadows[entry, word] = shadows[last, word]
 
 
-@inner(types.void(ARRAYS, INT, INT))
-def _give_up_by_use(arrays: Arrays, of_class: int, now: int) -> None:
+@inner(types.void(ARRAYS, INT, INT, INT, INT))
+def _give_up_oldest(arrays: Arrays, of_class: int, now: int, order: int, time: int) -> None:
+    """In the shadow of an order, by a column that has a time."""
     shadows = arrays.shadows
     first = of_class * SHADOWED
     oldest, oldest_age = first, np.int64(-1)
     for entry in range(first, first + arrays.classes[of_class, NUM_SHADOWED]):
-        age = (now - np.int64(shadows[entry, SHADOW_LAST])) & NONE
-        if age > oldest_age and shadows[entry, HOLDERS] & BY_USE:
+        age = (now - np.int64(shadows[entry, time])) & NONE
+        if age > oldest_age and shadows[entry, HOLDERS] & (1 << order):
             oldest, oldest_age = entry, age
-    _take_out(arrays, of_class, oldest, BY_USE)
+    _take_out(arrays, of_class, oldest, 1 << order)
 
 
 @inner(types.void(ARRAYS, INT, INT))
 def _give_up_by_worth(arrays: Arrays, of_class: int, now: int) -> None:
     shadows, lessons = arrays.shadows, arrays.lessons
-    # The oldest of each queue.
+    # The oldest of each kind.
     ages = lessons[of_class, LESSON_SCRATCH:]
-    entries = ages[NUM_QUEUES:]
-    ages[:NUM_QUEUES] = -1
+    entries = ages[NUM_KINDS:]
+    ages[:NUM_KINDS] = -1
     first = of_class * SHADOWED
     for entry in range(first, first + arrays.classes[of_class, NUM_SHADOWED]):
         age = (now - np.int64(shadows[entry, SHADOW_LAST])) & NONE
-        queue = np.int64(shadows[entry, SHADOW_QUEUE])
-        if age > ages[queue] and shadows[entry, HOLDERS] & BY_WORTH:
-            ages[queue], entries[queue] = age, entry
+        kind = np.int64(shadows[entry, SHADOW_KIND])
+        if age > ages[kind] and shadows[entry, HOLDERS] & (1 << BY_WORTH):
+            ages[kind], entries[kind] = age, entry
     best, best_worth = -1, 0.0
-    for number in range(NUM_QUEUES):
+    for number in range(NUM_KINDS):
         if ages[number] >= 0:
             index = WORTHS + number * NUM_AGES + age_index(int(ages[number]))
             its_worth = lessons[of_class, index]
@@ -113,7 +118,7 @@ def _give_up_by_worth(arrays: Arrays, of_class: int, now: int) -> None:
                 or (its_worth == best_worth and ages[number] > ages[best])
             ):
                 best, best_worth = number, its_worth
-    _take_out(arrays, of_class, int(entries[best]), BY_WORTH)
+    _take_out(arrays, of_class, int(entries[best]), 1 << BY_WORTH)
 
 
 @inner(types.void(ARRAYS, INT))
@@ -124,40 +129,47 @@ def _thin_out(arrays: Arrays, of_class: int) -> None:
     first = of_class * SHADOWED
     for entry in range(first + classes[of_class, NUM_SHADOWED] - 1, first - 1, -1):
         if not _is_sampled(np.int64(arrays.shadows[entry, SAMPLE]), classes[of_class, SHIFT]):
-            _take_out(arrays, of_class, entry, BY_USE | BY_WORTH)
+            _take_out(arrays, of_class, entry, _ALL)
 
 
 @inner(types.void(ARRAYS, INT, INT, INT))
-def note_use(arrays: Arrays, row: int, queue: int, now: int) -> None:
-    """A row's chunk came, or was used, and is in that queue from now on."""
+def note_use(arrays: Arrays, row: int, kind: int, now: int) -> None:
+    """A row's chunk came, or was used, and is of that kind from now on."""
     shadows, classes, lessons = arrays.shadows, arrays.classes, arrays.lessons
     of_class = np.int64(arrays.rows[row, CLASS])
     sample = _sample_of(arrays.rows, row)
     if not _is_sampled(sample, classes[of_class, SHIFT]):
         return
-    first = of_class * SHADOWED
+    first, found = of_class * SHADOWED, now - handicap(kind, classes[of_class, ROOM])
     for entry in range(first, first + classes[of_class, NUM_SHADOWED]):
         if shadows[entry, SAMPLE] == sample:
             holders = np.int64(shadows[entry, HOLDERS])
-            if holders != BY_USE | BY_WORTH:
-                lessons[of_class, LEAD] += 1.0 if holders == BY_WORTH else -1.0
-                lessons[of_class, NUM_POINTS] += 1
-            _take_out(arrays, of_class, entry, BY_USE | BY_WORTH)
+            for order in (BY_FIND, BY_WORTH):
+                lead = (holders >> order & 1) - (holders >> BY_USE & 1)
+                lessons[of_class, LEADS + order] += lead
+                lessons[of_class, POINTS + order] += abs(lead)
+            if holders >> BY_FIND & 1:
+                found = now
+            _take_out(arrays, of_class, entry, _ALL)
             break
     if classes[of_class, ROOM]:
         room = max(classes[of_class, ROOM] >> classes[of_class, SHIFT], 1)
-        while classes[of_class, NUM_BY_USE] >= room:
-            _give_up_by_use(arrays, of_class, now)
-        while classes[of_class, NUM_BY_WORTH] >= room:
+        while classes[of_class, NUM_IN_SHADOW + BY_USE] >= room:
+            _give_up_oldest(arrays, of_class, now, BY_USE, SHADOW_LAST)
+        while classes[of_class, NUM_IN_SHADOW + BY_FIND] >= room:
+            _give_up_oldest(arrays, of_class, now, BY_FIND, SHADOW_FOUND)
+        while classes[of_class, NUM_IN_SHADOW + BY_WORTH] >= room:
             _give_up_by_worth(arrays, of_class, now)
     entry = first + classes[of_class, NUM_SHADOWED]
     shadows[entry, SAMPLE] = sample
     shadows[entry, SHADOW_LAST] = np.uint32(now & NONE)
-    shadows[entry, SHADOW_QUEUE] = queue
-    shadows[entry, HOLDERS] = BY_USE | BY_WORTH
-    for column in (NUM_SHADOWED, NUM_BY_USE, NUM_BY_WORTH):
-        classes[of_class, column] += 1
-    while classes[of_class, NUM_BY_USE] > MOST_SAMPLED:
+    shadows[entry, SHADOW_FOUND] = np.uint32(found & NONE)
+    shadows[entry, SHADOW_KIND] = kind
+    shadows[entry, HOLDERS] = _ALL
+    classes[of_class, NUM_SHADOWED] += 1
+    for order in range(BY_WORTH + 1):
+        classes[of_class, NUM_IN_SHADOW + order] += 1
+    while classes[of_class, NUM_IN_SHADOW + BY_USE] > MOST_SAMPLED:
         _thin_out(arrays, of_class)
 
 
@@ -166,10 +178,14 @@ def judge(arrays: Arrays, of_class: int, passed: int, num_held: int) -> None:
     """See `Duel.judge`."""
     classes, lessons = arrays.classes, arrays.lessons[of_class]
     factor = 0.5 ** (passed / (DUEL_HALF_LIFE * num_held))
-    lessons[LEAD] *= factor
-    lessons[NUM_POINTS] *= factor
-    points = max(lessons[NUM_POINTS], LEAST_POINTS)
-    lessons[IS_FOR_WORTH] = lessons[LEAD] > max(MARGIN * points, points**0.5)
+    lessons[ORDER], most = BY_USE, 0.0
+    for order in (BY_FIND, BY_WORTH):
+        lessons[LEADS + order] *= factor
+        lessons[POINTS + order] *= factor
+        points, lead = max(lessons[POINTS + order], LEAST_POINTS), lessons[LEADS + order]
+        least = max(MARGIN * points, points**0.5) if order == BY_WORTH else 0.0
+        if lead > max(least, most):
+            lessons[ORDER], most = order, lead
     if classes[of_class, MOST_HELD]:
         classes[of_class, ROOM] = classes[of_class, MOST_HELD]
         classes[of_class, MOST_HELD] = 0

@@ -9,7 +9,7 @@ import pytest
 from raykv.base.errors import SettingError
 from raykv.base.settings import Settings, load_settings
 from raykv.directory.manager import ManagerSettings
-from raykv.directory.table import worth
+from raykv.directory.table import duel, worth
 from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
 from raykv.directory.table.worth import Worth
 from raykv.lab.bench.arc import ARC
@@ -232,20 +232,118 @@ def test_ages_of_one_index_lie_between_its_lowest_and_the_next(index: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("together", "size"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (63, 6), (64, 7), (9999, 7)]
+    ("together", "size"),
+    [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (63, 6), (64, 7), (255, 7), (256, 8), (9999, 8)],
 )
-def test_sizes_of_prompts_differ_by_powers_of_two(together: int, size: int) -> None:
+def test_sizes_of_prompts_differ_by_powers_of_two_and_later_of_four(
+    together: int, size: int
+) -> None:
     assert worth.size_index(together) == size
 
 
 @pytest.mark.parametrize(
-    ("queue", "size", "following"),
-    [(worth.TAIL, 0, 9), (worth.TAIL, 3, 12), (1, 0, 9), (4, 0, 12), (4, 2, 11), (32, 7, 32)],
+    ("kind", "size", "following"),
+    [(worth.TAIL, 0, 10), (worth.TAIL, 3, 13), (1, 0, 10), (4, 0, 13), (4, 2, 12), (36, 8, 36)],
 )
-def test_name_that_is_used_again_goes_to_the_queue_of_one_use_more(
-    queue: int, size: int, following: int
+def test_name_that_is_used_again_is_of_the_kind_of_one_use_more(
+    kind: int, size: int, following: int
 ) -> None:
-    assert worth.next_queue(queue, size) == following
+    assert worth.next_kind(kind, size) == following
+
+
+@pytest.mark.parametrize("queue", range(worth.NUM_QUEUES))
+def test_every_queue_is_of_one_kind_and_all_but_the_first_ones_are_in_pairs(queue: int) -> None:
+    kind = worth.kind_of(queue)
+    assert 0 <= kind < worth.NUM_KINDS
+    twins = [each for each in range(worth.NUM_QUEUES) if worth.kind_of(each) == kind]
+    assert len(twins) == 1 + (kind > worth.NUM_SIZES)
+
+
+def stored(made: Worth, kind: str, count: int, first: int = 0) -> list[tuple[str, bytes]]:
+    """A prompt's chunks, whose tail comes first, as of a node's report."""
+    names = [(kind, number.to_bytes(4)) for number in range(first, first + count)]
+    for name in names:
+        made.add(name, count, is_tail=name == names[0])
+    return names
+
+
+def by_find(made: Worth) -> Worth:
+    made._duel.order = duel.BY_FIND
+    return made
+
+
+@pytest.mark.parametrize(
+    ("handicap", "order"), [(30, duel.BY_FIND), (0, duel.BY_USE), (-30, duel.BY_USE)]
+)
+def test_order_by_find_leads_where_floods_would_push_out_what_is_found(
+    handicap: int, order: int
+) -> None:
+    judged = duel.Duel(1, lambda _kind, age: 1 / (age + 1), lambda _kind, _room: handicap)
+    judged.evicted(60)
+    judged.judge(1, 60)
+    now = 0
+    for turn in range(60):
+        hot = [b"hot%d" % number for number in range(10)]
+        for key in [*hot, *hot, *(b"%d-%d" % (turn, number) for number in range(55))]:
+            judged.used(key, 0, now)
+            now += 1
+    judged.judge(now, 60)
+    assert judged.order == order
+
+
+def test_what_was_found_outlives_what_was_stored_later() -> None:
+    made = by_find(Worth())
+    for name in stored(made, "head", 10):
+        made.touch(name, 10)
+    stored(made, "tail", 10)
+    assert [kind for kind, _ in made.candidates()] == ["tail"] * 10 + ["head"] * 10
+
+
+def test_what_was_stored_again_does_not_count_as_found() -> None:
+    made = by_find(Worth())
+    lost = stored(made, "lost", 10)
+    for name in lost:
+        made.touch(name, 10)
+    for name in lost:
+        made.evicted(name)
+    for name in stored(made, "found", 10):
+        made.touch(name, 10)
+    for name in lost:
+        made.add(name, 10)
+    assert [kind for kind, _ in made.candidates()] == ["lost"] * 10 + ["found"] * 10
+
+
+def test_what_was_found_long_ago_goes_before_what_was_stored_last() -> None:
+    made = by_find(Worth())
+    for name in stored(made, "found", 10):
+        made.touch(name, 10)
+    for first in range(100, 300, 10):
+        stored(made, "later", 10, first)
+    assert {kind for kind, _ in list(made.candidates())[-50:]} == {"later"}
+
+
+def test_tails_that_never_come_back_go_before_all_others() -> None:
+    made = Worth()
+    prompts = [stored(made, "prompt", 10, first) for first in range(0, 2000, 10)]
+    assert not made.gives_up_tails_first
+    for _ in range(2):
+        for tail, *others in prompts:
+            assert tail[0] == "prompt"
+            for name in others:
+                made.touch(name, 9)
+    assert made.gives_up_tails_first
+    assert list(made.candidates())[: len(prompts)] == [tail for tail, *_ in prompts]
+
+
+def test_tails_that_come_back_like_others_do_not_go_first() -> None:
+    made = Worth()
+    prompts = [stored(made, "prompt", 10, first) for first in range(0, 2000, 10)]
+    for names in prompts:
+        for name in names:
+            made.touch(name, 10)
+    new = stored(made, "new", 1000, 5000)
+    assert not made.gives_up_tails_first
+    assert new[0] not in list(made.candidates())[:1]
 
 
 def best_rates(chances: list[float]) -> list[float]:
@@ -263,12 +361,12 @@ def best_rates(chances: list[float]) -> list[float]:
 def lesson(
     uses: list[float], returns: list[float], passed: int = 0, now: int = 10**9
 ) -> tuple[list[float], list[float]]:
-    """Worths and scratch space after a lesson about queues of one size."""
+    """Worths and scratch space after a lesson about kinds of one size."""
     worths, scratch = [0.0] * len(returns), [0.0] * worth.SCRATCH
     worth.learn_ages(uses, returns, scratch, passed, now, 10)
     worth.learn_size(uses, returns, scratch, 0, 1)
-    for queue in range(len(uses)):
-        worth.learn_queue(uses, returns, worths, scratch, queue)
+    for kind in range(len(uses)):
+        worth.learn_kind(uses, returns, worths, scratch, kind)
     return worths, scratch
 
 

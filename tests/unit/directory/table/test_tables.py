@@ -23,6 +23,7 @@ from raykv.base.ids import (
 )
 from raykv.directory.table.choose import fast_table
 from raykv.directory.table.dicts import DictNodeTable, DictTable
+from raykv.directory.table.duel import BY_WORTH
 from raykv.directory.table.flat import cache
 from raykv.directory.table.policies import POLICIES
 from raykv.directory.table.protocol import Changes, Found, NodeTable
@@ -310,7 +311,7 @@ def test_both_tables_follow_worth_when_it_has_been_better() -> None:
     assert isinstance(nodes[0], DictNodeTable)
     policy = nodes[0]._classes[PAGE].of(0).policy
     assert isinstance(policy, Worth)
-    assert policy._duel.is_for_worth
+    assert policy.goes_by == BY_WORTH
 
 
 @pytest.fixture(params=tables.TABLES)
