@@ -18,6 +18,8 @@ TIMED_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*
 # Mostly wait, each for something else: Ray's actors in the one, engines in the other.
 CALM_LIVE_TESTS := tests/integration
 LIVE_TESTS := tests/e2e tests/hosts
+# On the other version; `make test-extended` has all that run there.
+OTHER_LIVE_TESTS := tests/e2e/test_one_engine.py tests/e2e/test_two_nodes.py tests/e2e/serve/test_serve.py
 PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
 	$(CALM_CONTRACTS)
 # What faces vLLM, and runs on the other version too.
@@ -75,7 +77,7 @@ test: lint $(OVERLAY_STAMP)
 	$(TEST_BIN)/pytest $(TIMED_TESTS); timed=$$?; \
 	$(TEST_BIN)/pytest $(CALM_LIVE_TESTS) >build/calm-tests.log 2>&1 & calm=$$!; \
 	$(TEST_BIN)/pytest $(LIVE_TESTS); live=$$?; \
-	$(ON_OTHER_VLLM) -m versions --ignore tests/e2e/zoo --ignore tests/e2e/serve/test_usage.py tests/e2e; other=$$?; \
+	$(ON_OTHER_VLLM) -m versions $(OTHER_LIVE_TESTS); other=$$?; \
 	wait $$calm; calm=$$?; wait $$pure; pure=$$?; trap - EXIT; \
 	cat build/calm-tests.log build/pure-tests.log; \
 	test $$timed -eq 0 && test $$live -eq 0 && test $$other -eq 0 && test $$calm -eq 0 && test $$pure -eq 0
@@ -90,7 +92,7 @@ test-pure: lint
 test-extended: lint $(OVERLAY_STAMP)
 	TESTS_EFFORT=4 $(TEST_BIN)/pytest tests/stateful
 	$(TEST_BIN)/pytest -m extended
-	$(ON_OTHER_VLLM) -m versions tests/e2e/zoo tests/e2e/serve/test_usage.py
+	$(ON_OTHER_VLLM) -m versions tests/e2e
 
 test-hosts: lint
 	$(TEST_BIN)/pytest -m hosts tests/hosts

@@ -15,7 +15,7 @@ from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from tests.fixtures.processes import freeze, signal_after
-from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -98,6 +98,7 @@ def test_tail_that_is_computed_behind_a_load_is_stored_and_loaded_as_well(
     longer = [prefix + prompt(3001 + i, length) for i, length in enumerate([150, 1100])]
     reference = engine.tokens(longer)
     engine.reset(connector=True)
+    wait_until_it_stores(engine, cluster)
     store(engine, cluster, [prefix])
     for tokens, expected in zip(longer, reference, strict=True):
         (output,) = engine.call("generate", prompts=[tokens])

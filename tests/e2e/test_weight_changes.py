@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,9 @@ from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.engine import MissRecord
 from raykv.serve.models import tiny_llama
-from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 LENGTH = 320
 
@@ -59,24 +58,10 @@ class Fleet:
     new_path: str
     old: list[list[int]]
     new: list[list[int]]
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1_000))
 
     def reload(self, engine: EngineProcess, path: str) -> None:
         engine.call("reload_weights", path=path)
-        self.wait_for_leases(engine)
-
-    def wait_for_leases(self, engine: EngineProcess) -> None:
-        """An engine gives its leases back when its weights change, and has others only after the
-        next exchange: a tiny prompt may be over by then, and what finds no lease is not stored.
-        """
-        before = self.stored()
-
-        def stores() -> bool:
-            engine.tokens([prompt(next(self.numbers), LENGTH)], max_tokens=1)
-            return self.stored() > before
-
-        wait_until(stores, 30.0, "the engine has leases again")
-        self.settle()
+        wait_until_it_stores(engine, self.cluster)
 
     def stored(self) -> int:
         return sum(node.bytes_stored for node in self.cluster.status().nodes)
@@ -153,7 +138,7 @@ def test_engine_that_gets_its_old_weights_back_loads_what_it_had_of_them(fleet: 
 def test_request_in_flight_over_a_change_leaves_nothing_under_either_version(fleet: Fleet) -> None:
     mixed = fleet.first.call("change_midway", prompt=PROMPTS[2], path=fleet.new_path)["tokens"]
     assert mixed[:6] != fleet.new[2]
-    fleet.wait_for_leases(fleet.first)
+    wait_until_it_stores(fleet.first, fleet.cluster)
     assert fleet.serve(fleet.first, 2) == (fleet.new[2], 0)
     fleet.settle()
     assert fleet.serve(fleet.first, 2) == (fleet.new[2], LENGTH)
@@ -212,7 +197,7 @@ def test_engine_whose_weights_cant_be_told_goes_by_the_name_that_they_are_given(
     assert loaded == 0
     engine_id = unnamed(fleet.cluster)
     assert fleet.cluster.set_weights_version(engine_id[:8], "step-7") == [engine_id]
-    fleet.wait_for_leases(fleet.second)
+    wait_until_it_stores(fleet.second, fleet.cluster)
     assert fleet.serve(fleet.second, 7) == (other, 0)
     fleet.settle()
     assert fleet.serve(fleet.second, 7) == (other, LENGTH)
