@@ -42,7 +42,6 @@ TOPICS = (
     ship,
     plan,
     publish,
-    quota,
     serve,
     measure,
 )

@@ -10,6 +10,11 @@ import typer
 from raykv.base.errors import SettingError
 from raykv.cli.base import Address, app
 
+CLIENT_OPTIONS = (
+    "--workload, --system, --model, --requests, --rate, --divide, --kv-blocks, --multi-turn, "
+    "--lmcache-python and --logs"
+)
+
 
 @app.command()
 def demo(
@@ -205,7 +210,7 @@ def bench(  # noqa: PLR0913 - a command's options
         logs=logs,
     )
     if client != ClientOptions() and "client" not in (names or ["client"]):
-        raise SettingError("--workload, --system and what follows are for `raykv bench client`")
+        raise SettingError(f"{CLIENT_OPTIONS} are for `raykv bench client`")
     options = Options(repeats, quick, tuple(trace or ()), device, cluster, client)
     with ending_what_it_starts():
         run_benchmarks(names or [], options, json_path)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import raykv
 from raykv.base.errors import SettingError
 from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
 from raykv.memory.room import human_bytes
@@ -109,7 +108,7 @@ def list_quotas(*, as_json: AsJson = False, ray_address: Address = None) -> None
 
     Example: raykv quota list --json
     """
-    with raykv.connect(ray_address) as cluster:
+    with connected(ray_address) as cluster:
         known = cluster.quotas.tenants()
     if as_json:
         print_json(known)

@@ -26,8 +26,15 @@ from raykv.base.clearings import Clearings
 from raykv.base.ids import NO_GENERATION, EngineId, Generation, Key, Namespace, Slot
 from raykv.base.shares import Share
 from raykv.directory.table.dicts import DictNodeTable
-from raykv.directory.table.protocol import Changes, Lease, Name, NodeTable, TableChunk
-from raykv.directory.tenants.pool import OTHERS, SharedPool
+from raykv.directory.table.protocol import (
+    NOBODY,
+    Changes,
+    Lease,
+    Name,
+    NodeTable,
+    TableChunk,
+)
+from raykv.directory.tenants.pool import SharedPool
 from raykv.prompts.prefixes import companions
 from raykv.protocol.columns import Handles, Leases
 from raykv.protocol.groups import ChunkGroup
@@ -322,7 +329,7 @@ class PoolBook:
         self._set_apart()
 
     def _set_apart(self) -> None:
-        self.table.set_apart(self._shares.keys() - {OTHERS})
+        self.table.set_apart(self._shares.keys() - {NOBODY})
         self._shared = (
             SharedPool(self.table, self._shares, self._slabs.keys()) if self._shares else None
         )

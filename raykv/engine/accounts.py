@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-from raykv.base.ids import MissReason, TokenSource, known_as
+from raykv.base.ids import MissReason, known_as
 from raykv.engine.outbox import take
 from raykv.engine.requests import Miss
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord, Parting
@@ -155,17 +155,6 @@ class TokenAccount:
         total = record.own + record.loaded + sum(record.missed.values())
         assert total == record.prompt, record
         return record
-
-
-def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
-    """The prompt's tokens; the sum is the prompt's length."""
-    return {
-        TokenSource.COMPUTED: sum(record.missed.values()),
-        TokenSource.OWN_CACHE: record.own,
-        TokenSource.SAME_NODE: record.loaded - record.fetched - record.disk,
-        TokenSource.OTHER_NODE: record.fetched,
-        TokenSource.DISK: record.disk,
-    }
 
 
 def _positive(counts: dict[MissReason, int]) -> dict[MissReason, int]:

@@ -26,7 +26,7 @@ from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.engine.remote import FetchOrder
 from raykv.node.peers import what_failed
-from raykv.protocol.columns import Handles, Keys, Numbers, Replicas, Source, numbered
+from raykv.protocol.columns import Handles, Numbers, Replicas, Source, numbered
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.peer import FetchRequest, FetchResult, check_fetched
@@ -261,11 +261,7 @@ def fetch_request(
         version=PROTOCOL_VERSION,
         namespace=namespace,
         node_epoch=node_epoch,
-        handles=Handles(
-            Keys.of([order.key for order in orders]),
-            [order.handle.slot for order in orders],
-            [order.handle.generation for order in orders],
-        ),
+        handles=Handles.of((order.key, order.handle) for order in orders),
         slot_bytes=[order.num_bytes for order in orders],
         sources=sources,
         deadline_s=deadline_s,

@@ -52,7 +52,7 @@ class Outbox:
             "touched": Keys.of(touched),
             "pinned": Keys.of(pinned),
             "released": lease_columns(take(self.released, MAX_KEYS // 2)),
-            "dropped": columns(take(self.dropped, MAX_KEYS // 4)),
+            "dropped": Handles.of(take(self.dropped, MAX_KEYS // 4)),
             "owned": owned_columns(take(self.owned, MAX_KEYS // 2)),
         }
 
@@ -70,16 +70,6 @@ def rows(handles: Handles) -> Iterable[tuple[Key, Handle]]:
     """Columns as keys and handles."""
     places = handles_of(handles.slots, handles.generations)
     return zip(cast("Sequence[Key]", handles.keys), places, strict=True)
-
-
-def columns(named: Iterable[tuple[Key, Handle]]) -> Handles:
-    """Keys and handles as columns."""
-    named = list(named)
-    return Handles(
-        Keys.of([key for key, _ in named]),
-        [handle.slot for _, handle in named],
-        [handle.generation for _, handle in named],
-    )
 
 
 def lease_columns(leases: Iterable[tuple[int, Handle]]) -> Leases:

@@ -33,7 +33,7 @@ from raykv.base.ids import (
     group_of,
 )
 from raykv.engine.cost import FetchCost
-from raykv.engine.outbox import columns, take
+from raykv.engine.outbox import take
 from raykv.engine.requests import RequestState, token_source
 from raykv.engine.stock import LeaseStock
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
@@ -197,7 +197,7 @@ class RemoteChunks:
 
     def take_announced(self, most: int) -> Handles:
         """Announcements to be sent now."""
-        return columns(take(self._announced, most))
+        return Handles.of(take(self._announced, most))
 
     def take_answer(
         self, asked: Iterable[bytes], replicas: Replicas, own_epoch: Epoch, own_id: NodeId | None

@@ -41,7 +41,7 @@ from raykv.cluster.breaker import Breakers, Pauses
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.slots import SlotState
-from raykv.protocol.columns import Handles, Keys, LostReplicas, Replica, Source
+from raykv.protocol.columns import Handles, LostReplicas, Replica, Source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.peer import FetchRequest, FetchResult, ReadReply, ReadRequest, check_read_reply
@@ -294,10 +294,9 @@ class FetchService:
             version=PROTOCOL_VERSION,
             namespace=fetch.namespace,
             node_epoch=piece.node_epoch,
-            handles=Handles(
-                Keys.of([chunk.landing.name.key for chunk in piece.chunks]),
-                [replica.handle.slot for replica in piece.replicas],
-                [replica.handle.generation for replica in piece.replicas],
+            handles=Handles.of(
+                (chunk.landing.name.key, replica.handle)
+                for chunk, replica in zip(piece.chunks, piece.replicas, strict=True)
             ),
             slot_bytes=[chunk.landing.name.slot_bytes for chunk in piece.chunks],
             with_checksums=fetch.with_checksums,

@@ -28,6 +28,7 @@ from raykv.base.ids import (
     Slot,
 )
 
+K = TypeVar("K", bound=bytes)
 N = TypeVar("N", bound=Hashable)
 T_co = TypeVar("T_co", covariant=True)
 
@@ -60,10 +61,16 @@ class _SequenceMeta(msgspec.StructMeta, ABCMeta):
     """Of structs that are sequences."""
 
 
-class _Column(Sequence[T_co]):
+class _Column(
+    Sequence[T_co],
+    msgspec.Struct,
+    frozen=True,
+    array_like=True,
+    eq=False,
+    gc=False,
+    metaclass=_SequenceMeta,
+):
     """Equal to any sequence of the same."""
-
-    __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
@@ -74,15 +81,7 @@ class _Column(Sequence[T_co]):
         return hash(tuple(self))
 
 
-class Keys(
-    _Column[bytes],
-    msgspec.Struct,
-    frozen=True,
-    array_like=True,
-    eq=False,
-    gc=False,
-    metaclass=_SequenceMeta,
-):
+class Keys(_Column[bytes], frozen=True):
     """A column of keys as one blob: there is an object for each only where somebody asks for it.
 
     `lengths` has a byte for the length of each key, or one byte in all if they have the same
@@ -170,15 +169,7 @@ def _cutter(width: int, count: int) -> struct.Struct:
     return struct.Struct(f"{width}s" * count)
 
 
-class Numbers(
-    _Column[int],
-    msgspec.Struct,
-    frozen=True,
-    array_like=True,
-    eq=False,
-    gc=False,
-    metaclass=_SequenceMeta,
-):
+class Numbers(_Column[int], frozen=True):
     """A column of numbers as one blob, of 64 bits each in the order of bytes that x86 and ARM have.
 
     Raises:
@@ -222,6 +213,16 @@ class Handles(msgspec.Struct, frozen=True, array_like=True):
     keys: Keys = Keys()
     slots: list[int] = []
     generations: list[int] = []
+
+    @staticmethod
+    def of(rows: Iterable[tuple[K, Handle]]) -> Handles:
+        """Rows of a key and where its chunk is, as columns."""
+        rows = list(rows)
+        return Handles(
+            Keys.of([key for key, _ in rows]),
+            [handle.slot for _, handle in rows],
+            [handle.generation for _, handle in rows],
+        )
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from raykv.base.ids import TokenSource
 from raykv.base.tenants import is_label
 from raykv.protocol.columns import (
     MAX_GROUPS,
@@ -98,6 +99,17 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     disk: int = 0
     parting: Parting | None = None
     tenant: str = ""
+
+
+def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
+    """The prompt's tokens; the sum is the prompt's length."""
+    return {
+        TokenSource.COMPUTED: sum(record.missed.values()),
+        TokenSource.OWN_CACHE: record.own,
+        TokenSource.SAME_NODE: record.loaded - record.fetched - record.disk,
+        TokenSource.OTHER_NODE: record.fetched,
+        TokenSource.DISK: record.disk,
+    }
 
 
 def _finished(records: Sequence[MissRecord]) -> None:

@@ -114,8 +114,6 @@ class RayOffloadingManager(OffloadingManager):
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
         self._tenants_by_server = tenants_by_server
-        # Whose those requests are that are about to be new.
-        self._tenants: dict[str, str] = {}
         # Requests whose state may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
         self._no_lease_logged_at = float("-inf")
@@ -231,11 +229,8 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(nothing)
     def belongs(self, request: Any) -> None:
-        """A request is about to be new; remember whose it is."""
-        tenant = tenant_of(request, by_server=self._tenants_by_server)
-        if tenant:
-            self._tenants[request.request_id] = tenant
-        self.misses.began(request, tenant)
+        """A request is about to be new: open its account, which says whose it is."""
+        self.misses.began(request, tenant_of(request, by_server=self._tenants_by_server))
 
     def refuse(self, request_id: str, reason: MissReason) -> None:
         """A request that is about to be new may neither load nor store."""
@@ -248,8 +243,9 @@ class RayOffloadingManager(OffloadingManager):
         """
         self._drain()
         options = request_options(req_context.kv_transfer_params)
-        if tenant := self._tenants.pop(req_context.req_id, ""):
-            options = replace(options, tenant=tenant)
+        account = self.view.accounts.get(req_context.req_id)
+        if account is not None and account.tenant:
+            options = replace(options, tenant=account.tenant)
         reason = self._refused.pop(req_context.req_id, None)
         if reason is not None:
             options = replace(options, load=False, store=False, no_load=reason)

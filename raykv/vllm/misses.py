@@ -23,11 +23,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import MissReason, TokenSource, known_as
-from raykv.engine.accounts import MissStage, TokenAccount, tokens_by_source
+from raykv.engine.accounts import MissStage, TokenAccount
 from raykv.engine.insight.partings import Partings, PassingPrompt
 from raykv.engine.insight.spans import RequestSpans
 from raykv.engine.view import EngineView
-from raykv.protocol.engine import MissRecord, Parting
+from raykv.protocol.engine import MissRecord, Parting, tokens_by_source
 from raykv.vllm.internals.answers import first_outputs
 
 logger = logging.getLogger("raykv")

@@ -72,8 +72,9 @@ def refuse_sleep_mode(sleeps: bool) -> None:
     """
     if sleeps:
         raise HandleError(
-            "enable_sleep_mode gives the KV cache other memory each time the engine wakes up; "
-            "`raykv bench sleep` measures what that costs. An engine that never sleeps does without"
+            "enable_sleep_mode gives the KV cache other memory each time the engine wakes up: "
+            "leave it out if the engine never sleeps (`raykv bench sleep` measures what staging "
+            "costs)"
         )
 
 

@@ -31,7 +31,10 @@ Name = tuple[Namespace, Key]
 """What a chunk is called in the whole cluster."""
 
 MAX_OWNERS = 256
-"""Tenants by number; 0: nobody in particular."""
+"""Tenants by number."""
+
+NOBODY = 0
+"""The number of all who are no tenant in particular."""
 
 
 @dataclass(frozen=True, slots=True)

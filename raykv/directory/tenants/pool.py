@@ -17,9 +17,7 @@ from raykv.base.shares import (
     shareholder,
     to_give_up,
 )
-from raykv.directory.table.protocol import Changes, NodeTable
-
-OTHERS = 0
+from raykv.directory.table.protocol import NOBODY, Changes, NodeTable
 
 SOON_S = 30.0
 """Chunks that are kept for longer are pinned by somebody; loads and answers keep them for 10 s."""
@@ -42,7 +40,7 @@ class SharedPool:
         self._sizes = sizes
         self._total = table.geometry.pool_bytes
         # Those that are the same to `to_give_up` take turns in this order.
-        self._holders = sorted({OTHERS, *shares})
+        self._holders = sorted({NOBODY, *shares})
 
     def _used(self, owner: int) -> int:
         return sum(size * self._table.num_held(size, owner) for size in self._sizes)
@@ -118,7 +116,7 @@ class SharedPool:
         uses = self._table.uses_at(places)
         taken: dict[int, int] = {}
         for owner, size in zip(uses.owners, uses.slot_bytes, strict=True):
-            holder = owner if owner in self._shares else OTHERS
+            holder = owner if owner in self._shares else NOBODY
             taken[holder] = taken.get(holder, 0) + size
         return all(
             self._used(owner) - size >= int(self._shares[owner].guaranteed * self._total)

@@ -18,20 +18,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
-from raykv.base.ids import NodeId, TokenSource
+from raykv.base.ids import NodeId
 from raykv.base.shares import NO_SHARE, Share
 from raykv.base.tenants import OTHERS
 from raykv.directory.members import Node
 from raykv.directory.meter.cluster import MeteredTenant
-from raykv.directory.table.protocol import MAX_OWNERS, Changes
-from raykv.protocol.engine import MissRecord, Owned
+from raykv.directory.table.protocol import MAX_OWNERS, NOBODY, Changes
+from raykv.protocol.engine import MissRecord, Owned, tokens_by_source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import MAX_GUARANTEED, MAX_QUOTAS, Quota, QuotaAnswer, TenantStatus
-
-NOBODY = 0
-"""The number of all that have none."""
 
 LOOK_S = 60.0
 """Pause between two searches for labels that are not needed any more: each looks at all chunks."""
@@ -84,7 +79,7 @@ class Tenants:
 
     def _forget_unused(self) -> None:
         """Labels without chunks and without a quota have no number any more."""
-        used = {owner for node in self._nodes.values() for owner in node.book.table.owned_bytes()}
+        used = self._used()
         kept = {quota.tenant for quota in self._quotas.values()}
         for number, label in list(self._labels.items()):
             if number not in used and label not in kept:
@@ -166,11 +161,7 @@ class Tenants:
         for record in records:
             number = self._numbers.get(record.tenant, NOBODY)
             tokens = self._tokens.setdefault(self._holder(number), Counter())
-            tokens[TokenSource.COMPUTED] += sum(record.missed.values())
-            tokens[TokenSource.OWN_CACHE] += record.own
-            tokens[TokenSource.SAME_NODE] += record.loaded - record.fetched - record.disk
-            tokens[TokenSource.OTHER_NODE] += record.fetched
-            tokens[TokenSource.DISK] += record.disk
+            tokens.update(tokens_by_source(record))
 
     def _holder(self, number: int) -> int:
         """Whose share a tenant's chunks count to."""
@@ -184,9 +175,8 @@ class Tenants:
         if not self.shares:
             return []
         used = dict.fromkeys([NOBODY, *self.shares], 0)
-        for node in self._nodes.values():
-            for owner, count in node.book.table.owned_bytes().items():
-                used[self._holder(owner)] += count
+        for owner, count in self._used().items():
+            used[self._holder(owner)] += count
         return [
             MeteredTenant(
                 name=self.name_of(number),
@@ -207,25 +197,26 @@ class Tenants:
         """
         if not self._labels and not self._quotas:
             return []
+        used = self._used()
+        numbers = sorted({NOBODY, *used, *self.shares})
+        return [self._status(number, used[number], disk_bytes) for number in numbers]
+
+    def _used(self) -> Counter[int]:
+        """Bytes of chunks in all pools, by number."""
         used: Counter[int] = Counter()
         for node in self._nodes.values():
             used.update(node.book.table.owned_bytes())
-        quotas = {quota.tenant: quota for quota in self._quotas.values()}
-        numbers = {NOBODY, *used, *self.shares}
-        found = [self._status(number, used[number], quotas) for number in sorted(numbers)]
-        return [
-            msgspec.structs.replace(each, disk_bytes=disk_bytes.get(each.tenant, 0))
-            for each in found
-        ]
+        return used
 
-    def _status(self, number: int, used: int, quotas: Mapping[str, Quota]) -> TenantStatus:
+    def _status(self, number: int, used: int, disk_bytes: Mapping[str, int]) -> TenantStatus:
         label = self._labels.get(number, "")
         share = self.shares.get(number, NO_SHARE)
         return TenantStatus(
             name=self.name(label),
             tenant=label,
             pool_bytes=used,
-            has_quota=label in quotas,
+            disk_bytes=disk_bytes.get(label, 0),
+            has_quota=number in self.shares,
             guaranteed=share.guaranteed,
             most=share.most,
         )

@@ -352,7 +352,6 @@ def test_request_is_its_tenants_from_its_first_hook_on() -> None:
     assert engine.schedule(request) > 0
     owned = engine.view.take_request(Epoch(1), may_grow=True, may_want=True).owned
     assert owned.tenants == [label]
-    assert not engine.connector._manager._tenants
     account = engine.view.accounts.get("r")
     assert account is not None
     assert account.tenant == label

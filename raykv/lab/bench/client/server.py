@@ -46,15 +46,7 @@ class Server:
     ) -> None:
         self._port = port
         self._log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=dict(environment),
-                start_new_session=True,
-            )
+        self._process = _started(command, environment, log)
         try:
             self._wait_until_ready()
         except BaseException:
@@ -100,6 +92,21 @@ class Server:
             self._process.wait(STOP_S)
 
 
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """A process in a group of its own, which writes all into a log."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(environment),
+            start_new_session=True,
+        )
+
+
 def _process(pid: int) -> psutil.Process | None:
     try:
         return psutil.Process(pid)
@@ -115,15 +122,7 @@ def run_client(
     Raises:
         ServerError: it failed, or did not end in time; then it is killed.
     """
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=dict(environment),
-            start_new_session=True,
-        )
+    process = _started(command, environment, log)
     try:
         status = process.wait(deadline_s)
     except subprocess.TimeoutExpired:
