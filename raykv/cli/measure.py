@@ -105,10 +105,10 @@ Model = Annotated[
     str | None, typer.Option(help="For `client`: as for `raykv serve`. Default: smollm2.")
 ]
 NumRequests = Annotated[
-    int | None, typer.Option("--requests", help="For `client`. Default: 72.", min=1)
+    int | None, typer.Option("--requests", help="For `client`. Default: 40.", min=1)
 ]
 Rate = Annotated[
-    float | None, typer.Option(help="For `client`: requests a second. Default: 1.", min=0.001)
+    float | None, typer.Option(help="For `client`: requests a second. Default: 0.5.", min=0.001)
 ]
 Divisor = Annotated[
     int | None,

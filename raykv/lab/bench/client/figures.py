@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -9,6 +10,8 @@ from statistics import mean, median
 from typing import Any
 
 from raykv.base.errors import RayKVError
+
+_FAILURES = re.compile(r"\bnum_failures=(\d+)")
 
 
 class NothingAnsweredError(RayKVError):
@@ -55,19 +58,23 @@ def of_bench_serve(result: Mapping[str, Any]) -> Figures:
 def of_multi_turn(
     stats: Sequence[Mapping[str, Any]],
     conversations: Sequence[Mapping[str, Any]],
-    num_requests: int,
+    log: str,
 ) -> Figures:
-    """From the files of vLLM's multi-turn benchmark, which tells nothing of requests that failed.
+    """From the files of vLLM's multi-turn benchmark.
+
+    Its processes end when no conversation is left to begin, in the midst of those that they have
+    begun: what was not asked has not failed.
 
     Args:
         stats: of each request that was answered.
         conversations: as they were in the end.
-        num_requests: how many were to be sent.
+        log: what it has written; each process says there at its end what has failed.
 
     Raises:
-        NothingAnsweredError: no request was answered.
+        NothingAnsweredError: no request was answered, or no process has said what has failed.
     """
-    if not stats:
+    failed = [int(number) for number in _FAILURES.findall(log)]
+    if not stats or not failed:
         raise NothingAnsweredError("the multi-turn benchmark has seen no answer")
     first_ms = sorted(each["ttft_ms"] for each in stats)
     ends_ms = [each["start_time_ms"] + each["latency_ms"] for each in stats]
@@ -78,7 +85,7 @@ def of_multi_turn(
         first_ms[ceil(0.99 * len(first_ms)) - 1],
         mean(each["tpot_ms"] for each in stats),
         sum(each["output_num_tokens"] for each in stats) / seconds,
-        num_requests - len(stats),
+        sum(failed),
         {
             f"{conversation['id']} {turn}": message["content"]
             for conversation in conversations

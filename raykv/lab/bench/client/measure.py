@@ -59,7 +59,7 @@ from raykv.serve.command import SMALL_MODEL
 from raykv.serve.models import smollm2
 from raykv.vllm import command as vllm_command
 
-USUAL = Sizes(num_requests=72, rate=1.0, divisor=32, kv_blocks=48)
+USUAL = Sizes(num_requests=40, rate=0.5, divisor=32, kv_blocks=48)
 TINY = Sizes(num_requests=8, rate=8.0, divisor=64, kv_blocks=18)
 POOL_BYTES, TINY_POOL_BYTES = 2 << 30, 256 << 20
 
@@ -276,15 +276,16 @@ class _Field:
         most_found = load.prepare(bed.folder, seed)
         ModelServer(site.port, SERVED).complete(WARM_UP, 8)
         found, spent = server.tokens_found(), cpu_times()
+        log = bed.folder / f"{load.name}.client.log"
         run_client(
             load.command(Target(site.port, site.model), bed.folder, results, seed),
             # Of what the client draws a trace's tokens with.
             {**environment(site), "PYTHONHASHSEED": f"{seed + 1}"},
-            bed.folder / f"{load.name}.client.log",
+            log,
             load.seconds * LAG + CLIENT_S,
         )
         cpu_s = cpu_seconds(spent, cpu_times())
-        return Played(load.figures(results), server.tokens_found() - found, cpu_s, most_found)
+        return Played(load.figures(results, log), server.tokens_found() - found, cpu_s, most_found)
 
     def _keep(self, folder: Path) -> None:
         """Copy what servers and clients have written to where the user wants it."""

@@ -81,7 +81,7 @@ class Target:
 
 class ClientLoad(Protocol):
     """A load: `prepare` writes its files for one repeat, `command` is a client that writes its
-    results into `results`, `figures` reads those.
+    results into `results`, `figures` reads those and what it has said.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ClientLoad(Protocol):
 
     def command(self, target: Target, folder: Path, results: Path, seed: int) -> list[str]: ...
 
-    def figures(self, results: Path) -> Figures: ...
+    def figures(self, results: Path, log: Path) -> Figures: ...
 
 
 class BenchServe:
@@ -123,7 +123,8 @@ class BenchServe:
             ("--num-prompts", f"{self._num_requests}", *self._flags),
         )
 
-    def figures(self, results: Path) -> Figures:
+    def figures(self, results: Path, log: Path) -> Figures:
+        del log
         return of_bench_serve(json.loads((results / f"{self.name}.json").read_text()))
 
 
@@ -160,7 +161,8 @@ class TimedTrace:
         )
         return bench_serve(self.name, target, results, seed, flags)
 
-    def figures(self, results: Path) -> Figures:
+    def figures(self, results: Path, log: Path) -> Figures:
+        del log
         return of_bench_serve(json.loads((results / f"{self.name}.json").read_text()))
 
     def _file(self, folder: Path) -> Path:
@@ -174,7 +176,8 @@ class MultiTurn:
     is_reused = True
 
     def __init__(self, sizes: Sizes, script: Path) -> None:
-        self._conversations = max(ACTIVE, ceil(sizes.num_requests / TURNS))
+        # Its processes end as soon as no conversation is left to begin.
+        self._conversations = max(2 * ACTIVE, ceil(sizes.num_requests / TURNS))
         self.seconds = self._conversations * TURNS / sizes.rate
         self._script = script
         self._divisor = sizes.divisor
@@ -222,10 +225,10 @@ class MultiTurn:
             *("--output-file", str(results / "conversations.json")),
         ]
 
-    def figures(self, results: Path) -> Figures:
+    def figures(self, results: Path, log: Path) -> Figures:
         stats = json.loads((results / "stats.json").read_text())
         conversations = json.loads((results / "conversations.json").read_text())
-        return of_multi_turn(stats, conversations, self._conversations * TURNS)
+        return of_multi_turn(stats, conversations, log.read_text())
 
 
 def prefix_repetition(sizes: Sizes) -> BenchServe:

@@ -38,6 +38,11 @@ def answered(ttft_ms: float, start_ms: float, **more: Any) -> dict[str, Any]:
     }
 
 
+LOG = """
+Client 1 is done (num_successes=2, num_failures=1)\x1b[0m
+Client 0 is done (num_successes=1, num_failures=2)\x1b[0m
+"""
+
 CONVERSATIONS = [
     {
         "id": "CONV_ID_0",
@@ -63,16 +68,27 @@ def test_file_of_bench_serve_without_answers_is_an_error_that_says_why() -> None
 
 def test_files_of_the_multi_turn_benchmark_are_read() -> None:
     stats = [answered(100.0, 1000.0), answered(300.0, 2000.0), answered(800.0, 4500.0)]
-    figures = of_multi_turn(stats, CONVERSATIONS, num_requests=5)
+    figures = of_multi_turn(stats, CONVERSATIONS, LOG)
     assert (figures.mean_ms, figures.median_ms, figures.p99_ms) == (400.0, 300.0, 800.0)
-    assert (figures.gap_ms, figures.num_failed) == (20.0, 2)
+    assert (figures.gap_ms, figures.num_failed) == (20.0, 3)
     assert figures.output_rate == 48 / 4.0
     assert figures.texts == {"CONV_ID_0 1": "answer"}
 
 
+def test_turns_that_the_multi_turn_benchmark_does_not_ask_have_not_failed() -> None:
+    log = "Client 0 is done (num_successes=1, num_failures=0)"
+    figures = of_multi_turn([answered(100.0, 1000.0)], CONVERSATIONS, log)
+    assert figures.num_failed == 0
+
+
 def test_multi_turn_benchmark_without_answers_is_an_error() -> None:
     with pytest.raises(NothingAnsweredError):
-        of_multi_turn([], [], 5)
+        of_multi_turn([], [], LOG)
+
+
+def test_multi_turn_benchmark_that_did_not_come_to_its_end_is_an_error() -> None:
+    with pytest.raises(NothingAnsweredError):
+        of_multi_turn([answered(100.0, 1000.0)], CONVERSATIONS, "Traceback")
 
 
 def test_texts_differ_where_one_is_another_or_missing() -> None:
