@@ -284,7 +284,11 @@ class Session:
                 if message.namespace == self._view.namespace:
                     self._view.attached(message.answer)
             case Exchanged():
+                had_repeats = self._view.remote.has_repeats
                 self._view.apply(message.reply, message.request)
+                if self._view.remote.has_repeats and not had_repeats:
+                    # The exchange thread may be waiting for the next heartbeat already.
+                    self._wake.set()
             case FetchEnded():
                 self._view.finish_fetch(message.orders, message.result)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+from raykv.base.deadlines import EXCHANGE_PAUSE_S
 from raykv.base.ids import Key
 from raykv.engine.requests import RequestOptions
 from raykv.engine.session import MAX_INBOX
@@ -53,6 +56,30 @@ def test_what_requests_want_and_how_long_answers_take_is_told() -> None:
         reach.add(0, request.wanted_keys)
     reach.num_wanted = 5
     assert round(reach.num_distinct) == 5
+
+
+def test_chunks_that_are_being_stored_are_asked_for_again_long_before_the_next_heartbeat() -> None:
+    """Also by an engine that takes the answer when the exchange thread waits for work again."""
+    scheduler = PlayedScheduler()
+    scheduler.is_being_stored = True
+    view, session = attached(scheduler, heartbeat_s=100 * DEADLINE_S)
+    view.start_request("r", RequestOptions())
+    session.start()
+    try:
+        view.ask("r", [Key(bytes(36))])
+        session.nudge()
+        for times in range(1, 4):
+
+            def is_asked(times: int = times) -> bool:
+                return sum(bool(request.asked) for request in scheduler.requests) >= times
+
+            wait_until(is_asked, DEADLINE_S, f"it is asked {times} times")
+            time.sleep(10 * EXCHANGE_PAUSE_S)
+            session.drain()
+            session.nudge()
+    finally:
+        session.stop(DEADLINE_S)
+    assert sum(not request.asked for request in scheduler.requests) < 10
 
 
 def test_engine_that_had_nothing_to_do_knows_what_is_so_now() -> None:
