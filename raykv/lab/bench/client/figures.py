@@ -96,8 +96,8 @@ def of_multi_turn(
 
 
 def num_different(texts: Mapping[str, str], others: Mapping[str, str]) -> int:
-    """Requests whose texts differ, or that only one of both has."""
-    return sum(texts.get(name) != others.get(name) for name in texts.keys() | others.keys())
+    """Requests that both have, with different texts."""
+    return sum(texts[name] != others[name] for name in texts.keys() & others.keys())
 
 
 def counter(exposition: str, name: str) -> float:

@@ -91,10 +91,11 @@ def test_multi_turn_benchmark_that_did_not_come_to_its_end_is_an_error() -> None
         of_multi_turn([answered(100.0, 1000.0)], CONVERSATIONS, "Traceback")
 
 
-def test_texts_differ_where_one_is_another_or_missing() -> None:
+def test_texts_differ_where_both_have_one_and_not_the_same() -> None:
+    """Which of its conversations the multi-turn benchmark gets to is a matter of time."""
     texts = {"0": "one", "1": "two"}
     assert num_different(texts, texts) == 0
-    assert num_different(texts, {"0": "one", "1": "three", "2": "four"}) == 2
+    assert num_different(texts, {"0": "one", "1": "three", "2": "four"}) == 1
 
 
 def test_counter_is_summed_over_its_labels_and_no_other_name() -> None:
