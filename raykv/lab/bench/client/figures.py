@@ -96,8 +96,11 @@ def of_multi_turn(
 
 
 def num_different(texts: Mapping[str, str], others: Mapping[str, str]) -> int:
-    """Requests that both have, with different texts."""
-    return sum(texts[name] != others[name] for name in texts.keys() & others.keys())
+    """Requests that both have, with different texts; all if they have none in common."""
+    common = texts.keys() & others.keys()
+    if not common:
+        return len(texts.keys() | others.keys())
+    return sum(texts[name] != others[name] for name in common)
 
 
 def counter(exposition: str, name: str) -> float:

@@ -44,6 +44,7 @@ from raykv.lab.bench.client.workloads import (
     Sizes,
     Target,
     TimedTrace,
+    log_of,
     prefix_repetition,
     random,
 )
@@ -276,16 +277,15 @@ class _Field:
         most_found = load.prepare(bed.folder, seed)
         ModelServer(site.port, SERVED).complete(WARM_UP, 8)
         found, spent = server.tokens_found(), cpu_times()
-        log = bed.folder / f"{load.name}.client.log"
         run_client(
             load.command(Target(site.port, site.model), bed.folder, results, seed),
             # Of what the client draws a trace's tokens with.
             {**environment(site), "PYTHONHASHSEED": f"{seed + 1}"},
-            log,
+            log_of(load.name, results),
             load.seconds * LAG + CLIENT_S,
         )
         cpu_s = cpu_seconds(spent, cpu_times())
-        return Played(load.figures(results, log), server.tokens_found() - found, cpu_s, most_found)
+        return Played(load.figures(results), server.tokens_found() - found, cpu_s, most_found)
 
     def _keep(self, folder: Path) -> None:
         """Copy what servers and clients have written to where the user wants it."""
@@ -293,7 +293,7 @@ class _Field:
         if kept is None:
             return
         kept.mkdir(parents=True, exist_ok=True)
-        for file in (*folder.glob("*.log"), *folder.glob("results/*.json")):
+        for file in (*folder.glob("*.log"), *folder.glob("results/*")):
             shutil.copy(file, kept / file.name)
 
 

@@ -81,7 +81,7 @@ class Target:
 
 class ClientLoad(Protocol):
     """A load: `prepare` writes its files for one repeat, `command` is a client that writes its
-    results into `results`, `figures` reads those and what it has said.
+    results into `results`, where its log is too; `figures` reads those.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ClientLoad(Protocol):
 
     def command(self, target: Target, folder: Path, results: Path, seed: int) -> list[str]: ...
 
-    def figures(self, results: Path, log: Path) -> Figures: ...
+    def figures(self, results: Path) -> Figures: ...
 
 
 class BenchServe:
@@ -123,9 +123,8 @@ class BenchServe:
             ("--num-prompts", f"{self._num_requests}", *self._flags),
         )
 
-    def figures(self, results: Path, log: Path) -> Figures:
-        del log
-        return of_bench_serve(json.loads((results / f"{self.name}.json").read_text()))
+    def figures(self, results: Path) -> Figures:
+        return bench_serve_figures(self.name, results)
 
 
 class TimedTrace:
@@ -161,9 +160,8 @@ class TimedTrace:
         )
         return bench_serve(self.name, target, results, seed, flags)
 
-    def figures(self, results: Path, log: Path) -> Figures:
-        del log
-        return of_bench_serve(json.loads((results / f"{self.name}.json").read_text()))
+    def figures(self, results: Path) -> Figures:
+        return bench_serve_figures(self.name, results)
 
     def _file(self, folder: Path) -> Path:
         return folder / "trace.jsonl"
@@ -225,10 +223,10 @@ class MultiTurn:
             *("--output-file", str(results / "conversations.json")),
         ]
 
-    def figures(self, results: Path, log: Path) -> Figures:
+    def figures(self, results: Path) -> Figures:
         stats = json.loads((results / "stats.json").read_text())
         conversations = json.loads((results / "conversations.json").read_text())
-        return of_multi_turn(stats, conversations, log.read_text())
+        return of_multi_turn(stats, conversations, log_of(self.name, results).read_text())
 
 
 def prefix_repetition(sizes: Sizes) -> BenchServe:
@@ -268,3 +266,13 @@ def bench_serve(
         *("--result-filename", f"{dataset}.json", "--disable-tqdm"),
         *flags,
     ]
+
+
+def bench_serve_figures(dataset: str, results: Path) -> Figures:
+    """From the file `DATASET.json`."""
+    return of_bench_serve(json.loads((results / f"{dataset}.json").read_text()))
+
+
+def log_of(name: str, results: Path) -> Path:
+    """Where the client of a load writes what it says."""
+    return results / f"{name}.client.log"

@@ -96,6 +96,7 @@ def test_texts_differ_where_both_have_one_and_not_the_same() -> None:
     texts = {"0": "one", "1": "two"}
     assert num_different(texts, texts) == 0
     assert num_different(texts, {"0": "one", "1": "three", "2": "four"}) == 1
+    assert num_different(texts, {"2": "four"}) == 3
 
 
 def test_counter_is_summed_over_its_labels_and_no_other_name() -> None:
