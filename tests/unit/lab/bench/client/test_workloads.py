@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from raykv.lab.bench.client.workloads import (
+    ACTIVE,
     MultiTurn,
     Sizes,
     Target,
@@ -83,3 +85,10 @@ def test_multi_turn_benchmark_makes_conversations_of_our_words(tmp_path: Path) -
     load.prepare(tmp_path, seed=2)
     assert Path(made["text_files"][0]).read_text() != words
     assert options["--url"] == "http://127.0.0.1:8123"
+
+
+def test_few_turns_are_conversations_for_all_processes_and_as_many_to_follow(
+    tmp_path: Path,
+) -> None:
+    load = MultiTurn(replace(SIZES, num_requests=5), tmp_path / "script.py")
+    assert load.generation(tmp_path / "words.txt")["num_conversations"] == 2 * ACTIVE
