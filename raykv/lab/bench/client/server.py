@@ -138,7 +138,7 @@ def run_client(
 def tail(log: Path) -> str:
     """The end of a log, for an error."""
     text = log.read_text(errors="replace")[-TAIL:]
-    return f"its log ends with:\n{text}"
+    return f"its log ends with:\n{text}" if text.strip() else "its log is empty"
 
 
 def cpu_times() -> dict[int, float]:

@@ -63,6 +63,12 @@ def test_client_that_fails_says_so_with_its_log(tmp_path: Path) -> None:
         run_client(command, os.environ, tmp_path / "log", deadline_s=30.0)
 
 
+def test_client_that_was_killed_and_had_said_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    with pytest.raises(ServerError, match=r"failed with status -9; its log is empty$"):
+        run_client(command, os.environ, tmp_path / "log", deadline_s=30.0)
+
+
 def test_client_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     with pytest.raises(ServerError, match=r"more than 0\.2 s"):
