@@ -140,7 +140,8 @@ class Settings:
         1024,
         count,
         "Most free slots that an engine holds per KV group, to store into between two exchanges "
-        "with the scheduler actor; all engines of a node hold at most a quarter of its pool",
+        "with the scheduler actor; all engines of a node hold at most a quarter of its pool, or "
+        "three quarters of what is empty",
     )
     kv_handover: str = _setting(
         "auto",

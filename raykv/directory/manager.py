@@ -57,7 +57,7 @@ from raykv.directory.leases import (
     Generations,
     count_stored,
     grant,
-    lease_share,
+    lease_shares,
     take_declared,
 )
 from raykv.directory.leavings import Leavings
@@ -331,6 +331,7 @@ class BlockManager:
         self._waiting.pop(engine.engine_id, None)
         self.catalog.introduced(message)
         engine_id = EngineId(message.engine_id)
+        lease_share, spare_share = self._lease_shares(engine, node)
         return EngineAttached(
             epoch=self.epoch,
             rejected=[
@@ -340,7 +341,8 @@ class BlockManager:
             ],
             node_epoch=node.epoch,
             capacity={g: geometry.capacity(size) for g, size in message.slot_bytes.items()},
-            lease_share=lease_share(engine, self._engines_beside(engine)),
+            lease_share=lease_share,
+            spare_share=spare_share,
             paused=self.paused,
             cleared=self._clearings.of(Namespace(message.namespace)),
         )
@@ -452,8 +454,9 @@ class BlockManager:
         self.tenants.finished(request.finished)
         # Before the changes are taken: what it evicts is part of this answer.
         may_grant = not self.paused and node.inventory_complete and now >= node.settled_at
-        wanted = request.wanted if may_grant else {}
-        granted = grant(engine, node, wanted, self._generations, now)
+        wanted, spare = (request.wanted, request.spare) if may_grant else ({}, {})
+        granted = grant(engine, node, wanted, spare, self._generations, now)
+        lease_share, spare_share = self._lease_shares(engine, node)
         void, engine.void = engine.void, False
         reset = engine.mirror.is_reset
         stored, removed = engine.mirror.next_page()
@@ -472,10 +475,14 @@ class BlockManager:
             replicas=self._questions.answer(engine, request.asked, now, now + self.settings.pin_s),
             has_peers=self._has_peers(engine),
             store_share=self._reuse.store_share(engine.namespace),
-            lease_share=lease_share(engine, self._engines_beside(engine)),
+            lease_share=lease_share,
+            spare_share=spare_share,
             refined=self.misses.take(engine, request.finished, now),
             naming=engine.naming,
         )
+
+    def _lease_shares(self, engine: Engine, node: Node) -> tuple[float, float]:
+        return lease_shares(engine, self._engines_beside(engine), node.book.empty)
 
     def _engines_beside(self, engine: Engine) -> Iterable[Engine]:
         """All engines of an engine's node, itself too."""

@@ -181,6 +181,11 @@ class RemoteChunks:
         return bool(self._questions)
 
     @property
+    def num_unleased(self) -> Counter[int]:
+        """Chunks found elsewhere that wait for a lease, by KV group; any thread may ask."""
+        return Counter(map(group_of, list(self.unleased)))
+
+    @property
     def has_news(self) -> bool:
         """Whether something should not wait for the next heartbeat."""
         return bool(self._questions or self._announced or self._lost)
@@ -323,9 +328,10 @@ class RemoteChunks:
         handle = stock.take(group_of(key))
         if handle is None:
             self.unleased.add(key)
-            is_dry = stock.is_dry(group_of(key))
-            may_ask = not is_dry and request.may_ask(now, self.settings.query_deadline_s)
-            return Lookup.RETRY if may_ask else request.missed(key, MissReason.POOL_FULL)
+            if stock.is_dry(group_of(key)):
+                return request.missed(key, MissReason.POOL_FULL)
+            may_ask = request.may_ask(now, self.settings.query_deadline_s)
+            return Lookup.RETRY if may_ask else request.missed(key, MissReason.NO_LEASE)
         self.unleased.discard(key)
         size = self.settings.size_of(key).num_bytes
         order = FetchOrder(key, handle, size, request.found[key])

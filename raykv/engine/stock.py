@@ -26,12 +26,18 @@ class LeaseStock:
         self._leases: dict[int, deque[Handle]] = {group: deque() for group in groups}
         self._taken: dict[int, int] = dict.fromkeys(self._leases, 0)
         self.capacity: dict[int, int] = dict.fromkeys(self._leases, 0)
-        # Of the node's pool, for the free slots of all groups together.
-        self.share = LEASE_SHARE
+        # Of the node's pool, for the free slots of all groups together; and while they are free.
+        self._share, self._spare_share = LEASE_SHARE, 0.0
         # What was wanted beyond the target, and has not been taken since.
         self._extra: Counter[int] = Counter()
         # KV groups of which the last answer granted fewer leases than were wanted.
         self._dry: set[int] = set()
+
+    def set_shares(self, share: float, spare: float) -> None:
+        """Of the node's pool for the leases of all groups: at others' cost (0: as before), and
+        beyond that while it is free.
+        """
+        self._share, self._spare_share = share or self._share, spare
 
     def take(self, group: int) -> Handle | None:
         """The oldest lease of a group; None if there is none left."""
@@ -72,10 +78,17 @@ class LeaseStock:
 
     def target(self, group: int) -> int:
         """Free slots to hold: the group's part of the engine's share of the pool, at least one."""
+        return self._part(group, self._share)
+
+    def _part(self, group: int, share: float) -> int:
         part = 1 / len(self._leases)
         if total := sum(self._taken.values()):
             part = (part + self._taken[group] / total) / 2
-        return max(1, min(self._most, int(self.capacity[group] * self.share * part)))
+        return max(1, min(self._most, int(self.capacity[group] * share * part)))
+
+    def _with_spare(self, group: int) -> int:
+        """Free slots to hold while others have no use for them."""
+        return self._part(group, self._share + self._spare_share)
 
     def take_surplus(self) -> list[tuple[int, Handle]]:
         """Leases to give back, with their groups: those beyond what is wanted and a quarter more,
@@ -85,17 +98,34 @@ class LeaseStock:
             self._taken = {group: count // 2 for group, count in self._taken.items()}
         surplus = []
         for group, leases in self._leases.items():
-            most = self.target(group) + self._extra[group]
+            most = self._with_spare(group) + self._extra[group]
             if 4 * len(leases) > 5 * most:
                 surplus += [(group, leases.pop()) for _ in range(len(leases) - most)]
         return surplus
 
+    def is_low(self, extra: Counter[int]) -> bool:
+        """Whether a group has half of its target or less, or something is wanted beyond it: worth a
+        message of its own.
+        """
+        return any(
+            2 * len(leases) <= self.target(group) or extra[group]
+            for group, leases in self._leases.items()
+        )
+
     def wanted(self, extra: Counter[int]) -> dict[int, int]:
-        """Refill each group to its target once it is below half of it; `extra` comes on top."""
+        """What each group lacks to its target; `extra` comes on top."""
         wanted: dict[int, int] = {}
         for group, leases in self._leases.items():
-            target = self.target(group)
-            if 2 * len(leases) <= target or extra[group]:
-                wanted[group] = max(0, target - len(leases)) + extra[group]
+            lacking = max(0, self.target(group) - len(leases)) + extra[group]
+            if lacking:
+                wanted[group] = lacking
                 self._extra[group] = max(self._extra[group], extra[group])
         return wanted
+
+    def spare(self) -> dict[int, int]:
+        """What is welcome beyond what each group lacks to its target, while it is free."""
+        lacking = {
+            group: self._with_spare(group) - max(len(leases), self.target(group))
+            for group, leases in self._leases.items()
+        }
+        return {group: count for group, count in lacking.items() if count > 0}

@@ -307,7 +307,8 @@ class EngineView:
                 plan.handles.append(lease)
         if exhausted:
             self.counters.stores_without_lease += 1
-            self._departures.note(skipped, self._why_no_lease)
+            for key in skipped:
+                self._departures.note([key], self._why_no_lease(group_of(key)))
             if not plan.keys:
                 return None
         self._outbox.touched.extend(reversed(present))
@@ -318,10 +319,12 @@ class EngineView:
         self.counters.chunks_offered += len(plan.keys)
         return plan
 
-    @property
-    def _why_no_lease(self) -> MissReason:
-        off = MissReason.BREAKER_OPEN if self.remote.is_cut_off else MissReason.POOL_FULL
-        return off if self.epoch else MissReason.NOT_ATTACHED
+    def _why_no_lease(self, group: int) -> MissReason:
+        if not self.epoch:
+            return MissReason.NOT_ATTACHED
+        if self.remote.is_cut_off:
+            return MissReason.BREAKER_OPEN
+        return MissReason.POOL_FULL if self._stock.is_dry(group) else MissReason.NO_LEASE
 
     def fail_store(self, key: Key, generation: Generation) -> None:
         """A chunk could not be stored: it won't become READY, and its slot is given back."""
@@ -477,7 +480,7 @@ class EngineView:
         self.epoch = Epoch(message.epoch)
         self._set_paused(message.paused)
         self._stock.capacity.update(message.capacity)
-        self._stock.share = message.lease_share or self._stock.share
+        self._stock.set_shares(message.lease_share, message.spare_share)
         self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
         self._forget_undeclared()
         self.node_restarted(Epoch(message.node_epoch))
@@ -524,7 +527,7 @@ class EngineView:
         if regranted := set(reply.granted.slots):
             self._give_up(lambda handle: handle.slot in regranted)
         self._stock.add(reply.granted, {} if request is None else request.wanted)
-        self._stock.share = reply.lease_share or self._stock.share
+        self._stock.set_shares(reply.lease_share, reply.spare_share)
         self._outbox.released.extend(self._stock.take_surplus())
         if self.has_left:
             self._return_leases()
@@ -580,6 +583,7 @@ class EngineView:
         for, and the outbox stays as it is. `may_want` is False while leases may be among them,
         `may_repeat` for some time after keys were asked for again.
         """
+        may_want = may_want and self._may_lease
         self._seq += 1
         clear = self._resets if self.is_clearing else 0
         if not may_grow:
@@ -588,7 +592,8 @@ class EngineView:
             engine_id=self.engine_id,
             epoch=epoch,
             seq=self._seq,
-            wanted=self._wanted() if may_want else {},
+            wanted=self._stock.wanted(self.remote.num_unleased) if may_want else {},
+            spare=self._stock.spare() if may_want else {},
             **self._outbox.fields(),
             lost=self.remote.take_lost(MAX_KEYS // 4),
             asked=Keys.of(self.remote.take_questions(MAX_ASKED, may_repeat)),
@@ -606,11 +611,9 @@ class EngineView:
         own["weights_changed"] = int(self.has_left)
         return {**own, **self.remote.counter_values(), **self.accounts.counter_values()}
 
-    def _wanted(self) -> dict[int, int]:
-        """Leases to ask for: what the stock lacks, and what was found elsewhere and has none."""
-        if self.paused or self.has_left:
-            return {}
-        return self._stock.wanted(Counter(map(group_of, list(self.remote.unleased))))
+    @property
+    def _may_lease(self) -> bool:
+        return not (self.paused or self.has_left)
 
     @property
     def has_news(self) -> bool:
@@ -625,7 +628,7 @@ class EngineView:
     @property
     def wants_leases(self) -> bool:
         """Whether some group's leases have run low."""
-        return bool(self._wanted())
+        return self._may_lease and self._stock.is_low(self.remote.num_unleased)
 
     @property
     def num_ready(self) -> int:

@@ -225,7 +225,7 @@ def is_shared_by_sizes(cluster: Cluster, node_id: NodeId) -> bool:
 
 
 def check_rebuilt(cluster: Cluster) -> None:
-    """A new scheduler actor learns of all that is on the nodes and not leased.
+    """A new scheduler actor learns of all that is on the nodes, and was not evicted for a lease.
 
     It is paused, so that it grants nothing and evicts nothing.
     """
@@ -245,9 +245,13 @@ def check_rebuilt(cluster: Cluster) -> None:
 
 
 def is_known(cluster: Cluster, node: Node, name: ChunkName) -> bool:
-    """Whether the directory has a chunk, or cannot have it since its place is leased."""
+    """Whether the directory has a chunk, or cannot have it since its place is leased, or was when
+    the engine declared it, which has given it back.
+    """
     book = cluster.manager._nodes[node.node_id].book
     if book.find(name.namespace, name.key) is not None:
+        return True
+    if (book.table.lowest(name.slot, name.slot_bytes) or 0) > name.generation:
         return True
     slab_of = book.geometry.slab_of
     return any(

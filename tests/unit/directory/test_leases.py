@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raykv.base.ids import EngineId, Namespace, NodeId
-from raykv.directory.leases import RECENT, count_stored, lease_share, split
+from raykv.directory.leases import RECENT, count_stored, lease_shares, split
 from raykv.directory.members import Engine
 from raykv.engine.stock import LeaseStock
 from raykv.protocol.columns import Leases
@@ -43,20 +43,31 @@ def test_split_gives_each_the_same_part_of_what_it_wants(
 
 def test_only_engine_of_a_node_has_the_whole_share() -> None:
     only = engine("a", 5)
-    assert lease_share(only, [only]) == LEASE_SHARE
+    assert lease_shares(only, [only], 0.0) == (LEASE_SHARE, 0.0)
 
 
 def test_engines_that_have_stored_nothing_have_equal_parts() -> None:
     both = [engine("a"), engine("b")]
-    assert [lease_share(each, both) for each in both] == [LEASE_SHARE / 2, LEASE_SHARE / 2]
+    assert [lease_shares(each, both, 0.0)[0] for each in both] == [LEASE_SHARE / 2] * 2
 
 
 def test_engine_that_stores_has_the_larger_part_and_all_together_no_more_than_the_share() -> None:
     every = [engine("a", 300), engine("b", 100), engine("c")]
-    parts = [lease_share(each, every) for each in every]
+    parts = [lease_shares(each, every, 0.0)[0] for each in every]
     assert parts == sorted(parts, reverse=True)
     assert parts[2] == pytest.approx(LEASE_SHARE / 6)
     assert sum(parts) == pytest.approx(LEASE_SHARE)
+
+
+@pytest.mark.parametrize(("empty", "total"), [(0.0, 0.25), (0.3, 0.25), (0.6, 0.45), (1.0, 0.75)])
+def test_spare_share_follows_what_holds_no_chunk_and_leaves_some_of_it(
+    empty: float, total: float
+) -> None:
+    every = [engine("a", 300), engine("b", 100), engine("c")]
+    shares = [lease_shares(each, every, empty) for each in every]
+    assert sum(share for share, _ in shares) == pytest.approx(LEASE_SHARE)
+    assert sum(map(sum, shares)) == pytest.approx(total)
+    assert sum(shares[2]) == pytest.approx(total / 6)
 
 
 def test_what_was_stored_long_ago_counts_for_less() -> None:
@@ -87,7 +98,7 @@ def stock(count: int, capacity: int = 400) -> LeaseStock:
 def test_leases_beyond_the_target_are_given_back_when_the_share_falls() -> None:
     held = stock(100)
     assert held.take_surplus() == []
-    held.share = LEASE_SHARE / 2
+    held.set_shares(LEASE_SHARE / 2, 0.0)
     assert len(held.take_surplus()) == 50
     assert len(held.rows()) == 50
     assert held.take_surplus() == []

@@ -170,12 +170,17 @@ def test_store_failed(view: EngineView) -> None:
     assert why(view, A) is MissReason.STORE_FAILED
 
 
-def test_pool_full_for_what_found_no_slot_when_it_was_computed(view: EngineView) -> None:
-    apply(view, has_peers=False)
+@pytest.mark.parametrize(
+    ("is_dry", "reason"), [(True, MissReason.POOL_FULL), (False, MissReason.NO_LEASE)]
+)
+def test_no_slot_for_what_was_computed_tells_a_full_pool_from_a_short_stock(
+    view: EngineView, is_dry: bool, reason: MissReason
+) -> None:
+    apply(view, take(view) if is_dry else None, has_peers=False)
     plan = view.prepare_store("r", [A, B, C])
     assert plan is not None
     assert plan.keys == [A, B]
-    assert why(view, C) is MissReason.POOL_FULL
+    assert why(view, C) is reason
 
 
 def test_pool_full_for_what_finds_no_slot_to_be_fetched_into() -> None:
@@ -183,7 +188,16 @@ def test_pool_full_for_what_finds_no_slot_to_be_fetched_into() -> None:
     attach(view, leases=0)
     learn(view)
     assert look(view, A, now=0.0) is Lookup.RETRY
-    assert why(view, A, now=QUERY_S) is MissReason.POOL_FULL
+    apply(view, take(view))
+    assert why(view, A, now=0.1) is MissReason.POOL_FULL
+
+
+def test_no_lease_for_what_was_to_be_fetched_and_got_none_in_time() -> None:
+    view = new_view()
+    attach(view, leases=0)
+    learn(view)
+    assert look(view, A, now=0.0) is Lookup.RETRY
+    assert why(view, A, now=QUERY_S) is MissReason.NO_LEASE
 
 
 @pytest.mark.parametrize("how", ["removed", "left out of a snapshot", "refused as gone"])

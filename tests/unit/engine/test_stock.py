@@ -26,7 +26,7 @@ def leases(*rows: tuple[int, int, int]) -> Leases:
 def stock_of(*rows: tuple[int, int, int], most: int = 8, capacity: int = 1000) -> LeaseStock:
     """Groups 0 and 1; each of them may have a quarter of the pool."""
     stock = LeaseStock([0, 1], most)
-    stock.share = 0.5
+    stock.set_shares(0.5, 0.0)
     stock.capacity.update({0: capacity, 1: capacity})
     stock.add(leases(*rows), {})
     return stock
@@ -91,17 +91,25 @@ def test_target_before_the_capacity_is_known_is_one() -> None:
     assert LeaseStock([3], 8).wanted(Counter()) == {3: 1}
 
 
-@pytest.mark.parametrize(("held", "wanted"), [(0, 8), (3, 5), (4, 4), (5, None), (8, None)])
-def test_group_is_refilled_to_its_target_once_it_is_down_to_half_of_it(
+@pytest.mark.parametrize(("held", "wanted"), [(0, 8), (3, 5), (4, 4), (5, 3), (8, None), (9, None)])
+def test_every_message_asks_for_what_a_group_lacks_to_its_target(
     held: int, wanted: int | None
 ) -> None:
     stock = stock_of(*many(held), *many(8, group=1))
     assert stock.wanted(Counter()) == ({} if wanted is None else {0: wanted})
 
 
+@pytest.mark.parametrize(("held", "is_low"), [(0, True), (4, True), (5, False), (8, False)])
+def test_group_that_is_down_to_half_of_its_target_does_not_wait_for_a_message(
+    held: int, is_low: bool
+) -> None:
+    assert stock_of(*many(held), *many(8, group=1)).is_low(Counter()) is is_low
+
+
 @pytest.mark.parametrize(("held", "wanted"), [(0, 11), (3, 8), (5, 6), (8, 3), (9, 3)])
 def test_what_is_wanted_beyond_it_comes_on_top_and_does_not_wait(held: int, wanted: int) -> None:
     stock = stock_of(*many(held), *many(8, group=1))
+    assert stock.is_low(Counter({0: 3}))
     assert stock.wanted(Counter({0: 3})) == {0: wanted}
 
 

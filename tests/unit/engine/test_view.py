@@ -494,13 +494,13 @@ def test_requests_carry_one_page_of_the_outbox_each(view: EngineView) -> None:
     assert max(sizes) <= MAX_KEYS
 
 
-def test_request_asks_for_leases_once_half_of_them_are_used(view: EngineView) -> None:
+def test_leases_are_worth_a_message_once_half_of_them_are_used(view: EngineView) -> None:
     target = view._stock.target(0)
     assert target == LEASE_SLOTS
     view.apply(reply(granted=grant((4, 14), group=0)))
     view.apply(reply(granted=grant(*((20 + i, 20 + i) for i in range(8)), group=1)))
     assert not view.wants_leases
-    assert take(view).wanted == {}
+    assert take(view).wanted == {0: 3}
     view.prepare_store("r", keys("a"))
     assert view.wants_leases
     assert take(view).wanted == {0: 4}
