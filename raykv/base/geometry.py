@@ -41,9 +41,12 @@ class PoolGeometry:
 
     @classmethod
     def for_pool(cls, pool_bytes: int, largest_slot_bytes: int) -> PoolGeometry:
-        """Cut `pool_bytes` so that a slab holds at least one slot of `largest_slot_bytes`."""
-        slab_bytes = min(MAX_SLAB_BYTES, pool_bytes // TARGET_SLABS)
-        slab_bytes = max(aligned(slab_bytes), aligned(largest_slot_bytes))
+        """Cut `pool_bytes` so that a slab holds slots of `largest_slot_bytes` without a rest, at
+        least one.
+        """
+        slot_bytes = aligned(largest_slot_bytes)
+        most_bytes = min(MAX_SLAB_BYTES, pool_bytes // TARGET_SLABS)
+        slab_bytes = slot_bytes * max(1, most_bytes // slot_bytes)
         return cls(pool_bytes, min(slab_bytes, pool_bytes // SLOT_ALIGNMENT * SLOT_ALIGNMENT))
 
     @property

@@ -141,7 +141,7 @@ class Settings:
         count,
         "Most free slots that an engine holds per KV group, to store into between two exchanges "
         "with the scheduler actor; all engines of a node hold at most a quarter of its pool, or "
-        "three quarters of what is empty",
+        "what a step of each may store, up to half of it",
     )
     kv_handover: str = _setting(
         "auto",

@@ -49,7 +49,7 @@ ADVICE = {
     MissReason.POOL_FULL: "Slots are used up faster than they are freed: set a larger pool_bytes, "
     "or give the node fewer engines.",
     MissReason.NO_LEASE: "A step stored more than the engine had leased: raise lease_slots, which "
-    "is per KV group, or pool_bytes: engines of a node lease a quarter of a full pool together.",
+    "is per KV group, or pool_bytes: what a step of each engine may store is to fit half of it.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
     MissReason.QUOTA: "Its tenant had more than its share: `raykv quota set` gives it more, `raykv "
     "quota list` shows who has what.",

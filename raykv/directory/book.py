@@ -95,16 +95,6 @@ class PoolBook:
         """Free slots in slabs that have a slot size already."""
         return sum(self.table.num_free(size) for size in self._slabs)
 
-    @property
-    def empty(self) -> float:
-        """Share of the pool that holds no chunk: what is free, and what is leased."""
-        owners = {NOBODY, *self._shares}
-        held = (
-            sum(self.table.num_held(size, owner) for owner in owners) / self.geometry.capacity(size)
-            for size in self._slabs
-        )
-        return max(0.0, 1 - sum(held))
-
     # Chunks
 
     def hold(self, name: Name, chunk: TableChunk) -> None:
@@ -300,13 +290,11 @@ class PoolBook:
             if lease.engine_id == engine_id:
                 self.end_lease(slot, lease)
 
-    def make_room(self, slot_bytes: int, count: int, now: float, *, may_evict: bool = True) -> None:
-        """Free up to `count` slots: those of unused slabs, then, if it may be, by eviction."""
+    def make_room(self, slot_bytes: int, count: int, now: float) -> None:
+        """Free up to `count` slots: those of unused slabs, then by eviction."""
+        self.table.use(slot_bytes, now)
         while self.table.num_free(slot_bytes) < count and self._free_slabs:
             self._give_slab(slot_bytes, self._free_slabs.pop())
-        if not may_evict:
-            return
-        self.table.use(slot_bytes, now)
         # Nobody goes below its guarantee as long as something else is left.
         for may_go_below in (True,) if self._shared is None else (False, True):
             if may_go_below and self._shared and self._shared.has_more_soon(slot_bytes, now):

@@ -10,28 +10,22 @@ from raykv.base.ids import GENERATIONS_PER_EPOCH, Epoch, Generation, Slot, make_
 from raykv.directory.members import Engine, Node
 from raykv.directory.table.protocol import Lease, TableChunk
 from raykv.protocol.columns import MAX_KEYS, Leases
-from raykv.protocol.engine import LEASE_SHARE
-
-EMPTY_SHARE = 0.75
-"""Of what holds no chunk, for leases, where that is more than `LEASE_SHARE`: leasing it costs
-nobody anything, but an engine that comes must find something before others have given it back."""
+from raykv.protocol.engine import LEASE_SHARE, STEP_SHARE
 
 RECENT = 4096
 """Chunks that an engine has stored count for less once those of its node are so many more."""
 
 
-def lease_shares(engine: Engine, engines: Iterable[Engine], empty: float) -> tuple[float, float]:
-    """Shares of the pool for the leases of one of a node's engines: what it may have at others'
-    cost, and beyond that while it is free. Half of each is in equal parts, half of it by what each
-    has stored lately.
-
-    `empty` is the share of the pool that holds no chunk.
+def lease_shares(engine: Engine, engines: Iterable[Engine]) -> tuple[float, float]:
+    """Shares of the pool for the leases of one of a node's engines: half of `LEASE_SHARE` in equal
+    parts, half of it by what each has stored lately; and what of `STEP_SHARE` it may have for what
+    one step stores.
     """
     stored = {each.engine_id: each.stored_lately for each in engines}
     part = 1 / len(stored)
     if total := sum(stored.values()):
         part = (part + stored[engine.engine_id] / total) / 2
-    return LEASE_SHARE * part, max(0.0, EMPTY_SHARE * empty - LEASE_SHARE) * part
+    return LEASE_SHARE * part, STEP_SHARE / len(stored)
 
 
 def count_stored(engine: Engine, counters: Mapping[str, int], engines: Iterable[Engine]) -> None:
@@ -75,37 +69,30 @@ class Generations:
 
 
 def grant(
-    engine: Engine,
-    node: Node,
-    wanted: Mapping[int, int],
-    spare: Mapping[int, int],
-    generations: Generations,
-    now: float,
+    engine: Engine, node: Node, wanted: dict[int, int], generations: Generations, now: float
 ) -> Leases:
     """Lease slots to an engine, as many as there are, at most `MAX_KEYS`.
 
     Args:
         engine: who gets them.
         node: whose slots they are.
-        wanted: how many, by KV group index; chunks are evicted for them.
-        spare: how many more, of what is free.
+        wanted: how many, by KV group index.
         generations: each slot gets a new one.
         now: pins that run later are respected.
     """
     granted = Leases([], [], [])
-    for counts, may_evict in ((wanted, True), (spare, False)):
-        known = {group: count for group, count in counts.items() if group in engine.slot_bytes}
-        fitting = split(known, MAX_KEYS - len(granted.slots))
-        for size in dict.fromkeys(engine.slot_bytes[group] for group in fitting):
-            of_size = {g: count for g, count in fitting.items() if engine.slot_bytes[g] == size}
-            node.book.make_room(size, sum(of_size.values()), now, may_evict=may_evict)
-            for group, count in split(of_size, node.book.table.num_free(size)).items():
-                first = generations.next
-                slots = node.book.table.lend(size, count, engine.engine_id, group, first)
-                generations.skip(len(slots))
-                granted.groups.extend([group] * len(slots))
-                granted.slots.extend(slots)
-                granted.generations.extend(range(first, first + len(slots)))
+    known = {group: count for group, count in wanted.items() if group in engine.slot_bytes}
+    fitting = split(known, MAX_KEYS)
+    for size in dict.fromkeys(engine.slot_bytes[group] for group in fitting):
+        counts = {group: n for group, n in fitting.items() if engine.slot_bytes[group] == size}
+        node.book.make_room(size, sum(counts.values()), now)
+        for group, count in split(counts, node.book.table.num_free(size)).items():
+            first = generations.next
+            slots = node.book.table.lend(size, count, engine.engine_id, group, first)
+            generations.skip(len(slots))
+            granted.groups.extend([group] * len(slots))
+            granted.slots.extend(slots)
+            granted.generations.extend(range(first, first + len(slots)))
     return granted
 
 

@@ -331,7 +331,7 @@ class BlockManager:
         self._waiting.pop(engine.engine_id, None)
         self.catalog.introduced(message)
         engine_id = EngineId(message.engine_id)
-        lease_share, spare_share = self._lease_shares(engine, node)
+        lease_share, step_share = lease_shares(engine, self._engines_beside(engine))
         return EngineAttached(
             epoch=self.epoch,
             rejected=[
@@ -342,7 +342,7 @@ class BlockManager:
             node_epoch=node.epoch,
             capacity={g: geometry.capacity(size) for g, size in message.slot_bytes.items()},
             lease_share=lease_share,
-            spare_share=spare_share,
+            step_share=step_share,
             paused=self.paused,
             cleared=self._clearings.of(Namespace(message.namespace)),
         )
@@ -454,9 +454,9 @@ class BlockManager:
         self.tenants.finished(request.finished)
         # Before the changes are taken: what it evicts is part of this answer.
         may_grant = not self.paused and node.inventory_complete and now >= node.settled_at
-        wanted, spare = (request.wanted, request.spare) if may_grant else ({}, {})
-        granted = grant(engine, node, wanted, spare, self._generations, now)
-        lease_share, spare_share = self._lease_shares(engine, node)
+        wanted = request.wanted if may_grant else {}
+        granted = grant(engine, node, wanted, self._generations, now)
+        lease_share, step_share = lease_shares(engine, self._engines_beside(engine))
         void, engine.void = engine.void, False
         reset = engine.mirror.is_reset
         stored, removed = engine.mirror.next_page()
@@ -476,13 +476,10 @@ class BlockManager:
             has_peers=self._has_peers(engine),
             store_share=self._reuse.store_share(engine.namespace),
             lease_share=lease_share,
-            spare_share=spare_share,
+            step_share=step_share,
             refined=self.misses.take(engine, request.finished, now),
             naming=engine.naming,
         )
-
-    def _lease_shares(self, engine: Engine, node: Node) -> tuple[float, float]:
-        return lease_shares(engine, self._engines_beside(engine), node.book.empty)
 
     def _engines_beside(self, engine: Engine) -> Iterable[Engine]:
         """All engines of an engine's node, itself too."""

@@ -17,8 +17,8 @@ Invariant: a key that is FETCHING has a lease of its own.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from raykv.base.ids import (
     Epoch,
@@ -59,19 +59,29 @@ class ChunkSize:
     num_tokens: int = 1
     window: int | None = None
 
+    def most_of(self, num_tokens: int) -> int:
+        """Chunks that a prefix of so many tokens needs."""
+        count = -(-num_tokens // self.num_tokens)
+        return count if self.window is None else min(count, self.window)
+
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """Times in seconds; sizes by KV group index."""
+    """Times in seconds; sizes by KV group index; how many tokens one step computes at most."""
 
     query_deadline_s: float = 1.0
     fetch_deadline_s: float = 10.0
     pending_deadline_s: float = 2.0
-    sizes: dict[int, ChunkSize] | None = None
+    sizes: Mapping[int, ChunkSize] = field(default_factory=dict)
+    step_tokens: int = 0
 
     def size_of(self, key: Key) -> ChunkSize:
         """Size of the chunks of a key's group."""
-        return (self.sizes or {}).get(group_of(key), ChunkSize())
+        return self.sizes.get(group_of(key), ChunkSize())
+
+    def step_chunks(self) -> dict[int, int]:
+        """Chunks that one step may store, by KV group."""
+        return {group: size.most_of(self.step_tokens) for group, size in self.sizes.items()}
 
 
 @dataclass(frozen=True)

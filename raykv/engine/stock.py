@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from raykv.protocol.columns import MAX_KEYS, Handle, Leases, handles_of
 from raykv.protocol.engine import LEASE_SHARE
@@ -14,30 +14,36 @@ RECENT = 4096
 
 class LeaseStock:
     """All groups share what the engine may hold: half of it in equal parts, so that each can begin
-    to store, half of it by what each has taken lately.
+    to store, half of it by what each has taken lately. But each holds what one step may take, as
+    far as the engine's part of the pool allows it: what a step finds no slot for is never stored.
 
     Args:
         groups: KV group indices.
         most: free slots to hold per group, at most.
+        steps: chunks that one step may store, by group.
     """
 
-    def __init__(self, groups: Iterable[int], most: int) -> None:
+    def __init__(
+        self, groups: Iterable[int], most: int, steps: Mapping[int, int] | None = None
+    ) -> None:
         self._most = most
+        self._steps = steps or {}
         self._leases: dict[int, deque[Handle]] = {group: deque() for group in groups}
         self._taken: dict[int, int] = dict.fromkeys(self._leases, 0)
         self.capacity: dict[int, int] = dict.fromkeys(self._leases, 0)
-        # Of the node's pool, for the free slots of all groups together; and while they are free.
-        self._share, self._spare_share = LEASE_SHARE, 0.0
+        # Of the node's pool, for the free slots of all groups together, and for those of a step.
+        self._share, self._step_share = LEASE_SHARE, 0.0
         # What was wanted beyond the target, and has not been taken since.
         self._extra: Counter[int] = Counter()
         # KV groups of which the last answer granted fewer leases than were wanted.
         self._dry: set[int] = set()
 
-    def set_shares(self, share: float, spare: float) -> None:
-        """Of the node's pool for the leases of all groups: at others' cost (0: as before), and
-        beyond that while it is free.
+    def set_shares(self, share: float, step_share: float) -> None:
+        """Of the node's pool for the leases of all groups, and the most for what one step may take
+        (0: as before).
         """
-        self._share, self._spare_share = share or self._share, spare
+        self._share = share or self._share
+        self._step_share = step_share or self._step_share
 
     def take(self, group: int) -> Handle | None:
         """The oldest lease of a group; None if there is none left."""
@@ -77,18 +83,20 @@ class LeaseStock:
         return [(group, handle) for group, some in self._leases.items() for handle in list(some)]
 
     def target(self, group: int) -> int:
-        """Free slots to hold: the group's part of the engine's share of the pool, at least one."""
-        return self._part(group, self._share)
-
-    def _part(self, group: int, share: float) -> int:
+        """Free slots to hold: the group's part of the engine's share of the pool, or what a step
+        may take; at least one.
+        """
         part = 1 / len(self._leases)
         if total := sum(self._taken.values()):
             part = (part + self._taken[group] / total) / 2
-        return max(1, min(self._most, int(self.capacity[group] * share * part)))
+        own = int(self.capacity[group] * self._share * part)
+        return max(1, min(self._most, max(own, self._of_step(group))))
 
-    def _with_spare(self, group: int) -> int:
-        """Free slots to hold while others have no use for them."""
-        return self._part(group, self._share + self._spare_share)
+    def _of_step(self, group: int) -> int:
+        """What a step may take: of each group the same part, if the pool has not room for all."""
+        capacity = self.capacity
+        share = sum(most / capacity[g] for g, most in self._steps.items() if capacity[g])
+        return int(self._steps.get(group, 0) * min(1.0, self._step_share / share)) if share else 0
 
     def take_surplus(self) -> list[tuple[int, Handle]]:
         """Leases to give back, with their groups: those beyond what is wanted and a quarter more,
@@ -98,7 +106,7 @@ class LeaseStock:
             self._taken = {group: count // 2 for group, count in self._taken.items()}
         surplus = []
         for group, leases in self._leases.items():
-            most = self._with_spare(group) + self._extra[group]
+            most = self.target(group) + self._extra[group]
             if 4 * len(leases) > 5 * most:
                 surplus += [(group, leases.pop()) for _ in range(len(leases) - most)]
         return surplus
@@ -121,11 +129,3 @@ class LeaseStock:
                 wanted[group] = lacking
                 self._extra[group] = max(self._extra[group], extra[group])
         return wanted
-
-    def spare(self) -> dict[int, int]:
-        """What is welcome beyond what each group lacks to its target, while it is free."""
-        lacking = {
-            group: self._with_spare(group) - max(len(leases), self.target(group))
-            for group, leases in self._leases.items()
-        }
-        return {group: count for group, count in lacking.items() if count > 0}

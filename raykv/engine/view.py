@@ -104,7 +104,7 @@ class EngineView:
         self.epoch = Epoch(0)
         self.node_epoch = Epoch(0)
         self._lookup_deadline_s = lookup_deadline_s
-        self._stock = LeaseStock(groups, lease_slots)
+        self._stock = LeaseStock(groups, lease_slots, self.remote.settings.step_chunks())
         self._ready: dict[Key, Handle] = {}
         self._pending: dict[Key, Handle] = {}
         self._tombstones = Tombstones()
@@ -480,7 +480,7 @@ class EngineView:
         self.epoch = Epoch(message.epoch)
         self._set_paused(message.paused)
         self._stock.capacity.update(message.capacity)
-        self._stock.set_shares(message.lease_share, message.spare_share)
+        self._stock.set_shares(message.lease_share, message.step_share)
         self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
         self._forget_undeclared()
         self.node_restarted(Epoch(message.node_epoch))
@@ -527,7 +527,7 @@ class EngineView:
         if regranted := set(reply.granted.slots):
             self._give_up(lambda handle: handle.slot in regranted)
         self._stock.add(reply.granted, {} if request is None else request.wanted)
-        self._stock.set_shares(reply.lease_share, reply.spare_share)
+        self._stock.set_shares(reply.lease_share, reply.step_share)
         self._outbox.released.extend(self._stock.take_surplus())
         if self.has_left:
             self._return_leases()
@@ -593,7 +593,6 @@ class EngineView:
             epoch=epoch,
             seq=self._seq,
             wanted=self._stock.wanted(self.remote.num_unleased) if may_want else {},
-            spare=self._stock.spare() if may_want else {},
             **self._outbox.fields(),
             lost=self.remote.take_lost(MAX_KEYS // 4),
             asked=Keys.of(self.remote.take_questions(MAX_ASKED, may_repeat)),

@@ -44,7 +44,11 @@ of their first chunks."""
 
 LEASE_SHARE = 0.25
 """Of a node's pool, for the free slots that its engines hold, all of them together: what is leased
-holds no chunk. Chunks are evicted for them."""
+holds no chunk."""
+
+STEP_SHARE = 0.5
+"""The same, where the engines' steps may store more than they would have by `LEASE_SHARE`: what a
+step finds no slot for is never stored."""
 
 
 MAX_SHOWN_TOKENS = 64
@@ -219,7 +223,7 @@ class EngineAttached(msgspec.Struct, frozen=True):
 
     `capacity` has the number of slots that the node's pool can hold for each KV group,
     `lease_share` the share of the pool for the engine's leases of all groups together (0: as it
-    was), `spare_share` what it may lease beyond that while it is free; `rejected` has the slots of
+    was), `step_share` how much it may be for what one step stores; `rejected` has the slots of
     declared leases that the engine does not hold. `cleared`: the generation up to which the chunks
     of its namespace are void, wherever they are.
     """
@@ -228,7 +232,7 @@ class EngineAttached(msgspec.Struct, frozen=True):
     node_epoch: int = 0
     capacity: dict[int, int] = {}
     lease_share: float = 0.0
-    spare_share: float = 0.0
+    step_share: float = 0.0
     rejected: list[int] = []
     paused: bool = False
     error: str = ""
@@ -242,33 +246,31 @@ def check_attached(answer: EngineAttached) -> None:
     Raises:
         MessageError: it is invalid.
     """
-    _shares(answer.lease_share, answer.spare_share)
+    _shares(answer.lease_share, answer.step_share)
 
 
 class SyncRequest(msgspec.Struct, frozen=True):
     """One exchange of an engine with the scheduler actor.
 
     `seq` rises by one for each new message; the same `seq` again is a repetition and gets the same
-    answer. `wanted` has the number of slots asked for by KV group, `spare` how many more are
-    welcome if they are free. `touched` lists keys, least recently used first. `pinned` keys are
-    about to be loaded. `dropped` names chunks that the NodeActor refused, `lost` those that another
-    node's refused. `asked` keys are not on this node: who has them? `announced` chunks are being
-    stored at the leases that are named. `clear` is the number of the engine's latest reset that is
-    not confirmed yet (0: none): the namespace is emptied everywhere. With `idle` set the answer
-    carries no changes and no grants: the engine has not taken in the earlier ones. `finished`
-    requests, and what became of their tokens. `breakers`: whom the engine leaves alone. `hints`:
-    what requests wish for their chunks. `latencies`: of the engine since its start, by what was
-    measured. `wanted_keys`: what is new of the sketch of the chunks that its requests have wanted;
-    their number is among the counters. `described`: what is inside of chunks. `heard`: the last
-    `Naming` that has come. `sessions`: what requests say of theirs, in order. `owned`: which leases
-    and chunks are whose.
+    answer. `wanted` has the number of slots asked for by KV group. `touched` lists keys, least
+    recently used first. `pinned` keys are about to be loaded. `dropped` names chunks that the
+    NodeActor refused, `lost` those that another node's refused. `asked` keys are not on this node:
+    who has them? `announced` chunks are being stored at the leases that are named. `clear` is the
+    number of the engine's latest reset that is not confirmed yet (0: none): the namespace is
+    emptied everywhere. With `idle` set the answer carries no changes and no grants: the engine has
+    not taken in the earlier ones. `finished` requests, and what became of their tokens. `breakers`:
+    whom the engine leaves alone. `hints`: what requests wish for their chunks. `latencies`: of the
+    engine since its start, by what was measured. `wanted_keys`: what is new of the sketch of the
+    chunks that its requests have wanted; their number is among the counters. `described`: what is
+    inside of chunks. `heard`: the last `Naming` that has come. `sessions`: what requests say of
+    theirs, in order. `owned`: which leases and chunks are whose.
     """
 
     engine_id: str
     epoch: int
     seq: int
     wanted: dict[int, int] = {}
-    spare: dict[int, int] = {}
     touched: Keys = Keys()
     pinned: Keys = Keys()
     released: Leases = Leases()
@@ -293,9 +295,8 @@ class SyncRequest(msgspec.Struct, frozen=True):
 def check_sync(request: SyncRequest) -> None:
     """Refuse an invalid exchange with a MessageError."""
     check_numbers("a message's numbers", (request.seq, request.clear, request.epoch), 0, MAX_NUMBER)
-    for leases in (request.wanted, request.spare):
-        check_rows("wanted KV groups", leases)
-        check_numbers("wanted leases", leases.values(), 0, MAX_NUMBER)
+    check_rows("wanted KV groups", request.wanted)
+    check_numbers("wanted leases", request.wanted.values(), 0, MAX_NUMBER)
     for what, keys in (
         ("touched keys", request.touched),
         ("pinned keys", request.pinned),
@@ -343,7 +344,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     `clear` that was carried out. `more` says that further changes are waiting. `replicas` answers
     the request's `asked`. `has_peers`: another node or engine may have chunks of this namespace.
     `store_share`: one request of so many should store, since little of what is stored is loaded.
-    `lease_share` and `spare_share`: as in `EngineAttached`.
+    `lease_share` and `step_share`: as in `EngineAttached`.
     `naming`: what the user calls the engine's weights, until it was `heard`.
     `refined`: tokens of `finished` requests that were missed for that reason, not for the one that
     the engine knew (`known_as`).
@@ -365,7 +366,7 @@ class SyncReply(msgspec.Struct, frozen=True):
     has_peers: bool = False
     store_share: int = 1
     lease_share: float = 0.0
-    spare_share: float = 0.0
+    step_share: float = 0.0
     refined: dict[str, int] = {}
     naming: Naming | None = None
 
@@ -381,7 +382,7 @@ def check_reply(reply: SyncReply, request: SyncRequest, groups: Collection[int])
     check_leases("granted leases", reply.granted)
     require(set(reply.granted.groups).issubset(groups), "leases of a KV group that is not there")
     require(0 < reply.store_share <= MAX_NUMBER, f"one store of {reply.store_share}")
-    _shares(reply.lease_share, reply.spare_share)
+    _shares(reply.lease_share, reply.step_share)
     told = reply.replicas
     check_rows("replicas", told.key_index, told.source_index)
     check_rows("replicas", told.slots, told.key_index)

@@ -75,6 +75,11 @@ class Told:
         return window_in_chunks(known, tokens_per_chunk)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens that one step computes at most."""
+        return 0 if self.vllm is None else self.vllm.scheduler_config.max_num_batched_tokens
+
+    @property
     def sleeps(self) -> bool:
         """Whether vLLM may give the KV cache's memory back for a while."""
         return self.vllm is not None and may_sleep(self.vllm.model_config)
@@ -191,6 +196,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
             fetch_deadline_s=self.settings.fetch_deadline_s,
             pending_deadline_s=self.settings.lookup_deadline_s,
             sizes=sizes,
+            step_tokens=self._told.step_tokens,
         )
 
     def canonical_pages(self, kv_caches: CanonicalKVCaches) -> CanonicalPages:

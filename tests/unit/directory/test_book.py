@@ -6,7 +6,6 @@ import pytest
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import EngineId, Generation, Key, Namespace, NodeId
-from raykv.base.shares import Share
 from raykv.directory.book import PoolBook
 from raykv.directory.table.protocol import Changes, TableChunk
 from raykv.protocol.groups import parse_groups
@@ -64,29 +63,6 @@ def test_dropped_chunks_have_no_age(book: Book) -> None:
     book.drop(MODEL, Key(b"a"))
     (gone,) = book.gone
     assert (gone.hits, gone.ages) == ((), ())
-
-
-def test_room_that_must_not_cost_a_chunk_is_what_is_free(book: Book) -> None:
-    book.make_room(PAGE, 4, 40.0, may_evict=False)
-    assert book.table.num_free(PAGE) == 2
-    book.make_room(2 * PAGE, 1, 200.0, may_evict=False)
-    assert book.table.num_free(2 * PAGE) == 0
-    assert book.gone == []
-
-
-def test_what_is_leased_or_was_dropped_holds_no_chunk(book: Book) -> None:
-    assert book.empty == 0.5
-    book.make_room(PAGE, 1, 40.0)
-    book.table.lend(PAGE, 1, EngineId("engine"), 0, Generation(9))
-    assert book.empty == 0.5
-    book.drop(MODEL, Key(b"a"))
-    assert book.empty == 0.75
-
-
-def test_chunks_of_tenants_and_in_all_slot_sizes_hold_something(mixed: Mixed) -> None:
-    assert mixed.empty == 7 / 16
-    mixed.share({1: Share(0.0, 1.0)})
-    assert mixed.empty == 7 / 16
 
 
 class Mixed(PoolBook):

@@ -12,7 +12,7 @@ from raykv.directory.leases import RECENT, count_stored, lease_shares, split
 from raykv.directory.members import Engine
 from raykv.engine.stock import LeaseStock
 from raykv.protocol.columns import Leases
-from raykv.protocol.engine import LEASE_SHARE
+from raykv.protocol.engine import LEASE_SHARE, STEP_SHARE
 
 NO_MIRROR: Any = None
 
@@ -43,31 +43,22 @@ def test_split_gives_each_the_same_part_of_what_it_wants(
 
 def test_only_engine_of_a_node_has_the_whole_share() -> None:
     only = engine("a", 5)
-    assert lease_shares(only, [only], 0.0) == (LEASE_SHARE, 0.0)
+    assert lease_shares(only, [only]) == (LEASE_SHARE, STEP_SHARE)
 
 
 def test_engines_that_have_stored_nothing_have_equal_parts() -> None:
     both = [engine("a"), engine("b")]
-    assert [lease_shares(each, both, 0.0)[0] for each in both] == [LEASE_SHARE / 2] * 2
+    shares = (LEASE_SHARE / 2, STEP_SHARE / 2)
+    assert [lease_shares(each, both) for each in both] == [shares, shares]
 
 
 def test_engine_that_stores_has_the_larger_part_and_all_together_no_more_than_the_share() -> None:
     every = [engine("a", 300), engine("b", 100), engine("c")]
-    parts = [lease_shares(each, every, 0.0)[0] for each in every]
+    parts = [lease_shares(each, every)[0] for each in every]
     assert parts == sorted(parts, reverse=True)
     assert parts[2] == pytest.approx(LEASE_SHARE / 6)
     assert sum(parts) == pytest.approx(LEASE_SHARE)
-
-
-@pytest.mark.parametrize(("empty", "total"), [(0.0, 0.25), (0.3, 0.25), (0.6, 0.45), (1.0, 0.75)])
-def test_spare_share_follows_what_holds_no_chunk_and_leaves_some_of_it(
-    empty: float, total: float
-) -> None:
-    every = [engine("a", 300), engine("b", 100), engine("c")]
-    shares = [lease_shares(each, every, empty) for each in every]
-    assert sum(share for share, _ in shares) == pytest.approx(LEASE_SHARE)
-    assert sum(map(sum, shares)) == pytest.approx(total)
-    assert sum(shares[2]) == pytest.approx(total / 6)
+    assert [lease_shares(each, every)[1] for each in every] == [STEP_SHARE / 3] * 3
 
 
 def test_what_was_stored_long_ago_counts_for_less() -> None:

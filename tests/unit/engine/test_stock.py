@@ -91,6 +91,20 @@ def test_target_before_the_capacity_is_known_is_one() -> None:
     assert LeaseStock([3], 8).wanted(Counter()) == {3: 1}
 
 
+@pytest.mark.parametrize(
+    ("step", "step_share", "expected"),
+    [(4, 1.0, 5), (8, 1.0, 8), (9, 1.0, 8), (8, 0.5, 7), (8, 0.1, 5), (8, 0.0, 5)],
+)
+def test_target_is_what_a_step_may_take_within_the_part_of_the_pool_for_it(
+    step: int, step_share: float, expected: int
+) -> None:
+    """Two groups of a pool of 30."""
+    stock = LeaseStock([0, 1], 8, {0: step, 1: step})
+    stock.capacity.update({0: 30, 1: 30})
+    stock.set_shares(0.37, step_share)
+    assert [stock.target(0), stock.target(1)] == [expected, expected]
+
+
 @pytest.mark.parametrize(("held", "wanted"), [(0, 8), (3, 5), (4, 4), (5, 3), (8, None), (9, None)])
 def test_every_message_asks_for_what_a_group_lacks_to_its_target(
     held: int, wanted: int | None
