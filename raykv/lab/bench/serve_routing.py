@@ -3,8 +3,9 @@
 An application of Ray Serve for each router, with RayKV and without: its engines' own KV caches hold
 a few conversations only. Several clients go on at once; whose turn is next is random, the same for
 all. Counted are the prompts' tokens that were not cached, as vLLM says it in its answers, and the
-time to the first token. Both nodes share this host's cores, so that the times say little more than
-that nothing waits: the tokens are what a router is about.
+time to the first token. Before that, other conversations are had, so that nobody's start counts:
+the first prompt of an engine took up to 10 s. Both nodes share this host's cores, so that the times
+say little more than that nothing waits: the tokens are what a router is about.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -49,6 +51,9 @@ FALLBACK = "power_of_two"
 REAL = ConversationLoad(conversations=8, turns=4, system_words=120, turn_words=90, answer_tokens=16)
 TINY = ConversationLoad(conversations=6, turns=3, system_words=30, turn_words=30, answer_tokens=4)
 CLIENTS = 2
+WARM_TURNS = 1
+WARM_SEED = 1000
+"""Of conversations that are not counted; they have nothing in common with those that are."""
 APP = "routing"
 
 ONE_THREAD = {
@@ -175,6 +180,7 @@ def measure(bed: Bed, router: str, load: ConversationLoad, seed: int, *, has_ray
         server = ModelServer(port, "model")
         if router == "kv":
             _wait_until_placing(server)
+        _talk(server, replace(load, turns=WARM_TURNS), seed + WARM_SEED)
         return sums(_talk(server, load, seed))
     finally:
         serve.shutdown()
