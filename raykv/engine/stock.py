@@ -14,8 +14,11 @@ RECENT = 4096
 
 class LeaseStock:
     """All groups share what the engine may hold: half of it in equal parts, so that each can begin
-    to store, half of it by what each has taken lately. But each holds what one step may take, as
-    far as the engine's part of the pool allows it: what a step finds no slot for is never stored.
+    to store, half of it by what each has taken lately. But each holds what one step takes, as far
+    as the engine's part of the pool allows it: what a step finds no slot for is never stored. That
+    is what it could take, until the engine has taken as many as the pool has: from then on, the
+    most that was taken between two answers lately, since what is leased holds no chunk; and all of
+    it again once a step was short.
 
     Args:
         groups: KV group indices.
@@ -28,28 +31,44 @@ class LeaseStock:
     ) -> None:
         self._most = most
         self._steps = steps or {}
+        self._needs = dict(self._steps)
+        # Between two answers, the most of that, and all of it, since `_needs` were looked at.
+        self._burst: Counter[int] = Counter()
+        self._peak: Counter[int] = Counter()
+        self._since: Counter[int] = Counter()
+        # KV groups of which there was none left since the last answer.
+        self._short: set[int] = set()
         self._leases: dict[int, deque[Handle]] = {group: deque() for group in groups}
         self._taken: dict[int, int] = dict.fromkeys(self._leases, 0)
         self.capacity: dict[int, int] = dict.fromkeys(self._leases, 0)
-        # Of the node's pool, for the free slots of all groups together, and for those of a step.
-        self._share, self._step_share = LEASE_SHARE, 0.0
+        # Of the node's pool, for the free slots of all groups together.
+        self._share = LEASE_SHARE
+        self._step_share = 0.0
+        # What is held of each group at least: its need, as far as there is room.
+        self._least: dict[int, int] = {}
         # What was wanted beyond the target, and has not been taken since.
         self._extra: Counter[int] = Counter()
         # KV groups of which the last answer granted fewer leases than were wanted.
         self._dry: set[int] = set()
 
     def set_shares(self, share: float, step_share: float) -> None:
-        """Of the node's pool for the leases of all groups, and the most for what one step may take
-        (0: as before).
+        """Of the node's pool, whose `capacity` is known, for the leases of all groups; and the most
+        for what one step may take, of each group the same part (0: as before).
         """
         self._share = share or self._share
         self._step_share = step_share or self._step_share
+        capacity = self.capacity
+        step = sum(most / capacity[g] for g, most in self._needs.items() if capacity[g])
+        part = min(1.0, self._step_share / step) if step else 0.0
+        self._least = {group: int(part * most) for group, most in self._needs.items()}
 
     def take(self, group: int) -> Handle | None:
         """The oldest lease of a group; None if there is none left."""
         leases = self._leases[group]
         if not leases:
+            self._short.add(group)
             return None
+        self._burst[group] += 1
         self._taken[group] += 1
         self._extra[group] = max(0, self._extra[group] - 1)
         return leases.popleft()
@@ -60,9 +79,21 @@ class LeaseStock:
         for group, handle in zip(granted.groups, handles, strict=True):
             self._leases[group].append(handle)
         if wanted:
+            self._note_needs()
             counts = Counter(granted.groups)
             is_full = len(granted.slots) >= MAX_KEYS
             self._dry = {g for g, count in wanted.items() if counts[g] < count and not is_full}
+
+    def _note_needs(self) -> None:
+        for group, most in self._steps.items():
+            count = self._burst.pop(group, 0)
+            self._since[group] += count
+            self._peak[group] = max(self._peak[group], most if group in self._short else count)
+            self._needs[group] = max(self._needs[group], min(self._peak[group], most))
+            if self._since[group] >= self.capacity[group]:
+                self._needs[group] = min(self._peak[group], most)
+                self._since[group] = self._peak[group] = 0
+        self._short.clear()
 
     def is_dry(self, group: int) -> bool:
         """Whether the scheduler actor had nothing more to give."""
@@ -90,13 +121,7 @@ class LeaseStock:
         if total := sum(self._taken.values()):
             part = (part + self._taken[group] / total) / 2
         own = int(self.capacity[group] * self._share * part)
-        return max(1, min(self._most, max(own, self._of_step(group))))
-
-    def _of_step(self, group: int) -> int:
-        """What a step may take: of each group the same part, if the pool has not room for all."""
-        capacity = self.capacity
-        share = sum(most / capacity[g] for g, most in self._steps.items() if capacity[g])
-        return int(self._steps.get(group, 0) * min(1.0, self._step_share / share)) if share else 0
+        return max(1, min(self._most, max(own, self._least.get(group, 0))))
 
     def take_surplus(self) -> list[tuple[int, Handle]]:
         """Leases to give back, with their groups: those beyond what is wanted and a quarter more,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -28,6 +29,8 @@ CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
 
 POOL_CHUNKS = 64
 GPU_BLOCKS = 96
+STEP_CHUNKS = 24
+"""More than a quarter of the pool."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def engines(
                 settings,
                 num_gpu_blocks_override=GPU_BLOCKS,
                 max_model_len=1024,
+                max_num_batched_tokens=STEP_CHUNKS * BLOCK,
             ),
             lambda: EngineProcess(tiny_model, folder / "plain", None),
         )
@@ -146,6 +150,29 @@ def test_live_plan_says_what_more_room_would_have_saved(
     assert (found.nodes, found.reach_bytes) == (1, None)
     text = CliRunner().invoke(app, ["plan", "--live", "--ray-address", cluster.address]).output
     assert "one more GiB in each pool would save" in text
+
+
+def test_prompt_as_long_as_a_step_is_stored_whole_in_a_full_pool(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    """Not the first one, if all others have been short since the pool was filled."""
+    first, tokens = (prompt(seed, STEP_CHUNKS * BLOCK) for seed in (890, 891))
+    engine.tokens([first], max_tokens=2)
+
+    def has_leases() -> bool:
+        (before,) = cluster.status().nodes
+        # Leases that chunks are being stored at are none to have.
+        time.sleep(1.0)
+        engine.tokens([[1, 2, 3]], max_tokens=1)
+        (node,) = cluster.status().nodes
+        return node.chunks_stored == before.chunks_stored and node.leased_slots >= STEP_CHUNKS
+
+    wait_until(has_leases, 30.0, "the engine has leases for a step")
+    # The second step begins the store.
+    engine.tokens([tokens], max_tokens=2)
+    wait_until(lambda: chunks_of(cluster, tokens) == STEP_CHUNKS, 10.0, "all of it is stored")
+    engine.reset()
+    assert engine.cached([tokens], max_tokens=1) == [STEP_CHUNKS * BLOCK]
 
 
 @pytest.mark.support("pin", models=["llama"])

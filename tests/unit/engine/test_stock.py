@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -103,6 +104,33 @@ def test_target_is_what_a_step_may_take_within_the_part_of_the_pool_for_it(
     stock.capacity.update({0: 30, 1: 30})
     stock.set_shares(0.37, step_share)
     assert [stock.target(0), stock.target(1)] == [expected, expected]
+
+
+def test_what_a_step_may_take_is_held_until_the_pool_was_filled_and_then_what_steps_take() -> None:
+    """A pool of 100, of which a quarter is the engine's, and steps that could take 50."""
+    stock = LeaseStock([0], 1000, {0: 50})
+    stock.capacity[0] = 100
+    numbers = itertools.count(1)
+
+    def step(count: int) -> int:
+        """Takes so many and gets an answer: what is held from then on."""
+        for _ in range(count):
+            stock.take(0)
+        wanted = stock.wanted(Counter())
+        granted = [next(numbers) for _ in range(wanted.get(0, 0))]
+        stock.add(Leases([0] * len(granted), granted, granted), wanted or {0: 0})
+        stock.set_shares(0.25, 0.5)
+        stock.take_surplus()
+        return len(stock.rows())
+
+    stock.set_shares(0.25, 0.5)
+    assert [step(count) for count in (0, 30, 30, 30)] == [50] * 4
+    assert [step(count) for count in (10, 10)] == [30, 30]
+    assert [step(10) for _ in range(12)][-1] == 25
+    # The first time that it is more, it finds no slot for all.
+    assert step(26) == 25
+    assert stock.is_low(Counter())
+    assert step(0) == 50
 
 
 @pytest.mark.parametrize(("held", "wanted"), [(0, 8), (3, 5), (4, 4), (5, 3), (8, None), (9, None)])

@@ -68,12 +68,14 @@ def store(view: EngineView, names: str) -> list[Handle]:
 
 
 def changes(view: EngineView, call: Callable[[], Any]) -> bool:
-    """Whether the call changed what the view acts on; what is for people does not count."""
+    """Whether the call changed what the view acts on; what is for people does not count, nor that
+    leases were short.
+    """
 
     def picture() -> dict[str, Any]:
         parts = {**vars(view), **vars(view.remote), **vars(view._stock)}
         for_people = ("counters", "accounts", "_departures", "num_timed_out")
-        left_out = (*for_people, "remote", "settings", "cost", "_stock")
+        left_out = (*for_people, "_short", "remote", "settings", "cost", "_stock")
         return copy.deepcopy({k: v for k, v in parts.items() if k not in left_out})
 
     before = picture()
