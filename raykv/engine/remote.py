@@ -17,7 +17,7 @@ Invariant: a key that is FETCHING has a lease of its own.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raykv.base.ids import (
@@ -304,7 +304,8 @@ class RemoteChunks:
             return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, _LATE)
         if key in request.found:
             if not request.is_decided:
-                request.is_decided, request.declined = True, self._objection(request, is_here)
+                request.is_decided = True
+                request.declined = self._objection(request, key, is_here)
                 self.num_declined += len(request.found) if request.declined else 0
             return self._fetch(request, key, now, stock)
         if key not in request.asked:
@@ -353,19 +354,19 @@ class RemoteChunks:
         return Lookup.HIT_PENDING
 
     def _objection(
-        self, request: RequestState, is_here: Callable[[Key], bool]
+        self, request: RequestState, key: Key, is_here: Callable[[Key], bool]
     ) -> MissReason | None:
         """Why what was found is not to be fetched: the times are compared for all that is needed of
         it, unless computing is what to avoid.
         """
-        needed, num_tokens = self._needed(request, is_here)
+        needed, num_tokens = self._needed(request, key, is_here)
         if not num_tokens:
             return MissReason.WINDOW_MISSING
         if request.options.prefilled:
             return None
         num_bytes: Counter[TokenSource] = Counter()
-        for key in needed:
-            num_bytes[request.source_of(key)] += self.settings.size_of(key).num_bytes
+        for each in needed:
+            num_bytes[request.source_of(each)] += self.settings.size_of(each).num_bytes
         from_nodes, from_disks = num_bytes[TokenSource.OTHER_NODE], num_bytes[TokenSource.DISK]
         is_worth_it = self.cost.prefers_fetch(
             from_nodes, num_tokens, self.fetching_bytes, from_disks
@@ -373,10 +374,11 @@ class RemoteChunks:
         return None if is_worth_it else MissReason.FETCH_SLOWER
 
     def _needed(
-        self, request: RequestState, is_here: Callable[[Key], bool]
+        self, request: RequestState, first: Key, is_here: Callable[[Key], bool]
     ) -> tuple[list[Key], int]:
         """What to fetch of the found chunks, and how many tokens longer the prefix that can be
-        loaded is with them.
+        loaded is with them. vLLM asks for `first`: what comes before it may be in no pool, but is
+        in vLLM's own cache.
         """
         sizes = self.settings.sizes or {}
         groups = [
@@ -389,7 +391,14 @@ class RemoteChunks:
             for key in request.found:
                 tokens[group_of(key)] += self.settings.size_of(key).num_tokens
             return list(request.found), max(tokens.values())
-        here = {each.group: [*map(is_here, request.chunks[each.group])] for each in groups}
+        num_before = _tokens_before(first, request.chunks, groups)
+        here = {
+            each.group: [
+                (number + 1) * each.tokens <= num_before or is_here(key)
+                for number, key in enumerate(request.chunks[each.group])
+            ]
+            for each in groups
+        }
         # What is not known yet may turn out to be there.
         comes = request.found.keys() | request.pending | request.unanswered
         known = {
@@ -400,11 +409,17 @@ class RemoteChunks:
             for group, some in here.items()
         }
         end = loadable_tokens(groups, known)
+        absent = {
+            key
+            for group, some in here.items()
+            for there, key in zip(some, request.chunks[group], strict=True)
+            if not there
+        }
         needed = [
             key
             for each in groups
             for key in needed_chunks(each, request.chunks[each.group], end)
-            if key in request.found and not is_here(key)
+            if key in request.found and key in absent
         ]
         return needed, end - loadable_tokens(groups, here)
 
@@ -498,3 +513,16 @@ class RemoteChunks:
         for request in requests:
             if request.found.pop(key, None) is not None:
                 request.unfetched[key] = reason
+
+
+def _tokens_before(
+    first: Key, chunks: Mapping[int, Sequence[Key]], groups: Sequence[ChunkGroup]
+) -> int:
+    """Tokens of a prompt before a chunk of full attention, which vLLM asks for from the end of its
+    own hit on; 0 for a window's, which it asks for from the prompt's end.
+    """
+    for each in groups:
+        keys = chunks[each.group]
+        if each.group == group_of(first) and each.window is None and first in keys:
+            return keys.index(first) * each.tokens
+    return 0

@@ -732,6 +732,26 @@ def test_prefix_without_a_window_is_not_fetched(mixed: EngineView) -> None:
     assert not mixed.remote.take_orders()
 
 
+def test_chunks_behind_what_vllm_has_itself_are_fetched_though_no_pool_has_their_beginning(
+    mixed: EngineView,
+) -> None:
+    """vLLM asks from the end of its own hit on."""
+    learn_mixed(mixed, full="bcd", window="cd")
+    assert look(mixed, "bcd") == [HIT_PENDING] * 3
+    assert len(mixed.remote.take_orders()) == 3
+
+
+def test_beginning_that_another_node_has_too_is_not_counted_if_vllm_has_it(
+    mixed: EngineView,
+) -> None:
+    """Two chunks and two of the window take 4 s, computing 32 tokens 3.6; all six would take 6, and
+    64 tokens 7.1.
+    """
+    learn_mixed(mixed, full="abcd", window="cd")
+    assert look(mixed, "c") == [MISS]
+    assert not mixed.remote.take_orders()
+
+
 def test_prefix_is_fetched_as_far_as_a_window_reaches(mixed: EngineView) -> None:
     learn_mixed(mixed, full="abcd", window="bc")
     assert look(mixed, "abc") == [HIT_PENDING] * 3
