@@ -80,7 +80,7 @@ class RemoteSettings:
         return self.sizes.get(group_of(key), ChunkSize())
 
     def step_chunks(self) -> dict[int, int]:
-        """Chunks that one step may store, by KV group."""
+        """Chunks that one step may store and that its prompt's prefix needs, by KV group."""
         return {group: size.most_of(self.step_tokens) for group, size in self.sizes.items()}
 
 
@@ -380,10 +380,9 @@ class RemoteChunks:
         loaded is with them. vLLM asks for `first`: what comes before it may be in no pool, but is
         in vLLM's own cache.
         """
-        sizes = self.settings.sizes or {}
         groups = [
             ChunkGroup(group, size.num_tokens, size.window)
-            for group, size in sizes.items()
+            for group, size in self.settings.sizes.items()
             if group in request.chunks
         ]
         if not groups:
@@ -391,14 +390,12 @@ class RemoteChunks:
             for key in request.found:
                 tokens[group_of(key)] += self.settings.size_of(key).num_tokens
             return list(request.found), max(tokens.values())
-        num_before = _tokens_before(first, request.chunks, groups)
-        here = {
-            each.group: [
-                (number + 1) * each.tokens <= num_before or is_here(key)
-                for number, key in enumerate(request.chunks[each.group])
-            ]
-            for each in groups
-        }
+        before = _chunks_before(first, request.chunks, groups)
+
+        def is_there(key: Key) -> bool:
+            return key in before or is_here(key)
+
+        here = {each.group: [*map(is_there, request.chunks[each.group])] for each in groups}
         # What is not known yet may turn out to be there.
         comes = request.found.keys() | request.pending | request.unanswered
         known = {
@@ -409,17 +406,11 @@ class RemoteChunks:
             for group, some in here.items()
         }
         end = loadable_tokens(groups, known)
-        absent = {
-            key
-            for group, some in here.items()
-            for there, key in zip(some, request.chunks[group], strict=True)
-            if not there
-        }
         needed = [
             key
             for each in groups
             for key in needed_chunks(each, request.chunks[each.group], end)
-            if key in request.found and key in absent
+            if key in request.found and not is_there(key)
         ]
         return needed, end - loadable_tokens(groups, here)
 
@@ -515,14 +506,15 @@ class RemoteChunks:
                 request.unfetched[key] = reason
 
 
-def _tokens_before(
+def _chunks_before(
     first: Key, chunks: Mapping[int, Sequence[Key]], groups: Sequence[ChunkGroup]
-) -> int:
-    """Tokens of a prompt before a chunk of full attention, which vLLM asks for from the end of its
-    own hit on; 0 for a window's, which it asks for from the prompt's end.
+) -> set[Key]:
+    """A prompt's chunks of all groups before one of full attention, for which vLLM asks from the
+    end of its own hit on; none before a window's, for which it asks from the prompt's end.
     """
+    num_tokens = 0
     for each in groups:
         keys = chunks[each.group]
         if each.group == group_of(first) and each.window is None and first in keys:
-            return keys.index(first) * each.tokens
-    return 0
+            num_tokens = keys.index(first) * each.tokens
+    return {key for each in groups for key in chunks[each.group][: num_tokens // each.tokens]}

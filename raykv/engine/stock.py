@@ -32,7 +32,8 @@ class LeaseStock:
         self._most = most
         self._steps = steps or {}
         self._needs = dict(self._steps)
-        # Between two answers, the most of that, and all of it, since `_needs` were looked at.
+        # Taken since the last answer; the most between two answers, and all, since `_needs` could
+        # fall last.
         self._burst: Counter[int] = Counter()
         self._peak: Counter[int] = Counter()
         self._since: Counter[int] = Counter()
@@ -88,10 +89,11 @@ class LeaseStock:
         for group, most in self._steps.items():
             count = self._burst.pop(group, 0)
             self._since[group] += count
-            self._peak[group] = max(self._peak[group], most if group in self._short else count)
-            self._needs[group] = max(self._needs[group], min(self._peak[group], most))
+            step = most if group in self._short else min(count, most)
+            self._peak[group] = max(self._peak[group], step)
+            self._needs[group] = max(self._needs[group], step)
             if self._since[group] >= self.capacity[group]:
-                self._needs[group] = min(self._peak[group], most)
+                self._needs[group] = self._peak[group]
                 self._since[group] = self._peak[group] = 0
         self._short.clear()
 

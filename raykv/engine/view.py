@@ -307,8 +307,9 @@ class EngineView:
                 plan.handles.append(lease)
         if exhausted:
             self.counters.stores_without_lease += 1
-            for key in skipped:
-                self._departures.note([key], self._why_no_lease(group_of(key)))
+            for group in exhausted:
+                of_group = [key for key in skipped if group_of(key) == group]
+                self._departures.note(of_group, self._why_no_lease(group))
             if not plan.keys:
                 return None
         self._outbox.touched.extend(reversed(present))
