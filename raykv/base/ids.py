@@ -224,7 +224,7 @@ class MissReason(StrEnum):
     POOL_FULL = "pool_full"
     """There was no slot to be had: to store it when it was computed, or to fetch it into."""
     NO_LEASE = "no_lease"
-    """The engine held no free slot for it, and had not been told that there is none to be had."""
+    """The engine held no free slot for it, though there may have been some in the pool."""
     EVICTED = "evicted"
     """It was given up for other chunks."""
     QUOTA = "quota"

@@ -48,8 +48,8 @@ ADVICE = {
     "and at store_deadline_s.",
     MissReason.POOL_FULL: "Slots are used up faster than they are freed: set a larger pool_bytes, "
     "or give the node fewer engines.",
-    MissReason.NO_LEASE: "A step stored more than the engine had leased: raise lease_slots, which "
-    "is per KV group, or pool_bytes: what a step of each engine may store is to fit half of it.",
+    MissReason.NO_LEASE: "A step stored more than the engine had leased. If it happens often, "
+    "raise lease_slots, or pool_bytes: half of it should hold what a step of each engine stores.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
     MissReason.QUOTA: "Its tenant had more than its share: `raykv quota set` gives it more, `raykv "
     "quota list` shows who has what.",
