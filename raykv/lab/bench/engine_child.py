@@ -71,11 +71,15 @@ class ChildEngine:
 
             hooks.watch()
         self._llm = LLM(
-            enforce_eager=True,
             disable_log_stats=False,
             seed=0,
             kv_transfer_config=transfer,
-            **{"skip_tokenizer_init": True, "dtype": "float32", **config},
+            **{
+                "enforce_eager": True,
+                "skip_tokenizer_init": True,
+                "dtype": "float32",
+                **config,
+            },
         )
 
     def generate(
