@@ -166,7 +166,7 @@ class Settings:
         flag,
         "A loaded prompt is computed at once, each layer as soon as its KV is there: sooner where "
         "few requests run; where many do, all of the step wait for it. Only for plain full "
-        "attention, with async_scheduling=False",
+        "attention, without speculation and pipeline parallelism",
     )
     durable_stores: bool = _setting(
         False,

@@ -91,5 +91,24 @@ class FetchCost:
         return self._refusals % EXPLORE_EVERY == 0
 
 
+class StepTimes:
+    """How long an engine's steps take; vLLM may schedule one before the one before it has ended."""
+
+    def __init__(self) -> None:
+        # By identity: what was scheduled, how many tokens, and when.
+        self._under_way: dict[int, tuple[object, int, float]] = {}
+        self._last_end = 0.0
+
+    def begin(self, step: object, num_tokens: int, now: float) -> None:
+        """A step goes out."""
+        self._under_way[id(step)] = step, num_tokens, now
+
+    def end(self, step: object, now: float) -> tuple[int, float] | None:
+        """A step's tokens, and the seconds that it had the engine for itself; None: unknown."""
+        _, num_tokens, began = self._under_way.pop(id(step), (None, 0, now))
+        began, self._last_end = max(began, self._last_end), now
+        return (num_tokens, now - began) if num_tokens else None
+
+
 def _mean(known: float | None, latest: float) -> float:
     return latest if known is None else (1 - WEIGHT) * known + WEIGHT * latest

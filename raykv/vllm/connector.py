@@ -7,6 +7,7 @@ setting stops the start.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -35,6 +36,7 @@ from raykv.base.guard import guarded, nothing
 from raykv.base.ids import MissReason
 from raykv.base.settings import Settings, load_settings
 from raykv.base.version import __version__
+from raykv.engine.cost import StepTimes
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
 from raykv.protocol.groups import ChunkGroup, groups_text
 from raykv.stream.descriptions import DescriptionOutbox
@@ -62,6 +64,7 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
+from raykv.vllm.internals.scheduling import connectors_of, wrap_step_ends
 from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
@@ -105,6 +108,22 @@ def logged_refusals() -> Iterator[None]:
         raise
 
 
+def watch_steps() -> None:
+    """Have our connectors hear of the end of each step before vLLM looks at its result."""
+    wrap_step_ends(_ending, "_raykv_ending")
+
+
+def _ending(update: Any) -> Any:
+    @functools.wraps(update)
+    def updated(scheduler: Any, scheduled: Any, result: Any, *more: Any, **named: Any) -> Any:
+        for connector in connectors_of(scheduler):
+            if isinstance(connector, RayKVConnector):
+                connector.end_step(scheduler, scheduled, result)
+        return update(scheduler, scheduled, result, *more, **named)
+
+    return updated
+
+
 class RayKVConnector(OffloadingConnector):
     """One object per vLLM process: in EngineCore for the scheduler, in each worker for its rank."""
 
@@ -129,8 +148,8 @@ class RayKVConnector(OffloadingConnector):
         self._runtime: EngineRuntime | None = None
         self._manager: RayOffloadingManager | None = None
         self._node_epochs: dict[int, int] = {}
-        # Tokens of the step under way, and when it began.
-        self._step = (0, 0.0)
+        # On the scheduler's side.
+        self._steps = StepTimes()
         # Requests that vLLM waits for although there is no load job.
         self._stranded: list[str] = []
         # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.
@@ -202,6 +221,7 @@ class RayKVConnector(OffloadingConnector):
         track_chunks(*(self._tables, spec.kv_events_config, identity, described, manager))
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
+        watch_steps()
         watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
@@ -232,7 +252,8 @@ class RayKVConnector(OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: only to wait layer by layer.
+        """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: it does not, since steps that
+        load by layer are never steps of decoding alone.
 
         vLLM asks in the user's own process before it starts any other: the right place to refuse
         a wrong setting.
@@ -240,7 +261,8 @@ class RayKVConnector(OffloadingConnector):
         Raises:
             SettingError: a setting is unknown or malformed.
         """
-        return load_settings(extra_config).layerwise_loads
+        load_settings(extra_config)
+        return False
 
     @classmethod
     def build_prom_metrics(
@@ -456,7 +478,8 @@ class RayKVConnector(OffloadingConnector):
         layer-wise loads, what they bring does not count.
         """
         if self._layered is not None:
-            self._stranded_blocks += self._layered.loads.blocks_under_way()
+            for load in self._layered.loads.beginning.values():
+                self._stranded_blocks += load.blocks
         step = self._mender.give_up_step(scheduler_output, may_load=self._adapters is None)
         if self._layered is None:
             self._stranded += step.stranded
@@ -467,7 +490,10 @@ class RayKVConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
         self._tables.forget_blocks_left_behind(scheduler_output.finished_req_ids or ())
-        base = super().build_connector_meta(scheduler_output)
+        if self._layered is not None:
+            self._layered.grow(scheduler_output)
+        seen = self._tables.without_loading(scheduler_output)
+        base = super().build_connector_meta(seen)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
         adapters = self._adapters_of(base, scheduler_output)
@@ -494,6 +520,8 @@ class RayKVConnector(OffloadingConnector):
             weights_seen={} if self.raykv_weights is None else self.raykv_weights.seen,
         )
         self._stranded, self._stranded_blocks = [], []
+        if self._layered is not None:
+            self._layered.close_step(scheduler_output)
         self._mender.end_step(scheduler_output)
         return meta
 
@@ -511,15 +539,20 @@ class RayKVConnector(OffloadingConnector):
         self._adapters.end(scheduler_output.finished_req_ids)
         return used, began
 
-    def _step_began(self, scheduler_output: Any) -> None:
-        self._step = (scheduler_output.total_num_scheduled_tokens, time.monotonic())
+    def _step_began(self, scheduled: Any) -> None:
+        self._steps.begin(scheduled, scheduled.total_num_scheduled_tokens, time.monotonic())
 
-    def _step_ended(self) -> None:
-        """Only steps of many tokens, which are prefill, tell how fast the engine computes."""
-        num_tokens, began_at = self._step
-        self._step = (0, 0.0)
-        if num_tokens and self._manager is not None:
-            self._manager.took_step(num_tokens, time.monotonic() - began_at)
+    @guarded(nothing)
+    def end_step(self, scheduler: Any, scheduled: Any, result: Any) -> None:
+        """A step has ended, and vLLM has not looked at its result yet.
+
+        While it fails, requests that would have hit blocks that did not come go on waiting.
+        """
+        took = self._steps.end(scheduled, time.monotonic())
+        if took is not None and self._manager is not None:
+            self._manager.took_step(*took)
+        if self._layered is not None:
+            self._layered.end_step(scheduler, scheduled, result, partial(evict_blocks, self))
 
     def _target(self) -> LinkTarget | None:
         """Where the workers find their NodeActor."""
@@ -544,8 +577,6 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_end_jobs)
     def update_connector_output(self, connector_output: Any) -> None:
-        self._end_layered_step(connector_output.invalid_block_ids)
-        self._step_ended()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, RayKVWorkerMetadata) and self._manager is not None:
             self._manager.barred |= meta.barred
@@ -565,12 +596,6 @@ class RayKVConnector(OffloadingConnector):
             ended = {i: n for i, n in meta.completed_jobs.items() if i in known or i < first}
             meta.completed_jobs = ended
         super().update_connector_output(connector_output)
-
-    @guarded(nothing)
-    def _end_layered_step(self, invalid_block_ids: set[int]) -> None:
-        """While it fails, requests that would have hit these blocks go on waiting."""
-        if self._layered is not None:
-            self._layered.end_step(invalid_block_ids or set(), partial(evict_blocks, self))
 
     def _fenced(self, *_arguments: Any) -> tuple[bool, dict[str, Any] | None]:
         """Blocks that are still read are known to be, before vLLM frees them."""

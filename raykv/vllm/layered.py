@@ -1,24 +1,41 @@
 """`layerwise_loads`: what can't have it, and the scheduler's side of a load that nobody waits for.
 
 A prompt that is found is scheduled at once; the worker waits for each layer before it is computed.
-vLLM recovers from a load that failed by computing the request anew. What its recovery leaves open
-is done here; see `raykv.engine.layered`.
+A request whose load failed is computed anew. vLLM's own recovery is not used: it takes a running
+request back to the middle, of which its second model runner does not hear, and knows nothing of a
+step that was scheduled meanwhile and computes with what did not come. So the request is preempted,
+as by a reset of vLLM's cache, and what is under way of it counts for nothing. What of it must leave
+vLLM's prefix cache, see `raykv.engine.layered`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from raykv.base.errors import SettingError
+from raykv.base.guard import guarded, nothing
 from raykv.base.settings import Settings
 from raykv.engine.layered import LayeredLoad, LayeredLoads
 from raykv.vllm.internals.offloading import OffloadedRequest, SchedulerTables
+from raykv.vllm.internals.scheduling import (
+    blocks_of_running,
+    forget_invalid_blocks,
+    invalid_blocks_of,
+    new_blocks,
+    take_back,
+)
 
 PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """KV caches of numbers alone: a page that is loaded and computed at once has either one's."""
+
+
+LEFT_TO_COMPUTE = 2
+"""Tokens of a prompt that are computed though they may be known. Without one the step would have no
+result; with one it would look like a step of decoding, for which vLLM may have one graph of all
+layers that waits for nothing."""
 
 
 def refuse_layerwise(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -41,33 +58,23 @@ def _reason_against(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
 
 
 def _against_steps(vllm_config: Any) -> str:
-    """A step is to begin when the one before it has ended, and vLLM knows what did not come."""
+    """The step of a load is to be one step, on one model runner, whose layers call the hook."""
     parallel = vllm_config.parallel_config
     connector = vllm_config.kv_transfer_config.kv_connector
     if connector == "RayKVHiddenStatesConnector":
         return "hidden states are not computed layer by layer: leave it out, or use RayKVConnector"
-    if vllm_config.scheduler_config.async_scheduling:
-        return (
-            "vLLM schedules a step before it knows what the one before it has loaded: pass "
-            "async_scheduling=False, or --no-async-scheduling"
-        )
     if parallel.pipeline_parallel_size > 1:
         return (
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} has several steps under "
             "way at a time: only 1 does not"
         )
-    if vllm_config.use_v2_model_runner:
-        return (
-            "vLLM's V2 model runner is not known to take back what was computed from KV that did "
-            "not come: set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     if vllm_config.speculative_config is not None:
         return "speculative_config adds layers that don't wait for their KV: leave it out"
     mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is not None and mode.has_full_cudagraphs():
+    if mode is not None and mode.mixed_mode().has_full_cudagraphs():
         return (
-            f"cudagraph_mode={mode.name} captures attention, which then can't wait for its KV: "
-            "pass cudagraph_mode=PIECEWISE"
+            f"cudagraph_mode={mode.name} captures the attention of prompts, which then can't wait "
+            "for its KV: pass cudagraph_mode=FULL_AND_PIECEWISE, vLLM's default"
         )
     return ""
 
@@ -141,7 +148,9 @@ class LayeredScheduling:
         # How many tokens vLLM's own cache has of requests that were asked about last.
         self._num_local: dict[str, int] = {}
         # What users allowed requests to store, while they must not.
-        self._allowed: list[tuple[OffloadedRequest, int | None]] = []
+        self._allowed: dict[str, tuple[OffloadedRequest, int | None]] = {}
+        # Steps with loads that have gone out, by identity: what was scheduled, and their numbers.
+        self._steps: dict[int, tuple[Any, int]] = {}
 
     def must_wait(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether vLLM's own prefix hit has blocks that are not to be trusted yet."""
@@ -151,9 +160,10 @@ class LayeredScheduling:
         return self.loads.must_wait(request.block_hashes[:num_hashes])
 
     def found(self, request: Any, num_computed_tokens: int, num_found: int) -> int:
-        """Tokens to load: something is left to compute, or the step would have no result."""
+        """Tokens to load."""
         self._num_local[request.request_id] = num_computed_tokens
-        return max(0, min(num_found, request.num_tokens - 1 - num_computed_tokens))
+        most = request.num_tokens - LEFT_TO_COMPUTE - num_computed_tokens
+        return max(0, min(num_found, most))
 
     def begin(self, request: Any, blocks: Any) -> FreshBlocks:
         """A request that loads has its blocks. They are returned as they look where vLLM waits.
@@ -178,29 +188,66 @@ class LayeredScheduling:
     def strand(self, request: Any, blocks: Any) -> tuple[int, ...]:
         """The blocks of a load that may never have been made up; nobody else is given them."""
         name = request.request_id
-        if not self.loads.is_under_way(name):
+        if name not in self.loads.beginning:
             whole = tuple(block.block_id for each in blocks.blocks for block in each)
             self.loads.begin(LayeredLoad(name, frozenset(request.block_hashes), whole))
-        return self.loads.blocks_of(name)
+        return self.loads.beginning[name].blocks
 
     def hold_stores(self, request: Any) -> None:
-        """Make vLLM offer nothing of the request in this step: the manager would refuse it, and
-        vLLM would warn of that.
+        """Make vLLM offer nothing of the request before its load has ended: the manager would
+        refuse it, and vLLM would warn of that.
         """
         known = self._tables.find(request.request_id)
         assert known is not None, request.request_id
-        self._allowed.append((known, known.most_stored))
+        self._allowed.setdefault(request.request_id, (known, known.most_stored))
         known.most_stored = 0
 
-    def end_step(self, invalid: Set[int], evict: Callable[[Set[int]], None]) -> None:
-        """The step has ended. Blocks of requests that have ended as well are free, but not given
-        away yet; evicting one that is in use only removes its name.
-        """
-        while self._allowed:
-            known, num_tokens = self._allowed.pop()
-            known.most_stored = num_tokens
+    def grow(self, scheduled: Any) -> None:
+        """A step gives blocks to requests whose loads are under way."""
+        if self.loads.is_busy:
+            for request_id, (blocks,) in new_blocks(scheduled):
+                self.loads.grow(request_id, blocks)
+
+    def close_step(self, scheduled: Any) -> None:
+        """A step goes out."""
+        is_loading = bool(self.loads.beginning)
+        number = self.loads.close_step()
+        if is_loading:
+            self._steps[id(scheduled)] = scheduled, number
         self._num_local.clear()
-        blocks = self.loads.end_step(invalid)
-        if blocks:
-            evict(blocks)
+
+    def end_step(
+        self, scheduler: Any, scheduled: Any, result: Any, evict: Callable[[Set[int]], None]
+    ) -> None:
+        """A step has ended, and nobody has been told what it computed.
+
+        Blocks of requests that have ended as well are free, but not given away yet; evicting one
+        that is in use only removes its name.
+        """
+        _, number = self._steps.pop(id(scheduled), (None, -1))
+        invalid = invalid_blocks_of(result)
+        lost = self.loads.end_step(number, invalid)
+        if invalid:
+            self._compute_anew(scheduler, result, invalid)
+        if lost:
+            evict(lost)
         self.loads.evicted()
+        self._allow_stores()
+
+    @guarded(nothing)
+    def _compute_anew(self, scheduler: Any, result: Any, invalid: set[int]) -> None:
+        """Take back whoever has one of these blocks; if that fails, it is left to vLLM."""
+        taken: dict[str, Sequence[int]] = {**self.loads.lost()}
+        ours = invalid & {block for blocks in taken.values() for block in blocks}
+        for request_id, blocks in blocks_of_running(scheduler):
+            if not invalid.isdisjoint(blocks):
+                taken[request_id] = blocks
+                ours |= invalid.intersection(blocks)
+        take_back(scheduler, taken.keys())
+        forget_invalid_blocks(result, ours)
+
+    def _allow_stores(self) -> None:
+        """Of requests whose loads have ended."""
+        for name in [name for name in self._allowed if not self.loads.is_under_way(name)]:
+            known, num_tokens = self._allowed.pop(name)
+            known.most_stored = num_tokens

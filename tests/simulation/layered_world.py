@@ -9,6 +9,7 @@ it is stored, shared or said comes to light. Loads fail at random.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -36,11 +37,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from raykv.base.ids import EngineId, Epoch, Generation, Key
+from raykv.engine.cost import StepTimes
 from raykv.engine.requests import FailedLoad
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Leases
 from raykv.protocol.engine import EngineAttached, SyncReply
-from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.connector import RayKVConnector, watch_steps
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.transfers import RayKVWorkerMetadata
@@ -271,15 +273,19 @@ class World:
         for copy in output.kv_cache_block_copies or ():
             self.blocks[copy.dst_block_id] = list(self.blocks[copy.src_block_id])
 
-    def _compute(self, request_id: str, count: int) -> list[int]:
+    def _computed(self, request_id: str, count: int) -> Computed:
+        """What a worker makes of so many tokens of a request."""
         request = self.asked[request_id].request
         end = self._ends.pop(request_id, request.num_computed_tokens)
-        step = Computed(list(request.all_token_ids), request.num_prompt_tokens, end - count, end)
+        return Computed(list(request.all_token_ids), request.num_prompt_tokens, end - count, end)
+
+    def _compute(self, request_id: str, count: int) -> list[int]:
+        step = self._computed(request_id, count)
         groups = [*zip(self.tables[request_id], self.kinds, strict=True)]
         is_right = all(self._is_there(step, table, kind) for table, kind in groups)
         for table, kind in groups:
             self._write(step, table, kind, is_right)
-        if end < len(step.tokens):
+        if step.end < len(step.tokens):
             return []
         return [next_token(step.tokens) if is_right else WRONG]
 
@@ -305,6 +311,91 @@ class World:
             # Blocks of all groups are of one size in bytes, and go from one to another.
             block += [RUBBISH] * (size - len(block))
             block[at % size] = step.name(at) if is_right else RUBBISH
+
+
+@dataclass
+class Held:
+    """What a worker knows of a request: its tokens, also those that it has said itself."""
+
+    tokens: list[int]
+    num_prompt: int
+    num_computed: int
+
+
+class AheadWorld(World):
+    """It steps as vLLM's EngineCore does, and its worker knows what vLLM's model runners know.
+
+    With async scheduling a step is scheduled, and computed, before the scheduler has looked at the
+    one before it. The first model runner is told how far requests are, and anew what they have said
+    when they come back; the second one only counts on.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        seed: int,
+        failing: float,
+        *,
+        is_async: bool,
+        is_second: bool,
+        **more: Any,
+    ) -> None:
+        super().__init__(model, seed, failing, is_async=is_async, **more)
+        self.scheduler.use_v2_model_runner = self._is_second = is_second
+        self._most_ahead = 1 if is_async else 0
+        self._under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._held: dict[str, Held] = {}
+
+    def step(self, *aborted: str) -> None:
+        if self.scheduler.has_requests() or self._stores:
+            output = self.scheduler.schedule()
+            self._under_way.append((output, self._execute(output)))
+            if len(self._under_way) <= self._most_ahead and output.num_scheduled_tokens:
+                return
+        output, result = self._under_way.popleft()
+        for request_id in output.num_scheduled_tokens:
+            if request_id in aborted or self.rng.random() < self.aborting:
+                self.abort(request_id)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for each in outputs.outputs:
+                self.asked[each.request_id].answer += each.new_token_ids
+
+    def run(self, most: int = 400) -> None:
+        super().run(most)
+        while self._under_way:
+            self.step()
+
+    def _take_blocks(self, output: Any) -> None:
+        super()._take_blocks(output)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids if self._is_second else new.prompt_token_ids
+            num_prompt = len(new.prompt_token_ids)
+            self._held[new.req_id] = Held(list(tokens), num_prompt, new.num_computed_tokens)
+        if self._is_second:
+            return
+        cached = output.scheduled_cached_reqs
+        told = zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        )
+        for request_id, num_computed, num_said in told:
+            held = self._held[request_id]
+            held.num_computed = num_computed
+            if request_id in cached.resumed_req_ids:
+                held.tokens = list(cached.all_token_ids.get(request_id, held.tokens))
+            elif num_said < len(held.tokens) - held.num_prompt - self._most_ahead:
+                del held.tokens[held.num_prompt + num_said :]
+
+    def _computed(self, request_id: str, count: int) -> Computed:
+        held = self._held[request_id]
+        begin, held.num_computed = held.num_computed, held.num_computed + count
+        if held.num_computed > len(held.tokens):
+            raise WrongAnswerError(f"{request_id}: places that it has no tokens for")
+        return Computed(list(held.tokens), held.num_prompt, begin, held.num_computed)
+
+    def _compute(self, request_id: str, count: int) -> list[int]:
+        said = super()._compute(request_id, count)
+        self._held[request_id].tokens += said
+        return said
 
 
 @dataclass(frozen=True)
@@ -398,7 +489,7 @@ def make_connector(
     connector._manager = manager
     connector._runtime = None
     connector._node_epochs = {}
-    connector._step = (0, 0.0)
+    connector._steps = StepTimes()
     connector._stranded = []
     connector._stranded_blocks = []
     connector._connector_metadata = None
@@ -414,3 +505,4 @@ def bind(connector: RayKVConnector, scheduler: Scheduler) -> None:
     connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
     scheduler.connector = connector
     scheduler.recompute_kv_load_failures = True
+    watch_steps()

@@ -20,11 +20,8 @@ from raykv.vllm.identity.weight_watch import (
     note_afterwards,
     state_of,
 )
-from raykv.vllm.internals.engine import (
-    ask_workers,
-    connectors_of,
-    wrap_core,
-)
+from raykv.vllm.internals.engine import ask_workers, wrap_core
+from raykv.vllm.internals.scheduling import connectors_of
 
 logger = logging.getLogger("raykv")
 
@@ -66,7 +63,10 @@ def watch_calls() -> None:
 
 def _listeners(core: Any) -> list[Listener]:
     """Those of our connectors of an EngineCore."""
-    found = [getattr(each, "raykv_weights", None) for each in connectors_of(core)]
+    found = [
+        getattr(each, "raykv_weights", None)
+        for each in connectors_of(getattr(core, "scheduler", None))
+    ]
     return [each for each in found if each is not None]
 
 

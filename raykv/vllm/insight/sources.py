@@ -25,8 +25,8 @@ from raykv.vllm.internals.answers import (
     count_cached_tokens,
     wrap_answers,
     wrap_front_ends,
-    wrap_step_ends,
 )
+from raykv.vllm.internals.scheduling import wrap_step_ends
 from raykv.vllm.misses import SOURCES_PARAM, MissReporter
 
 logger = logging.getLogger("raykv")
@@ -58,7 +58,7 @@ class CountedTokens(int):
 def tell_sources(reporter: MissReporter) -> None:
     """From now on first outputs have what the reporter knows."""
     _reporters.add(reporter)
-    if not wrap_step_ends(_telling):
+    if not wrap_step_ends(_telling, "_raykv_telling"):
         logger.warning("this vLLM ends steps in an unknown way: answers have no %s", SOURCES_FIELD)
 
 

@@ -8,13 +8,6 @@ from typing import Any
 from raykv.vllm.internals.engine import Wrapper, wrap
 
 
-def wrap_step_ends(wrapper: Wrapper) -> bool:
-    """`update(scheduler, …)`, which makes of a step the outputs for each front end."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return wrap(Scheduler, "update_from_output", wrapper)
-
-
 def first_outputs(outputs: Mapping[int, Any]) -> Iterator[tuple[Any, int]]:
     """Of what a step has made: the first output of each request, and how many tokens of its prompt
     vLLM expected of its connector.

@@ -216,10 +216,36 @@ CONNECTOR_TABLE = (
     ),
     Touched(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
-        "evict_blocks",
-        "the same",
+        "evict_blocks get_block_ids",
+        "the same, and which blocks requests have",
         REFUSED,
         LAYERWISE,
+    ),
+    Touched(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "_preempt_request",
+        "requests are preempted whose loads failed within their step",
+        REFUSED,
+        LAYERWISE,
+    ),
+    Touched(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "connector kv_cache_manager requests running prev_step_scheduled_req_ids",
+        "the same: who they are, and what their workers know of them",
+        "a guard reports it: vLLM's own recovery computes them, on its first model runner and "
+        "without steps ahead of others",
+    ),
+    Touched(
+        "vllm.v1.request:Request",
+        "num_stale_output_tokens drop_stale_output",
+        "the same: what a step says counts for nothing that computed with what did not come",
+        "the same",
+    ),
+    Touched(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        "req_ids new_block_ids resumed_req_ids",
+        "blocks that steps give to requests whose loads are under way",
+        "a guard reports it: the step loads and stores nothing",
     ),
 )
 """Of vLLM's offloading connector and what it is part of."""

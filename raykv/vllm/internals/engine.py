@@ -138,14 +138,17 @@ LOADS = "_load_adapter"
 """Of `WorkerLoRAManager`: the one place where an adapter's files are read."""
 
 
-def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:
-    """Wrap a method, once however often this is called; False: there is none of that name."""
+def wrap(owner: Any, name: str, wrapper: Wrapper, mark: str = "_raykv") -> bool:
+    """Wrap a method, once however often this is called; False: there is none of that name.
+
+    `mark` is what the method is known by that was wrapped; `functools.wraps` hands it on.
+    """
     method = getattr(owner, name, None)
     if method is None:
         return False
-    if not hasattr(method, "_raykv"):
+    if not hasattr(method, mark):
         wrapped = wrapper(method)
-        wrapped._raykv = True
+        setattr(wrapped, mark, True)
         setattr(owner, name, wrapped)
     return True
 
@@ -217,12 +220,6 @@ def wrap_core(name: str, wrapper: Wrapper) -> bool:
     from vllm.v1.engine.core import EngineCore
 
     return wrap(EngineCore, name, wrapper)
-
-
-def connectors_of(core: Any) -> list[Any]:
-    """Of an `EngineCore`, which may have several in one."""
-    first = getattr(getattr(core, "scheduler", None), "connector", None)
-    return [first, *getattr(first, "_connectors", ())]
 
 
 def ask_workers(core: Any, function: Callable[..., Any], *args: Any) -> list[Any] | None:

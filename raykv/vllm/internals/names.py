@@ -186,8 +186,9 @@ ENGINE_TABLE = (
     Touched(
         "vllm.v1.core.sched.scheduler:Scheduler",
         "update_from_output",
-        "wrapped: a request's first output says where its prompt's tokens came from",
-        "a warning: answers don't say it",
+        "wrapped: a request's first output says where its prompt's tokens came from, and requests "
+        "are taken back whose loads failed within their step",
+        "a warning: answers don't say it, and vLLM's own recovery computes such requests",
     ),
     Touched(
         "vllm.v1.engine:EngineCoreOutputs",
@@ -340,7 +341,8 @@ GIVEN_TABLE = (
     ),
     Touched(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        "finished_req_ids num_scheduled_tokens scheduled_new_reqs total_num_scheduled_tokens",
+        "finished_req_ids num_scheduled_tokens preempted_req_ids scheduled_cached_reqs "
+        "scheduled_new_reqs total_num_scheduled_tokens",
         "what a step does",
         "the same",
     ),

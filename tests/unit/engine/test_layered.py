@@ -14,6 +14,11 @@ def loads(*blocks: int, first: int = 2) -> LayeredLoads:
     return made
 
 
+def ended(known: LayeredLoads, *invalid: int) -> set[int]:
+    """The step that is being scheduled goes out and ends."""
+    return known.end_step(known.close_step(), set(invalid))
+
+
 def test_request_waits_that_found_a_block_which_is_loaded_or_computed() -> None:
     known = loads(12, 13, 14, 15)
     assert known.is_busy
@@ -29,14 +34,16 @@ def test_request_waits_for_each_of_several_loads() -> None:
     known.begin(LayeredLoad("b", frozenset([b"x", b"y"]), (21, 22)))
     assert known.must_wait([b"x"])
     assert known.must_wait(HASHES[:3])
-    assert known.blocks_under_way() == {12, 13, 21, 22}
-    assert (known.blocks_of("b"), known.blocks_of("c")) == ((21, 22), ())
+    assert {name: load.blocks for name, load in known.beginning.items()} == {
+        "a": (12, 13),
+        "b": (21, 22),
+    }
     assert [known.is_under_way(name) for name in "abc"] == [True, True, False]
 
 
 def test_load_that_has_come_holds_up_nobody() -> None:
     known = loads(12, 13)
-    assert known.end_step(set()) == set()
+    assert ended(known) == set()
     known.evicted()
     assert not known.is_busy
     assert not known.must_wait(HASHES)
@@ -47,30 +54,62 @@ def test_load_that_has_come_holds_up_nobody() -> None:
 def test_block_that_did_not_come_is_evicted_with_all_behind_it_of_its_request_only() -> None:
     known = loads(12, 13, 14, 15)
     known.begin(LayeredLoad("b", frozenset([b"x"]), (21, 22)))
-    assert known.end_step({13}) == {13, 14, 15}
+    assert ended(known, 13) == {13, 14, 15}
     assert [known.is_spoiled(name) for name in "ab"] == [True, False]
 
 
 def test_invalid_block_of_nobody_is_evicted() -> None:
-    assert LayeredLoads().end_step({7}) == {7}
+    assert ended(LayeredLoads(), 7) == {7}
 
 
 def test_who_waits_goes_on_waiting_until_it_was_evicted() -> None:
     known = loads(12, 13, 14)
-    known.end_step({13})
+    ended(known, 13)
     assert known.must_wait(HASHES)
     # That failed. The next step has lost nothing.
-    assert known.end_step(set()) == {13, 14}
+    assert ended(known) == {13, 14}
     known.evicted()
     assert not known.must_wait(HASHES)
-    assert known.end_step(set()) == set()
+    assert ended(known) == set()
 
 
 def test_request_that_lost_something_stores_nothing_until_it_is_forgotten() -> None:
     known = loads(12)
-    known.end_step({12})
+    ended(known, 12)
     known.evicted()
     assert known.is_spoiled("a")
     known.forget("a")
     known.forget("unknown")
     assert not known.is_spoiled("a")
+
+
+def test_load_is_under_way_until_its_own_step_has_ended() -> None:
+    known = loads(12, 13)
+    first = known.close_step()
+    assert not known.beginning
+    known.begin(LayeredLoad("b", frozenset([b"x"]), (21, 22)))
+    second = known.close_step()
+    assert known.end_step(first, set()) == set()
+    known.evicted()
+    assert [known.is_under_way(name) for name in "ab"] == [False, True]
+    assert not known.must_wait(HASHES)
+    assert known.must_wait([b"x"])
+    # A step without loads, or one that nobody knows, ends none.
+    assert known.end_step(first, {21}) == {21}
+    assert not known.is_spoiled("b")
+    assert known.end_step(second, {22}) == {22}
+    assert known.lost() == {"b": (21, 22)}
+
+
+def test_blocks_of_a_step_ahead_go_with_what_did_not_come() -> None:
+    known = loads(12, 13)
+    known.grow("a", [99])
+    first = known.close_step()
+    known.begin(LayeredLoad("b", frozenset([b"x"]), (21,)))
+    known.grow("a", [14, 15])
+    known.grow("b", [22])
+    known.grow("c", [31])
+    second = known.close_step()
+    assert known.end_step(first, {13}) == {13, 14, 15}
+    assert known.end_step(second, {21}) >= {21}
+    assert known.lost() == {"a": (12, 13, 14, 15), "b": (21,)}

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import ReqContext
 
 from raykv.engine.layered import LayeredLoads
@@ -30,6 +31,37 @@ class Pool:
         self.evicted |= block_ids
 
 
+class Scheduler:
+    """What is used of vLLM's."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.requests: dict[str, Any] = {}
+        self.prev_step_scheduled_req_ids: set[str] = set()
+        self.blocks: dict[str, list[int]] = {}
+        self.kv_cache_manager = self
+        self.preempted: list[str] = []
+
+    def runs(self, name: str, *blocks: int, stale: int = 0, is_waiting: bool = False) -> Any:
+        """It has a request with these blocks."""
+        request = SimpleNamespace(
+            request_id=name, num_stale_output_tokens=stale, drop_stale_output=False
+        )
+        self.requests[name], self.blocks[name] = request, [*blocks]
+        self.prev_step_scheduled_req_ids.add(name)
+        if not is_waiting:
+            self.running.append(request)
+        return request
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int]]:
+        return (self.blocks[request_id],)
+
+    def _preempt_request(self, request: Any, _now: float) -> None:
+        assert request not in self.running
+        request.num_stale_output_tokens = 1
+        self.preempted.append(request.request_id)
+
+
 class LayeredEngine(Engine):
     """It has five chunks of each prompt in its node's pool."""
 
@@ -38,6 +70,8 @@ class LayeredEngine(Engine):
         connector: Any = self.connector
         connector._layered = LayeredScheduling(connector._manager.layered, connector._tables)
         connector._kv_cache_manager = self.pool = Pool()
+        self.scheduler = Scheduler()
+        self.steps: list[Any] = []
         self.loads: LayeredLoads = connector._manager.layered
         self.hold(0, 1, 2, 3, 4)
 
@@ -54,16 +88,31 @@ class LayeredEngine(Engine):
         self.connector.update_state_after_alloc(request, SimpleNamespace(blocks=[blocks]), loads)
         assert all(block.block_hash == b"there" for block in blocks)
 
-    def metadata(self) -> Any:
-        output = SimpleNamespace(
-            total_num_scheduled_tokens=1, num_scheduled_tokens={}, finished_req_ids=set()
+    def metadata(self, **blocks: list[int]) -> Any:
+        """A step goes out, which gives running requests more `blocks`."""
+        output = SchedulerOutput.make_empty()
+        output.total_num_scheduled_tokens = 1
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=[*blocks],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[(each,) for each in blocks.values()],
+            num_computed_tokens=[0 for _ in blocks],
+            num_output_tokens=[0 for _ in blocks],
         )
+        self.steps.append(output)
         return self.connector.build_connector_meta(output)
 
-    def end_step(self, *invalid: int) -> None:
-        self.connector.update_connector_output(
-            SimpleNamespace(kv_connector_worker_meta=None, invalid_block_ids=set(invalid))
-        )
+    def end_step(self, *invalid: int) -> set[int]:
+        """The oldest step ends; what of its invalid blocks is left to vLLM."""
+        if not self.steps:
+            self.steps.append(object())
+            self.connector._layered.close_step(self.steps[0])
+        told = SimpleNamespace(invalid_block_ids=set(invalid))
+        result = SimpleNamespace(kv_connector_output=told)
+        self.connector.end_step(self.scheduler, self.steps.pop(0), result)
+        return told.invalid_block_ids
 
 
 def begun(num_prompt_tokens: int, request_id: str = "r") -> tuple[LayeredEngine, PlayedRequest]:
@@ -73,11 +122,10 @@ def begun(num_prompt_tokens: int, request_id: str = "r") -> tuple[LayeredEngine,
     return engine, request
 
 
-def test_load_leaves_a_token_to_compute_and_vllm_does_not_wait() -> None:
-    engine, request = begun(5 * CHUNK)
-    assert engine.ask(request, CHUNK) == (4 * CHUNK - 1, False)
-    engine, request = begun(5 * CHUNK + 1)
-    assert engine.ask(request, CHUNK) == (4 * CHUNK, False)
+@pytest.mark.parametrize(("more", "left_out"), [(0, 2), (1, 1), (2, 0), (9, 0)])
+def test_load_leaves_two_tokens_to_compute_and_vllm_does_not_wait(more: int, left_out: int) -> None:
+    engine, request = begun(5 * CHUNK + more)
+    assert engine.ask(request, CHUNK) == (4 * CHUNK - left_out, False)
 
 
 def test_load_is_of_all_blocks_though_vllm_has_them_in_its_cache_already() -> None:
@@ -109,6 +157,71 @@ def test_blocks_behind_what_did_not_come_are_evicted_too() -> None:
     engine.end_step(4)
     assert engine.pool.evicted == {4, 5, 6, 7}
     assert not engine.loads.is_busy
+
+
+def test_request_whose_blocks_did_not_come_is_taken_back_and_vllm_does_not_hear_of_them() -> None:
+    engine, request = begun(7 * CHUNK)
+    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    for name, blocks in {"a": (10, 11), "r": (1, 2, 3, 4), "b": (12,), "c": (20, 21)}.items():
+        engine.scheduler.runs(name, *blocks)
+    engine.metadata()
+    # One of another connector's, whose request waits for it.
+    assert engine.end_step(4, 20, 77) == {77}
+    assert engine.scheduler.preempted == ["c", "r"]
+    dropped = {name for name, each in engine.scheduler.requests.items() if each.drop_stale_output}
+    assert dropped == {"c", "r"}
+    assert [each.request_id for each in engine.scheduler.running] == ["a", "b"]
+    assert engine.scheduler.prev_step_scheduled_req_ids == {"a", "b"}
+    assert engine.pool.evicted >= {4, 5, 6, 7, 20}
+
+
+def test_request_that_was_preempted_meanwhile_says_nothing_of_what_did_not_come() -> None:
+    engine, request = begun(7 * CHUNK)
+    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    waiting = engine.scheduler.runs("r", stale=5, is_waiting=True)
+    other = engine.scheduler.runs("other", 1, stale=5)
+    engine.metadata()
+    assert engine.end_step(4) == set()
+    assert (waiting.drop_stale_output, other.drop_stale_output) == (True, False)
+    assert engine.scheduler.preempted == []
+
+
+def test_blocks_of_a_step_ahead_are_evicted_with_the_load_that_failed() -> None:
+    engine, request = begun(9 * CHUNK)
+    engine.begin(PlayedRequest("other", 9 * CHUNK))
+    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine.metadata()
+    engine.metadata(r=[41, 42], other=[51])
+    engine.end_step(4)
+    assert engine.pool.evicted == {4, 5, 6, 7, 8, 9, 41, 42}
+    assert not engine.loads.is_busy
+
+
+def test_load_is_under_way_until_its_own_step_has_ended_not_one_before() -> None:
+    engine, request = begun(7 * CHUNK)
+    other = PlayedRequest("other", 7 * CHUNK)
+    engine.begin(other)
+    engine.metadata()
+    engine.give(request, engine.ask(request, 2 * CHUNK)[0] or 0)
+    status = engine.connector.scheduler._req_status["r"]
+    engine.metadata()
+    engine.end_step()
+    assert engine.ask(other, 3 * CHUNK) == (None, False)
+    assert status.max_offload_tokens == 0
+    engine.end_step()
+    assert engine.ask(other, 5 * CHUNK) == (0, False)
+    assert status.max_offload_tokens is None
+
+
+@pytest.mark.expects_failures
+def test_vllms_own_recovery_has_what_can_not_be_taken_back() -> None:
+    engine, request = begun(7 * CHUNK)
+    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine.scheduler.runs("r", 1, 2, 3, 4)
+    engine.scheduler.prev_step_scheduled_req_ids = None  # type: ignore[assignment]
+    engine.metadata()
+    assert engine.end_step(4) == {4}
+    assert engine.pool.evicted == {4, 5, 6, 7}
 
 
 @pytest.mark.expects_failures

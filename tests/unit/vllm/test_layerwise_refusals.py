@@ -58,23 +58,20 @@ def check(vllm_config: Any, kv: Any = None, **settings: Any) -> None:
     refuse_layerwise(load_settings(settings), vllm_config, kv or groups(PLAIN))
 
 
-@pytest.mark.parametrize("mode", [None, CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
-def test_plain_engine_may_load_by_layer(mode: Any) -> None:
-    check(engine(cudagraph_mode=mode))
+@pytest.mark.parametrize("mode", [None, *set(CUDAGraphMode) - {CUDAGraphMode.FULL}])
+@pytest.mark.parametrize("is_usual", [False, True])
+def test_engine_as_users_run_it_may_load_by_layer(mode: Any, is_usual: bool) -> None:
+    check(engine(cudagraph_mode=mode, async_scheduling=is_usual, use_v2_model_runner=is_usual))
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"async_scheduling": True}, "async_scheduling=False, or --no-async-scheduling"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size=2"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=2"),
-        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"speculative_config": SimpleNamespace(method="ngram")}, "speculative_config"),
-        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode=FULL .*=PIECEWISE"),
-        ({"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}, "cudagraph_mode=FULL_AND"),
-        ({"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY}, "cudagraph_mode=FULL_DECODE"),
+        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode=FULL .*=FULL_AND_PIECEWISE"),
         ({"policy": "fail"}, "kv_load_failure_policy=fail"),
         ({"cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype=fp8_per_token_head keeps scales"),
         (
@@ -126,7 +123,7 @@ def test_durable_stores_beside_it_are_refused() -> None:
         check(engine(), durable_stores=True)
 
 
-def test_vllm_is_asked_for_piecewise_graphs_only_then() -> None:
+def test_vllm_keeps_its_graphs_of_decoding() -> None:
     asks = RayKVConnector.requires_piecewise_for_cudagraph
-    assert asks({"layerwise_loads": True})
+    assert not asks({"layerwise_loads": True})
     assert not asks({})
