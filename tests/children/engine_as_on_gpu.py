@@ -1,0 +1,69 @@
+"""An engine on vLLM's CPU build that steps as vLLM does on a GPU: see `tests.fixtures.as_on_gpu`.
+
+vLLM's processes import this file, too. What is changed of vLLM are two refusals: its platform of
+CPUs turns asynchronous scheduling off, and its second model runner wants Triton, whose interpreter
+does.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+ASYNC = "TEST_ASYNC_SCHEDULING"
+SECOND = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+class InterpretedDriver:
+    """What vLLM asks Triton's drivers."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+class InterpretedBackend:
+    driver = InterpretedDriver
+
+
+def have_triton() -> None:
+    """Before vLLM is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    backends["cpu"] = InterpretedBackend
+
+
+def schedule_ahead() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(platform: Any, vllm_config: Any) -> None:
+        check(platform, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+
+
+if os.environ.get(SECOND) == "1":
+    have_triton()
+if os.environ.get(ASYNC) == "1":
+    schedule_ahead()
+
+
+def main() -> None:
+    from raykv.lab.bench import engine_child
+
+    class ChildEngine(engine_child.ChildEngine):
+        def ways(self) -> list[bool]:
+            """Whether steps are scheduled ahead, and whether it is the second model runner."""
+            config = self._llm.llm_engine.vllm_config
+            return [config.scheduler_config.async_scheduling, config.use_v2_model_runner]
+
+    engine_child.ChildEngine = ChildEngine  # type: ignore[misc]
+    engine_child.main()
+
+
+if __name__ == "__main__":
+    main()
