@@ -21,6 +21,7 @@ from raykv.prompts.block_hashes import PromptTraits
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.status import NodeStatus
 from raykv.vllm.plan import plan
+from tests.fixtures.as_on_gpu import AS_ON_CPU, AS_ON_GPU, engine_in, extended
 from tests.fixtures.processes import freeze, signal_after
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 
@@ -38,9 +39,12 @@ TOLD_S = 20.0
 """The record of a request comes with the next exchange, within about a second."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[AS_ON_CPU, extended(AS_ON_GPU)], ids=str)
 def engine(
-    cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     cluster.down()
     settings = {
@@ -51,7 +55,7 @@ def engine(
         "cancel_grace_s": 0.5,
     }
     log = tmp_path_factory.mktemp("engine") / "log"
-    process = EngineProcess(tiny_model, log, settings, multiprocess=True)
+    process = engine_in(request.param, tiny_model, log, settings, multiprocess=True)
     yield process
     process.stop()
 
