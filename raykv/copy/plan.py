@@ -7,8 +7,9 @@ each rank copies the fragments of them that it has. Runs that are adjacent on bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ class _Group:
     pitch: Column
     num_blocks: int
     per_layer: int = 1
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Of all fragments of a block."""
+        return int(self.size.sum())
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ class Planner:
         Raises:
             PlanError: the job's columns are inconsistent or point outside of the KV cache.
         """
-        self._check(job)
+        self.check(job)
         kinds = set(zip(job.groups, job.num_blocks, strict=True))
         if not kinds:
             return CopyRuns(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
@@ -179,17 +185,12 @@ class Planner:
         ends = np.arange(1, len(slots) + 1) * rows.shape[-1]
         return _merged(rows.reshape(3, -1), ends)
 
-    def plan_layers(self, job: CopyJob, chunks: Sequence[int]) -> list[CopyRuns]:
-        """The runs of some chunks of a job of one KV group, apart for each layer of the group.
+    def plan_layers(self, job: CopyJob, chunks: Sequence[int]) -> Iterator[CopyRuns]:
+        """The runs of some chunks of a job by layer, which `check` has let pass; for each layer of
+        its KV group.
 
         The chunks of a plan are theirs, in any order.
-
-        Raises:
-            PlanError: as `plan`; or the job has chunks of several groups.
         """
-        self._check(job)
-        if len(set(job.groups)) != 1:
-            raise PlanError(f"job {job.job_id}: layer by layer, of {len(set(job.groups))} groups")
         group_id = job.groups[0]
         group = self._groups[Direction(job.direction)][group_id]
         num_layers = len(self._tensors[group_id])
@@ -205,7 +206,7 @@ class Planner:
             theirs = blocks[starts[some, None] + np.arange(count)]
             rows = _rows(group, slots[some], first[some], theirs)
             kinds.append(rows.reshape(3, len(some), num_layers, -1))
-        return [_layer_of(kinds, layer) for layer in range(num_layers)]
+        return (_layer_of(kinds, layer) for layer in range(num_layers))
 
     def _plan_kinds(self, job: CopyJob, kinds: set[tuple[int, int]]) -> CopyRuns:
         """Plan chunks of several groups and numbers of blocks: those of one kind together."""
@@ -223,7 +224,18 @@ class Planner:
             rows[:, (ends - num_rows)[chunks, None] + np.arange(some.shape[-1])] = some
         return _merged(rows, ends)
 
-    def _check(self, job: CopyJob) -> None:
+    def bytes_of(self, job: CopyJob, chunk: int) -> int:
+        """What is copied of one chunk of a job that was checked."""
+        group = self._groups[Direction(job.direction)][job.groups[chunk]]
+        return group.block_bytes * job.num_blocks[chunk]
+
+    def check(self, job: CopyJob) -> None:
+        """Whether a job can be planned.
+
+        Raises:
+            PlanError: its columns are inconsistent or point outside of the KV cache, or it is by
+                layer and has chunks of several groups.
+        """
         num_chunks = len(job.handles.keys)
         columns: list[list[Any]] = [
             job.handles.slots,
@@ -243,6 +255,8 @@ class Planner:
             self.part_bytes(group_id)
             if count < 1 or first < 0 or first + count > self._blocks_per_chunk:
                 raise PlanError(f"job {job.job_id}: blocks {first}..{first + count} of a chunk")
+        if job.by_layer and len(set(job.groups)) > 1:
+            raise PlanError(f"job {job.job_id}: layer by layer, of {len(set(job.groups))} groups")
         known = self._groups[Direction(job.direction)]
         most = min((known[group].num_blocks for group in set(job.groups)), default=0)
         if job.block_ids and not 0 <= min(job.block_ids) <= max(job.block_ids) < most:
@@ -342,6 +356,8 @@ def _merged(rows: Column, chunk_ends: Column) -> CopyRuns:
     """Join each row to the one before it where both sides go on without a gap, in a chunk."""
     kv, pool, size = rows
     joins = (kv[:-1] + size[:-1] == kv[1:]) & (pool[:-1] + size[:-1] == pool[1:])
+    if not joins.any():
+        return CopyRuns(kv, pool, size, chunk_ends)
     begins = np.concatenate([[True], ~joins])
     begins[chunk_ends[:-1]] = True
     starts = np.flatnonzero(begins)

@@ -52,6 +52,10 @@ def spans(
     if len(chunks) < 2:
         yield from (_alone(runs, chunk) for chunk in chunks)
         return
+    alone = _in_one(runs, chunks, slab_bytes, most_bytes)
+    if alone is not None:
+        yield alone
+        return
     wanted = np.asarray(chunks, np.int64)
     lasts = runs.chunk_ends[wanted]
     firsts = np.where(wanted > 0, runs.chunk_ends[wanted - 1], 0)
@@ -79,6 +83,29 @@ def spans(
             chunk_bytes[chunk:next_chunk].tolist(),
             CopyRuns(kv[some], pool[some], size[some], ends),
         )
+
+
+def _in_one(runs: CopyRuns, chunks: Sequence[int], slab_bytes: int, most_bytes: int) -> Span | None:
+    """All of them as they were planned, where they are neighbours that make one span, and no run
+    goes on in the next chunk; else None.
+    """
+    first, last = chunks[0], chunks[-1]
+    if last - first != len(chunks) - 1:
+        return None
+    begin = int(runs.chunk_ends[first - 1]) if first else 0
+    ends = runs.chunk_ends[first : last + 1]
+    some = slice(begin, int(ends[-1]))
+    kv, pool, size = runs.kv[some], runs.pool[some], runs.size[some]
+    ends = ends - begin
+    if int(size.sum()) > most_bytes:
+        return None
+    left, right = ends[:-1] - 1, ends[:-1]
+    joins = (kv[left] + size[left] == kv[right]) & (pool[left] + size[left] == pool[right])
+    if joins.any():
+        return None
+    chunk_bytes = np.add.reduceat(size, np.append(0, right)).tolist()
+    is_edge = np.append(pool[left] // slab_bytes != pool[right] // slab_bytes, True)
+    return Span([*chunks], chunk_bytes, CopyRuns(kv, pool, size, ends[is_edge]))
 
 
 def _alone(runs: CopyRuns, chunk: int) -> Span:

@@ -153,16 +153,16 @@ class QueuedJob:
     submitted_at: float
     lock_fd: int = -1
     refusals: dict[int, Refusal] = field(default_factory=dict)
+    direction: Direction = field(init=False)
     stop: StopSign = field(init=False)
     _keys: list[Key] = field(init=False)
+    _names: dict[int, ChunkName] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.direction = Direction(self.job.direction)
         self.stop = self.worker.stop_sign(self.job.job_id)
         self._keys = [Key(key) for key in self.job.handles.keys]
-
-    @property
-    def direction(self) -> Direction:
-        return Direction(self.job.direction)
+        self._names = {}
 
     @property
     def lane(self) -> LaneName:
@@ -178,14 +178,17 @@ class QueuedJob:
         return self.stop()
 
     def name(self, chunk: int) -> ChunkName:
-        handles = self.job.handles
-        return ChunkName(
-            self.namespace,
-            self._keys[chunk],
-            Slot(handles.slots[chunk]),
-            Generation(handles.generations[chunk]),
-            self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),
-        )
+        name = self._names.get(chunk)
+        if name is None:
+            handles = self.job.handles
+            name = self._names[chunk] = ChunkName(
+                self.namespace,
+                self._keys[chunk],
+                Slot(handles.slots[chunk]),
+                Generation(handles.generations[chunk]),
+                self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),
+            )
+        return name
 
     def blocks(self, chunk: int) -> Blocks:
         """What is copied of a chunk of a job that was planned."""

@@ -1,17 +1,18 @@
 """From a queued job to copied chunks: each is admitted, copied with others, and reported to the
 table.
 
-    admit every chunk ──► copy a span ──► each of its chunks: READY, or a refusal ──► next span
-          │ refused                  ▲
-          └──► left out of its span  └── before it: loads go first; a device has it before the end
-                                         of the one in front of it is awaited
+    admit some chunks ──► copy a span ──► each of its chunks: READY, or a refusal ──► next span
+      ▲     │ refused                ▲
+      │     └──► left out of it      └── before it: loads go first; a device has it before the end
+      │                                  of the one in front of it is awaited
+      └── the next ones while a device copies: its first bytes wait for few chunks
 
 Invariants, whatever goes wrong:
 
 1. Bytes of a chunk move only between its admission (`PoolKeeper.begin_store`, `begin_load`) and its
    end (`end_store`, `end_load`), and every chunk that was admitted is ended, exactly once.
-2. The cancel word and the worker's death are looked at before every run of a copy, and again for
-   each chunk before it becomes READY or counts as loaded.
+2. The cancel word and the worker's death are looked at before every run of a copy, and again
+   before a chunk becomes READY, or those of a span count as loaded.
 3. A chunk that is refused is left out and spoils no other. A copy that is stopped, or of which a
    call fails, spoils the chunks of its span and those behind it.
 4. No byte of what a slot held before is in a READY chunk: what a store leaves out of it is zero.
@@ -22,12 +23,14 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 
 from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Direction, Epoch, Refusal
-from raykv.copy.engine import HOST, CopyBackend
+from raykv.copy.engine import HOST
 from raykv.copy.plan import CopyRuns
 from raykv.copy.rows import RowCopier
 from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES, Span, spans
@@ -36,6 +39,10 @@ from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.slots import SlotState
 from raykv.protocol.worker import JobResults
+
+FIRST_BYTES = 8 << 20
+"""Of the chunks that are admitted before a device has anything to copy; it takes 0.15 ms for them,
+in which the next ones are admitted."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,23 @@ class StoreWaits:
 
     readers_s: float
     ranks_s: float
+
+
+@dataclass
+class _Progress:
+    """How far a job is: chunks that are admitted and have not ended, in order; spans of them that
+    the back end has taken; and the first chunk that was not looked at yet.
+    """
+
+    admitted: deque[int] = field(default_factory=deque)
+    begun: deque[Span] = field(default_factory=deque)
+    next: int = 0
+
+    def take(self) -> list[int]:
+        """The chunks that have not ended, which somebody ends now."""
+        taken = [*self.admitted]
+        self.admitted.clear()
+        return taken
 
 
 class Copying:
@@ -84,90 +108,103 @@ class Copying:
         if queued.is_cancelled:
             queued.refuse_rest(Refusal.CANCELLED)
             return 0
+        if queued.job.by_layer:
+            return self._copy_by_layer(queued)
         runs = queued.worker.planner.plan(queued.job)
-        left = self._admit(queued)
-        is_host_store = queued.lane == (HOST, Direction.STORE)
-        most_bytes = HOST_SPAN_BYTES if is_host_store else SPAN_BYTES
-        slab_bytes = self._keeper.table.geometry.slab_bytes
+        progress = _Progress()
         num_bytes = 0
         try:
             backend = queued.worker.backend(self._keeper.pool.address, self._rows)
-            if queued.job.by_layer:
-                return self._copy_by_layer(queued, backend, runs, left)
-            begun = deque[Span]()
-            parts = self._parts(queued, spans(runs, list(left), slab_bytes, most_bytes), begun)
+            parts = self._parts(queued, runs, progress)
             with closing(backend.copy_each(queued.direction, parts, queued.stop)) as answers:
                 for done in answers:
-                    span = begun.popleft()
-                    for chunk, chunk_bytes in zip(span.chunks, span.chunk_bytes, strict=True):
-                        left.popleft()
-                        num_bytes += chunk_bytes if self._end(queued, chunk, done) else 0
-            while left:
-                # It was stopped before.
-                self._end(queued, left.popleft(), done=False)
+                    span = progress.begun.popleft()
+                    ended = [progress.admitted.popleft() for _ in span.chunks]
+                    num_bytes += sum(compress(span.chunk_bytes, self._end(queued, ended, done)))
+            # It was stopped before.
+            self._end(queued, progress.take(), done=False)
+            for chunk in range(progress.next, len(queued.job.handles.keys)):
+                queued.refusals[chunk] = Refusal.CANCELLED
+        finally:
+            self._abandon(queued, progress.take())
+        return num_bytes
+
+    def _parts(self, queued: QueuedJob, runs: CopyRuns, progress: _Progress) -> Iterator[CopyRuns]:
+        """The parts to copy. When the back end takes one, its chunks have just been admitted."""
+        is_host_store = queued.lane == (HOST, Direction.STORE)
+        most_bytes = HOST_SPAN_BYTES if is_host_store else SPAN_BYTES
+        slab_bytes = self._keeper.table.geometry.slab_bytes
+        give_up_at = time.monotonic() + self._waits.readers_s
+        num_chunks = len(queued.job.handles.keys)
+        chunk_bytes = max(1, runs.num_bytes // max(1, num_chunks))
+        wave_bytes = min(FIRST_BYTES, most_bytes)
+        while progress.next < num_chunks:
+            first = progress.next
+            progress.next = min(num_chunks, first + max(1, wave_bytes // chunk_bytes))
+            wave_bytes = most_bytes
+            admitted = self._admit(queued, range(first, progress.next), give_up_at)
+            progress.admitted += admitted
+            for span in spans(runs, admitted, slab_bytes, most_bytes):
+                self._give_way(queued)
+                progress.begun.append(span)
+                yield span.runs
+
+    def _copy_by_layer(self, queued: QueuedJob) -> int:
+        """Copy all chunks layer by layer; the worker learns of each layer."""
+        planner, job = queued.worker.planner, queued.job
+        planner.check(job)
+        give_up_at = time.monotonic() + self._waits.readers_s
+        left = self._admit(queued, range(len(job.handles.keys)), give_up_at)
+        num_bytes = 0
+        try:
+            backend = queued.worker.backend(self._keeper.pool.address, self._rows)
+            done = True
+            layers = planner.plan_layers(job, left) if left else iter(())
+            with closing(backend.copy_each(queued.direction, layers, queued.stop)) as answers:
+                for number, done in enumerate(answers, start=1):
+                    if done:
+                        queued.worker.send(JobResults([], {job.job_id: number}))
+            ended, left = left, []
+            sizes = [planner.bytes_of(job, chunk) for chunk in ended]
+            num_bytes = sum(compress(sizes, self._end(queued, ended, done)))
         finally:
             self._abandon(queued, left)
         return num_bytes
 
-    def _parts(
-        self, queued: QueuedJob, some: Iterable[Span], begun: deque[Span]
-    ) -> Iterator[CopyRuns]:
-        """The parts to copy, each noted as begun when the back end takes it."""
-        for span in some:
-            self._give_way(queued)
-            begun.append(span)
-            yield span.runs
-
-    def _copy_by_layer(
-        self, queued: QueuedJob, backend: CopyBackend, runs: CopyRuns, left: deque[int]
-    ) -> int:
-        """Copy the chunks that are `left` layer by layer; the worker learns of each layer."""
-        chunks = list(left)
-        done = True
-        layers = queued.worker.planner.plan_layers(queued.job, chunks) if chunks else []
-        with closing(backend.copy_each(queued.direction, layers, queued.stop)) as answers:
-            for number, done in enumerate(answers, start=1):
-                if done:
-                    queued.worker.send(JobResults([], {queued.job.job_id: number}))
-        num_bytes = 0
-        ends = [0, *runs.chunk_ends.tolist()]
-        for chunk in chunks:
-            left.popleft()
-            if self._end(queued, chunk, done):
-                num_bytes += int(runs.size[ends[chunk] : ends[chunk + 1]].sum())
-        return num_bytes
-
-    def _admit(self, queued: QueuedJob) -> deque[int]:
-        """Admit the job's chunks to the slot table; the others get their refusal."""
-        give_up_at = time.monotonic() + self._waits.readers_s
-        admitted: deque[int] = deque()
-        for chunk in range(len(queued.job.handles.keys)):
-            try:
-                refusal = self._begin(queued, chunk, give_up_at)
+    def _admit(self, queued: QueuedJob, chunks: Sequence[int], give_up_at: float) -> list[int]:
+        """Admit chunks to the slot table; the others get their refusal."""
+        admitted: list[int] = []
+        try:
+            if queued.direction is Direction.LOAD:
+                names = [queued.name(chunk) for chunk in chunks]
+                wanted = [queued.blocks(chunk) for chunk in chunks]
+                found = self._integrity.begin_loads(names, wanted, queued.stop)
+                refused = {
+                    c: r for c, r in zip(chunks, found, strict=True) if r is not Refusal.NONE
+                }
+                queued.refusals.update(refused)
+                return [chunk for chunk in chunks if chunk not in refused]
+            for chunk in chunks:
+                refusal = self._begin_store(queued, chunk, give_up_at)
                 if refusal is not Refusal.NONE:
                     queued.refusals[chunk] = refusal
                     continue
                 admitted.append(chunk)
-                if queued.direction is Direction.STORE:
-                    self._blank(queued, chunk)
-            except BaseException:
-                self._abandon(queued, admitted)
-                raise
+                self._blank(queued, chunk)
+        except BaseException:
+            self._abandon(queued, admitted)
+            raise
         return admitted
 
-    def _begin(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
-        name = queued.name(chunk)
-        if queued.direction is Direction.LOAD:
-            wanted = queued.blocks(chunk)
-            return self._integrity.begin_load(name, lambda: queued.is_cancelled, wanted)
+    def _begin_store(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
         hello = queued.worker.hello
         return self._keeper.begin_store(
-            name,
+            queued.name(chunk),
             hello.rank,
             hello.num_ranks,
             give_up_at - time.monotonic(),
             self._waits.ranks_s,
-            lambda: queued.is_cancelled,
+            queued.stop,
         )
 
     def _blank(self, queued: QueuedJob, chunk: int) -> None:
@@ -184,24 +221,29 @@ class Copying:
             place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
             ctypes.memset(place + used, 0, name.slot_bytes - used)
 
-    def _end(self, queued: QueuedJob, chunk: int, done: bool) -> bool:
-        """End an admitted chunk, whose copy is done or was stopped; False: it is refused."""
-        ok = done and not queued.is_cancelled
-        self._finish(queued, chunk, ok)
-        if not ok:
-            queued.refusals.setdefault(chunk, Refusal.CANCELLED)
-        return ok
-
-    def _finish(self, queued: QueuedJob, chunk: int, ok: bool) -> None:
-        name = queued.name(chunk)
+    def _end(self, queued: QueuedJob, chunks: Sequence[int], done: bool) -> list[bool]:
+        """End admitted chunks, whose copy is done or was stopped; False: it is refused."""
         if queued.direction is Direction.LOAD:
-            self._keeper.end_load(name)
-            return
-        rank, blocks = queued.worker.hello.rank, queued.blocks(chunk)
+            oks = [done and not queued.is_cancelled] * len(chunks)
+            self._keeper.end_loads(map(queued.name, chunks))
+        else:
+            oks = [self._end_store(queued, chunk, done) for chunk in chunks]
+        for chunk in compress(chunks, map(not_, oks)):
+            queued.refusals.setdefault(chunk, Refusal.CANCELLED)
+        return oks
+
+    def _end_store(self, queued: QueuedJob, chunk: int, done: bool) -> bool:
+        ok = done and not queued.is_cancelled
+        name, rank, blocks = queued.name(chunk), queued.worker.hello.rank, queued.blocks(chunk)
         state = self._keeper.end_store(name, rank, ok, None, blocks)
         if ok and state is SlotState.EMPTY:
             queued.refusals[chunk] = Refusal.POISONED
+        return ok
 
-    def _abandon(self, queued: QueuedJob, chunks: Iterable[int]) -> None:
+    def _abandon(self, queued: QueuedJob, chunks: Sequence[int]) -> None:
+        """End admitted chunks of which nobody knows whether they were copied."""
+        if queued.direction is Direction.LOAD:
+            self._keeper.end_loads(map(queued.name, chunks))
+            return
         for chunk in chunks:
-            self._finish(queued, chunk, ok=False)
+            self._end_store(queued, chunk, done=False)

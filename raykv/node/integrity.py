@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import xxhash
 
-from raykv.base.ids import NO_BLOCKS, SLOT_ALIGNMENT, Blocks, ChunkName, Refusal
+from raykv.base.ids import SLOT_ALIGNMENT, Blocks, ChunkName, Refusal
 from raykv.node.keeper import PoolKeeper
 
 LOADS_PER_CHECK = 256
@@ -44,17 +44,25 @@ class Integrity:
         self._loads_per_check = loads_per_check
         self._random = random.Random()
 
-    def begin_load(
-        self, name: ChunkName, is_cancelled: Callable[[], bool], wanted: Blocks = NO_BLOCKS
-    ) -> Refusal:
-        """Register a reader of some blocks of a chunk, which is compared first if it has to be; see
-        `PoolKeeper`.
+    def begin_loads(
+        self,
+        names: Sequence[ChunkName],
+        wanted: Sequence[Blocks],
+        is_cancelled: Callable[[], bool],
+    ) -> list[Refusal]:
+        """Register a reader of some blocks of each chunk, which is compared first if it has to be;
+        see `PoolKeeper`.
 
         `CORRUPT`: its bytes have changed. `CANCELLED`: there was no time to find out.
         """
-        refusal = self._keeper.begin_load(name, wanted)
-        if refusal is not Refusal.NONE or not self._must_compare(name):
-            return refusal
+        refusals = self._keeper.begin_loads(names, wanted)
+        for at, name in enumerate(names):
+            if refusals[at] is Refusal.NONE and self._must_compare(name):
+                refusals[at] = self._compare(name, is_cancelled)
+        return refusals
+
+    def _compare(self, name: ChunkName, is_cancelled: Callable[[], bool]) -> Refusal:
+        """Compare a chunk that has just got a reader, who goes if it is refused."""
         checksum = self._checksum(name, is_cancelled)
         refusal = Refusal.CANCELLED if checksum is None else self._keeper.settle(name, checksum)
         if refusal is not Refusal.NONE:
@@ -62,7 +70,7 @@ class Integrity:
         return refusal
 
     def _must_compare(self, name: ChunkName) -> bool:
-        is_chosen = not self._random.randrange(self._loads_per_check)
+        is_chosen = self._random.random() * self._loads_per_check < 1
         if not is_chosen and not self._keeper.table.num_unproven:
             return False
         seal = self._keeper.seal_of(name)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from raykv.base.deadlines import SLOT_LOOK_S
 from raykv.base.geometry import PoolGeometry
@@ -80,6 +80,11 @@ class PoolKeeper:
         with self.lock:
             return self.table.begin_load(name, wanted)
 
+    def begin_loads(self, names: Sequence[ChunkName], wanted: Sequence[Blocks]) -> list[Refusal]:
+        """Register a reader of each of some chunks; see `begin_load`."""
+        with self.lock:
+            return [self.table.begin_load(*each) for each in zip(names, wanted, strict=True)]
+
     def blocks_of(self, name: ChunkName) -> Blocks:
         """The blocks of a READY chunk that were stored."""
         with self.lock:
@@ -87,8 +92,13 @@ class PoolKeeper:
 
     def end_load(self, name: ChunkName) -> None:
         """A reader is done."""
+        self.end_loads((name,))
+
+    def end_loads(self, names: Iterable[ChunkName]) -> None:
+        """Readers of some chunks are done."""
         with self.lock:
-            self.table.finish_load(name.slot, name.generation)
+            for name in names:
+                self.table.finish_load(name.slot, name.generation)
             self.lock.notify_all()
 
     def begin_store(

@@ -131,4 +131,4 @@ def staged(
 
 
 def _at(address: int, offsets: Column) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    return offsets.astype(np.uint64) + np.uint64(address)
+    return offsets.view(np.uint64) + np.uint64(address)

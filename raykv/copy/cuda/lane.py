@@ -34,6 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NoReturn
 
 from raykv.base.deadlines import (
@@ -64,11 +65,13 @@ class Limits:
     """Bounds of what is in flight at once; at 50 GB/s it arrives within 1.5 ms.
 
     A batch takes up to 1.5 ms to submit (0.7 µs a run on an H100), before which the device does
-    not begin with it: small ones, and some of them in flight. What is gathered takes half a
-    millisecond each time, whatever its size: large ones. `staging_bytes` of the device's memory are
-    taken for each direction when the first small pages are copied.
+    not begin with it: small ones, and some of them in flight; the first one of a copy is smaller
+    still. What is gathered takes half a millisecond each time, whatever its size: large ones.
+    `staging_bytes` of the device's memory are taken for each direction when the first small pages
+    are copied.
     """
 
+    first_bytes: int = 2 << 20
     batch_bytes: int = 8 << 20
     batch_runs: int = 2048
     cut_bytes: int = CUT_BYTES
@@ -130,11 +133,14 @@ class Lane:
                 yield False
                 return
         try:
+            # The first one is made up while the device computes.
+            rest = iter(parts)
+            first = [*islice(rest, 1)]
             if not self._wait_for_compute(place.compute_event, stop):
                 yield False
                 return
             with self._drained():
-                is_whole = yield from self._copy_each(parts, place, table, stop)
+                is_whole = yield from self._copy_each(chain(first, rest), place, table, stop)
             if not is_whole:
                 yield False
         finally:
@@ -154,7 +160,7 @@ class Lane:
         """True for each part that has arrived; returns False if it was stopped."""
         number, flying = 0, deque[int]()
         for part, rows in enumerate(parts):
-            for route, batch in self._batches(rows, place, table):
+            for route, batch in self._batches(rows, place, table, is_first=not part):
                 turn = number % len(self._events)
                 if number >= len(self._events):
                     self._await(self._events[turn])
@@ -239,7 +245,7 @@ class Lane:
         return not stop()
 
     def _batches(
-        self, rows: BatchRows, place: Place, table: Table
+        self, rows: BatchRows, place: Place, table: Table, *, is_first: bool
     ) -> Iterator[tuple[Route, BatchRows]]:
         """Batches and the way of each. What is gathered fits in the staging buffer."""
         limits = self._limits
@@ -250,6 +256,12 @@ class Lane:
         most_bytes, most_runs = (max(each) for each in zip(*at_once.values(), strict=True))
         for some in batches(rows, most_bytes, most_runs):
             route = Route.GATHER if self._is_gathered(some, place, table) else Route.BATCH
+            if is_first and route is Route.BATCH:
+                least = min(limits.first_bytes, limits.batch_bytes)
+                begin = next(batches(some, least, limits.batch_runs))
+                yield route, begin
+                some = some.some(slice(len(begin), None))
+            is_first = False
             yield from ((route, part) for part in batches(some, *at_once[route]))
 
     def _is_gathered(self, batch: BatchRows, place: Place, table: Table) -> bool:

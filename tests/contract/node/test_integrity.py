@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
+    NO_BLOCKS,
     SLOT_ALIGNMENT,
     ChunkName,
     Generation,
@@ -60,7 +61,7 @@ def work_off(keeper: PoolKeeper) -> None:
 
 
 def load(keeper: PoolKeeper, name: ChunkName, loads_per_check: int) -> Refusal:
-    refusal = Integrity(keeper, loads_per_check).begin_load(name, never)
+    (refusal,) = Integrity(keeper, loads_per_check).begin_loads([name], [NO_BLOCKS], never)
     if refusal is NONE:
         keeper.end_load(name)
     return refusal
@@ -144,7 +145,8 @@ def test_load_without_a_checksum_is_not_compared(node: Node) -> None:
 def test_comparison_ends_when_the_job_is_cancelled(node: Node) -> None:
     name = node.store(key(0))
     work_off(node.keeper)
-    assert Integrity(node.keeper, 1).begin_load(name, lambda: True) is Refusal.CANCELLED
+    integrity = Integrity(node.keeper, 1)
+    assert integrity.begin_loads([name], [NO_BLOCKS], lambda: True) == [Refusal.CANCELLED]
     assert node.keeper.table.readers_of(name.slot) == 0
     assert node.keeper.num_quarantined == 0
 
@@ -270,7 +272,7 @@ def served(path: Path, geometry: PoolGeometry = GEOMETRY) -> tuple[dict[ChunkNam
     integrity = Integrity(keeper, 1 << 30)
     found = {}
     for name in keeper.all_ready():
-        if integrity.begin_load(name, never) is NONE:
+        if integrity.begin_loads([name], [NO_BLOCKS], never) == [NONE]:
             place = keeper.pool.address + name.slot * PAGE
             found[name] = ctypes.string_at(place, name.slot_bytes)
             keeper.end_load(name)

@@ -217,6 +217,89 @@ def test_job_of_several_spans_is_as_many_batches(
     assert store == [3 * NUM_LAYERS, NUM_LAYERS]
 
 
+@pytest.fixture
+def admitted(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Two chunks go before the others. A pair for each batch: its number, and how many chunks were
+    admitted by then.
+    """
+    monkeypatch.setattr(raykv.node.copying, "FIRST_BYTES", 2 * PART_BYTES)
+    keeper, seen, count = driven.world.service.keeper, list[tuple[int, int]](), [0]
+    begin_store, begin_loads = keeper.begin_store, keeper.begin_loads
+
+    def counted_store(*args: Any) -> Refusal:
+        count[0] += 1
+        return begin_store(*args)
+
+    def counted_loads(names: Any, wanted: Any) -> list[Refusal]:
+        count[0] += len(names)
+        return begin_loads(names, wanted)
+
+    monkeypatch.setattr(keeper, "begin_store", counted_store)
+    monkeypatch.setattr(keeper, "begin_loads", counted_loads)
+    driven.driver.on_batch = lambda number: seen.append((number, count[0]))
+    return seen
+
+
+def test_first_chunks_of_a_job_are_on_their_way_before_the_others_are_admitted(
+    driven: Driven, admitted: list[tuple[int, int]]
+) -> None:
+    worker = driven.world.worker(num_ranks=1)
+    before = [worker.block(number) for number in BLOCKS]
+    assert worker.run(STORE, [0, 1, 2, 3], BLOCKS) == []
+    assert admitted == [(1, 2), (2, 4)]
+    others = [0, 1, 4, 5, 10, 11, 2, 3]
+    assert worker.run(LOAD, [0, 1, 2, 3], others) == []
+    assert admitted[2:] == [(3, 6), (4, 8)]
+    assert [worker.block(number) for number in others] == before
+
+
+def test_job_cancelled_before_its_last_chunks_were_admitted_ends_with_all_of_them_refused(
+    driven: Driven, admitted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", PART_BYTES)
+    worker = driven.world.worker(num_ranks=1)
+    job_ids: list[int] = []
+    submitted = threading.Event()
+    seen = driven.driver.on_batch
+
+    def cancel(number: int) -> None:
+        seen(number)
+        assert submitted.wait(LONG_S)
+        worker.link._link._words.cancel(job_ids[0])
+
+    driven.driver.on_batch = cancel
+    job_ids.append(worker.submit(STORE, [0, 1, 2, 3], BLOCKS))
+    submitted.set()
+    assert worker.finish(job_ids[0]) == [Refusal.CANCELLED] * 4
+    assert admitted[-1][1] < 4
+    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
+    driven.driver.on_batch = lambda _: None
+    # Nobody has touched their slots.
+    assert worker.run(STORE, [2, 3], BLOCKS[4:]) == []
+
+
+def test_later_chunk_whose_admission_fails_takes_those_that_are_admitted_back(
+    driven: Driven, admitted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = driven.world.worker(num_ranks=1)
+    assert worker.run(STORE, [0, 1, 2, 3], BLOCKS) == []
+    keeper = driven.world.service.keeper
+    begin_loads = keeper.begin_loads
+
+    def failing(names: Any, wanted: Any) -> list[Refusal]:
+        if admitted[-1][0] > 2:
+            raise OSError("planted")
+        return begin_loads(names, wanted)
+
+    monkeypatch.setattr(keeper, "begin_loads", failing)
+    assert worker.run(LOAD, [0, 1, 2, 3], BLOCKS) == [Refusal.COPY_FAILED] * 4
+    assert driven.driver.num_pending == 0
+    slots = [Slot(chunk * 2 * PART_BYTES // 4096) for chunk in range(4)]
+    assert [keeper.table.readers_of(slot) for slot in slots] == [0] * 4
+    monkeypatch.setattr(keeper, "begin_loads", begin_loads)
+    assert worker.run(LOAD, [0, 1, 2, 3], BLOCKS) == []
+
+
 @pytest.mark.parametrize("refused", [0, 1, 3])
 def test_chunk_that_is_refused_spoils_no_other_and_splits_no_batch(
     driven: Driven, refused: int

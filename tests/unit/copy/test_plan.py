@@ -281,5 +281,16 @@ def test_layers_of_some_chunks_leave_the_others_out() -> None:
 
 def test_layers_of_several_groups_are_refused() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), groups={0: [0], 1: [1]})
+    wanted = job((0, [1]), (2, [5]), groups=[0, 1])
+    Planner(of, 0).check(wanted)
     with pytest.raises(PlanError, match="2 groups"):
-        Planner(of, 0).plan_layers(job((0, [1]), (2, [5]), groups=[0, 1]), [0, 1])
+        Planner(of, 0).check(msgspec.structs.replace(wanted, by_layer=True))
+
+
+def test_bytes_of_a_chunk_are_those_of_its_blocks_in_all_layers() -> None:
+    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32))
+    wanted = job((0, [1, 2]), (2, [5]))
+    assert [Planner(of, 0).bytes_of(wanted, chunk) for chunk in (0, 1)] == [
+        2 * (PAGE + 32),
+        PAGE + 32,
+    ]

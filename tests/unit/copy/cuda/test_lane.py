@@ -370,6 +370,14 @@ def test_as_many_batches_are_on_their_way_as_the_limits_say() -> None:
     assert batch_runs < driver.most <= in_flight * batch_runs + events
 
 
+def test_first_batch_of_a_copy_is_small_and_no_other_one() -> None:
+    driver = FakeDriver()
+    memory = Memory(driver, Limits(first_bytes=2 * PAGE, batch_bytes=4 * PAGE), route=Route.BATCH)
+    parts = [runs_of(list(range(0, 16, 2))), runs_of(list(range(16, 32, 2)))]
+    assert list(memory.backend.copy_each(STORE, parts, StopSign())) == [True, True]
+    assert [call.num_copies for call in driver.calls_of("copy_batch")] == [2, 4, 2, 4, 4]
+
+
 def failures_of(route: Route) -> list[tuple[str, int]]:
     """Every call of a copy, which may fail: its name, and the how many-th of that name it is."""
     driver = FakeDriver(3)
