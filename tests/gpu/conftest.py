@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from raykv.lab.bench.engine import EngineProcess
-from tests.fixtures.places import BLOCK, CPU, CUDA, Place
+from tests.fixtures.places import BFLOAT16_TIE, BLOCK, CPU, CUDA, Place
 from tests.fixtures.served import Served
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def started(cluster: Cluster, place: Place, model: Path, log: Path, **config: An
         **config.pop("raykv", {}),
     }
     config = {"max_model_len": 2048, "block_size": BLOCK, **config}
-    return Served(EngineProcess(model, log, settings, **config), cluster, place)
+    tie = place.tie if config["dtype"] == "float32" else BFLOAT16_TIE
+    return Served(EngineProcess(model, log, settings, **config), cluster, tie)
 
 
 @pytest.fixture

@@ -6,17 +6,20 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from raykv.client.cluster import Cluster
 from raykv.lab.bench.prompts import prompt
 from tests.fixtures.places import BLOCK, Place
 from tests.fixtures.processes import freeze, signal_after
 from tests.fixtures.served import Served, parted_at_a_tie, whole
 from tests.fixtures.waiting import wait_until
 from tests.gpu.conftest import StartShared
+
+if TYPE_CHECKING:
+    from raykv.client.cluster import Cluster
 
 NUM_BLOCKS = 120
 """Of vLLM's own KV memory."""
@@ -25,7 +28,7 @@ LOAD_DEADLINE_S = 1.0
 RECOVERY_S = 90.0
 """A NodeActor with a pool that is page-locked takes seconds to end, and as long to start again."""
 
-FEW_TIES = 8
+FEW_TIES = 4
 """One of so many answers may part from the expected one, where next to nothing decided it."""
 
 KNOWN = [prompt(1000 + number, (11 + 3 * number) * BLOCK + 7) for number in range(7)]
@@ -56,7 +59,7 @@ def check_together(engine: Served, asked: dict[int, list[int]], expected: dict[i
     """All of these at once; how many of their tokens came out of a cache."""
     found = engine.ask([*asked.values()])
     ties = [
-        parted_at_a_tie(answer, expected[number], engine.place.tie)
+        parted_at_a_tie(answer, expected[number], engine.tie)
         for number, answer in zip(asked, found, strict=True)
     ]
     assert sum(ties) <= len(ties) // FEW_TIES, "answers part too often for rounding"
@@ -106,14 +109,14 @@ def test_node_actor_that_fails_during_loads_costs_no_answer(
     began = time.monotonic()
     pairs = zip(engine.finish(), [*expected, new], strict=True)
     assert time.monotonic() - began < RECOVERY_S / 2
-    assert sum(parted_at_a_tie(*pair, engine.place.tie) for pair in pairs) <= 1
+    assert sum(parted_at_a_tie(*pair, engine.tie) for pair in pairs) <= 1
     if harm == "frozen":
         assert "no line to the NodeActor" in engine.process.log_text[said:]
     # A load that is given up could still be written into the engine's blocks.
     node.wait(RECOVERY_S)
     # Neither vLLM's own cache nor what is computed now has anything of the failed loads.
     for tokens, answer in zip(stored, expected, strict=True):
-        assert not parted_at_a_tie(engine.ask([tokens])[0], answer, engine.place.tie)
+        assert not parted_at_a_tie(engine.ask([tokens])[0], answer, engine.tie)
     assert engine.own_hits([fresh])[0]["tokens"] == new["tokens"]
     wait_until(
         lambda: engine.loads_again(stored[0], expected[0]), RECOVERY_S, "offloading works again"

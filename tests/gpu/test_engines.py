@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from raykv.client.cluster import Cluster
 from raykv.lab.bench.prompts import prompt
 from tests.fixtures.places import BLOCK, CUDA, Place
 from tests.fixtures.zoo import ZOO, build
 from tests.fixtures.zoo_engine import ZooEngine
 from tests.gpu.conftest import Start, started
+
+if TYPE_CHECKING:
+    from raykv.client.cluster import Cluster
 
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
 
