@@ -20,8 +20,14 @@ CALM_LIVE_TESTS := tests/integration
 LIVE_TESTS := tests/e2e tests/hosts
 # On the other version; `make test-extended` has all that run there.
 OTHER_LIVE_TESTS := tests/e2e/test_one_engine.py tests/e2e/test_two_nodes.py tests/e2e/serve/test_serve.py
-PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation tests/gpu \
-	$(CALM_CONTRACTS)
+PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation \
+	$(wildcard tests/gpu/test_cuda_*.py) $(CALM_CONTRACTS)
+# Engines first: what has been seen least. `GPU_MARKS=extended` runs those of tests/gpu on CPUs.
+GPU_TESTS ?= tests/gpu/test_engines.py tests/gpu/test_engine_under_load.py \
+	tests/e2e/test_one_engine.py tests/e2e/test_small_pool.py tests/e2e/test_layerwise.py \
+	$(wildcard tests/gpu/test_cuda_*.py)
+GPU_MARKS ?= gpu
+GPU_LIMIT ?= 900
 # What faces vLLM, and runs on the other version too.
 FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy tests/simulation tests/contract/serve
 
@@ -41,7 +47,7 @@ PYTEST_PURE = $(TEST_BIN)/pytest --numprocesses 2 $(PURE_TESTS)
 ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,$(OVERLAY)/bin/pytest)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-hosts test-extended wheel lint format clean distclean
+.PHONY: help setup demo test test-pure test-hosts test-extended test-gpu wheel lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -50,6 +56,7 @@ help:
 	@echo 'make test-pure  without what needs Ray, engines or measures time, in two processes'
 	@echo 'make test-hosts  hosts as namespaces, needs root: networks that are cut, hosts that are lost'
 	@echo 'make test-extended  the long ones: applications of Ray Serve, benchmarks, more seeds and variants'
+	@echo 'make test-gpu  engines on a GPU, with what VENV has of vLLM; logs in build/gpu'
 	@echo 'make wheel      build the wheel into dist/'
 	@echo 'make lint       ruff and mypy only'
 	@echo 'make format     let ruff rewrite the sources'
@@ -96,6 +103,26 @@ test-extended: lint $(OVERLAY_STAMP)
 
 test-hosts: lint
 	$(TEST_BIN)/pytest -m hosts tests/hosts
+
+# Installs nothing: vLLM and Ray may have come without an index. An interrupt, unlike a kill, lets
+# pytest end what it has started. Warnings of packages that nobody has run here are no errors.
+test-gpu:
+	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
+		test '$(GPU_MARKS)' != gpu || { echo 'torch sees no GPU here' >&2; exit 1; }
+	@rm -rf build/gpu; mkdir -p build/gpu; worst=0; \
+	{ nvidia-smi; $(BIN)/python -m pip list; } >build/gpu/machine.log 2>&1; \
+	for file in $(GPU_TESTS); do \
+		log=build/gpu/$$(basename $$file .py); began=$$(date +%s); \
+		case $$file in tests/gpu/*) marks='$(GPU_MARKS)' ;; *) marks='not extended' ;; esac; \
+		case $$file in */test_layerwise.py) runner=0 ;; *) runner= ;; esac; \
+		env $${runner:+VLLM_USE_V2_MODEL_RUNNER=$$runner} \
+			timeout --signal INT --kill-after 60 $(GPU_LIMIT) \
+			$(BIN)/python -m pytest -m "$$marks" -W default --timeout 400 --durations 0 \
+			--junitxml $$log.xml $$file $(PYTEST_ARGS) >$$log.log 2>&1; code=$$?; \
+		test $$code -eq 0 || worst=1; \
+		echo "$$file: exit $$code after $$(($$(date +%s) - began)) s"; \
+		grep -E '^(FAILED|ERROR|SKIPPED)|^=.* (passed|failed|error|skipped|deselected)' $$log.log; \
+	done; exit $$worst
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -51,11 +51,30 @@ def transfer_config(raykv: dict[str, Any] | None, connector: dict[str, Any] | No
     return None if connector is None else KVTransferConfig(kv_role="kv_both", **connector)
 
 
+KV_BYTES = 1 << 30
+"""Of an engine's KV cache on a GPU, and of one on CPUs by the environment that `engine.py` sets."""
+
+GPU_SHARE = 0.05
+"""Of a GPU's memory that must be free when an engine starts: several share one."""
+
+
+def room_on(is_gpu: bool, config: dict[str, Any]) -> dict[str, Any]:
+    """What is added to the arguments of an engine that does not size its KV cache by a share.
+
+    vLLM gives one engine nearly all of a GPU, and refuses to start where that is not free. With the
+    size told it does not measure either, which fails while another engine starts or ends.
+    """
+    if not is_gpu or "gpu_memory_utilization" in config:
+        return {}
+    return {"gpu_memory_utilization": GPU_SHARE, "kv_cache_memory_bytes": KV_BYTES}
+
+
 class ChildEngine:
     """The commands."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         # Requests of `serve` so far.
         self._served = 0
@@ -78,6 +97,7 @@ class ChildEngine:
                 "enforce_eager": True,
                 "skip_tokenizer_init": True,
                 "dtype": "float32",
+                **room_on(bool(current_platform.is_cuda()), config),
                 **config,
             },
         )
@@ -289,6 +309,22 @@ class ChildEngine:
         (output,) = self._generate([prompt], max_tokens=1)
         seconds = time.perf_counter() - began
         return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
+
+    def running(self) -> dict[str, Any]:
+        """What vLLM has made of its arguments: which model runner, which CUDA graphs, and so on.
+
+        What its workers decide shows where EngineCore is no process of its own.
+        """
+        from vllm.platforms import current_platform
+
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "device": current_platform.device_type,
+            "second_runner": bool(config.use_v2_model_runner),
+            "graphs": config.compilation_config.cudagraph_mode.name,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        }
 
     def counters(self) -> dict[str, float]:
         """vLLM's counters, by name and labels."""
