@@ -76,14 +76,19 @@ class ClientOptions:
     logs: Path | None = None
 
 
+def _forget(_result: Result) -> None:
+    """Nobody wants what there is so far."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
     `traces`: files of requests for `policy`, `windows`, `client` and simulated clusters. `device`:
-    what `copy` copies from and to, what `ttft` computes on. `cluster`: for `routing`, to simulate
-    them.
+    what `copy` copies from and to. `cluster`: for `routing`, to simulate them. `keep` is called by
+    benchmarks whose parts take minutes, with what there is at the end of each: a run may be cut
+    short.
     """
 
     repeats: int | None = None
@@ -92,6 +97,7 @@ class Options:
     device: str = CPU
     cluster: ClusterOptions | None = None
     client: ClientOptions = ClientOptions()
+    keep: Callable[[Result], None] = _forget
 
     @property
     def trace(self) -> str | None:
