@@ -7,6 +7,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
+BENCH_RESULTS ?= build/bench-gpu
 VLLM ?=
 # No CPU build of this version is published: its Python sources over the compiled part of the other.
 OTHER_VLLM := 0.33.0
@@ -41,7 +43,7 @@ PYTEST_PURE = $(TEST_BIN)/pytest --numprocesses 2 $(PURE_TESTS)
 ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,$(OVERLAY)/bin/pytest)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-hosts test-extended wheel lint format clean distclean
+.PHONY: help setup demo test test-pure test-hosts test-extended bench-gpu wheel lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -50,6 +52,7 @@ help:
 	@echo 'make test-pure  without what needs Ray, engines or measures time, in two processes'
 	@echo 'make test-hosts  hosts as namespaces, needs root: networks that are cut, hosts that are lost'
 	@echo 'make test-extended  the long ones: applications of Ray Serve, benchmarks, more seeds and variants'
+	@echo 'make bench-gpu  measure on a GPU; JSON in $(BENCH_RESULTS) (BENCH_RESULTS=..., BENCH_ARGS=...)'
 	@echo 'make wheel      build the wheel into dist/'
 	@echo 'make lint       ruff and mypy only'
 	@echo 'make format     let ruff rewrite the sources'
@@ -96,6 +99,12 @@ test-extended: lint $(OVERLAY_STAMP)
 
 test-hosts: lint
 	$(TEST_BIN)/pytest -m hosts tests/hosts
+
+# What one benchmark could not do does not keep the other from being measured.
+bench-gpu: $(STAMP)
+	@mkdir -p $(BENCH_RESULTS)
+	$(BIN)/raykv bench gpu --json $(BENCH_RESULTS)/gpu.json $(BENCH_ARGS); engines=$$?; \
+	$(BIN)/raykv bench copy --device cuda --json $(BENCH_RESULTS)/copy.json $(BENCH_ARGS) && exit $$engines
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

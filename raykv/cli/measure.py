@@ -98,7 +98,8 @@ Systems = Annotated[
     list[str] | None,
     typer.Option(
         "--system",
-        help="For `client`: plain, native, lmcache or raykv; repeatable. Default: all.",
+        help="For `client`: plain, native, lmcache or raykv; for `gpu`: raykv, native, plain or "
+        "layerwise; repeatable. Default: all.",
     ),
 ]
 Model = Annotated[
@@ -168,7 +169,7 @@ def bench(  # noqa: PLR0913 - a command's options
     delay_ms: DelayMs = None,
     seed: Annotated[int, typer.Option(help="With --simulate: of all that is drawn.")] = 1,
     device: Annotated[
-        str, typer.Option(help="For `copy` and `ttft`: cpu, or cuda for the first GPU.")
+        str, typer.Option(help="For `copy`: cpu, or cuda for the first GPU.")
     ] = "cpu",
     workload: Workloads = None,
     system: Systems = None,
@@ -209,7 +210,8 @@ def bench(  # noqa: PLR0913 - a command's options
         lmcache_python=lmcache_python,
         logs=logs,
     )
-    if client != ClientOptions() and "client" not in (names or ["client"]):
+    unasked = ClientOptions(systems=client.systems) if "gpu" in (names or ()) else ClientOptions()
+    if client != unasked and "client" not in (names or ["client"]):
         raise SettingError(f"{CLIENT_OPTIONS} are for `raykv bench client`")
     options = Options(repeats, quick, tuple(trace or ()), device, cluster, client)
     with ending_what_it_starts():

@@ -96,7 +96,7 @@ class JobCase:
         return LEAST_JOB_BYTES <= self.num_bytes <= MOST_JOB_BYTES
 
 
-class Sides(Protocol):
+class CopySides(Protocol):
     """A KV cache on a device, and what copies there."""
 
     num_bytes: int
@@ -138,7 +138,7 @@ def page_locking() -> Lock:
 class JobSides:
     """A worker with pages of one shape, and a NodeActor's pool with room for one job."""
 
-    def __init__(self, sides: Sides, shape: Shape, pool_bytes: int, lock: Lock) -> None:
+    def __init__(self, sides: CopySides, shape: Shape, pool_bytes: int, lock: Lock) -> None:
         self._sides = sides
         self._shape = shape
         self._num_blocks = sides.num_bytes // shape.chunk_bytes
@@ -269,7 +269,7 @@ class JobSides:
         )
 
 
-def measure(sides: Sides, options: Options, lock: Lock, result: Result) -> None:
+def measure(sides: CopySides, options: Options, lock: Lock, result: Result) -> None:
     """Add all jobs' rows, and the verdict, to a result."""
     all_cases = []
     for shape in SHAPES:
