@@ -103,7 +103,7 @@ test-hosts: lint
 # What one benchmark could not do does not keep the other from being measured.
 bench-gpu: $(STAMP)
 	@mkdir -p $(BENCH_RESULTS)
-	$(BIN)/raykv bench gpu --json $(BENCH_RESULTS)/gpu.json $(BENCH_ARGS); engines=$$?; \
+	$(BIN)/raykv bench gpu --json $(BENCH_RESULTS)/gpu.json --logs $(BENCH_RESULTS) $(BENCH_ARGS); engines=$$?; \
 	$(BIN)/raykv bench copy --device cuda --json $(BENCH_RESULTS)/copy.json $(BENCH_ARGS) && exit $$engines
 
 wheel: $(STAMP)

@@ -16,6 +16,7 @@ a CPU, where `raykv.lab.bench.in_process` stands in for the native offloading, w
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from raykv.base.errors import SettingError
@@ -97,7 +99,9 @@ LOCK_DEADLINE_S, LOCK_POLL_S = 60.0, 0.1
 SHARED = "/dev/shm"
 """Where vLLM's native offloading has its pool."""
 
-TOLD_OF_ERROR = 1500
+ERRORS = re.compile(r"\b\w*(?:Error|Exception): .+")
+MOST_ERRORS = 2
+TOLD_OF_ERROR = 300
 """Characters, from its end."""
 
 # Of the seeds of prompts, so that none of two parts begin alike.
@@ -189,7 +193,16 @@ def run(options: Options) -> Result:
         for name, start in starts.all().items():
             if not options.client.systems or name in map(SYSTEMS.get, options.client.systems):
                 measuring.subject(name, start, starts.settle)
+                _keep_logs(bed.folder, options.client.logs)
     return result
+
+
+def _keep_logs(folder: Path, to: Path | None) -> None:
+    """Copy what engines have written, where the user wants it; they are numbered as they began."""
+    if to is not None:
+        to.mkdir(parents=True, exist_ok=True)
+        for log in folder.glob("*.log"):
+            shutil.copy(log, to / f"engine-{log.name}")
 
 
 class Starts:
@@ -285,7 +298,7 @@ def started_by_layer(start: Callable[..., EngineProcess], notes: list[str]) -> E
         notes.append(
             f"{BY_LAYER}: did not start with vLLM's default settings, so measured with "
             "async_scheduling=False, VLLM_USE_V2_MODEL_RUNNER=0 and cudagraph_mode=PIECEWISE. It "
-            f"said: {_reason(str(error))}"
+            f"said: {reason_of(error)}"
         )
         with first_model_runner():
             return start(**WITHOUT_NEWS)
@@ -293,10 +306,11 @@ def started_by_layer(start: Callable[..., EngineProcess], notes: list[str]) -> E
     return engine
 
 
-def _reason(text: str) -> str:
-    """Why an engine did not start, out of what it wrote: the setting's own words, or the end."""
-    said = [line for line in text.splitlines() if "layerwise_loads can't" in line]
-    return said[-1].strip() if said else text[-TOLD_OF_ERROR:]
+def reason_of(error: EngineError) -> str:
+    """Why an engine has failed: the last errors in what it wrote, or its very end."""
+    found = dict.fromkeys(match[0].strip() for match in ERRORS.finditer(str(error)))
+    said = [each for each in found if "See root cause above" not in each]
+    return " | ".join(said[-MOST_ERRORS:]) or str(error)[-TOLD_OF_ERROR:]
 
 
 @contextmanager
@@ -349,7 +363,7 @@ class Measuring:
                     measure(name, engine, known)
                     self._end_part()
         except EngineError as error:
-            self.notes.append(f"{name}, {doing}: failed: {str(error)[-TOLD_OF_ERROR:]}")
+            self.notes.append(f"{name}, {doing}: failed: {reason_of(error)}")
         self._end_part()
 
     def _parts(self, name: str) -> Iterator[tuple[str, Callable[..., None]]]:

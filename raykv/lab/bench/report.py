@@ -57,7 +57,8 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """What `client` plays against what. Empty or None: all that there is, and what is usual.
+    """What `client` plays against what, and which `systems` `gpu` measures with which `logs`. Empty
+    or None: all that there is, and what is usual.
 
     `rate`: requests a second. `divisor`: of all lengths. `kv_blocks`: of each server's KV memory.
     `multi_turn`: the folder of vLLM's multi-turn benchmark. `lmcache_python`: a Python that has

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -82,7 +83,7 @@ class FakeEngine:
 
     def call(self, do: str, **arguments: Any) -> Any:
         if do == self._fails_at:
-            raise EngineError("the engine has ended; its log ends with: out of memory")
+            raise EngineError("the engine has ended; its log ends with:\nMemoryError: no room\nbye")
         return getattr(self, do)(**arguments)
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
@@ -202,9 +203,31 @@ def test_engine_that_fails_leaves_its_parts_and_the_next_is_measured(
     assert {row.case for row in bench.result.rows} == has
     (note,) = [note for note in bench.result.notes if "failed" in note]
     assert note.startswith(f"{NATIVE}, {part}: failed")
-    assert note.endswith("out of memory")
+    assert note.endswith("MemoryError: no room")
     bench.measure(RAYKV, FakeEngine(stores=True))
     assert {row.case for row in bench.result.rows} == MEANT
+
+
+def test_reason_is_the_last_errors_of_the_log_each_once_or_its_end() -> None:
+    lines = [
+        "(EngineCore pid=1) ERROR [core.py:1] RuntimeError: the first",
+        "ValueError: not enough room",
+        "  File x, line 3",
+        "(EngineCore pid=1) ERROR [core.py:1] ValueError: not enough room",
+        "Exception: only on CUDA",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    told = gpu.reason_of(EngineError("\n".join(lines)))
+    assert told == "ValueError: not enough room | Exception: only on CUDA"
+    assert gpu.reason_of(EngineError("x" * 1000 + "killed")).endswith("xkilled")
+    assert len(gpu.reason_of(EngineError("x" * 1000))) == 300
+
+
+def test_logs_of_engines_are_kept_where_they_are_wanted(tmp_path: Path) -> None:
+    (tmp_path / "0.log").write_text("said")
+    gpu._keep_logs(tmp_path, None)
+    gpu._keep_logs(tmp_path, tmp_path / "kept" / "here")
+    assert (tmp_path / "kept" / "here" / "engine-0.log").read_text() == "said"
 
 
 def test_engine_that_does_not_start_is_noted(bench: Bench) -> None:
@@ -299,6 +322,7 @@ def test_machine_without_a_gpu_and_unknown_systems_are_refused(
         (["gpu", "--system", "lmcache", "--quick"], "`gpu` has"),
         (["gpu", "--requests", "3", "--quick"], "are for `raykv bench client`"),
         (["copy", "--system", "plain", "--quick"], "are for `raykv bench client`"),
+        (["copy", "--logs", "there", "--quick"], "are for `raykv bench client`"),
     ],
 )
 def test_options_of_the_command_are_checked(arguments: list[str], words: str) -> None:
