@@ -58,7 +58,7 @@ def test_benchmark_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
         [*command, "--repeats", "1", "--json", str(path)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=880,
         check=False,
         env=environment,
     )
