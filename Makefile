@@ -7,6 +7,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
+BENCH_RESULTS ?= build/bench-gpu
 VLLM ?=
 # No CPU build of this version is published: its Python sources over the compiled part of the other.
 OTHER_VLLM := 0.33.0
@@ -47,7 +49,7 @@ PYTEST_PURE = $(TEST_BIN)/pytest --numprocesses 2 $(PURE_TESTS)
 ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,$(OVERLAY)/bin/pytest)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-hosts test-extended test-gpu wheel lint format clean distclean
+.PHONY: help setup demo test test-pure test-hosts test-extended test-gpu bench-gpu wheel lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -57,6 +59,7 @@ help:
 	@echo 'make test-hosts  hosts as namespaces, needs root: networks that are cut, hosts that are lost'
 	@echo 'make test-extended  the long ones: applications of Ray Serve, benchmarks, more seeds and variants'
 	@echo 'make test-gpu  engines on a GPU, with what VENV has of vLLM; logs in build/gpu'
+	@echo 'make bench-gpu  measure on a GPU; JSON in $(BENCH_RESULTS) (BENCH_RESULTS=..., BENCH_ARGS=...)'
 	@echo 'make wheel      build the wheel into dist/'
 	@echo 'make lint       ruff and mypy only'
 	@echo 'make format     let ruff rewrite the sources'
@@ -114,15 +117,19 @@ test-gpu:
 	for file in $(GPU_TESTS); do \
 		log=build/gpu/$$(basename $$file .py); began=$$(date +%s); \
 		case $$file in tests/gpu/*) marks='$(GPU_MARKS)' ;; *) marks='not extended' ;; esac; \
-		case $$file in */test_layerwise.py) runner=0 ;; *) runner= ;; esac; \
-		env $${runner:+VLLM_USE_V2_MODEL_RUNNER=$$runner} \
-			timeout --signal INT --kill-after 60 $(GPU_LIMIT) \
+		timeout --signal INT --kill-after 60 $(GPU_LIMIT) \
 			$(BIN)/python -m pytest -m "$$marks" -W default --timeout 400 --durations 0 \
 			--junitxml $$log.xml $$file $(PYTEST_ARGS) >$$log.log 2>&1; code=$$?; \
 		test $$code -eq 0 || worst=1; \
 		echo "$$file: exit $$code after $$(($$(date +%s) - began)) s"; \
 		grep -E '^(FAILED|ERROR|SKIPPED)|^=.* (passed|failed|error|skipped|deselected)' $$log.log; \
 	done; exit $$worst
+
+# What one benchmark could not do does not keep the other from being measured.
+bench-gpu:
+	@mkdir -p $(BENCH_RESULTS)
+	$(BIN)/raykv bench gpu --json $(BENCH_RESULTS)/gpu.json --logs $(BENCH_RESULTS) $(BENCH_ARGS); engines=$$?; \
+	$(BIN)/raykv bench copy --device cuda --json $(BENCH_RESULTS)/copy.json $(BENCH_ARGS) && exit $$engines
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

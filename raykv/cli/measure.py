@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raykv.base.errors import SettingError
 from raykv.cli.base import Address, app
+
+if TYPE_CHECKING:
+    from raykv.lab.bench.report import ClientOptions
 
 CLIENT_OPTIONS = (
     "--workload, --system, --model, --requests, --rate, --divide, --kv-blocks, --multi-turn, "
@@ -98,7 +101,8 @@ Systems = Annotated[
     list[str] | None,
     typer.Option(
         "--system",
-        help="For `client`: plain, native, lmcache or raykv; repeatable. Default: all.",
+        help="For `client`: plain, native, lmcache or raykv; for `gpu`: raykv, native, plain or "
+        "layerwise; repeatable. Default: all.",
     ),
 ]
 Model = Annotated[
@@ -140,8 +144,21 @@ LMCachePython = Annotated[
 ]
 Logs = Annotated[
     Path | None,
-    typer.Option(help="For `client`: keep what servers and clients write in this folder."),
+    typer.Option(
+        help="For `client` and `gpu`: keep what servers, clients and engines write in this folder."
+    ),
 ]
+
+
+def _check_client(names: list[str] | None, client: ClientOptions) -> None:
+    """Refuse options that no benchmark of these names has."""
+    from raykv.lab.bench.report import ClientOptions
+
+    allowed = ClientOptions()
+    if names and "gpu" in names:
+        allowed = ClientOptions(systems=client.systems, logs=client.logs)
+    if client != allowed and "client" not in (names or ["client"]):
+        raise SettingError(f"{CLIENT_OPTIONS} are for `raykv bench client`")
 
 
 @app.command()
@@ -168,7 +185,7 @@ def bench(  # noqa: PLR0913 - a command's options
     delay_ms: DelayMs = None,
     seed: Annotated[int, typer.Option(help="With --simulate: of all that is drawn.")] = 1,
     device: Annotated[
-        str, typer.Option(help="For `copy` and `ttft`: cpu, or cuda for the first GPU.")
+        str, typer.Option(help="For `copy`: cpu, or cuda for the first GPU.")
     ] = "cpu",
     workload: Workloads = None,
     system: Systems = None,
@@ -209,8 +226,7 @@ def bench(  # noqa: PLR0913 - a command's options
         lmcache_python=lmcache_python,
         logs=logs,
     )
-    if client != ClientOptions() and "client" not in (names or ["client"]):
-        raise SettingError(f"{CLIENT_OPTIONS} are for `raykv bench client`")
+    _check_client(names, client)
     options = Options(repeats, quick, tuple(trace or ()), device, cluster, client)
     with ending_what_it_starts():
         run_benchmarks(names or [], options, json_path)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +32,8 @@ def run_benchmarks(names: list[str], options: Options, json_path: str | None) ->
     Args:
         names: which; all if empty.
         options: for each.
-        json_path: file for the results; "-" writes them to standard output and nothing else.
+        json_path: file for the results, written anew after each part; "-" writes them to standard
+            output at the end, and nothing else.
 
     Raises:
         SettingError: no such benchmark, or the file can't be written.
@@ -41,25 +43,35 @@ def run_benchmarks(names: list[str], options: Options, json_path: str | None) ->
     if path is not None and not path.parent.is_dir():
         raise SettingError(f"--json {path}: there is no folder {path.parent}")
     with _only_json() if json_path == "-" else nullcontext():
-        results = _run_all(benchmarks, options, Console(stderr=json_path == "-"))
-    if json_path is None:
-        return
-    text = json.dumps(document(results, raykv.__version__), indent=2)
-    if path is None:
-        sys.stdout.write(text + "\n")
-    else:
-        path.write_text(text + "\n", encoding="utf-8")
+        results = _run_all(benchmarks, options, Console(stderr=json_path == "-"), path)
+    if json_path == "-":
+        sys.stdout.write(_text(results))
 
 
-def _run_all(benchmarks: list[Benchmark], options: Options, console: Console) -> list[Result]:
-    results = []
+def _run_all(
+    benchmarks: list[Benchmark], options: Options, console: Console, path: Path | None
+) -> list[Result]:
+    results: list[Result] = []
+
+    def keep(*unfinished: Result) -> None:
+        if path is not None:
+            # Whole or not at all: a run that is cut short leaves the last part's.
+            new = path.with_name(f"{path.name}.new")
+            new.write_text(_text([*results, *unfinished]), encoding="utf-8")
+            new.replace(path)
+
     for benchmark in benchmarks:
         began = time.monotonic()
-        result = benchmark.run(options)
+        result = benchmark.run(replace(options, keep=keep))
         results.append(result)
+        keep()
         console.print(result.to_table())
         console.print(f"{benchmark.name} took {time.monotonic() - began:.0f} s\n", highlight=False)
     return results
+
+
+def _text(results: list[Result]) -> str:
+    return json.dumps(document(results, raykv.__version__), indent=2) + "\n"
 
 
 @contextmanager

@@ -4,7 +4,8 @@ Each case copies all pages of one size, shuffled in the KV cache and one after t
 pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it in spans of
 chunks, as a NodeActor does, the next one on its way before the end of one is awaited; also chunk by
 chunk, and in one call, which shows what those ends cost. Small pages are copied both ways too,
-whichever the calibration prefers. Then what a step costs the worker's thread (the record of its
+whichever the calibration prefers. Whole jobs, as a NodeActor carries them out, are in `copy_jobs`.
+Then what a step costs the worker's thread (the record of its
 event), what a submission costs a copy thread, and how much longer products of matrices in another
 process take beside copies.
 """
@@ -36,6 +37,7 @@ from raykv.copy.cuda.measure import calibrate_in_background
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.spans import SPAN_BYTES, spans
+from raykv.lab.bench import copy_jobs
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
@@ -273,7 +275,7 @@ def run(options: Options) -> Result:
         sides = DeviceSides(driver, side_bytes(options), device.table)
         stack.callback(sides.close)
         work = stack.enter_context(MatrixProcess()) if has_torch_for_cuda() else None
-        return measure(sides, options, work)
+        return measure(sides, options, work, copy_jobs.page_locking())
 
 
 def side_bytes(options: Options) -> int:
@@ -284,19 +286,24 @@ def side_bytes(options: Options) -> int:
     return max(LEAST_SIDE_BYTES, min(SIDE_BYTES, room) // MIB * MIB)
 
 
-def measure(sides: DeviceSides, options: Options, work: Work | None) -> Result:
-    """All cases on a device, and the verdicts."""
+def measure(
+    sides: DeviceSides, options: Options, work: Work | None, lock: copy_jobs.Lock
+) -> Result:
+    """All cases on a device, and the verdicts; `lock` page-locks what jobs copy to and from."""
     result = Result("copy", f"{BENCHMARKS['copy'].summary}, on a {sides.driver.name.model}")
     all_cases = list(cases(options, sides.num_bytes))
     for case in all_cases:
         subjects = _subjects(sides, case)
         result.rows += alternate(case.name, "GB/s", subjects, options.repeats_or(11))
+        options.keep(result)
     costs = {WORKER: sides.worker_us, SUBMISSION: sides.submission_us}
     for name, cost in costs.items():
         result.rows += alternate(name, "µs", {OURS: cost}, options.repeats_or(101), 3)
     if work is not None:
         result.rows += alternate(MATRICES, "ms", _beside(sides, work), options.repeats_or(21))
     _judge(result, all_cases, has_work=work is not None)
+    options.keep(result)
+    copy_jobs.measure(sides, options, lock, result)
     result.notes.append(
         f"KV cache and pool have {sides.num_bytes // MIB:,} MiB each; larger cases are left out."
     )

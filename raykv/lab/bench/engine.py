@@ -82,6 +82,7 @@ class EngineProcess:
         raykv: settings of RayKV; None leaves it out.
         multiprocess: EngineCore is a process of its own.
         cores: the CPU that vLLM's threads are bound to.
+        start_deadline_s: how long it may take to start.
         config: arguments of `vllm.LLM`; `connector` names another KV connector, `watch_hooks`
             has its hooks measured.
 
@@ -100,6 +101,7 @@ class EngineProcess:
         *,
         multiprocess: bool = False,
         cores: str = "0",
+        start_deadline_s: float = START_DEADLINE_S,
         **config: Any,
     ) -> None:
         self._log = log
@@ -109,7 +111,7 @@ class EngineProcess:
         self._send({**config, "raykv": raykv})
         began = time.monotonic()
         try:
-            self._receive(START_DEADLINE_S)
+            self._receive(start_deadline_s)
         except EngineError:
             self.stop()
             raise

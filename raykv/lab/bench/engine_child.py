@@ -12,7 +12,9 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, TextIO
 
 
@@ -216,19 +218,96 @@ class ChildEngine:
         }
 
     def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
-        """Serve batches of prompts one after the other; seconds in all, and per output token."""
+        """Serve batches of prompts one after the other; seconds in all, and per output token, and
+        how many tokens came out of a cache.
+        """
         took_s = 0.0
+        num_cached = 0
         decode_s: list[float] = []
         for prompts in batches:
             began = time.perf_counter()
             outputs = self._generate(prompts, max_tokens)
             took_s += time.perf_counter() - began
             for output in outputs:
-                times = output.metrics
+                num_cached += output.num_cached_tokens or 0
                 if max_tokens > 1:
-                    decode_s.append((times.last_token_ts - times.first_token_ts) / (max_tokens - 1))
-        mean_decode_s = sum(decode_s) / len(decode_s) if decode_s else 0.0
-        return {"seconds": took_s, "seconds_per_token": mean_decode_s}
+                    decode_s.append(_seconds_per_token(output, max_tokens))
+        return {
+            "seconds": took_s,
+            "seconds_per_token": fmean(decode_s) if decode_s else 0.0,
+            "cached": num_cached,
+        }
+
+    def decode_beside(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        arrivals: list[list[int]],
+        pace_s: float,
+    ) -> dict[str, float]:
+        """Answer prompts, and from the time when all answers have begun have others arrive.
+
+        Each of the others wants one token; those that have not arrived when the answers end are
+        left out. Told are seconds per token of the answers, how many others have arrived, and how
+        many of their tokens came out of a cache.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        waiting, num_arrived, num_cached = deque(arrivals), 0, 0
+        begun: set[str] = set()
+        decode_s: list[float] = []
+
+        def add(name: str, tokens: list[int], count: int) -> None:
+            self._served += 1
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=count,
+                detokenize=False,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            engine.add_request(f"{name}-{self._served}", {"prompt_token_ids": tokens}, sampling)
+
+        for tokens in prompts:
+            add("answer", tokens, max_tokens)
+        next_at = 0.0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                is_answer = output.request_id.startswith("answer")
+                if is_answer:
+                    begun.add(output.request_id)
+                if output.finished and is_answer:
+                    decode_s.append(_seconds_per_token(output, max_tokens))
+                elif output.finished:
+                    num_cached += output.num_cached_tokens or 0
+            is_on = len(begun) == len(prompts) and len(decode_s) < len(prompts)
+            if waiting and is_on and time.monotonic() >= next_at:
+                add("other", waiting.popleft(), 1)
+                num_arrived += 1
+                next_at = time.monotonic() + pace_s
+        return {
+            "seconds_per_token": fmean(decode_s),
+            "num_arrived": num_arrived,
+            "cached": num_cached,
+        }
+
+    def settings(self) -> dict[str, str]:
+        """How vLLM is set, for a benchmark's notes."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "vllm": vllm.__version__,
+            "device": current_platform.get_device_name(),
+            "async_scheduling": str(config.scheduler_config.async_scheduling),
+            "v2_model_runner": str(config.use_v2_model_runner),
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "block_size": str(config.cache_config.block_size),
+            "max_num_batched_tokens": str(config.scheduler_config.max_num_batched_tokens),
+        }
 
     def hook_times(self) -> dict[str, Any]:
         """What was measured since the last call, if hooks are watched; see `hooks.py`."""
@@ -339,6 +418,13 @@ class ChildEngine:
     def shut_down(self) -> None:
         """End the engine in good order."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _seconds_per_token(output: Any, num_tokens: int) -> float:
+    """Of an answer with so many tokens, after the first one."""
+    times = output.metrics
+    took_s: float = times.last_token_ts - times.first_token_ts
+    return took_s / (num_tokens - 1)
 
 
 def _answer(output: Any, seconds: float) -> dict[str, Any]:

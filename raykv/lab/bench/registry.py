@@ -19,10 +19,13 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's name and its line in `raykv bench --list`."""
+    """A benchmark's name and its line in `raykv bench --list`. `needs_gpu`: it runs only if it is
+    named.
+    """
 
     name: str
     summary: str
+    needs_gpu: bool = False
 
     def run(self, options: Options) -> Result:
         """Measure."""
@@ -43,6 +46,9 @@ BENCHMARKS = {
         Benchmark("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk"),
         Benchmark("ttft", "time to first token by where a prompt's KV comes from"),
         Benchmark("throughput", "requests per second with and without RayKV and reuse"),
+        Benchmark(
+            "gpu", "RayKV on a GPU beside vLLM alone and its native offloading", needs_gpu=True
+        ),
         Benchmark("client", "vLLM's own clients beside plain vLLM and other KV caches"),
         Benchmark("hidden_states", "MB/s of hidden states, beside vLLM's example connector"),
         Benchmark("restart", "what a pool adds to an engine's start"),
@@ -57,7 +63,7 @@ BENCHMARKS = {
 
 
 def chosen(names: list[str]) -> list[Benchmark]:
-    """Benchmarks by name; all if none is named.
+    """Benchmarks by name; if none is named, all that any machine can run.
 
     Raises:
         SettingError: there is no benchmark of such a name.
@@ -66,4 +72,6 @@ def chosen(names: list[str]) -> list[Benchmark]:
     if unknown:
         known = ", ".join(BENCHMARKS)
         raise SettingError(f"there is no benchmark {', '.join(unknown)}; choose from {known}")
-    return [BENCHMARKS[name] for name in names] or list(BENCHMARKS.values())
+    return [BENCHMARKS[name] for name in names] or [
+        benchmark for benchmark in BENCHMARKS.values() if not benchmark.needs_gpu
+    ]

@@ -57,7 +57,8 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """What `client` plays against what. Empty or None: all that there is, and what is usual.
+    """What `client` plays against what, and which `systems` `gpu` measures with which `logs`. Empty
+    or None: all that there is, and what is usual.
 
     `rate`: requests a second. `divisor`: of all lengths. `kv_blocks`: of each server's KV memory.
     `multi_turn`: the folder of vLLM's multi-turn benchmark. `lmcache_python`: a Python that has
@@ -76,14 +77,19 @@ class ClientOptions:
     logs: Path | None = None
 
 
+def _forget(_result: Result) -> None:
+    """Nobody wants what there is so far."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
     `traces`: files of requests for `policy`, `windows`, `client` and simulated clusters. `device`:
-    what `copy` copies from and to, what `ttft` computes on. `cluster`: for `routing`, to simulate
-    them.
+    what `copy` copies from and to. `cluster`: for `routing`, to simulate them. `keep` is called by
+    benchmarks whose parts take minutes, with what there is at the end of each: a run may be cut
+    short.
     """
 
     repeats: int | None = None
@@ -92,6 +98,7 @@ class Options:
     device: str = CPU
     cluster: ClusterOptions | None = None
     client: ClientOptions = ClientOptions()
+    keep: Callable[[Result], None] = _forget
 
     @property
     def trace(self) -> str | None:

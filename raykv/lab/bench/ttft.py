@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from raykv.base.errors import SettingError
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
@@ -42,15 +43,15 @@ LEAST_SPEED_UP = 5.0
 
 
 def run(options: Options) -> Result:
-    """See the module's docstring, and that of `raykv.lab.bench.ttft_cuda`.
+    """See the module's docstring.
 
     Raises:
-        SettingError: there is no such device here.
+        SettingError: a device is named.
     """
     if options.is_on_gpu:
-        from raykv.lab.bench.ttft_cuda import run as run_on_gpu
-
-        return run_on_gpu(options)
+        raise SettingError(
+            "--device cuda can't be measured here: engines on a GPU are `raykv bench gpu`"
+        )
     lengths = (2 * BLOCK,) if options.quick else LENGTHS
     repeats = options.repeats_or(3)
     result = Result("ttft", BENCHMARKS["ttft"].summary)

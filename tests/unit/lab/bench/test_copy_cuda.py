@@ -33,6 +33,7 @@ from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.report import Options, Result, Row
 from raykv.memory.cuda.driver import CUDAError
 from tests.fixtures.cuda.copies import FakeDriver
+from tests.fixtures.cuda.locking import locking
 
 KIB, MIB = 1 << 10, 1 << 20
 QUICK = Options(quick=True, repeats=1)
@@ -68,7 +69,7 @@ def test_cases_are_all_pages_and_counts_that_fit() -> None:
 def test_quick_run_measures_every_case_and_everything_beside(mover: str | None) -> None:
     sides = DeviceSides(FakeDriver(mover=mover), 16 * MIB)
     took = iter(range(1, 1000))
-    result = measure(sides, QUICK, lambda: float(next(took)))
+    result = measure(sides, QUICK, lambda: float(next(took)), locking(sides))
     sides.close()
     names = [case.name for case in cases(QUICK, sides.num_bytes)]
     assert len(names) == len(QUICK_PAGES) * len(QUICK_COUNTS) * 2
@@ -88,7 +89,7 @@ def test_quick_run_measures_every_case_and_everything_beside(mover: str | None) 
 
 
 def test_run_without_torch_says_that_no_slowdown_was_measured(sides: DeviceSides) -> None:
-    result = measure(sides, QUICK, None)
+    result = measure(sides, QUICK, None, locking(sides))
     assert not [row for row in result.rows if row.case == MATRICES]
     assert any("no torch for CUDA" in note for note in result.notes)
 

@@ -1,0 +1,136 @@
+"""What `gpu` says of its rows: cases, subjects, verdicts and notes. Pure.
+
+Rows may be missing, since an engine may not have started, or has not been measured yet: what can't
+be judged is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from raykv.lab.bench.report import Result, Row, Verdict, short
+from raykv.lab.bench.serving import PREFIX_HIT, RECOMPUTE
+
+PLAIN, NATIVE, RAYKV, BY_LAYER = (
+    "vLLM alone",
+    "vLLM's native offloading",
+    "RayKV",
+    "RayKV, layerwise_loads",
+)
+START = "engine's start"
+PREFILL, DECODE = "nothing is reused, long prompts", "nothing is reused, long answers"
+REUSE = "documents are reused"
+PER_TOKEN = "time per output token, nothing is reused"
+ALONE = "time per output token, nothing beside"
+BESIDE = "time per output token, known prompts beside"
+
+MOST_OF_NATIVE = 1.0
+LEAST_OF_NATIVE = 1.0
+LEAST_OF_PLAIN = 0.98
+
+
+def length_case(length: int) -> str:
+    """The case of a prompt of so many tokens."""
+    return f"{length:,} tokens"
+
+
+def first_time(subject: str) -> str:
+    """The subject of a prompt that nobody knew, in an engine with a connector."""
+    return f"{subject}, first time (stores)"
+
+
+def busy_case(case: str) -> str:
+    """The case of how busy the GPU was in another one."""
+    return f"GPU busy, {case}"
+
+
+def ratio(result: Result, case: str, subject: str, other: str) -> float | None:
+    """A subject's value by another's; None if one has not been measured, or not as often."""
+    rows: list[Row] = []
+    for name in (subject, other):
+        try:
+            rows.append(result.row(case, name))
+        except KeyError:
+            return None
+    if len(rows[0].values) != len(rows[1].values):
+        return None
+    return rows[0].ratio_to(rows[1])
+
+
+def judge(result: Result, lengths: Iterable[int]) -> None:
+    """Set the verdicts of all that has been measured so far."""
+    result.verdicts = list(_verdicts(result, list(lengths)))
+
+
+def _verdicts(result: Result, lengths: list[int]) -> Iterator[Verdict]:
+    for subject in (RAYKV, BY_LAYER):
+        for length in lengths:
+            case = length_case(length)
+            measured = ratio(result, case, subject, NATIVE)
+            if measured is not None:
+                yield Verdict(
+                    f"{case}: {subject}: no slower than {NATIVE}", measured, MOST_OF_NATIVE
+                )
+    for case, other, limit in (
+        (PREFILL, PLAIN, LEAST_OF_PLAIN),
+        (DECODE, PLAIN, LEAST_OF_PLAIN),
+        (REUSE, NATIVE, LEAST_OF_NATIVE),
+    ):
+        measured = ratio(result, case, RAYKV, other)
+        if measured is not None:
+            unit = result.row(case, RAYKV).unit
+            budget = f"{case}: at least {limit:g} x the {unit} of {other}"
+            yield Verdict(budget, measured, limit, is_most=False)
+
+
+def remarks(result: Result, lengths: Iterable[int]) -> list[str]:
+    """Ratios that have no budget."""
+    return [
+        *_beside_prefix_hits(result, list(lengths)),
+        *_per_token(result),
+        *_beside_known_prompts(result),
+    ]
+
+
+def _beside_prefix_hits(result: Result, lengths: list[int]) -> Iterator[str]:
+    for subject in (RAYKV, BY_LAYER, NATIVE):
+        for other in (PREFIX_HIT, RECOMPUTE):
+            found = _listed(result, lengths, subject, other)
+            if found:
+                yield f"{subject}, by {other}: {found}."
+
+
+def _listed(result: Result, lengths: list[int], subject: str, other: str) -> str:
+    """Medians by medians: a prompt is computed once, and loaded again and again."""
+    found = []
+    for length in lengths:
+        case = length_case(length)
+        try:
+            mine, its = (result.row(case, name).median for name in (subject, other))
+        except KeyError:
+            continue
+        found.append(f"{short(mine / its)} with {case}")
+    return ", ".join(found)
+
+
+def _per_token(result: Result) -> Iterator[str]:
+    for subject in (RAYKV, NATIVE):
+        measured = ratio(result, PER_TOKEN, subject, PLAIN)
+        if measured is not None:
+            yield (
+                f"{subject}: while its stores run, an output token takes {measured:.3f} x as long "
+                f"as with {PLAIN}."
+            )
+
+
+def _beside_known_prompts(result: Result) -> Iterator[str]:
+    for subject in (PLAIN, NATIVE, RAYKV):
+        try:
+            alone, beside = (result.row(case, subject) for case in (ALONE, BESIDE))
+        except KeyError:
+            continue
+        if len(alone.values) == len(beside.values):
+            yield (
+                f"{subject}: while known prompts arrive, an output token takes "
+                f"{beside.ratio_to(alone):.3f} x as long as with nothing beside."
+            )

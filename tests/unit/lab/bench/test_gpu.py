@@ -1,0 +1,331 @@
+"""The benchmark `gpu`: what engines are asked, what is noted, what is left of one that fails."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from typer.testing import CliRunner
+
+from raykv.base.errors import SettingError
+from raykv.cli import app
+from raykv.lab.bench import gpu
+from raykv.lab.bench.busy import BusyGPU
+from raykv.lab.bench.engine import EngineError, EngineProcess
+from raykv.lab.bench.gpu import FULL, QUICK, WITHOUT_NEWS, Measuring, Requests, started_by_layer
+from raykv.lab.bench.gpu_report import (
+    ALONE,
+    BESIDE,
+    BY_LAYER,
+    DECODE,
+    NATIVE,
+    PER_TOKEN,
+    PLAIN,
+    PREFILL,
+    RAYKV,
+    REUSE,
+    START,
+    first_time,
+    length_case,
+)
+from raykv.lab.bench.report import ClientOptions, Options, Result
+from raykv.lab.bench.serving import BLOCK, PREFIX_HIT, RECOMPUTE
+
+AMOUNTS = replace(
+    QUICK,
+    lengths=(2 * BLOCK, 4 * BLOCK),
+    prefill=Requests(2, BLOCK, 2),
+    decode=Requests(2, 16, 4),
+    documents=Requests(2, 2 * BLOCK, 2),
+    decodes=Requests(1, 16, 4),
+    pause_s=0.0,
+    warm_deadline_s=0.0,
+)
+OPTIONS = Options(quick=True, repeats=1)
+MEANT = {
+    START,
+    *map(length_case, AMOUNTS.lengths),
+    PREFILL,
+    DECODE,
+    PER_TOKEN,
+    REUSE,
+    ALONE,
+    BESIDE,
+}
+
+
+class FakeEngine:
+    """Knows prompts that it was given: those in its own cache until that is reset, and for good
+    those that a connector has stored.
+    """
+
+    def __init__(self, *, stores: bool, fails_at: str = "", forgets: bool = False) -> None:
+        self.start_s = 1.0
+        self.is_stopped = False
+        self._stores = stores and not forgets
+        self._fails_at = fails_at
+        self._own: set[tuple[int, ...]] = set()
+        self._stored: set[tuple[int, ...]] = set()
+
+    def _answer(self, tokens: list[int]) -> int:
+        """How many tokens were cached."""
+        names = {tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)}
+        known = [len(name) for name in names if name in self._own | self._stored]
+        self._own |= names
+        self._stored |= names if self._stores else set()
+        return max(known, default=0)
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        if do == self._fails_at:
+            raise EngineError("the engine has ended; its log ends with:\nMemoryError: no room\nbye")
+        return getattr(self, do)(**arguments)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+        assert max_tokens == 1
+        return [{"ttft_s": 0.5, "cached": self._answer(tokens)} for tokens in prompts]
+
+    def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
+        cached = sum(self._answer(tokens) for batch in batches for tokens in batch)
+        return {"seconds": 2.0, "seconds_per_token": 0.01 * (max_tokens > 1), "cached": cached}
+
+    def decode_beside(
+        self, prompts: list[list[int]], max_tokens: int, arrivals: list[list[int]], pace_s: float
+    ) -> dict[str, float]:
+        assert not any(self._answer(tokens) for tokens in prompts)
+        assert max_tokens > 1
+        assert pace_s > 0
+        cached = sum(self._answer(tokens) for tokens in arrivals)
+        return {"seconds_per_token": 0.02, "num_arrived": len(arrivals), "cached": cached}
+
+    def tokens(self, prompts: list[list[int]], max_tokens: int) -> None:
+        for tokens in prompts:
+            self._answer(tokens)
+        assert max_tokens > 0
+
+    def reset(self) -> bool:
+        self._own.clear()
+        return True
+
+    def settings(self) -> dict[str, str]:
+        return {"vllm": "0.0"}
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+class Bench:
+    """A benchmark that measures fakes; `kept` has what was kept, part by part."""
+
+    def __init__(self, busy: BusyGPU) -> None:
+        self.kept: list[Result] = []
+        self.result = Result("gpu", "")
+        keep = lambda result: self.kept.append(copy.deepcopy(result))  # noqa: E731
+        self.measuring = Measuring(replace(OPTIONS, keep=keep), AMOUNTS, self.result, busy)
+        self.num_settled = 0
+
+    def measure(self, name: str, engine: FakeEngine) -> None:
+        self.measuring.subject(name, lambda: cast(EngineProcess, engine), self._settle)
+        assert engine.is_stopped
+
+    def _settle(self) -> None:
+        self.num_settled += 1
+
+    def subjects(self, case: str) -> list[str]:
+        return [row.subject for row in self.result.rows if row.case == case]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with closing(BusyGPU(["there-is-no-such-command"])) as busy:
+        yield Bench(busy)
+
+
+def test_all_engines_are_asked_the_same_and_judged(bench: Bench) -> None:
+    for name in (RAYKV, NATIVE, PLAIN, BY_LAYER):
+        bench.measure(name, FakeEngine(stores=name != PLAIN))
+    assert {row.case for row in bench.result.rows} == MEANT
+    for length in AMOUNTS.lengths:
+        assert bench.subjects(length_case(length)) == [
+            first_time(RAYKV),
+            RAYKV,
+            first_time(NATIVE),
+            NATIVE,
+            RECOMPUTE,
+            PREFIX_HIT,
+            first_time(BY_LAYER),
+            BY_LAYER,
+        ]
+    for case in (PREFILL, DECODE, PER_TOKEN, REUSE, ALONE, BESIDE):
+        assert bench.subjects(case) == [RAYKV, NATIVE, PLAIN]
+    assert len(bench.result.verdicts) == 2 * len(AMOUNTS.lengths) + 3
+    assert all(verdict.measured == 1.0 for verdict in bench.result.verdicts)
+    assert not [note for note in bench.result.notes if "only" in note or "failed" in note]
+    assert any("nvidia-smi" in note for note in bench.result.notes)
+    # RayKV's stores alone are asked about.
+    assert bench.num_settled > 0
+
+
+def test_rate_is_that_of_requests_and_of_output_tokens(bench: Bench) -> None:
+    bench.measure(PLAIN, FakeEngine(stores=False))
+    assert bench.result.row(PREFILL, PLAIN).values == (1.0,)
+    assert bench.result.row(DECODE, PLAIN).values == (4.0,)
+    assert bench.result.row(PER_TOKEN, PLAIN).values == (10.0,)
+    assert bench.result.row(REUSE, PLAIN).values == (1.0,)
+    assert bench.result.row(ALONE, PLAIN).values == (20.0,)
+
+
+def test_prompt_that_was_not_loaded_is_noted_once(bench: Bench) -> None:
+    bench.measure(NATIVE, FakeEngine(stores=True, forgets=True))
+    assert any("loads nothing" in note for note in bench.result.notes)
+    noted = [note for note in bench.result.notes if "only" in note]
+    assert len(noted) == len(set(noted)) == len(AMOUNTS.lengths) + 2
+    assert all(note.startswith(NATIVE) for note in noted)
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "part", "has"),
+    [
+        ("generate", "start", {START}),
+        ("timed", "nothing is reused", {START, *map(length_case, AMOUNTS.lengths)}),
+        ("decode_beside", "time per output token", MEANT - {ALONE, BESIDE}),
+    ],
+)
+def test_engine_that_fails_leaves_its_parts_and_the_next_is_measured(
+    bench: Bench, fails_at: str, part: str, has: set[str]
+) -> None:
+    bench.measure(NATIVE, FakeEngine(stores=True, fails_at=fails_at))
+    assert {row.case for row in bench.result.rows} == has
+    (note,) = [note for note in bench.result.notes if "failed" in note]
+    assert note.startswith(f"{NATIVE}, {part}: failed")
+    assert note.endswith("MemoryError: no room")
+    bench.measure(RAYKV, FakeEngine(stores=True))
+    assert {row.case for row in bench.result.rows} == MEANT
+
+
+def test_reason_is_the_last_errors_of_the_log_each_once_or_its_end() -> None:
+    lines = [
+        "(EngineCore pid=1) ERROR [core.py:1] RuntimeError: the first",
+        "ValueError: not enough room",
+        "  File x, line 3",
+        "(EngineCore pid=1) ERROR [core.py:1] ValueError: not enough room",
+        "Exception: only on CUDA",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    told = gpu.reason_of(EngineError("\n".join(lines)))
+    assert told == "ValueError: not enough room | Exception: only on CUDA"
+    assert gpu.reason_of(EngineError("x" * 1000 + "killed")).endswith("xkilled")
+    assert len(gpu.reason_of(EngineError("x" * 1000))) == 300
+
+
+def test_logs_of_engines_are_kept_where_they_are_wanted(tmp_path: Path) -> None:
+    (tmp_path / "0.log").write_text("said")
+    gpu._keep_logs(tmp_path, None)
+    gpu._keep_logs(tmp_path, tmp_path / "kept" / "here")
+    assert (tmp_path / "kept" / "here" / "engine-0.log").read_text() == "said"
+
+
+def test_engine_that_does_not_start_is_noted(bench: Bench) -> None:
+    def start() -> EngineProcess:
+        raise EngineError("no room in /dev/shm")
+
+    bench.measuring.subject(NATIVE, start, lambda: None)
+    assert not bench.result.rows
+    assert f"{NATIVE}, start: failed: no room in /dev/shm" in bench.result.notes
+
+
+def test_what_there_is_is_kept_after_each_length_and_part(bench: Bench) -> None:
+    bench.measure(PLAIN, FakeEngine(stores=False))
+    cases = [len({row.case for row in result.rows}) for result in bench.kept]
+    assert cases == sorted(cases)
+    # The start and one length, both lengths, then what each part adds.
+    assert list(dict.fromkeys(cases)) == [2, 3, 6, 7, 9]
+
+
+class Starter:
+    """Starts engines; `refusals` of them are refused first."""
+
+    def __init__(self, refusals: list[str]) -> None:
+        self.asked: list[tuple[dict[str, Any], str | None]] = []
+        self._refusals = refusals
+
+    def __call__(self, **config: Any) -> EngineProcess:
+        self.asked.append((config, os.environ.get("VLLM_USE_V2_MODEL_RUNNER")))
+        if self._refusals:
+            raise EngineError(self._refusals.pop(0))
+        return cast(EngineProcess, FakeEngine(stores=True))
+
+
+def test_engine_by_layer_has_default_settings_where_it_takes_them() -> None:
+    starter, notes = Starter([]), list[str]()
+    started_by_layer(starter, notes)
+    assert [config for config, _ in starter.asked] == [{}]
+    (note,) = notes
+    assert "vLLM's default settings" in note
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_engine_by_layer_falls_back_and_says_so(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if before is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", before)
+    said = "SettingError: layerwise_loads can't be had: vLLM schedules a step before"
+    starter, notes = Starter([f"it has ended\n  {said}\nTraceback"]), list[str]()
+    started_by_layer(starter, notes)
+    assert starter.asked == [({}, before), (WITHOUT_NEWS, "0")]
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == before
+    (note,) = notes
+    assert note.endswith(said)
+    assert "async_scheduling=False" in note
+
+
+def test_engine_by_layer_that_never_starts_is_an_error() -> None:
+    with pytest.raises(EngineError, match="the second"):
+        started_by_layer(Starter(["the first", "the second"]), [])
+
+
+def test_full_sizes_fit_into_the_memory_that_is_meant_for_them() -> None:
+    token_bytes = 2 * 2 * 32 * 8 * 128
+    kv_tokens = gpu.ON_GPU["kv_cache_memory_bytes"] // token_bytes
+    documents = FULL.documents.num_requests * FULL.documents.prompt_tokens
+    assert kv_tokens > FULL.max_tokens
+    assert documents > 1.5 * kv_tokens
+    assert documents * token_bytes < 0.9 * FULL.pool_bytes
+    assert max(FULL.lengths) * token_bytes < FULL.pool_bytes
+    for load in (FULL.decode, FULL.decodes):
+        assert load.num_requests * (load.prompt_tokens + load.answer_tokens) < kv_tokens
+    assert FULL.num_beside * FULL.documents.prompt_tokens < 0.8 * kv_tokens
+    assert FULL.lengths == (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+def test_machine_without_a_gpu_and_unknown_systems_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SettingError, match="torch sees no GPU"):
+        gpu.run(Options())
+    client = ClientOptions(systems=("lmcache",))
+    with pytest.raises(SettingError, match="`gpu` has raykv, native, plain, layerwise"):
+        gpu.run(Options(quick=True, client=client))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gpu", "--system", "lmcache", "--quick"], "`gpu` has"),
+        (["gpu", "--requests", "3", "--quick"], "are for `raykv bench client`"),
+        (["copy", "--system", "plain", "--quick"], "are for `raykv bench client`"),
+        (["copy", "--logs", "there", "--quick"], "are for `raykv bench client`"),
+    ],
+)
+def test_options_of_the_command_are_checked(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert isinstance(done.exception, SettingError)
+    assert words in str(done.exception)
