@@ -2,7 +2,7 @@
 
 vLLM's processes import this file, too. What is changed of vLLM are two refusals: its platform of
 CPUs turns asynchronous scheduling off, and its second model runner wants Triton, whose interpreter
-does.
+does. On a GPU nothing is changed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 ASYNC = "TEST_ASYNC_SCHEDULING"
 SECOND = "VLLM_USE_V2_MODEL_RUNNER"
+IS_FOR_CPUS = torch.version.cuda is None
+"""Of the torch that vLLM's build has."""
 
 
 class InterpretedDriver:
@@ -46,24 +50,13 @@ def schedule_ahead() -> None:
     CpuPlatform.check_and_update_config = classmethod(checked)
 
 
-if os.environ.get(SECOND) == "1":
+if IS_FOR_CPUS and os.environ.get(SECOND) == "1":
     have_triton()
-if os.environ.get(ASYNC) == "1":
+if IS_FOR_CPUS and os.environ.get(ASYNC) == "1":
     schedule_ahead()
 
 
-def main() -> None:
-    from raykv.lab.bench import engine_child
-
-    class ChildEngine(engine_child.ChildEngine):
-        def ways(self) -> list[bool]:
-            """Whether steps are scheduled ahead, and whether it is the second model runner."""
-            config = self._llm.llm_engine.vllm_config
-            return [config.scheduler_config.async_scheduling, config.use_v2_model_runner]
-
-    engine_child.ChildEngine = ChildEngine  # type: ignore[misc]
-    engine_child.main()
-
-
 if __name__ == "__main__":
+    from raykv.lab.bench.engine_child import main
+
     main()

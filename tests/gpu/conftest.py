@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from raykv.lab.bench.engine import EngineProcess
+from tests.fixtures.as_on_gpu import engine_in
 from tests.fixtures.places import BFLOAT16_TIE, BLOCK, CPU, CUDA, Place
 from tests.fixtures.served import Served
 
@@ -67,7 +68,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(cluster: Cluster, place: Place, model: Path, log: Path, **config: Any) -> Served:
-    """An engine over the pool that is there; `raykv` are RayKV's settings, the rest vLLM's."""
+    """An engine over the pool that is there; `raykv` are RayKV's settings, `ways` how it steps (by
+    default as vLLM does here), the rest vLLM's.
+    """
     settings = {
         "ray_address": cluster.address,
         "pool_bytes": POOL_BYTES,
@@ -75,7 +78,10 @@ def started(cluster: Cluster, place: Place, model: Path, log: Path, **config: An
     }
     config = {"max_model_len": 2048, "block_size": BLOCK, **config}
     tie = place.tie if config["dtype"] == "float32" else BFLOAT16_TIE
-    return Served(EngineProcess(model, log, settings, **config), cluster, tie)
+    ways = config.pop("ways", None)
+    if ways is None:
+        return Served(EngineProcess(model, log, settings, **config), cluster, tie)
+    return Served(engine_in(ways, model, log, settings, **config), cluster, tie)
 
 
 @pytest.fixture

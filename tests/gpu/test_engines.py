@@ -9,14 +9,14 @@ then both are computed by the same kernels from the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from raykv.lab.bench.prompts import prompt
-from tests.fixtures.places import BLOCK, CUDA, Place
+from tests.fixtures.as_on_gpu import AS_ON_CPU, AS_ON_GPU, Ways
+from tests.fixtures.places import BLOCK, Place
 from tests.fixtures.zoo import ZOO, build
 from tests.fixtures.zoo_engine import ZooEngine
 from tests.gpu.conftest import Start, started
@@ -24,7 +24,7 @@ from tests.gpu.conftest import Start, started
 if TYPE_CHECKING:
     from raykv.client.cluster import Cluster
 
-V2 = "VLLM_USE_V2_MODEL_RUNNER"
+LAYERWISE = {"layerwise_loads": True}
 
 CAPTURED = [1, 2, 4, 8, 16, 32]
 """Numbers of tokens that have a graph: decoding, and what is computed behind a load."""
@@ -33,18 +33,6 @@ CAPTURED = [1, 2, 4, 8, 16, 32]
 def some_prompts(seed: int) -> list[list[int]]:
     """Of 3 and 37 chunks, and a rest that is computed behind them."""
     return [prompt(seed, 3 * BLOCK + 5), prompt(seed + 1, 37 * BLOCK + 17)]
-
-
-@pytest.fixture
-def use_runner(monkeypatch: pytest.MonkeyPatch, place: Place) -> Callable[[str], bool]:
-    """Choose the model runner of engines, "V1" or "V2"; whether the second one is used."""
-
-    def choose(runner: str) -> bool:
-        is_second = runner == "V2" and place.has_all_of_vllm
-        monkeypatch.setenv(V2, str(int(is_second)))
-        return is_second
-
-    return choose
 
 
 def graphs(mode: str | None) -> dict[str, Any]:
@@ -72,35 +60,31 @@ def test_engines_on_one_device_load_what_the_other_one_stored(
 MODES = ["FULL_AND_PIECEWISE", "PIECEWISE", "FULL"]
 
 RUNS = [
-    # vLLM's CPU build has no second runner, and schedules no step ahead: there each of these is a
-    # dry run with the first one.
-    ("V2", "FULL_AND_PIECEWISE", "async"),
-    ("V2", "FULL_AND_PIECEWISE", "sync"),
-    ("V2", "PIECEWISE", "async"),
-    ("V2", None, "async"),
-    *(("V1", mode, scheduling) for mode in MODES for scheduling in ("async", "sync")),
+    (AS_ON_GPU, "FULL_AND_PIECEWISE"),
+    (Ways(is_second=True), "FULL_AND_PIECEWISE"),
+    (AS_ON_GPU, "PIECEWISE"),
+    (AS_ON_GPU, None),
+    *((Ways(is_async), mode) for mode in MODES for is_async in (True, False)),
 ]
-"""The model runner, the CUDA graphs (None: none), and how steps are scheduled."""
+"""How it steps, and the CUDA graphs (None: none)."""
 
 
-@pytest.mark.parametrize(("runner", "mode", "scheduling"), RUNS)
+def graphs_in(place: Place, mode: str | None) -> dict[str, Any]:
+    """`graphs`, where there are some; one mode stands for all of them in dry runs."""
+    if place.has_graphs:
+        return graphs(mode)
+    if mode != MODES[0]:
+        pytest.skip("without graphs this is the run with other graphs once more")
+    return graphs(None)
+
+
+@pytest.mark.parametrize(("ways", "mode"), RUNS, ids=str)
 def test_loads_give_the_tokens_of_prefix_hits_with_graphs_and_either_runner(
-    place: Place,
-    start: Start,
-    use_runner: Callable[[str], bool],
-    runner: str,
-    mode: str | None,
-    scheduling: str,
+    place: Place, start: Start, ways: Ways, mode: str | None
 ) -> None:
-    is_async = scheduling == "async" and place.has_all_of_vllm
-    is_second = use_runner(runner)
-    if runner == "V1" and scheduling != ("async" if is_async else "sync"):
-        pytest.skip("there this is the run without asynchronous scheduling once more")
-    engine = start(**place.exact, **graphs(mode), async_scheduling=is_async)
-    running = engine.process.call("running")
-    assert (running["second_runner"], running["async_scheduling"]) == (is_second, is_async)
-    if place is CUDA:
-        assert running["graphs"] == (mode or "NONE")
+    engine = start(**place.exact, **graphs_in(place, mode), ways=ways)
+    if place.has_graphs:
+        assert engine.process.call("running")["graphs"] == (mode or "NONE")
     engine.check(some_prompts(200))
 
 
@@ -108,7 +92,8 @@ def test_loads_give_the_tokens_of_prefix_hits_as_users_start_engines(
     place: Place, start: Start
 ) -> None:
     """With vLLM's own choice of back end, runner, graphs and scheduling, in its own processes."""
-    engine = start(**place.usual, enforce_eager=False, multiprocess=True)
+    config = {"enforce_eager": False} if place.has_graphs else {"ways": AS_ON_GPU}
+    engine = start(**place.usual, **config, multiprocess=True)
     engine.check(some_prompts(300))
 
 
@@ -161,23 +146,23 @@ def test_hybrid_model_loads_what_it_stored(
         process.stop()
 
 
-LAYERWISE = [pytest.param({"async_scheduling": False}, "V1", "PIECEWISE", id="sync-V1-PIECEWISE")]
-"""vLLM's arguments, the runner and the graphs with which it can be had."""
-
-
-@pytest.mark.parametrize(("config", "runner", "mode"), LAYERWISE)
+@pytest.mark.parametrize(
+    ("ways", "mode"),
+    [
+        (AS_ON_GPU, "FULL_AND_PIECEWISE"),
+        (Ways(is_async=True), "FULL_AND_PIECEWISE"),
+        (AS_ON_CPU, "PIECEWISE"),
+    ],
+    ids=str,
+)
 def test_layers_are_computed_as_they_are_loaded_between_graphs(
-    place: Place,
-    start: Start,
-    use_runner: Callable[[str], bool],
-    config: dict[str, Any],
-    runner: str,
-    mode: str,
+    place: Place, start: Start, ways: Ways, mode: str
 ) -> None:
-    use_runner(runner)
-    engine = start(**place.exact, **graphs(mode), **config, raykv={"layerwise_loads": True})
-    if place is CUDA:
+    """vLLM's graphs of decoding alone stay, where the mode has such."""
+    engine = start(**place.exact, **graphs_in(place, mode), ways=ways, raykv=LAYERWISE)
+    if place.has_graphs:
         assert engine.process.call("running")["graphs"] == mode
     engine.check(some_prompts(600))
     longer = [[*tokens, *prompt(620, 2 * BLOCK)] for tokens in some_prompts(600)]
     engine.check(longer)
+    assert "did not wait for their KV" not in engine.process.log_text

@@ -293,22 +293,6 @@ class ChildEngine:
             "cached": num_cached,
         }
 
-    def settings(self) -> dict[str, str]:
-        """How vLLM is set, for a benchmark's notes."""
-        import vllm
-        from vllm.platforms import current_platform
-
-        config = self._llm.llm_engine.vllm_config
-        return {
-            "vllm": vllm.__version__,
-            "device": current_platform.get_device_name(),
-            "async_scheduling": str(config.scheduler_config.async_scheduling),
-            "v2_model_runner": str(config.use_v2_model_runner),
-            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
-            "block_size": str(config.cache_config.block_size),
-            "max_num_batched_tokens": str(config.scheduler_config.max_num_batched_tokens),
-        }
-
     def hook_times(self) -> dict[str, Any]:
         """What was measured since the last call, if hooks are watched; see `hooks.py`."""
         from raykv.lab.bench import hooks
@@ -394,15 +378,20 @@ class ChildEngine:
 
         What its workers decide shows where EngineCore is no process of its own.
         """
+        import vllm
         from vllm.platforms import current_platform
 
         config = self._llm.llm_engine.vllm_config
         return {
+            "vllm": vllm.__version__,
             "device": current_platform.device_type,
+            "device_name": current_platform.get_device_name(),
             "second_runner": bool(config.use_v2_model_runner),
             "graphs": config.compilation_config.cudagraph_mode.name,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "block_size": config.cache_config.block_size,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         }
 
     def counters(self) -> dict[str, float]:

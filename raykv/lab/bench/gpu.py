@@ -15,12 +15,11 @@ a CPU, where `raykv.lab.bench.in_process` stands in for the native offloading, w
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -79,12 +78,6 @@ ON_GPU: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "start_deadline_s": 420.0,
 }
-WITHOUT_NEWS: dict[str, Any] = {
-    "async_scheduling": False,
-    "compilation_config": {"cudagraph_mode": "PIECEWISE"},
-}
-"""With vLLM's first model runner: for `layerwise_loads`, where an engine refuses it otherwise."""
-
 LOADS = 4
 """Of each prompt: what is loaded takes less time, and varies more, than what is computed."""
 
@@ -227,24 +220,21 @@ class Starts:
             RAYKV: partial(self._raykv, {}),
             NATIVE: self._native,
             PLAIN: partial(self._bed.plain, **self._config),
-            BY_LAYER: partial(started_by_layer, self._by_layer, self._notes),
+            BY_LAYER: partial(self._raykv, {"layerwise_loads": True}),
         }
 
     def settle(self) -> None:
         """Wait until RayKV's stores are known."""
         self._bed.settle()
 
-    def _raykv(self, settings: dict[str, Any], **config: Any) -> EngineProcess:
+    def _raykv(self, settings: dict[str, Any]) -> EngineProcess:
         # By default stores cease where nothing is reused, and it is their cost that is measured.
         settings = {"stop_unused_stores": False, **settings}
-        engine = self._bed.raykv(settings=settings, **{**self._config, **config})
+        engine = self._bed.raykv(settings=settings, **self._config)
         self._bed.wait_for_pools()
         if self._is_on_gpu:
             self._wait_for_locks()
         return engine
-
-    def _by_layer(self, **config: Any) -> EngineProcess:
-        return self._raykv({"layerwise_loads": True}, **config)
 
     def _native(self) -> EngineProcess:
         if self._is_on_gpu:
@@ -285,47 +275,11 @@ class Starts:
             time.sleep(LOCK_POLL_S)
 
 
-def started_by_layer(start: Callable[..., EngineProcess], notes: list[str]) -> EngineProcess:
-    """An engine with `layerwise_loads`: with vLLM's default settings, or if it refuses them,
-    without asynchronous scheduling, V2 model runner and full CUDA graphs. `notes` get which.
-
-    Raises:
-        EngineError: neither has started.
-    """
-    try:
-        engine = start()
-    except EngineError as error:
-        notes.append(
-            f"{BY_LAYER}: did not start with vLLM's default settings, so measured with "
-            "async_scheduling=False, VLLM_USE_V2_MODEL_RUNNER=0 and cudagraph_mode=PIECEWISE. It "
-            f"said: {reason_of(error)}"
-        )
-        with first_model_runner():
-            return start(**WITHOUT_NEWS)
-    notes.append(f"{BY_LAYER}: measured with vLLM's default settings.")
-    return engine
-
-
 def reason_of(error: EngineError) -> str:
     """Why an engine has failed: the last errors in what it wrote, or its very end."""
     found = dict.fromkeys(match[0].strip() for match in ERRORS.finditer(str(error)))
     said = [each for each in found if "See root cause above" not in each]
     return " | ".join(said[-MOST_ERRORS:]) or str(error)[-TOLD_OF_ERROR:]
-
-
-@contextmanager
-def first_model_runner() -> Iterator[None]:
-    """Engines that are started meanwhile have vLLM's first model runner."""
-    name = "VLLM_USE_V2_MODEL_RUNNER"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 class Measuring:
@@ -394,7 +348,7 @@ class Measuring:
         before it is known what its weights are.
         """
         self._add(START, name, "s", engine.start_s)
-        settings = engine.call("settings")
+        settings = engine.call("running")
         told = ", ".join(f"{key}={value}" for key, value in settings.items())
         self.notes.append(f"{name}: {told}.")
         give_up_at = time.monotonic() + self._amounts.warm_deadline_s

@@ -113,7 +113,7 @@ class _Engines:
         ) = started_together(
             bed.plain,
             bed.raykv,
-            lambda: bed.raykv(settings={"layerwise_loads": True}, async_scheduling=False),
+            lambda: bed.raykv(settings={"layerwise_loads": True}),
             bed.raykv_elsewhere,
             lambda: bed.other(in_process_connector(bed.pool_bytes)),
             # It can't go on with a prompt that was begun.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +17,7 @@ from raykv.cli import app
 from raykv.lab.bench import gpu
 from raykv.lab.bench.busy import BusyGPU
 from raykv.lab.bench.engine import EngineError, EngineProcess
-from raykv.lab.bench.gpu import FULL, QUICK, WITHOUT_NEWS, Measuring, Requests, started_by_layer
+from raykv.lab.bench.gpu import FULL, QUICK, Measuring, Requests
 from raykv.lab.bench.gpu_report import (
     ALONE,
     BESIDE,
@@ -112,7 +111,7 @@ class FakeEngine:
         self._own.clear()
         return True
 
-    def settings(self) -> dict[str, str]:
+    def running(self) -> dict[str, str]:
         return {"vllm": "0.0"}
 
     def stop(self) -> None:
@@ -245,50 +244,6 @@ def test_what_there_is_is_kept_after_each_length_and_part(bench: Bench) -> None:
     assert cases == sorted(cases)
     # The start and one length, both lengths, then what each part adds.
     assert list(dict.fromkeys(cases)) == [2, 3, 6, 7, 9]
-
-
-class Starter:
-    """Starts engines; `refusals` of them are refused first."""
-
-    def __init__(self, refusals: list[str]) -> None:
-        self.asked: list[tuple[dict[str, Any], str | None]] = []
-        self._refusals = refusals
-
-    def __call__(self, **config: Any) -> EngineProcess:
-        self.asked.append((config, os.environ.get("VLLM_USE_V2_MODEL_RUNNER")))
-        if self._refusals:
-            raise EngineError(self._refusals.pop(0))
-        return cast(EngineProcess, FakeEngine(stores=True))
-
-
-def test_engine_by_layer_has_default_settings_where_it_takes_them() -> None:
-    starter, notes = Starter([]), list[str]()
-    started_by_layer(starter, notes)
-    assert [config for config, _ in starter.asked] == [{}]
-    (note,) = notes
-    assert "vLLM's default settings" in note
-
-
-@pytest.mark.parametrize("before", [None, "1"])
-def test_engine_by_layer_falls_back_and_says_so(
-    before: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    if before is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", before)
-    said = "SettingError: layerwise_loads can't be had: vLLM schedules a step before"
-    starter, notes = Starter([f"it has ended\n  {said}\nTraceback"]), list[str]()
-    started_by_layer(starter, notes)
-    assert starter.asked == [({}, before), (WITHOUT_NEWS, "0")]
-    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == before
-    (note,) = notes
-    assert note.endswith(said)
-    assert "async_scheduling=False" in note
-
-
-def test_engine_by_layer_that_never_starts_is_an_error() -> None:
-    with pytest.raises(EngineError, match="the second"):
-        started_by_layer(Starter(["the first", "the second"]), [])
 
 
 def test_full_sizes_fit_into_the_memory_that_is_meant_for_them() -> None:
