@@ -533,8 +533,8 @@ def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Finding:
     most = max(reasons, key=lambda each: reasons[each], default="")
     why = f"; {reasons[most]:,} prompt tokens were computed for the reason {most}" if most else ""
     mend = (
-        "`raykv why-miss` of a request says why its tokens were computed: evicted or pool_full "
-        "need a larger pool_bytes; never_stored means that no two prompts begin alike"
+        "`raykv why-miss` of a request says why its tokens were computed: evicted, pool_full or "
+        "no_lease need a larger pool_bytes; never_stored means that no two prompts begin alike"
     )
     what = f"{names} have stored {stored:,} chunks and loaded none{why}"
     return _warn("use", what, _MORE_WINDOWS if most == MissReason.WINDOW_MISSING else mend)

@@ -107,8 +107,8 @@ def serve(
         pool_bytes: Memory that this node lends, as the setting of that name; None is its default.
 
     Raises:
-        SettingError: The flags ask for another connector, or contradict each other, or a setting
-            is unknown or malformed; nothing has been started then.
+        SettingError: The flags ask for another connector, or contradict each other, a setting is
+            unknown or malformed, or the model is no folder; nothing has been started then.
         VersionError: vLLM is not installed.
         ClusterError: The Ray cluster cannot be reached or started.
     """
@@ -137,8 +137,14 @@ def serve(
 
 
 def _folder_of(model: str) -> str:
-    """`model`, or the folder of the demo's model, which is downloaded first if it is missing."""
+    """`model`, or the folder of the demo's model, which is downloaded first if it is missing.
+
+    Raises:
+        SettingError: it is a path of nothing; vLLM would look for a repository of that name.
+    """
     if model != SMALL_MODEL:
+        if model.startswith(("/", "./", "../")) and not Path(model).exists():
+            raise SettingError(f"there is no model at {model}: name its folder, or a repository")
         return model
     from raykv.serve.models import smollm2
 

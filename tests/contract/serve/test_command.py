@@ -54,6 +54,12 @@ def test_small_model_is_fetched_and_other_names_are_vllms(
     assert capsys.readouterr().err == "raykv: downloading\n"
 
 
+@pytest.mark.parametrize("path", ["{}/nothing", "./nothing", "../nothing"])
+def test_path_of_no_model_is_refused_before_anything_starts(tmp_path: Path, path: str) -> None:
+    with pytest.raises(SettingError, match="there is no model at .*nothing"):
+        command.serve(path.format(tmp_path), [], ray_address=None, pool_bytes=None)
+
+
 def test_plan_serve_names_the_connector_without_any_flag() -> None:
     args = plan().vllm_args(ADDRESS)
     assert args[:2] == ["serve", "some/model"]
