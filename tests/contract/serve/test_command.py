@@ -56,7 +56,7 @@ def test_small_model_is_fetched_and_other_names_are_vllms(
 
 @pytest.mark.parametrize("path", ["{}/nothing", "./nothing", "../nothing"])
 def test_path_of_no_model_is_refused_before_anything_starts(tmp_path: Path, path: str) -> None:
-    with pytest.raises(SettingError, match="there is no model at .*nothing"):
+    with pytest.raises(SettingError, match="there is no model at"):
         command.serve(path.format(tmp_path), [], ray_address=None, pool_bytes=None)
 
 
