@@ -91,6 +91,10 @@ class FetchCost:
         return self._refusals % EXPLORE_EVERY == 0
 
 
+MOST_STEPS = 64
+"""Under way at a time; vLLM has as many as there are stages of its pipeline, and one more."""
+
+
 class StepTimes:
     """How long an engine's steps take; vLLM may schedule one before the one before it has ended."""
 
@@ -101,6 +105,9 @@ class StepTimes:
 
     def begin(self, step: object, num_tokens: int, now: float) -> None:
         """A step goes out."""
+        if len(self._under_way) >= MOST_STEPS:
+            # Nobody tells of their ends.
+            self._under_way.clear()
         self._under_way[id(step)] = step, num_tokens, now
 
     def end(self, step: object, now: float) -> tuple[int, float] | None:

@@ -1,8 +1,8 @@
 """Loads of requests that vLLM goes on with at once, while their KV is still coming.
 
            begin                   end_step                 evicted
-  request ───────► under way ──────────────► some came not ────────► gone
-                                    │ all came
+  request ───────► under way ──────────────► some came not ────────► gone, and its request is
+                                    │ all came                       preempted by the owner
                                     └──────────────────────────────► gone
 
 vLLM puts the blocks of such a request into its prefix cache when it allocates them, those that are
@@ -81,6 +81,11 @@ class LayeredLoads:
     def is_spoiled(self, request_id: str) -> bool:
         """Whether the request must not store any more."""
         return request_id in self._spoiled
+
+    @property
+    def spoiled(self) -> Set[str]:
+        """All of these."""
+        return self._spoiled
 
     @property
     def beginning(self) -> dict[str, LayeredLoad]:

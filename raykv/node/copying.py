@@ -58,12 +58,14 @@ class StoreWaits:
 @dataclass
 class _Progress:
     """How far a job is: chunks that are admitted and have not ended, in order; spans of them that
-    the back end has taken; and the first chunk that was not looked at yet.
+    the back end has taken; the first chunk that was not looked at yet; and how long its stores may
+    still wait for readers.
     """
 
+    wait_s: float
     admitted: deque[int] = field(default_factory=deque)
     begun: deque[Span] = field(default_factory=deque)
-    next: int = 0
+    first_left: int = 0
 
     def take(self) -> list[int]:
         """The chunks that have not ended, which somebody ends now."""
@@ -111,38 +113,53 @@ class Copying:
         if queued.job.by_layer:
             return self._copy_by_layer(queued)
         runs = queued.worker.planner.plan(queued.job)
-        progress = _Progress()
+        progress = _Progress(self._waits.readers_s)
         num_bytes = 0
         try:
             backend = queued.worker.backend(self._keeper.pool.address, self._rows)
             parts = self._parts(queued, runs, progress)
             with closing(backend.copy_each(queued.direction, parts, queued.stop)) as answers:
                 for done in answers:
+                    if not progress.begun:
+                        # It was stopped before anything was asked for.
+                        break
                     span = progress.begun.popleft()
                     ended = [progress.admitted.popleft() for _ in span.chunks]
                     num_bytes += sum(compress(span.chunk_bytes, self._end(queued, ended, done)))
             # It was stopped before.
             self._end(queued, progress.take(), done=False)
-            for chunk in range(progress.next, len(queued.job.handles.keys)):
+            for chunk in range(progress.first_left, len(queued.job.handles.keys)):
                 queued.refusals[chunk] = Refusal.CANCELLED
         finally:
             self._abandon(queued, progress.take())
+            self._fail_rest(queued, progress.first_left)
         return num_bytes
 
+    def _fail_rest(self, queued: QueuedJob, first: int) -> None:
+        """Have the other ranks of a store that has ended early know it of the chunks that were not
+        looked at: else they store their parts, and the slots are lost until the wait for this one
+        is over.
+        """
+        if queued.direction is Direction.STORE and queued.worker.hello.num_ranks > 1:
+            for chunk in range(first, len(queued.job.handles.keys)):
+                if self._begin_store(queued, chunk, 0.0) is Refusal.NONE:
+                    self._end_store(queued, chunk, done=False)
+
     def _parts(self, queued: QueuedJob, runs: CopyRuns, progress: _Progress) -> Iterator[CopyRuns]:
-        """The parts to copy. When the back end takes one, its chunks have just been admitted."""
+        """The parts to copy. Chunks are admitted when the back end asks for the first part that has
+        any of them.
+        """
         is_host_store = queued.lane == (HOST, Direction.STORE)
         most_bytes = HOST_SPAN_BYTES if is_host_store else SPAN_BYTES
         slab_bytes = self._keeper.table.geometry.slab_bytes
-        give_up_at = time.monotonic() + self._waits.readers_s
         num_chunks = len(queued.job.handles.keys)
         chunk_bytes = max(1, runs.num_bytes // max(1, num_chunks))
         wave_bytes = min(FIRST_BYTES, most_bytes)
-        while progress.next < num_chunks:
-            first = progress.next
-            progress.next = min(num_chunks, first + max(1, wave_bytes // chunk_bytes))
+        while progress.first_left < num_chunks:
+            first = progress.first_left
+            progress.first_left = min(num_chunks, first + max(1, wave_bytes // chunk_bytes))
             wave_bytes = most_bytes
-            admitted = self._admit(queued, range(first, progress.next), give_up_at)
+            admitted = self._admit(queued, range(first, progress.first_left), progress)
             progress.admitted += admitted
             for span in spans(runs, admitted, slab_bytes, most_bytes):
                 self._give_way(queued)
@@ -153,8 +170,8 @@ class Copying:
         """Copy all chunks layer by layer; the worker learns of each layer."""
         planner, job = queued.worker.planner, queued.job
         planner.check(job)
-        give_up_at = time.monotonic() + self._waits.readers_s
-        left = self._admit(queued, range(len(job.handles.keys)), give_up_at)
+        progress = _Progress(self._waits.readers_s)
+        left = self._admit(queued, range(len(job.handles.keys)), progress)
         num_bytes = 0
         try:
             backend = queued.worker.backend(self._keeper.pool.address, self._rows)
@@ -171,7 +188,7 @@ class Copying:
             self._abandon(queued, left)
         return num_bytes
 
-    def _admit(self, queued: QueuedJob, chunks: Sequence[int], give_up_at: float) -> list[int]:
+    def _admit(self, queued: QueuedJob, chunks: Sequence[int], progress: _Progress) -> list[int]:
         """Admit chunks to the slot table; the others get their refusal."""
         admitted: list[int] = []
         try:
@@ -185,7 +202,9 @@ class Copying:
                 queued.refusals.update(refused)
                 return [chunk for chunk in chunks if chunk not in refused]
             for chunk in chunks:
-                refusal = self._begin_store(queued, chunk, give_up_at)
+                began = time.monotonic()
+                refusal = self._begin_store(queued, chunk, progress.wait_s)
+                progress.wait_s -= time.monotonic() - began
                 if refusal is not Refusal.NONE:
                     queued.refusals[chunk] = refusal
                     continue
@@ -196,13 +215,13 @@ class Copying:
             raise
         return admitted
 
-    def _begin_store(self, queued: QueuedJob, chunk: int, give_up_at: float) -> Refusal:
+    def _begin_store(self, queued: QueuedJob, chunk: int, wait_s: float) -> Refusal:
         hello = queued.worker.hello
         return self._keeper.begin_store(
             queued.name(chunk),
             hello.rank,
             hello.num_ranks,
-            give_up_at - time.monotonic(),
+            wait_s,
             self._waits.ranks_s,
             queued.stop,
         )

@@ -56,18 +56,25 @@ class Integrity:
         `CORRUPT`: its bytes have changed. `CANCELLED`: there was no time to find out.
         """
         refusals = self._keeper.begin_loads(names, wanted)
-        for at, name in enumerate(names):
-            if refusals[at] is Refusal.NONE and self._must_compare(name):
-                refusals[at] = self._compare(name, is_cancelled)
+        reading = {at for at, refusal in enumerate(refusals) if refusal is Refusal.NONE}
+        ended = set[int]()
+        try:
+            for at in reading:
+                if self._must_compare(names[at]):
+                    refusals[at] = self._compare(names[at], is_cancelled)
+                    if refusals[at] is not Refusal.NONE:
+                        ended.add(at)
+        except BaseException:
+            ended = reading
+            raise
+        finally:
+            if ended:
+                self._keeper.end_loads(names[at] for at in ended)
         return refusals
 
     def _compare(self, name: ChunkName, is_cancelled: Callable[[], bool]) -> Refusal:
-        """Compare a chunk that has just got a reader, who goes if it is refused."""
         checksum = self._checksum(name, is_cancelled)
-        refusal = Refusal.CANCELLED if checksum is None else self._keeper.settle(name, checksum)
-        if refusal is not Refusal.NONE:
-            self._keeper.end_load(name)
-        return refusal
+        return Refusal.CANCELLED if checksum is None else self._keeper.settle(name, checksum)
 
     def _must_compare(self, name: ChunkName) -> bool:
         is_chosen = self._random.random() * self._loads_per_check < 1

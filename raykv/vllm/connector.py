@@ -253,7 +253,7 @@ class RayKVConnector(OffloadingConnector):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """See `KVConnectorBase_V1.requires_piecewise_for_cudagraph`: it does not, since steps that
-        load by layer are never steps of decoding alone.
+        load by layer are not taken for steps of decoding; see `LEFT_TO_COMPUTE`.
 
         vLLM asks in the user's own process before it starts any other: the right place to refuse
         a wrong setting.

@@ -10,13 +10,14 @@ vLLM's prefix cache, see `raykv.engine.layered`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from raykv.base.errors import SettingError
-from raykv.base.guard import guarded, nothing
+from raykv.base.guard import guarded
 from raykv.base.settings import Settings
 from raykv.engine.layered import LayeredLoad, LayeredLoads
 from raykv.vllm.internals.offloading import OffloadedRequest, SchedulerTables
@@ -35,7 +36,8 @@ PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp
 LEFT_TO_COMPUTE = 2
 """Tokens of a prompt that are computed though they may be known. Without one the step would have no
 result; with one it would look like a step of decoding, for which vLLM may have one graph of all
-layers that waits for nothing."""
+layers that waits for nothing. Should vLLM give it one token only, for want of room in the step, the
+worker sees that no layer has waited, and the prompt is computed."""
 
 
 def refuse_layerwise(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -224,30 +226,44 @@ class LayeredScheduling:
         Blocks of requests that have ended as well are free, but not given away yet; evicting one
         that is in use only removes its name.
         """
-        _, number = self._steps.pop(id(scheduled), (None, -1))
         invalid = invalid_blocks_of(result)
+        _, number = self._steps.pop(id(scheduled), (None, -1))
         lost = self.loads.end_step(number, invalid)
         if invalid:
-            self._compute_anew(scheduler, result, invalid)
+            lost |= self._compute_anew(scheduler, result, invalid)
         if lost:
             evict(lost)
         self.loads.evicted()
         self._allow_stores()
 
-    @guarded(nothing)
-    def _compute_anew(self, scheduler: Any, result: Any, invalid: set[int]) -> None:
-        """Take back whoever has one of these blocks; if that fails, it is left to vLLM."""
+    @guarded(lambda *_: set())
+    def _compute_anew(self, scheduler: Any, result: Any, invalid: set[int]) -> set[int]:
+        """Take back whoever has one of these blocks; if that fails, it is left to vLLM. Which of
+        their blocks were computed from them.
+        """
         taken: dict[str, Sequence[int]] = {**self.loads.lost()}
-        ours = invalid & {block for blocks in taken.values() for block in blocks}
-        for request_id, blocks in blocks_of_running(scheduler):
-            if not invalid.isdisjoint(blocks):
-                taken[request_id] = blocks
-                ours |= invalid.intersection(blocks)
+        taken |= {
+            request_id: blocks
+            for request_id, blocks in blocks_of_running(scheduler)
+            if not invalid.isdisjoint(blocks)
+        }
+        lost = {block for blocks in taken.values() for block in _from_first(invalid, blocks)}
         take_back(scheduler, taken.keys())
-        forget_invalid_blocks(result, ours)
+        forget_invalid_blocks(result, invalid & lost)
+        return lost
 
     def _allow_stores(self) -> None:
         """Of requests whose loads have ended."""
         for name in [name for name in self._allowed if not self.loads.is_under_way(name)]:
             known, num_tokens = self._allowed.pop(name)
             known.most_stored = num_tokens
+        for name in [*self.loads.spoiled]:
+            request = self._tables.find(name)
+            if request is None or request.is_signaled:
+                # It was over before its load.
+                self.loads.forget(name)
+
+
+def _from_first(invalid: Set[int], blocks: Sequence[int]) -> Iterator[int]:
+    """The first invalid block of a request and all behind it."""
+    return dropwhile(lambda block: block not in invalid, blocks)

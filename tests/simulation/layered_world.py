@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -342,6 +343,9 @@ class AheadWorld(World):
     ) -> None:
         super().__init__(model, seed, failing, is_async=is_async, **more)
         self.scheduler.use_v2_model_runner = self._is_second = is_second
+        # With steps ahead vLLM keeps the blocks of who is preempted, or has ended, until those are
+        # over; without, and in some engines with them, it gives them away at once.
+        self.scheduler.defer_block_free = is_async and seed % 3 > 0
         self._most_ahead = 1 if is_async else 0
         self._under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._held: dict[str, Held] = {}
@@ -364,6 +368,18 @@ class AheadWorld(World):
         super().run(most)
         while self._under_way:
             self.step()
+
+    def reset_running(self) -> None:
+        """Forget vLLM's cache, between two steps; all requests begin anew."""
+        with suppress(RuntimeError):  # of blocks that it keeps until a step is over
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def check_rest(self) -> None:
+        """Nothing is left of loads that are over."""
+        layered = self.connector._layered
+        assert layered is not None
+        left = layered._steps, layered._allowed, *vars(layered.loads).values()
+        assert [each for each in left if not isinstance(each, int) and each] == []
 
     def _take_blocks(self, output: Any) -> None:
         super()._take_blocks(output)

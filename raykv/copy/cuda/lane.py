@@ -136,6 +136,8 @@ class Lane:
             # The first one is made up while the device computes.
             rest = iter(parts)
             first = [*islice(rest, 1)]
+            if not first:
+                return
             if not self._wait_for_compute(place.compute_event, stop):
                 yield False
                 return

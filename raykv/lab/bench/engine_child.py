@@ -381,7 +381,9 @@ class ChildEngine:
         import vllm
         from vllm.platforms import current_platform
 
-        config = self._llm.llm_engine.vllm_config
+        from raykv.vllm.internals.engine import configuration_of
+
+        config = configuration_of(self._llm.llm_engine)
         return {
             "vllm": vllm.__version__,
             "device": current_platform.device_type,

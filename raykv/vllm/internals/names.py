@@ -21,6 +21,7 @@ from raykv.vllm.internals.connector_names import (
     REFUSED,
 )
 from raykv.vllm.internals.touched import (
+    LAYERWISE,
     SCHEDULER,
     SERVE,
     WORKER,
@@ -186,9 +187,11 @@ ENGINE_TABLE = (
     Touched(
         "vllm.v1.core.sched.scheduler:Scheduler",
         "update_from_output",
-        "wrapped: a request's first output says where its prompt's tokens came from, and requests "
-        "are taken back whose loads failed within their step",
-        "a warning: answers don't say it, and vLLM's own recovery computes such requests",
+        "wrapped: a request's first output says where its prompt's tokens came from; loads within "
+        "a step end with it; and how long it took is measured",
+        "a warning: answers don't say it, nor is it measured; with layerwise_loads the engine does "
+        "not start",
+        LAYERWISE,
     ),
     Touched(
         "vllm.v1.engine:EngineCoreOutputs",

@@ -195,16 +195,13 @@ class SchedulerTables:
         """What was scheduled, without the preempted requests of which a load has not ended.
 
         vLLM asserts that there are none: 0.32 of those that load again in the same step, as after a
-        reset, and both of those that were preempted with the step of their load under way. Only
-        their stores are to be waited for: a load ends with its step, or has not begun.
+        reset, and both of those that were preempted with the step of their load under way. It would
+        wait for their stores, but who loads has none: a load ends with its step, or has not begun.
         """
         preempted = scheduled.preempted_req_ids or ()
         loading = {name for name in preempted if self.is_loading(name)}
         if not loading:
             return scheduled
-        for number, job in self.known_jobs().items():
-            if job.is_store and job.request_id in loading:
-                self.flushed.add(number)
         return replace(scheduled, preempted_req_ids={*preempted} - loading)
 
     def adopt(self, request: Any) -> None:

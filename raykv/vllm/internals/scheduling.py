@@ -59,16 +59,16 @@ def take_back(scheduler: Any, request_ids: Collection[str]) -> None:
     vLLM's own recovery goes on in the middle of a request. Its second model runner does not hear of
     that, and a step that was scheduled ahead would have its token taken.
     """
-    now = time.monotonic()
-    # The last one first: each goes to the head of those that wait.
-    for request in reversed(scheduler.running[:]):
-        if request.request_id in request_ids:
-            scheduler.running.remove(request)
-            scheduler._preempt_request(request, now)
-            # The first model runner is told its tokens again.
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-    for request_id in request_ids:
-        # Those too that were preempted with the step under way.
-        request = scheduler.requests.get(request_id)
-        if request is not None and request.num_stale_output_tokens:
+    now, running = time.monotonic(), scheduler.running
+    told, known = scheduler.prev_step_scheduled_req_ids, scheduler.requests
+    for request in filter(None, map(known.get, request_ids)):
+        # Of those that were preempted with the step under way.
+        if request.num_stale_output_tokens:
             request.drop_stale_output = True
+    # The last one first: each goes to the head of those that wait.
+    for request in reversed(running[:]):
+        if request.request_id in request_ids:
+            # The first model runner is told its tokens again.
+            told.discard(request.request_id)
+            running.remove(request)
+            scheduler._preempt_request(request, now, drop_stale_output=True)

@@ -56,9 +56,9 @@ class Scheduler:
     def get_block_ids(self, request_id: str) -> tuple[list[int]]:
         return (self.blocks[request_id],)
 
-    def _preempt_request(self, request: Any, _now: float) -> None:
+    def _preempt_request(self, request: Any, _now: float, *, drop_stale_output: bool) -> None:
         assert request not in self.running
-        request.num_stale_output_tokens = 1
+        request.drop_stale_output = drop_stale_output
         self.preempted.append(request.request_id)
 
 
@@ -172,7 +172,8 @@ def test_request_whose_blocks_did_not_come_is_taken_back_and_vllm_does_not_hear_
     assert dropped == {"c", "r"}
     assert [each.request_id for each in engine.scheduler.running] == ["a", "b"]
     assert engine.scheduler.prev_step_scheduled_req_ids == {"a", "b"}
-    assert engine.pool.evicted >= {4, 5, 6, 7, 20}
+    # The other one has computed from a block that did not come, too.
+    assert engine.pool.evicted == {4, 5, 6, 7, 20, 21, 77}
 
 
 def test_request_that_was_preempted_meanwhile_says_nothing_of_what_did_not_come() -> None:
@@ -221,6 +222,7 @@ def test_vllms_own_recovery_has_what_can_not_be_taken_back() -> None:
     engine.scheduler.prev_step_scheduled_req_ids = None  # type: ignore[assignment]
     engine.metadata()
     assert engine.end_step(4) == {4}
+    assert [each.request_id for each in engine.scheduler.running] == ["r"]
     assert engine.pool.evicted == {4, 5, 6, 7}
 
 
