@@ -142,6 +142,24 @@ def test_load_without_a_checksum_is_not_compared(node: Node) -> None:
     assert node.keeper.seal_of(name) is None
 
 
+def test_comparison_that_fails_leaves_no_reader_of_any_chunk(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [node.store(key(number)) for number in range(3)]
+    work_off(node.keeper)
+    settle = node.keeper.settle
+
+    def failing(name: ChunkName, checksum: int) -> Refusal:
+        if name == names[1]:
+            raise OSError("planted")
+        return settle(name, checksum)
+
+    monkeypatch.setattr(node.keeper, "settle", failing)
+    with pytest.raises(OSError, match="planted"):
+        Integrity(node.keeper, 1).begin_loads(names, [NO_BLOCKS] * 3, never)
+    assert [node.keeper.table.readers_of(name.slot) for name in names] == [0, 0, 0]
+
+
 def test_comparison_ends_when_the_job_is_cancelled(node: Node) -> None:
     name = node.store(key(0))
     work_off(node.keeper)

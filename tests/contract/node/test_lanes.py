@@ -278,6 +278,50 @@ def test_job_cancelled_before_its_last_chunks_were_admitted_ends_with_all_of_the
     assert worker.run(STORE, [2, 3], BLOCKS[4:]) == []
 
 
+class Taken:
+    """The lock of a device's lane that somebody else has."""
+
+    def __init__(self) -> None:
+        self.is_wanted = threading.Event()
+
+    def acquire(self, timeout: float) -> bool:
+        self.is_wanted.set()
+        return self.is_wanted.wait(timeout / 100) and False
+
+
+def cancelled_before_its_turn(
+    driven: Driven, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> list[Refusal]:
+    """A store of four chunks that the lane has not let in when it is given up."""
+    lock = Taken()
+    with monkeypatch.context() as patch:
+        patch.setattr(driven._device._lanes[STORE], "_lock", lock)
+        job_id = worker.submit(STORE, [0, 1, 2, 3], BLOCKS)
+        assert lock.is_wanted.wait(LONG_S)
+        worker.link._link._words.cancel(job_id)
+        refusals: list[Refusal] = worker.finish(job_id)
+        return refusals
+
+
+def test_job_cancelled_before_its_lane_is_free_ends_as_cancelled(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = driven.world.worker(num_ranks=1)
+    assert cancelled_before_its_turn(driven, worker, monkeypatch) == [Refusal.CANCELLED] * 4
+    assert driven.driver.calls_of("copy_batch") == []
+
+
+def test_chunks_that_one_rank_has_stored_and_the_other_one_gave_up_are_gone_at_once(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the other one never came to them: else they wait for it until they expire."""
+    ranks = [driven.world.worker(rank=rank, seed=7) for rank in (0, 1)]
+    assert ranks[1].run(STORE, [0, 1, 2, 3], BLOCKS) == []
+    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.WRITING] * 4
+    assert cancelled_before_its_turn(driven, ranks[0], monkeypatch) == [Refusal.CANCELLED] * 4
+    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
+
+
 def test_later_chunk_whose_admission_fails_takes_those_that_are_admitted_back(
     driven: Driven, admitted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
