@@ -124,7 +124,7 @@ class Subscriber:
         self.lock = threading.Lock()
         # A deaf one throws away what it reads.
         self.is_deaf = False
-        self.num_asked = 0
+        self.num_asked = self.num_thrown_away = 0
         self._endpoint, self._replay = endpoint, replay
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -150,6 +150,7 @@ class Subscriber:
         self, questions: zmq.Socket[bytes], topic: bytes, seq_bytes: bytes, payload: bytes
     ) -> None:
         if self.is_deaf:
+            self.num_thrown_away += 1
             return
         name, seq = topic.decode(), int.from_bytes(seq_bytes, "big")
         last = self.index.last_seq.get(name)
@@ -280,6 +281,7 @@ def test_deaf_subscriber_gets_what_it_has_missed(scene: Scene) -> None:
     scene.subscriber.is_deaf = True
     scene.store(NODES[1], range(300, 400))
     wait_until(lambda: scene.publisher().held == 550, SETTLED_S, "the chunks are told")
+    wait_until(lambda: scene.subscriber.num_thrown_away > 0, SETTLED_S, "some come to the deaf one")
     scene.subscriber.is_deaf = False
     scene.store(NODES[1], range(400, 410))
     scene.settle(560)
