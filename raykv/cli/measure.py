@@ -158,7 +158,9 @@ def _check_client(names: list[str] | None, client: ClientOptions) -> None:
     if names and "gpu" in names:
         allowed = ClientOptions(systems=client.systems, logs=client.logs)
     if client != allowed and "client" not in (names or ["client"]):
-        raise SettingError(f"{CLIENT_OPTIONS} are for `raykv bench client`")
+        raise SettingError(
+            f"{CLIENT_OPTIONS} are for `raykv bench client`; `gpu` has --system and --logs too"
+        )
 
 
 @app.command()

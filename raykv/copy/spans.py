@@ -49,12 +49,11 @@ def spans(
         slab_bytes: where the pool has its edges.
         most_bytes: of a span; a chunk that is larger has its own.
     """
-    if len(chunks) < 2:
-        yield from (_alone(runs, chunk) for chunk in chunks)
+    if not chunks:
         return
-    alone = _in_one(runs, chunks, slab_bytes, most_bytes)
-    if alone is not None:
-        yield alone
+    only = _as_planned(runs, chunks, slab_bytes, most_bytes)
+    if only is not None:
+        yield only
         return
     wanted = np.asarray(chunks, np.int64)
     lasts = runs.chunk_ends[wanted]
@@ -85,9 +84,11 @@ def spans(
         )
 
 
-def _in_one(runs: CopyRuns, chunks: Sequence[int], slab_bytes: int, most_bytes: int) -> Span | None:
-    """All of them as they were planned, where they are neighbours that make one span, and no run
-    goes on in the next chunk; else None.
+def _as_planned(
+    runs: CopyRuns, chunks: Sequence[int], slab_bytes: int, most_bytes: int
+) -> Span | None:
+    """All of them, where they are neighbours that make one span, and no run goes on in the next
+    chunk: then their runs are as they were planned; else None.
     """
     first, last = chunks[0], chunks[-1]
     if last - first != len(chunks) - 1:
@@ -97,7 +98,7 @@ def _in_one(runs: CopyRuns, chunks: Sequence[int], slab_bytes: int, most_bytes: 
     some = slice(begin, int(ends[-1]))
     kv, pool, size = runs.kv[some], runs.pool[some], runs.size[some]
     ends = ends - begin
-    if int(size.sum()) > most_bytes:
+    if len(chunks) > 1 and int(size.sum()) > most_bytes:
         return None
     left, right = ends[:-1] - 1, ends[:-1]
     joins = (kv[left] + size[left] == kv[right]) & (pool[left] + size[left] == pool[right])
@@ -106,15 +107,6 @@ def _in_one(runs: CopyRuns, chunks: Sequence[int], slab_bytes: int, most_bytes: 
     chunk_bytes = np.add.reduceat(size, np.append(0, right)).tolist()
     is_edge = np.append(pool[left] // slab_bytes != pool[right] // slab_bytes, True)
     return Span([*chunks], chunk_bytes, CopyRuns(kv, pool, size, ends[is_edge]))
-
-
-def _alone(runs: CopyRuns, chunk: int) -> Span:
-    """A chunk whose runs are as they were planned."""
-    first = int(runs.chunk_ends[chunk - 1]) if chunk else 0
-    some = slice(first, int(runs.chunk_ends[chunk]))
-    size = runs.size[some]
-    part = CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
-    return Span([chunk], [int(size.sum())], part)
 
 
 def _bounds(chunk_bytes: Column, most_bytes: int) -> list[int]:

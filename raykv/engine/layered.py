@@ -36,6 +36,11 @@ class LayeredLoad:
     blocks: tuple[int, ...]
 
 
+def spoiled_blocks(blocks: Sequence[int], invalid: Set[int]) -> list[int]:
+    """Of a request's blocks the first one that did not come, and all behind it."""
+    return list(dropwhile(lambda block: block not in invalid, blocks))
+
+
 class LayeredLoads:
     """See the module's docstring. Steps are numbered, since vLLM may schedule one before the one in
     front of it has ended.
@@ -99,7 +104,7 @@ class LayeredLoads:
         To be followed by `evicted`.
         """
         for load in self._steps.pop(step, {}).values():
-            lost = list(dropwhile(lambda block: block not in invalid, load.blocks))
+            lost = spoiled_blocks(load.blocks, invalid)
             if lost:
                 self._spoiled.add(load.request_id)
                 self._lost.append(load)

@@ -77,8 +77,7 @@ class PoolKeeper:
 
     def begin_load(self, name: ChunkName, wanted: Blocks = NO_BLOCKS) -> Refusal:
         """Register a reader of some blocks of a chunk; see `SlotTable.begin_load`."""
-        with self.lock:
-            return self.table.begin_load(name, wanted)
+        return self.begin_loads((name,), (wanted,))[0]
 
     def begin_loads(self, names: Sequence[ChunkName], wanted: Sequence[Blocks]) -> list[Refusal]:
         """Register a reader of each of some chunks; see `begin_load`."""

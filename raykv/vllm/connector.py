@@ -110,7 +110,7 @@ def logged_refusals() -> Iterator[None]:
 
 def watch_steps() -> None:
     """Have our connectors hear of the end of each step before vLLM looks at its result."""
-    wrap_step_ends(_ending, "_raykv_ending")
+    wrap_step_ends(_ending)
 
 
 def _ending(update: Any) -> Any:

@@ -10,8 +10,7 @@ vLLM's prefix cache, see `raykv.engine.layered`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from itertools import dropwhile
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -19,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from raykv.base.errors import SettingError
 from raykv.base.guard import guarded
 from raykv.base.settings import Settings
-from raykv.engine.layered import LayeredLoad, LayeredLoads
+from raykv.engine.layered import LayeredLoad, LayeredLoads, spoiled_blocks
 from raykv.vllm.internals.offloading import OffloadedRequest, SchedulerTables
 from raykv.vllm.internals.scheduling import (
     blocks_of_running,
@@ -67,8 +66,8 @@ def _against_steps(vllm_config: Any) -> str:
         return "hidden states are not computed layer by layer: leave it out, or use RayKVConnector"
     if parallel.pipeline_parallel_size > 1:
         return (
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} has several steps under "
-            "way at a time: only 1 does not"
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} spreads the layers over "
+            "workers: only 1 does not"
         )
     if vllm_config.speculative_config is not None:
         return "speculative_config adds layers that don't wait for their KV: leave it out"
@@ -247,7 +246,7 @@ class LayeredScheduling:
             for request_id, blocks in blocks_of_running(scheduler)
             if not invalid.isdisjoint(blocks)
         }
-        lost = {block for blocks in taken.values() for block in _from_first(invalid, blocks)}
+        lost = {block for blocks in taken.values() for block in spoiled_blocks(blocks, invalid)}
         take_back(scheduler, taken.keys())
         forget_invalid_blocks(result, invalid & lost)
         return lost
@@ -262,8 +261,3 @@ class LayeredScheduling:
             if request is None or request.is_signaled:
                 # It was over before its load.
                 self.loads.forget(name)
-
-
-def _from_first(invalid: Set[int], blocks: Sequence[int]) -> Iterator[int]:
-    """The first invalid block of a request and all behind it."""
-    return dropwhile(lambda block: block not in invalid, blocks)

@@ -301,7 +301,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         if missing:
             logger.warning(
                 "layerwise_loads: %d layers (%s) did not wait for their KV, so that the prompt is "
-                "computed anew: leave layerwise_loads out with this model",
+                "computed anew: if this comes often, leave layerwise_loads out with this model",
                 len(missing),
                 min(missing),
             )

@@ -17,7 +17,7 @@ from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from tests.fixtures.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers
-from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.fixtures.waiting import wait_until, wait_until_stored
 
 pytestmark = pytest.mark.e2e
 
@@ -114,8 +114,7 @@ def test_states_are_complete_after_prefix_hit_and_after_load_from_the_cache(
     (computed,) = generate(engine, [tokens])
     (own_hit,) = generate(engine, [tokens])
     assert own_hit["cached"] >= 2 * BATCH_TOKENS - BLOCK
-    stored = lambda: cluster.status().nodes[0].bytes_stored  # noqa: E731
-    wait_until_quiet(stored, 20.0, "stores come to an end")
+    wait_until_stored(cluster)
     engine.reset()
     before = engine.call("counters").get("vllm:external_prefix_cache_hits", 0.0)
     (loaded,) = generate(engine, [tokens])

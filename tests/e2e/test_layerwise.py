@@ -16,7 +16,7 @@ from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from tests.fixtures.as_on_gpu import AS_ON_CPU, Ways, engine_in, every_way
 from tests.fixtures.processes import freeze, signal_after
-from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet
+from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_stored
 
 pytestmark = pytest.mark.e2e
 
@@ -72,14 +72,9 @@ def store(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]]) -> 
     """Have `prompts` stored, vLLM's own cache emptied; returns the tokens of vLLM's own hits."""
     engine.tokens(prompts)
     reference = engine.tokens(prompts)
-    wait_for_stores(cluster)
+    wait_until_stored(cluster)
     engine.reset()
     return reference
-
-
-def wait_for_stores(cluster: Cluster) -> None:
-    stored = lambda: cluster.status().nodes[0].bytes_stored  # noqa: E731
-    wait_until_quiet(stored, 20.0, "stores come to an end")
 
 
 def check_whole_hits(engine: EngineProcess, cluster: Cluster, lengths: list[int]) -> None:
@@ -114,7 +109,7 @@ def test_tail_that_is_computed_behind_a_load_is_stored_and_loaded_as_well(
     for tokens, expected in zip(longer, reference, strict=True):
         (output,) = engine.call("generate", prompts=[tokens])
         assert (output["tokens"], output["cached"]) == (expected, len(prefix))
-        wait_for_stores(cluster)
+        wait_until_stored(cluster)
         engine.reset()
     outputs = engine.call("generate", prompts=longer)
     assert [output["tokens"] for output in outputs] == reference

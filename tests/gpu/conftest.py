@@ -12,7 +12,7 @@ import pytest
 
 from raykv.lab.bench.engine import EngineProcess
 from tests.fixtures.as_on_gpu import engine_in
-from tests.fixtures.places import BFLOAT16_TIE, BLOCK, CPU, CUDA, Place
+from tests.fixtures.platforms import BFLOAT16_TIE, BLOCK, CPU, CUDA, Platform
 from tests.fixtures.served import Served
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ on_cpu = [
 @pytest.fixture(
     scope="module",
     params=[pytest.param(CPU, marks=on_cpu), pytest.param(CUDA, marks=on_gpu)],
-    ids=lambda place: place.name,
+    ids=lambda platform: platform.name,
 )
-def place(request: pytest.FixtureRequest) -> Place:
-    found: Place = request.param
+def platform(request: pytest.FixtureRequest) -> Platform:
+    found: Platform = request.param
     return found
 
 
@@ -67,7 +67,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def started(cluster: Cluster, place: Place, model: Path, log: Path, **config: Any) -> Served:
+def started(cluster: Cluster, platform: Platform, model: Path, log: Path, **config: Any) -> Served:
     """An engine over the pool that is there; `raykv` are RayKV's settings, `ways` how it steps (by
     default as vLLM does here), the rest vLLM's.
     """
@@ -77,7 +77,7 @@ def started(cluster: Cluster, place: Place, model: Path, log: Path, **config: An
         **config.pop("raykv", {}),
     }
     config = {"max_model_len": 2048, "block_size": BLOCK, **config}
-    tie = place.tie if config["dtype"] == "float32" else BFLOAT16_TIE
+    tie = platform.tie if config["dtype"] == "float32" else BFLOAT16_TIE
     ways = config.pop("ways", None)
     if ways is None:
         return Served(EngineProcess(model, log, settings, **config), cluster, tie)
@@ -85,15 +85,17 @@ def started(cluster: Cluster, place: Place, model: Path, log: Path, **config: An
 
 
 @pytest.fixture
-def start(cluster: Cluster, place: Place, model_folder: Path, tmp_path: Path) -> Iterator[Start]:
+def start(
+    cluster: Cluster, platform: Platform, model_folder: Path, tmp_path: Path
+) -> Iterator[Start]:
     """Starts engines of one test, over one new pool; see `started`."""
     cluster.down()
     running: list[Served] = []
 
     def start_one(**config: Any) -> Served:
-        model = place.model(model_folder / place.name)
+        model = platform.model(model_folder / platform.name)
         log = tmp_path / f"log-{len(running)}"
-        running.append(started(cluster, place, model, log, **config))
+        running.append(started(cluster, platform, model, log, **config))
         return running[-1]
 
     yield start_one
@@ -103,16 +105,19 @@ def start(cluster: Cluster, place: Place, model_folder: Path, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def start_shared(
-    cluster: Cluster, place: Place, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster,
+    platform: Platform,
+    model_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> StartShared:
     """Starts the one engine of a module's tests, over a new pool, and ends it; see `started`."""
 
     @contextmanager
     def start(**config: Any) -> Iterator[Served]:
         cluster.down()
-        model = place.model(model_folder / place.name)
+        model = platform.model(model_folder / platform.name)
         log = tmp_path_factory.mktemp("engine") / "log"
-        served = started(cluster, place, model, log, **config)
+        served = started(cluster, platform, model, log, **config)
         yield served
         served.process.stop()
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from raykv.lab.bench.prompts import prompt
-from tests.fixtures.places import BLOCK, Place
+from tests.fixtures.platforms import BLOCK, Platform
 from tests.fixtures.processes import freeze, signal_after
 from tests.fixtures.served import Served, parted_at_a_tie, whole
 from tests.fixtures.waiting import wait_until
@@ -38,7 +38,7 @@ FRESH = [prompt(2000 + number, (6 + number) * BLOCK + 13) for number in range(6)
 
 
 @pytest.fixture(scope="module")
-def engine(place: Place, start_shared: StartShared) -> Iterator[Served]:
+def engine(platform: Platform, start_shared: StartShared) -> Iterator[Served]:
     """EngineCore is a process of its own, and waits a second for a load at most."""
     raykv = {
         "load_deadline_s": LOAD_DEADLINE_S,
@@ -46,7 +46,7 @@ def engine(place: Place, start_shared: StartShared) -> Iterator[Served]:
         "cancel_grace_s": 0.5,
     }
     with start_shared(
-        **place.exact,
+        **platform.exact,
         raykv=raykv,
         multiprocess=True,
         max_model_len=1024,

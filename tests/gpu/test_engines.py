@@ -1,7 +1,7 @@
 """vLLM's engines with RayKV on a GPU, in each way in which vLLM runs them there.
 
 `make test-gpu` runs them. Each has a dry run on CPUs, by the same words: what is not there, such as
-graphs, is left out by vLLM or by the place, and the rest of the test is the same.
+graphs, is left out by vLLM or by the platform, and the rest of the test is the same.
 
 Answers are compared with those behind vLLM's own prefix hits of the same length, prompt by prompt:
 then both are computed by the same kernels from the same numbers.
@@ -16,7 +16,7 @@ import pytest
 
 from raykv.lab.bench.prompts import prompt
 from tests.fixtures.as_on_gpu import AS_ON_CPU, AS_ON_GPU, Ways
-from tests.fixtures.places import BLOCK, Place
+from tests.fixtures.platforms import BLOCK, Platform
 from tests.fixtures.zoo import ZOO, build
 from tests.fixtures.zoo_engine import ZooEngine
 from tests.gpu.conftest import Start, started
@@ -45,16 +45,16 @@ def graphs(mode: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("numbers", ["exact", "usual"])
 def test_engines_on_one_device_load_what_the_other_one_stored(
-    place: Place, start: Start, numbers: str
+    platform: Platform, start: Start, numbers: str
 ) -> None:
-    config = getattr(place, numbers)
+    config = getattr(platform, numbers)
     one, other = start(**config, multiprocess=True), start(**config)
     for number, (source, to) in enumerate([(one, other), (other, one)]):
         prompts = some_prompts(100 + 10 * number)
         expected = source.own_hits(prompts)
         source.store(prompts)
         to.check_loads(prompts, expected)
-    assert one.process.call("running")["device"] == place.name
+    assert one.process.call("running")["device"] == platform.name
 
 
 MODES = ["FULL_AND_PIECEWISE", "PIECEWISE", "FULL"]
@@ -69,9 +69,9 @@ RUNS = [
 """How it steps, and the CUDA graphs (None: none)."""
 
 
-def graphs_in(place: Place, mode: str | None) -> dict[str, Any]:
+def graphs_in(platform: Platform, mode: str | None) -> dict[str, Any]:
     """`graphs`, where there are some; one mode stands for all of them in dry runs."""
-    if place.has_graphs:
+    if platform.has_graphs:
         return graphs(mode)
     if mode != MODES[0]:
         pytest.skip("without graphs this is the run with other graphs once more")
@@ -80,42 +80,42 @@ def graphs_in(place: Place, mode: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("ways", "mode"), RUNS, ids=str)
 def test_loads_give_the_tokens_of_prefix_hits_with_graphs_and_either_runner(
-    place: Place, start: Start, ways: Ways, mode: str | None
+    platform: Platform, start: Start, ways: Ways, mode: str | None
 ) -> None:
-    engine = start(**place.exact, **graphs_in(place, mode), ways=ways)
-    if place.has_graphs:
+    engine = start(**platform.exact, **graphs_in(platform, mode), ways=ways)
+    if platform.has_graphs:
         assert engine.process.call("running")["graphs"] == (mode or "NONE")
     engine.check(some_prompts(200))
 
 
 def test_loads_give_the_tokens_of_prefix_hits_as_users_start_engines(
-    place: Place, start: Start
+    platform: Platform, start: Start
 ) -> None:
     """With vLLM's own choice of back end, runner, graphs and scheduling, in its own processes."""
-    config = {"enforce_eager": False} if place.has_graphs else {"ways": AS_ON_GPU}
-    engine = start(**place.usual, **config, multiprocess=True)
+    config = {"enforce_eager": False} if platform.has_graphs else {"ways": AS_ON_GPU}
+    engine = start(**platform.usual, **config, multiprocess=True)
     engine.check(some_prompts(300))
 
 
 @pytest.mark.parametrize("handover", ["ipc", "staged"])
 def test_kv_cache_is_handed_over_as_the_setting_says(
-    place: Place, start: Start, handover: str
+    platform: Platform, start: Start, handover: str
 ) -> None:
     """Staging memory has room for 16 chunks: longer prompts are loaded in parts."""
-    raykv = {"kv_handover": handover, "staging_bytes": 16 * place.block_bytes}
-    engine = start(**place.exact, raykv=raykv)
+    raykv = {"kv_handover": handover, "staging_bytes": 16 * platform.block_bytes}
+    engine = start(**platform.exact, raykv=raykv)
     said = engine.process.log_text
     assert ("is copied through" in said) == (handover == "staged")
-    assert (place.mapped in said) or handover == "staged"
+    assert (platform.mapped in said) or handover == "staged"
     engine.check(some_prompts(400))
 
 
 def test_engine_that_slept_loads_what_it_stored_before_and_stores_again(
-    place: Place, start: Start
+    platform: Platform, start: Start
 ) -> None:
-    engine = start(**place.exact, **place.sleepy, multiprocess=True)
+    engine = start(**platform.exact, **platform.sleepy, multiprocess=True)
     is_staged = "is copied through" in engine.process.log_text
-    assert is_staged == bool(place.sleepy)
+    assert is_staged == bool(platform.sleepy)
     known, new = some_prompts(500), some_prompts(510)
     expected = engine.own_hits(known)
     engine.store(known)
@@ -127,15 +127,15 @@ def test_engine_that_slept_loads_what_it_stored_before_and_stores_again(
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_hybrid_model_loads_what_it_stored(
-    cluster: Cluster, place: Place, tmp_path: Path, name: str
+    cluster: Cluster, platform: Platform, tmp_path: Path, name: str
 ) -> None:
     """Sliding windows beside full attention, in float32, and recurrent states, in bfloat16: vLLM's
     kernels of these know nothing else, and their answers are compared by their probabilities.
     """
     cluster.down()
     model = build(name, tmp_path / "model")
-    config = {**place.exact, "block_size": BLOCK, **ZOO[name].engine}
-    process = started(cluster, place, model, tmp_path / "log", **config).process
+    config = {**platform.exact, "block_size": BLOCK, **ZOO[name].engine}
+    process = started(cluster, platform, model, tmp_path / "log", **config).process
     try:
         engine = ZooEngine(name, model, cluster, process, config)
         for length in (20 * BLOCK + 21, 31 * BLOCK + 21):
@@ -156,11 +156,11 @@ def test_hybrid_model_loads_what_it_stored(
     ids=str,
 )
 def test_layers_are_computed_as_they_are_loaded_between_graphs(
-    place: Place, start: Start, ways: Ways, mode: str
+    platform: Platform, start: Start, ways: Ways, mode: str
 ) -> None:
     """vLLM's graphs of decoding alone stay, where the mode has such."""
-    engine = start(**place.exact, **graphs_in(place, mode), ways=ways, raykv=LAYERWISE)
-    if place.has_graphs:
+    engine = start(**platform.exact, **graphs_in(platform, mode), ways=ways, raykv=LAYERWISE)
+    if platform.has_graphs:
         assert engine.process.call("running")["graphs"] == mode
     engine.check(some_prompts(600))
     longer = [[*tokens, *prompt(620, 2 * BLOCK)] for tokens in some_prompts(600)]

@@ -186,6 +186,9 @@ class World:
         """One step of the engine; requests are `aborted` while the model runs, as vLLM does it."""
         output = self.scheduler.schedule()
         result = self._execute(output)
+        self._end_step(output, result, aborted)
+
+    def _end_step(self, output: Any, result: ModelRunnerOutput, aborted: Sequence[str]) -> None:
         for request_id in output.num_scheduled_tokens:
             if request_id in aborted or self.rng.random() < self.aborting:
                 self.abort(request_id)
@@ -357,12 +360,7 @@ class AheadWorld(World):
             if len(self._under_way) <= self._most_ahead and output.num_scheduled_tokens:
                 return
         output, result = self._under_way.popleft()
-        for request_id in output.num_scheduled_tokens:
-            if request_id in aborted or self.rng.random() < self.aborting:
-                self.abort(request_id)
-        for outputs in self.scheduler.update_from_output(output, result).values():
-            for each in outputs.outputs:
-                self.asked[each.request_id].answer += each.new_token_ids
+        self._end_step(output, result, aborted)
 
     def run(self, most: int = 400) -> None:
         super().run(most)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 SAMPLES_MS = 100
+END_S = 10.0
+"""A command that was killed has ended long before."""
 
 
 def nvidia_smi() -> list[str]:
@@ -65,7 +67,7 @@ class BusyGPU:
         if self._process is None:
             return
         self._process.kill()
-        self._process.wait()
-        self._thread.join()
+        self._process.wait(END_S)
+        self._thread.join(END_S)
         assert self._process.stdout is not None
         self._process.stdout.close()

@@ -90,7 +90,7 @@ class Case:
     @property
     def name(self) -> str:
         where = "scattered" if self.is_scattered else "contiguous"
-        verb = "store" if self.direction is Direction.STORE else "load"
+        verb = self.direction.name.lower()
         return f"{self.page_bytes // KIB} KiB, {verb}, {where}, {thread_text(self.num_threads)}"
 
 

@@ -4,10 +4,9 @@ Each case copies all pages of one size, shuffled in the KV cache and one after t
 pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it in spans of
 chunks, as a NodeActor does, the next one on its way before the end of one is awaited; also chunk by
 chunk, and in one call, which shows what those ends cost. Small pages are copied both ways too,
-whichever the calibration prefers. Whole jobs, as a NodeActor carries them out, are in `copy_jobs`.
-Then what a step costs the worker's thread (the record of its
+whichever the calibration prefers. Then what a step costs the worker's thread (the record of its
 event), what a submission costs a copy thread, and how much longer products of matrices in another
-process take beside copies.
+process take beside copies. Whole jobs, as a NodeActor carries them out, are in `copy_jobs`.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.copy.spans import SPAN_BYTES, spans
 from raykv.lab.bench import copy_jobs
+from raykv.lab.bench.copy_jobs import BIG
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
@@ -63,7 +63,7 @@ MOST_WORKER_US = 100.0
 MOST_SLOWER = 1.02
 SUBMITTED = 1000
 
-OURS, BIG = "RayKV", "one cudaMemcpyAsync"
+OURS = "RayKV"
 BY_CHUNK, IN_ONE_CALL = "RayKV, chunk by chunk", "RayKV, in one call"
 ALONE = "alone"
 ROUTES = {Route.BATCH: "one by one", Route.GATHER: "gathered"}
@@ -81,7 +81,7 @@ class DeviceCase:
 
     @property
     def name(self) -> str:
-        verb = "store" if self.direction is Direction.STORE else "load"
+        verb = self.direction.name.lower()
         return f"{verb}, {self.num_pages:,} pages of {self.page_bytes // KIB} KiB"
 
     @property
@@ -170,9 +170,10 @@ class DeviceSides:
 
         return self._speed(case, copy)
 
-    def big(self, case: DeviceCase) -> float:
-        """GB/s of one copy of as many bytes."""
-        sides = (self.pool, self.kv) if case.direction is Direction.STORE else (self.kv, self.pool)
+    def big(self, case: copy_jobs.Amount, pool: int | None = None) -> float:
+        """GB/s of one copy of as many bytes, with this pool or another one at an address."""
+        pool = self.pool if pool is None else pool
+        sides = (pool, self.kv) if case.direction is Direction.STORE else (self.kv, pool)
 
         def copy() -> None:
             self.driver.copy_one(self.stream, *sides, case.num_bytes)
@@ -229,7 +230,7 @@ class DeviceSides:
         assert done, "it was not cancelled"
 
     @staticmethod
-    def _speed(case: DeviceCase, copy: Callable[[], object]) -> float:
+    def _speed(case: copy_jobs.Amount, copy: Callable[[], object]) -> float:
         began = time.perf_counter()
         copy()
         return case.num_bytes / (time.perf_counter() - began) / 1e9

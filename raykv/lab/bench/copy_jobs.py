@@ -83,7 +83,7 @@ class JobCase:
 
     @property
     def name(self) -> str:
-        verb = "store" if self.direction is Direction.STORE else "load"
+        verb = self.direction.name.lower()
         page = self.shape.page_bytes // KIB
         return f"job, {verb}, {self.num_bytes // MIB} MiB, pages of {page} KiB"
 
@@ -96,6 +96,16 @@ class JobCase:
         return LEAST_JOB_BYTES <= self.num_bytes <= MOST_JOB_BYTES
 
 
+class Amount(Protocol):
+    """So many bytes, one way."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def direction(self) -> Direction: ...
+
+
 class CopySides(Protocol):
     """A KV cache on a device, and what copies there."""
 
@@ -106,8 +116,8 @@ class CopySides(Protocol):
     stream: int
     event: int
 
-    def finish(self) -> None:
-        """Wait for the benchmark's own stream."""
+    def big(self, case: Amount, pool: int) -> float:
+        """GB/s of one copy of as many bytes, with the pool at an address."""
 
 
 def cases(options: Options, shape: Shape, side_bytes: int) -> Iterator[JobCase]:
@@ -218,12 +228,7 @@ class JobSides:
 
     def big(self, case: JobCase) -> float:
         """GB/s of one copy of as many bytes between the same two."""
-        sides, pool = self._sides, self._keeper.pool.address
-        ends = (pool, sides.kv) if case.direction is Direction.STORE else (sides.kv, pool)
-        began = time.perf_counter()
-        sides.driver.copy_one(sides.stream, *ends, case.num_bytes)
-        sides.finish()
-        return case.num_bytes / (time.perf_counter() - began) / 1e9
+        return self._sides.big(case, self._keeper.pool.address)
 
     def _speed(self, case: JobCase, *, by_layer: bool) -> float:
         if case.direction is Direction.LOAD and self._num_stored < case.num_chunks:

@@ -408,9 +408,7 @@ class Measuring:
         seeds = count(UNSHARED)
         for number in range(1 + self._options.repeats_or(4)):
             for case, load in ((PREFILL, self._amounts.prefill), (DECODE, self._amounts.decode)):
-                prompts = [
-                    prompt(next(seeds), load.prompt_tokens) for _ in range(load.num_requests)
-                ]
+                prompts = load.prompts(seeds)
                 began = time.monotonic()
                 found = engine.call("timed", batches=[prompts], max_tokens=load.answer_tokens)
                 if not number:
@@ -458,9 +456,7 @@ class Measuring:
                 # So that its own cache has them.
                 engine.call("timed", batches=[[document] for document in some])
             for case, arrivals in ((ALONE, []), (BESIDE, some)):
-                prompts = [
-                    prompt(next(seeds), load.prompt_tokens) for _ in range(load.num_requests)
-                ]
+                prompts = load.prompts(seeds)
                 found = engine.call(
                     "decode_beside",
                     prompts=prompts,

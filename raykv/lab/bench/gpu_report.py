@@ -44,15 +44,22 @@ def busy_case(case: str) -> str:
     return f"GPU busy, {case}"
 
 
-def ratio(result: Result, case: str, subject: str, other: str) -> float | None:
-    """A subject's value by another's; None if one has not been measured, or not as often."""
-    rows: list[Row] = []
-    for name in (subject, other):
-        try:
-            rows.append(result.row(case, name))
-        except KeyError:
-            return None
-    if len(rows[0].values) != len(rows[1].values):
+Name = tuple[str, str]
+"""Of a row: its case and its subject."""
+
+
+def pair(result: Result, one: Name, other: Name) -> tuple[Row, Row] | None:
+    """Two rows; None if one has not been measured."""
+    try:
+        return result.row(*one), result.row(*other)
+    except KeyError:
+        return None
+
+
+def ratio(result: Result, one: Name, other: Name) -> float | None:
+    """A row's values by another's; None if one has not been measured, or not as often."""
+    rows = pair(result, one, other)
+    if rows is None or len(rows[0].values) != len(rows[1].values):
         return None
     return rows[0].ratio_to(rows[1])
 
@@ -66,7 +73,7 @@ def _verdicts(result: Result, lengths: list[int]) -> Iterator[Verdict]:
     for subject in (RAYKV, BY_LAYER):
         for length in lengths:
             case = length_case(length)
-            measured = ratio(result, case, subject, NATIVE)
+            measured = ratio(result, (case, subject), (case, NATIVE))
             if measured is not None:
                 yield Verdict(
                     f"{case}: {subject}: no slower than {NATIVE}", measured, MOST_OF_NATIVE
@@ -76,7 +83,7 @@ def _verdicts(result: Result, lengths: list[int]) -> Iterator[Verdict]:
         (DECODE, PLAIN, LEAST_OF_PLAIN),
         (REUSE, NATIVE, LEAST_OF_NATIVE),
     ):
-        measured = ratio(result, case, RAYKV, other)
+        measured = ratio(result, (case, RAYKV), (case, other))
         if measured is not None:
             unit = result.row(case, RAYKV).unit
             budget = f"{case}: at least {limit:g} x the {unit} of {other}"
@@ -105,17 +112,15 @@ def _listed(result: Result, lengths: list[int], subject: str, other: str) -> str
     found = []
     for length in lengths:
         case = length_case(length)
-        try:
-            mine, its = (result.row(case, name).median for name in (subject, other))
-        except KeyError:
-            continue
-        found.append(f"{short(mine / its)} with {case}")
+        rows = pair(result, (case, subject), (case, other))
+        if rows is not None:
+            found.append(f"{short(rows[0].median / rows[1].median)} with {case}")
     return ", ".join(found)
 
 
 def _per_token(result: Result) -> Iterator[str]:
     for subject in (RAYKV, NATIVE):
-        measured = ratio(result, PER_TOKEN, subject, PLAIN)
+        measured = ratio(result, (PER_TOKEN, subject), (PER_TOKEN, PLAIN))
         if measured is not None:
             yield (
                 f"{subject}: while its stores run, an output token takes {measured:.3f} x as long "
@@ -125,12 +130,9 @@ def _per_token(result: Result) -> Iterator[str]:
 
 def _beside_known_prompts(result: Result) -> Iterator[str]:
     for subject in (PLAIN, NATIVE, RAYKV):
-        try:
-            alone, beside = (result.row(case, subject) for case in (ALONE, BESIDE))
-        except KeyError:
-            continue
-        if len(alone.values) == len(beside.values):
+        measured = ratio(result, (BESIDE, subject), (ALONE, subject))
+        if measured is not None:
             yield (
                 f"{subject}: while known prompts arrive, an output token takes "
-                f"{beside.ratio_to(alone):.3f} x as long as with nothing beside."
+                f"{measured:.3f} x as long as with nothing beside."
             )

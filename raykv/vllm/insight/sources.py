@@ -58,7 +58,7 @@ class CountedTokens(int):
 def tell_sources(reporter: MissReporter) -> None:
     """From now on first outputs have what the reporter knows."""
     _reporters.add(reporter)
-    if not wrap_step_ends(_telling, "_raykv_telling"):
+    if not wrap_step_ends(_telling):
         logger.warning("this vLLM ends steps in an unknown way: answers have no %s", SOURCES_FIELD)
 
 

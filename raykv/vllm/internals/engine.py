@@ -138,14 +138,15 @@ LOADS = "_load_adapter"
 """Of `WorkerLoRAManager`: the one place where an adapter's files are read."""
 
 
-def wrap(owner: Any, name: str, wrapper: Wrapper, mark: str = "_raykv") -> bool:
-    """Wrap a method, once however often this is called; False: there is none of that name.
-
-    `mark` is what the method is known by that was wrapped; `functools.wraps` hands it on.
+def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:
+    """Wrap a method, once with each wrapper however often this is called; False: there is none of
+    that name.
     """
     method = getattr(owner, name, None)
     if method is None:
         return False
+    # On what was wrapped; `functools.wraps` hands it on to the next one.
+    mark = f"_raykv{getattr(wrapper, '__qualname__', '')}"
     if not hasattr(method, mark):
         wrapped = wrapper(method)
         setattr(wrapped, mark, True)

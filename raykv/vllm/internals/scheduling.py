@@ -9,14 +9,13 @@ from typing import Any
 from raykv.vllm.internals.engine import Wrapper, wrap
 
 
-def wrap_step_ends(wrapper: Wrapper, mark: str) -> bool:
-    """`update(scheduler, scheduled, result)`, which makes of a step the outputs for each front end.
-
-    `mark` keeps several wrappers apart, each of which is there once.
+def wrap_step_ends(wrapper: Wrapper) -> bool:
+    """`update(scheduler, scheduled, result)`, which makes of a step the outputs for each front
+    end.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    return wrap(Scheduler, "update_from_output", wrapper, mark)
+    return wrap(Scheduler, "update_from_output", wrapper)
 
 
 def connectors_of(scheduler: Any) -> list[Any]:

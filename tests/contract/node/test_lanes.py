@@ -28,6 +28,7 @@ from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import HOST, CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
+from raykv.node.integrity import Integrity
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
 from raykv.node.slots import SlotState
 from tests.fixtures.cuda.copies import FakeDriver
@@ -224,18 +225,18 @@ def admitted(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     """
     monkeypatch.setattr(raykv.node.copying, "FIRST_BYTES", 2 * PART_BYTES)
     keeper, seen, count = driven.world.service.keeper, list[tuple[int, int]](), [0]
-    begin_store, begin_loads = keeper.begin_store, keeper.begin_loads
+    begin_store, begin_loads = keeper.begin_store, Integrity.begin_loads
 
     def counted_store(*args: Any) -> Refusal:
         count[0] += 1
         return begin_store(*args)
 
-    def counted_loads(names: Any, wanted: Any) -> list[Refusal]:
+    def counted_loads(integrity: Integrity, names: Any, *args: Any) -> list[Refusal]:
         count[0] += len(names)
-        return begin_loads(names, wanted)
+        return begin_loads(integrity, names, *args)
 
     monkeypatch.setattr(keeper, "begin_store", counted_store)
-    monkeypatch.setattr(keeper, "begin_loads", counted_loads)
+    monkeypatch.setattr(Integrity, "begin_loads", counted_loads)
     driven.driver.on_batch = lambda number: seen.append((number, count[0]))
     return seen
 
@@ -258,24 +259,31 @@ def test_job_cancelled_before_its_last_chunks_were_admitted_ends_with_all_of_the
 ) -> None:
     monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", PART_BYTES)
     worker = driven.world.worker(num_ranks=1)
+    assert cancelled_at(driven, worker, 1) == [Refusal.CANCELLED] * 4
+    assert admitted[-1][1] < 4
+    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
+    # Nobody has touched their slots.
+    assert worker.run(STORE, [2, 3], BLOCKS[4:]) == []
+
+
+def cancelled_at(driven: Driven, worker: Any, batch: int) -> list[Refusal]:
+    """A store of four chunks, given up when so many batches are on their way."""
     job_ids: list[int] = []
     submitted = threading.Event()
-    seen = driven.driver.on_batch
+    before = driven.driver.on_batch
 
     def cancel(number: int) -> None:
-        seen(number)
-        assert submitted.wait(LONG_S)
-        worker.link._link._words.cancel(job_ids[0])
+        before(number)
+        if number == batch:
+            assert submitted.wait(LONG_S)
+            worker.link._link._words.cancel(job_ids[0])
 
     driven.driver.on_batch = cancel
     job_ids.append(worker.submit(STORE, [0, 1, 2, 3], BLOCKS))
     submitted.set()
-    assert worker.finish(job_ids[0]) == [Refusal.CANCELLED] * 4
-    assert admitted[-1][1] < 4
-    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
+    refusals: list[Refusal] = worker.finish(job_ids[0])
     driven.driver.on_batch = lambda _: None
-    # Nobody has touched their slots.
-    assert worker.run(STORE, [2, 3], BLOCKS[4:]) == []
+    return refusals
 
 
 class Taken:
@@ -328,19 +336,19 @@ def test_later_chunk_whose_admission_fails_takes_those_that_are_admitted_back(
     worker = driven.world.worker(num_ranks=1)
     assert worker.run(STORE, [0, 1, 2, 3], BLOCKS) == []
     keeper = driven.world.service.keeper
-    begin_loads = keeper.begin_loads
+    begin_loads = Integrity.begin_loads
 
-    def failing(names: Any, wanted: Any) -> list[Refusal]:
+    def failing(*args: Any) -> list[Refusal]:
         if admitted[-1][0] > 2:
             raise OSError("planted")
-        return begin_loads(names, wanted)
+        return begin_loads(*args)
 
-    monkeypatch.setattr(keeper, "begin_loads", failing)
+    monkeypatch.setattr(Integrity, "begin_loads", failing)
     assert worker.run(LOAD, [0, 1, 2, 3], BLOCKS) == [Refusal.COPY_FAILED] * 4
     assert driven.driver.num_pending == 0
     slots = [Slot(chunk * 2 * PART_BYTES // 4096) for chunk in range(4)]
     assert [keeper.table.readers_of(slot) for slot in slots] == [0] * 4
-    monkeypatch.setattr(keeper, "begin_loads", begin_loads)
+    monkeypatch.setattr(Integrity, "begin_loads", begin_loads)
     assert worker.run(LOAD, [0, 1, 2, 3], BLOCKS) == []
 
 
@@ -380,22 +388,10 @@ def test_store_that_is_cancelled_between_chunks_of_a_batch_leaves_none_ready(
     chunk_by_chunk: Driven,
 ) -> None:
     driven, worker = chunk_by_chunk, chunk_by_chunk.world.worker(num_ranks=1)
-    job_ids: list[int] = []
-    submitted = threading.Event()
-
-    def cancel_at_second(number: int) -> None:
-        if number == 2:
-            assert submitted.wait(LONG_S)
-            worker.link._link._words.cancel(job_ids[0])
-
-    driven.driver.on_batch = cancel_at_second
-    job_ids.append(worker.submit(STORE, [0, 1, 2, 3], BLOCKS))
-    submitted.set()
-    assert worker.finish(job_ids[0]) == [Refusal.CANCELLED] * 4
+    assert cancelled_at(driven, worker, 2) == [Refusal.CANCELLED] * 4
     assert len(driven.driver.calls_of("copy_batch")) == 2
     assert driven.driver.num_pending == 0
     assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
-    driven.driver.on_batch = lambda _: None
     assert worker.run(LOAD, [0, 1], [0, 1, 2, 3]) == [Refusal.STALE] * 2
 
 

@@ -12,7 +12,7 @@ from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.lora import write_adapter
-from tests.fixtures.waiting import wait_until_quiet
+from tests.fixtures.waiting import wait_until_stored
 from tests.fixtures.zoo import (
     PICTURE,
     build,
@@ -187,12 +187,9 @@ def test_prompt_is_found_with_the_picture_that_it_came_with_alone(
     tokens = [20 + number % 480 for number in prompt(1, 100)]
     seeing = [*tokens[:40], PICTURE, *tokens[40:]]
 
-    def stored() -> int:
-        return sum(node.bytes_stored for node in cluster.status().nodes)
-
     def ask(picture: list[int]) -> tuple[list[int], int]:
         (found,) = engine.call("generate", prompts=[seeing], picture=picture)
-        wait_until_quiet(stored, 20.0, "stores come to an end")
+        wait_until_stored(cluster)
         engine.reset()
         return found["tokens"], found["cached"]
 

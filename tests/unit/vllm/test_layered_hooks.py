@@ -12,6 +12,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.request import RequestStatus
 
 from raykv.engine.layered import LayeredLoads
 from raykv.vllm.layered import LayeredScheduling
@@ -88,9 +89,10 @@ class LayeredEngine(Engine):
         self.connector.update_state_after_alloc(request, SimpleNamespace(blocks=[blocks]), loads)
         assert all(block.block_hash == b"there" for block in blocks)
 
-    def metadata(self, **blocks: list[int]) -> Any:
-        """A step goes out, which gives running requests more `blocks`."""
+    def metadata(self, *ended: str, **blocks: list[int]) -> Any:
+        """A step goes out, which gives running requests more `blocks`; others have ended before."""
         output = SchedulerOutput.make_empty()
+        output.finished_req_ids = {*ended}
         output.total_num_scheduled_tokens = 1
         output.scheduled_cached_reqs = CachedRequestData(
             req_ids=[*blocks],
@@ -253,6 +255,19 @@ def test_request_stores_nothing_while_it_loads_and_nothing_more_once_that_failed
     assert manager.prepare_store([key(5)], context).keys_to_store == []
     manager.on_request_finished(context)
     assert not engine.loads.is_spoiled("r")
+
+
+def test_nothing_is_left_of_a_request_that_ended_before_its_load_failed() -> None:
+    engine, request = begun(7 * CHUNK)
+    engine.give(request, engine.ask(request, 0)[0] or 0)
+    engine.metadata()
+    gone: Any = request
+    gone.status = RequestStatus.FINISHED_ABORTED
+    engine.connector.request_finished(request, [])
+    engine.metadata("r")
+    engine.end_step(3)
+    assert not engine.loads.spoiled
+    assert not engine.loads.is_busy
 
 
 def test_own_limit_of_a_request_is_kept_over_its_load() -> None:

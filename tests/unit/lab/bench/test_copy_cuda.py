@@ -14,7 +14,6 @@ from raykv.cli import app
 from raykv.lab.bench import copy, copy_cuda, ttft
 from raykv.lab.bench.copy_cuda import (
     ALONE,
-    BIG,
     BY_CHUNK,
     COUNTS,
     IN_ONE_CALL,
@@ -29,6 +28,7 @@ from raykv.lab.bench.copy_cuda import (
     cases,
     measure,
 )
+from raykv.lab.bench.copy_jobs import BIG
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.report import Options, Result, Row
 from raykv.memory.cuda.driver import CUDAError

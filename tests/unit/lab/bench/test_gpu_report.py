@@ -87,7 +87,7 @@ def test_nothing_is_judged_without_both_rows_or_as_many_values() -> None:
     assert not result_of(Row(case, RAYKV, "s", (1.0,)), Row(PREFILL, PLAIN, "", (1.0,))).verdicts
     cut_short = result_of(Row(case, RAYKV, "s", (1.0, 1.0)), Row(case, NATIVE, "s", (1.0,)))
     assert not cut_short.verdicts
-    assert ratio(cut_short, case, RAYKV, NATIVE) is None
+    assert ratio(cut_short, (case, RAYKV), (case, NATIVE)) is None
 
 
 def test_remarks_tell_ratios_that_have_no_budget() -> None:
