@@ -74,6 +74,7 @@ from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
 from raykv.directory.table.protocol import Changes, ChunkTable
 from raykv.directory.tenants.quotas import Tenants
 from raykv.directory.transfers import Transfers
+from raykv.protocol.columns import Leases
 from raykv.protocol.engine import (
     AttachEngine,
     EngineAttached,
@@ -373,7 +374,9 @@ class BlockManager:
         elif known.namespace != engine.namespace:
             self.leavings.changed(known.namespace, engine.namespace)
         cleared = self._clearings.of(engine.namespace)
-        take_declared(engine, node, message.leases, cleared, self._generations.last)
+        # Of an earlier life the engine is about to hear that it is over.
+        leases = message.leases if message.node_epoch == node.epoch else Leases()
+        take_declared(engine, node, leases, cleared, self._generations.last)
         return engine
 
     def _start_snapshot(self, engine: Engine) -> None:

@@ -425,6 +425,9 @@ class Session:
     def _attach(self) -> None:
         self._follow_node()
         settings, space = self._settings, self._space
+        node_epoch, leases = Epoch(0), Leases()
+        if self._has_arrived:
+            node_epoch, leases = self._view.declared_leases()
         message = AttachEngine(
             version=PROTOCOL_VERSION,
             engine_id=settings.engine_id,
@@ -433,9 +436,10 @@ class Session:
             model=settings.model,
             num_ranks=settings.num_ranks,
             slot_bytes=settings.slot_bytes,
-            leases=self._view.declared_leases() if self._has_arrived else Leases(),
+            leases=leases,
             versions=settings.versions,
             traits=space.traits,
+            node_epoch=node_epoch,
         )
         raw = self._calls.attach(encode(message))
         answer = receive(raw, EngineAttached, SENDER, "the engine")

@@ -454,16 +454,11 @@ class EngineView:
         self.loadable = {} if self._off else self._ready
 
     def node_restarted(self, node_epoch: Epoch) -> None:
-        """The node's pool began anew: no chunk and no lease of the old one is any good.
-
-        The leases go back all the same: the scheduler actor may have believed them for the new one.
-        """
+        """The node's pool began anew: no chunk and no lease of the old one is any good."""
         if node_epoch > self.node_epoch:
             self.node_epoch = node_epoch
-            leases = self._lease_rows()
             self._forget_all(MissReason.NODE_LOST)
             self._tombstones.clear()
-            self._outbox.released.extend(leases)
 
     def move(self, node_id: NodeId) -> None:
         """The engine is at another node, whose pool has nothing that the view knows of.
@@ -561,11 +556,15 @@ class EngineView:
 
     # The exchange
 
-    def declared_leases(self) -> Leases:
-        """All leases, free and in flight: what an engine claims when it attaches again."""
+    def declared_leases(self) -> tuple[Epoch, Leases]:
+        """All leases, free and in flight, and the life of the pool that they are of: what an engine
+        claims when it attaches again.
+        """
+        # First: what comes in between is of a later life, and then not believed.
+        node_epoch = self.node_epoch
         leases = self._lease_rows()
         self._declared = frozenset(handle for _, handle in leases)
-        return lease_columns(leases)
+        return node_epoch, lease_columns(leases)
 
     def _lease_rows(self) -> list[tuple[int, Handle]]:
         flying = [

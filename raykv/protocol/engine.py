@@ -190,8 +190,9 @@ def check_owned(owned: Owned) -> None:
 class AttachEngine(msgspec.Struct, frozen=True):
     """An engine introduces itself to the scheduler actor; also after a restart of that one.
 
-    `slot_bytes` has the slot size of each KV group, in bytes, by group index; `traits` what the
-    namespace is a digest of, in short texts, to say why two namespaces differ.
+    `slot_bytes` has the slot size of each KV group, in bytes, by group index; `node_epoch` is the
+    life of the node's pool that `leases` are of; `traits` what the namespace is a digest of, in
+    short texts, to say why two namespaces differ.
     """
 
     version: int
@@ -204,6 +205,7 @@ class AttachEngine(msgspec.Struct, frozen=True):
     leases: Leases = Leases()
     versions: str = ""
     traits: dict[str, str] = {}
+    node_epoch: int = 0
 
 
 def check_attach(message: AttachEngine) -> None:

@@ -70,7 +70,7 @@ def stored_and_loaded(node_id: str) -> bool:
     def has_slots() -> bool:
         session._exchange_quietly()
         session.drain()
-        return len(view.declared_leases().slots) >= NUM_CHUNKS
+        return len(view.declared_leases()[1].slots) >= NUM_CHUNKS
 
     until(has_slots, "the engine has slots to store into")
     kv = Region.anonymous(2 * NUM_CHUNKS * CHUNK_BYTES, "bare-kv")

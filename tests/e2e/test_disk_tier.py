@@ -19,7 +19,7 @@ from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.status import NodeStatus
 from tests.fixtures.told import told_after
-from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.fixtures.waiting import stage, wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -216,7 +216,7 @@ def test_session_is_brought_from_the_disk_before_it_goes_on(
         others = count(5)
         # That a request has ended is told with the next step of the engine.
         engine.tokens([the_prompt(next(others))])
-        wait_until(lambda: cluster.session("agent").status().stage == "over", 10.0, "it is told")
+        wait_until(lambda: stage(cluster, "agent") == "over", 10.0, "it is told")
         while cluster.lookup(tokens=the_prompt(4)).disk_tokens < PROMPT_CHUNKS * BLOCK:
             # It is over, and goes first.
             engine.tokens([the_prompt(next(others))])

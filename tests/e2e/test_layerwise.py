@@ -64,6 +64,7 @@ def engine(
 ) -> Iterator[EngineProcess]:
     folder = tmp_path_factory.mktemp("engine")
     process = start(cluster, tiny_model, folder, {}, request.param)
+    wait_until_it_stores(process, cluster)
     yield process
     process.stop()
 

@@ -23,7 +23,7 @@ from raykv.protocol.status import NodeStatus
 from raykv.vllm.plan import plan
 from tests.fixtures.as_on_gpu import AS_ON_CPU, AS_ON_GPU, engine_in, extended
 from tests.fixtures.processes import freeze, signal_after
-from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -56,6 +56,7 @@ def engine(
     }
     log = tmp_path_factory.mktemp("engine") / "log"
     process = engine_in(request.param, tiny_model, log, settings, multiprocess=True)
+    wait_until_it_stores(process, cluster)
     yield process
     process.stop()
 

@@ -58,6 +58,7 @@ class Cluster:
         # Reads every event as soon as it is there.
         self.listener = Reader()
         self._old_epochs: set[Epoch] = set()
+        self._first_epoch = self.manager.epoch
         # When an operator has last cleared a namespace (None: all).
         self._cleared_at: dict[Namespace | None, int] = {}
 
@@ -90,8 +91,9 @@ class Cluster:
         return self.manager.epoch in self._old_epochs
 
     def restart_manager(self, epoch: Epoch, cleared: dict[str, int]) -> None:
-        self._old_epochs.update(map(Epoch, range(self.manager.epoch, self.manager.granting + 1)))
+        self._old_epochs.update(map(Epoch, range(self._first_epoch, self.manager.granting + 1)))
         self.manager = BlockManager(epoch, self.settings, cleared=cleared)
+        self._first_epoch = self.manager.epoch
         self._after_manager()
 
     def take_report(self, message: NodeReport, post: Post[NodeReportReply]) -> None:

@@ -108,6 +108,7 @@ class Session:
 
     def _attach(self) -> None:
         identity = self.identity
+        node_epoch, leases = self._view.declared_leases()
         message = AttachEngine(
             version=PROTOCOL_VERSION,
             engine_id=identity.engine_id,
@@ -116,7 +117,8 @@ class Session:
             model="tiny",
             num_ranks=1,
             slot_bytes={0: identity.slot_bytes},
-            leases=self._view.declared_leases(),
+            leases=leases,
+            node_epoch=node_epoch,
         )
         self._call = Call(
             label=f"attach of {identity.engine_id}",

@@ -119,7 +119,7 @@ class Node:
         return found
 
     def leased(self) -> int:
-        return sum(len(view.declared_leases().slots) for view in self.views)
+        return sum(len(view.declared_leases()[1].slots) for view in self.views)
 
 
 def chunk_key(prompt: int, at: int, group: int) -> Key:
@@ -178,10 +178,10 @@ def test_engines_of_a_node_lease_a_quarter_of_its_pool_together() -> None:
 def test_engine_that_stores_has_what_an_idle_one_gives_back() -> None:
     node = Node({0: MIB}, 400 * MIB, 2)
     busy, idle = node.views
-    before = [len(view.declared_leases().slots) for view in (busy, idle)]
+    before = [len(view.declared_leases()[1].slots) for view in (busy, idle)]
     for prompt in range(400):
         node.ask(prompt, 20)
-    after = [len(view.declared_leases().slots) for view in (busy, idle)]
+    after = [len(view.declared_leases()[1].slots) for view in (busy, idle)]
     assert before[0] == before[1]
     assert after[1] < before[1]
     assert after[0] > before[0]

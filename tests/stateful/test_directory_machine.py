@@ -294,6 +294,7 @@ class Engine:
     def send(self) -> None:
         """Make up the next message; the engine goes on while it is under way."""
         if not self._epoch:
+            node_epoch, leases = self.view.declared_leases()
             self.under_way = AttachEngine(
                 version=PROTOCOL_VERSION,
                 engine_id=self.engine_id,
@@ -302,7 +303,8 @@ class Engine:
                 model="tiny",
                 num_ranks=1,
                 slot_bytes={0: self.pages * PAGE},
-                leases=self.view.declared_leases(),
+                leases=leases,
+                node_epoch=node_epoch,
             )
             return
         if self._unanswered is None:
@@ -775,7 +777,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         status = self.manager.status("", "", self.now)
         leased = {engine.engine_id: engine.leased_slots for engine in status.engines}
         declared = {
-            engine.engine_id: len(engine.view.declared_leases().slots) for engine in self.engines
+            engine.engine_id: len(engine.view.declared_leases()[1].slots) for engine in self.engines
         }
         assert leased == declared
         assert sum(node.leased_slots for node in status.nodes) == sum(declared.values())

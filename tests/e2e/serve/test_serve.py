@@ -27,7 +27,7 @@ from tests.fixtures.metric_lint import complaints
 from tests.fixtures.scrapes import by_label, names_in, scrape
 from tests.fixtures.server import START_DEADLINE_S, Server, served
 from tests.fixtures.truth_of_kv import assert_as_transformers_computes
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import stage, wait_until
 from tests.house import CHILDREN, ROOT
 
 pytestmark = pytest.mark.e2e
@@ -97,11 +97,7 @@ def test_client_names_its_session_and_says_that_it_is_over(
 ) -> None:
     text = "Mother died today. Or maybe yesterday, I don't know. I had a telegram. " * 4
     server.complete(text, kv_transfer_params={"raykv_session": "web", "raykv_pause_s": 60})
-
-    def stage() -> str:
-        return "".join(str(each.stage) for each in cluster.sessions() if each.session == "web")
-
-    wait_until(lambda: stage() == "paused", 20.0, "the pause is told")
+    wait_until(lambda: stage(cluster, "web") == "paused", 20.0, "the pause is told")
     chat = {
         "model": "tiny",
         "messages": [{"role": "user", "content": text}],
@@ -109,7 +105,7 @@ def test_client_names_its_session_and_says_that_it_is_over(
         "kv_transfer_params": {"raykv_session": "web", "raykv_session_over": True},
     }
     server.post("/v1/chat/completions", chat)
-    wait_until(lambda: stage() == "over", 20.0, "the end is told")
+    wait_until(lambda: stage(cluster, "web") == "over", 20.0, "the end is told")
     known = cluster.session("web").status()
     assert known.requests == 2
     assert known.chunks >= 2 * (len(text) // 32)

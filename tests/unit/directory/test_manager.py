@@ -143,6 +143,7 @@ class Desk:
         held: Leases = Leases(),  # noqa: B008
         version: int = PROTOCOL_VERSION,
         traits: dict[str, str] | None = None,
+        node_epoch: int = 7,
     ) -> EngineAttached:
         pages = sizes or {0: 1}
         message = AttachEngine(
@@ -155,6 +156,7 @@ class Desk:
             slot_bytes={group: size * PAGE for group, size in pages.items()},
             leases=held,
             traits=traits or {},
+            node_epoch=node_epoch,
         )
         answer = self.manager.attach_engine(message, self.now)
         self.manager.check()
@@ -439,6 +441,17 @@ def test_declared_lease_is_not_believed_when_it_is_another_engines(desk: Desk) -
 )
 def test_declared_lease_is_not_believed_when_it_cannot_be(desk: Desk, row: Row) -> None:
     desk.attach(held=leases([row]))
+    assert len(desk.lease(9)) == 8
+
+
+@pytest.mark.parametrize("node_epoch", [0, 6, 8])
+def test_declared_lease_is_not_believed_when_it_is_of_another_life_of_the_pool(
+    desk: Desk, node_epoch: int
+) -> None:
+    """The engine declares, its NodeActor restarts, and that is heard of first."""
+    rows = desk.lease(8)
+    answer = desk.attach(held=leases(rows), node_epoch=node_epoch)
+    assert answer.rejected == [row.slot for row in rows]
     assert len(desk.lease(9)) == 8
 
 

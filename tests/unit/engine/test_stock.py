@@ -301,7 +301,7 @@ def arrive(view: EngineView, orders: list[FetchOrder], refusal: Refusal = Refusa
 
 def declared(view: EngineView) -> set[int]:
     """Slots of all leases, free and in flight."""
-    return set(view.declared_leases().slots)
+    return set(view.declared_leases()[1].slots)
 
 
 def released(view: EngineView) -> set[int]:
@@ -389,12 +389,13 @@ def test_fetch_that_was_not_begun_is_not_begun_when_its_lease_has_ended(
     assert view.remote.take_orders() == []
 
 
-def test_result_is_ignored_and_all_leases_go_back_when_the_node_has_a_new_life() -> None:
+def test_result_is_ignored_and_all_leases_are_void_when_the_node_has_a_new_life() -> None:
     view, orders = fetching()
     view.node_restarted(Epoch(NODE_EPOCH + 1))
     arrive(view, orders)
     assert look(view, A, B) == [MISS, MISS]
-    assert released(view) == {0, 1, 2, 3}
+    assert released(view) == set()
+    assert view.declared_leases()[1].slots == []
 
 
 def test_result_of_a_forgotten_fetch_is_not_that_of_the_next_one() -> None:

@@ -89,7 +89,7 @@ def attach(view: EngineView, epoch: int = EPOCH, node_epoch: int = NODE_EPOCH) -
 
 
 def free_slots(view: EngineView) -> list[int]:
-    return view.declared_leases().slots
+    return view.declared_leases()[1].slots
 
 
 # Lookups
@@ -547,7 +547,8 @@ def test_leases_and_chunks_stay_when_the_scheduler_actor_begins_a_new_life(
 def test_declared_leases_are_the_free_ones_and_those_in_flight(view: EngineView) -> None:
     view.prepare_store("r", keys("a"))
     view.apply(reply(granted=grant((9, 20), group=1)))
-    declared = view.declared_leases()
+    life, declared = view.declared_leases()
+    assert life == NODE_EPOCH
     rows = set(zip(declared.groups, declared.slots, declared.generations, strict=True))
     assert rows == {(0, 0, 10), (0, 1, 11), (0, 2, 12), (0, 3, 13), (1, 9, 20)}
 
@@ -656,13 +657,27 @@ def test_answer_about_an_older_life_of_the_node_is_not_taken_in(view: EngineView
 @pytest.mark.parametrize(
     "restart", [restarted_by_workers, restarted_by_reply, restarted_by_attaching]
 )
-def test_leases_go_back_when_the_node_has_restarted(
+def test_leases_of_an_older_life_of_the_node_are_neither_declared_nor_given_back(
     view: EngineView, restart: Callable[[EngineView], None]
 ) -> None:
-    """The scheduler actor believed them, if they were declared after it knew the new life."""
     view.prepare_store("r", keys("a"))
     restart(view)
-    assert set(take(view).released.generations) == {10, 11, 12, 13}
+    assert view.declared_leases() == (NODE_EPOCH + 1, Leases())
+    assert take(view).released == Leases()
+
+
+def test_leases_are_declared_as_those_of_the_life_they_began_in(
+    view: EngineView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange thread declares; the engine's may hear of a restart in the middle of it."""
+    rows = view._lease_rows
+
+    def heard_meanwhile() -> list[tuple[int, Handle]]:
+        view.node_restarted(Epoch(NODE_EPOCH + 1))
+        return rows()
+
+    monkeypatch.setattr(view, "_lease_rows", heard_meanwhile)
+    assert view.declared_leases()[0] == NODE_EPOCH
 
 
 def test_leases_that_came_after_they_were_declared_are_not_used(view: EngineView) -> None:
@@ -947,7 +962,7 @@ def test_engine_that_enters_another_namespace_knows_nothing_of_it(view: EngineVi
     assert view.num_ready == 0
     assert free_slots(view) == []
     attach(view)
-    assert view.declared_leases() == Leases()
+    assert view.declared_leases() == (NODE_EPOCH, Leases())
     # A store of before ends, and is of the last namespace.
     view.complete_store(keys("b"))
     assert view.num_ready == 0

@@ -317,7 +317,17 @@ def test_announcement_ends_when_its_engine_goes_silent(desk: Desk) -> None:
 def test_announcement_holds_when_its_engine_attaches_again_with_the_lease(desk: Desk) -> None:
     handles = desk.announce("one", "ab")
     held = Leases([0], handles.slots[:1], handles.generations[:1])
-    message = AttachEngine(PROTOCOL_VERSION, "one", "one", "model", "tiny", 1, {0: PAGE}, held)
+    message = AttachEngine(
+        PROTOCOL_VERSION,
+        "one",
+        "one",
+        "model",
+        "tiny",
+        1,
+        {0: PAGE},
+        held,
+        node_epoch=desk.epochs["one"],
+    )
     desk.manager.attach_engine(message, desk.now)
     assert desk.pending("ab") == "a"
 
