@@ -87,7 +87,16 @@ def take_stored(node: Node, stored: Inventory, cleared: Clearings) -> None:
             else:
                 node.book.hold(name, chunk)
     node.book.drop_overwritten(chunk for _, chunk in strange)
+    slots: set[Slot] = set()
+    slab_sizes: dict[int, int] = {}
     for name, chunk in strange:
+        slab = node.book.geometry.slab_of(chunk.slot)
+        size = slab_sizes.get(slab, chunk.slot_bytes)
+        if chunk.slot in slots or size != chunk.slot_bytes:
+            # After a while without reports one may name several lives of a place.
+            node.book.drop_overwritten([chunk])
+        slots.add(chunk.slot)
+        slab_sizes[slab] = chunk.slot_bytes
         node.book.end_older_lease(chunk)
         held = node.book.find(*name)
         is_void = cleared.cover(name[0], chunk.generation)

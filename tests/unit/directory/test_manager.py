@@ -485,6 +485,21 @@ def test_chunk_is_held_and_an_older_lease_of_its_slot_ends(desk: Desk) -> None:
     assert desk.attach(held=leases([row])).rejected == [row.slot]
 
 
+@pytest.mark.parametrize("pages", [1, 2])
+def test_chunk_is_not_held_when_the_same_report_has_a_later_one_in_its_place(
+    desk: Desk, pages: int
+) -> None:
+    """The node was away for so long that neither lease is known any more."""
+    row, other = desk.lease(2)
+    assert (row.slot, other.slot) == (0, 1)
+    desk.sync(released=leases([row, other]))
+    later = Row(b"b", 0, other.generation + 1, pages=pages)
+    first = [Row(b"a", 0, row.generation), Row(b"c", 1, other.generation)]
+    desk.report([*first, later])
+    assert desk.held("abc") == ("bc" if pages == 1 else "b")
+    assert desk.holds(b"b") == later.generation
+
+
 def test_chunk_is_held_when_its_lease_was_released_but_the_node_has_it(desk: Desk) -> None:
     (row,) = desk.lease(1)
     desk.sync(released=leases([row]))
