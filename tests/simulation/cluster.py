@@ -59,6 +59,8 @@ class Cluster:
         self.listener = Reader()
         self._old_epochs: set[Epoch] = set()
         self._first_epoch = self.manager.epoch
+        # An operator, in this life of the scheduler actor.
+        self.has_cleared = False
         # When an operator has last cleared a namespace (None: all).
         self._cleared_at: dict[Namespace | None, int] = {}
 
@@ -90,10 +92,16 @@ class Cluster:
         """Whether the scheduler actor has that of an earlier life, until a node has told it."""
         return self.manager.epoch in self._old_epochs
 
+    @property
+    def is_clock_late(self) -> bool:
+        """Whether an earlier life had a later epoch, or the same one."""
+        return any(epoch >= self.manager.epoch for epoch in self._old_epochs)
+
     def restart_manager(self, epoch: Epoch, cleared: dict[str, int]) -> None:
         self._old_epochs.update(map(Epoch, range(self._first_epoch, self.manager.granting + 1)))
         self.manager = BlockManager(epoch, self.settings, cleared=cleared)
         self._first_epoch = self.manager.epoch
+        self.has_cleared = False
         self._after_manager()
 
     def take_report(self, message: NodeReport, post: Post[NodeReportReply]) -> None:
@@ -116,6 +124,7 @@ class Cluster:
 
     def clear(self, namespace: Namespace | None) -> None:
         self.manager.clear(namespace)
+        self.has_cleared = True
         # Two lives of one epoch can't be told apart.
         if not self.has_old_epoch:
             self._cleared_at[namespace] = self.tick

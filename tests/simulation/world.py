@@ -298,8 +298,12 @@ class World:
         return engine.identity.engine_id
 
     def scheduler_restarts(self) -> str | None:
-        """It finds what its last life has left with Ray's head node."""
+        """It finds what its last life has left with Ray's head node: but not that this one's clock
+        was late, and that what was to be cleared may be of epochs that are still to come.
+        """
         manager = self.cluster.manager
+        if self.cluster.has_cleared and self.cluster.is_clock_late:
+            return None
         epoch = Epoch(manager.granting + self.rng.randint(1, 2))
         self.cluster.restart_manager(epoch, manager.cleared)
         return f"with epoch {epoch}"
