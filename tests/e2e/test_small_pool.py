@@ -105,6 +105,30 @@ def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
     return process.tokens([the_prompt(seed)], max_tokens=24)[0]
 
 
+FRESH = count(20_000)
+"""Seeds of prompts that nobody has asked before."""
+
+
+def flood(engine: EngineProcess) -> None:
+    """A prompt of two chunks."""
+    engine.tokens([prompt(next(FRESH), 2 * BLOCK)], max_tokens=1)
+
+
+def flood_until(condition: Callable[[], bool], engine: EngineProcess, what: str) -> None:
+    """As many as it takes: on a busy machine most of them are over before the engine has leases."""
+
+    def has_come() -> bool:
+        flood(engine)
+        return condition()
+
+    wait_until(has_come, 60.0, what)
+
+
+def chunks_of(cluster: Cluster, tokens: list[int]) -> int:
+    """The chunks of a prompt that the pool has, from its beginning on."""
+    return cluster.lookup(tokens=tokens).cached_tokens // BLOCK
+
+
 @pytest.mark.support("small pool", models=["llama"])
 @pytest.mark.versions
 @pytest.mark.parametrize("rounds", [8, pytest.param(20, marks=pytest.mark.extended)])
@@ -155,7 +179,17 @@ def test_live_plan_says_what_more_room_would_have_saved(
 def test_prompt_as_long_as_a_step_is_stored_whole_in_a_full_pool(
     engine: EngineProcess, cluster: Cluster
 ) -> None:
-    """Not the first one, if all others have been short since the pool was filled."""
+    """Not the first one, if all others have been short since the pool was filled; and without what
+    was loaded before, which stays longer than what nobody has asked for again.
+    """
+    cluster.clear()
+    engine.reset()
+    stored = cluster.status().nodes[0].chunks_stored
+
+    def is_full() -> bool:
+        return cluster.status().nodes[0].chunks_stored >= stored + POOL_CHUNKS
+
+    flood_until(is_full, engine, "short prompts fill the pool")
     first, tokens = (prompt(seed, STEP_CHUNKS * BLOCK) for seed in (890, 891))
     engine.tokens([first], max_tokens=2)
 
@@ -193,30 +227,6 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
     (only,) = cluster.status().nodes
     assert only.pinned_chunks == 8
     assert cluster.status().engines[0].counters["hints_ignored"] == 0
-
-
-FRESH = count(20_000)
-"""Seeds of prompts that nobody has asked before."""
-
-
-def flood(engine: EngineProcess) -> None:
-    """A prompt of two chunks."""
-    engine.tokens([prompt(next(FRESH), 2 * BLOCK)], max_tokens=1)
-
-
-def flood_until(condition: Callable[[], bool], engine: EngineProcess, what: str) -> None:
-    """As many as it takes: on a busy machine most of them are over before the engine has leases."""
-
-    def has_come() -> bool:
-        flood(engine)
-        return condition()
-
-    wait_until(has_come, 60.0, what)
-
-
-def chunks_of(cluster: Cluster, tokens: list[int]) -> int:
-    """The chunks of a prompt that the pool has, from its beginning on."""
-    return cluster.lookup(tokens=tokens).cached_tokens // BLOCK
 
 
 def have_stored(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> None:
