@@ -45,8 +45,10 @@ OVERLAY := $(VENV)-vllm-$(or $(notdir $(patsubst %/,%,$(WANTED_VLLM))),$(OTHER_V
 OVERLAY_STAMP := $(if $(filter cpu,$(EXTRA)),$(OVERLAY)/.raykv)
 TEST_BIN := $(if $(VLLM),$(OVERLAY)/bin,$(BIN))
 PYTEST_PURE = $(TEST_BIN)/pytest --numprocesses 2 $(PURE_TESTS)
-# Nothing, where all tests run on one version.
-ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,$(OVERLAY)/bin/pytest)
+# Nothing, where all tests run on one version. With what vLLM remembers of models in a place of its
+# own: each version forgets what the other has found, and looks at a model for seconds.
+ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,\
+	env VLLM_CACHE_ROOT=$(abspath $(OVERLAY))/cache $(OVERLAY)/bin/pytest)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-pure test-hosts test-extended test-gpu bench-gpu wheel lint format clean distclean
