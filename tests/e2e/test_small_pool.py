@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
-from tests.fixtures.waiting import stage, wait_until
+from tests.fixtures.waiting import fresh_prompt, stage, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -105,13 +104,9 @@ def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
     return process.tokens([the_prompt(seed)], max_tokens=24)[0]
 
 
-FRESH = count(20_000)
-"""Seeds of prompts that nobody has asked before."""
-
-
 def flood(engine: EngineProcess) -> None:
-    """A prompt of two chunks."""
-    engine.tokens([prompt(next(FRESH), 2 * BLOCK)], max_tokens=1)
+    """A prompt of two chunks that nobody has asked before."""
+    engine.tokens([fresh_prompt(2 * BLOCK)], max_tokens=1)
 
 
 def flood_until(condition: Callable[[], bool], engine: EngineProcess, what: str) -> None:

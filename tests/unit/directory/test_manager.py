@@ -500,6 +500,15 @@ def test_chunk_is_not_held_when_the_same_report_has_a_later_one_in_its_place(
     assert desk.holds(b"b") == later.generation
 
 
+def test_chunk_is_not_held_when_the_same_report_has_a_larger_one_over_it(desk: Desk) -> None:
+    """In a slot of its own: the slab has another slot size since."""
+    _, row = desk.lease(2)
+    assert row.slot == 1
+    desk.manager.detach_engine(EngineId("engine"))
+    desk.report([Row(b"a", 1, row.generation), Row(b"b", 0, row.generation + 1, pages=2)])
+    assert desk.held("ab") == "b"
+
+
 def test_chunk_is_held_when_its_lease_was_released_but_the_node_has_it(desk: Desk) -> None:
     (row,) = desk.lease(1)
     desk.sync(released=leases([row]))
