@@ -244,20 +244,21 @@ class ChildEngine:
         max_tokens: int,
         arrivals: list[list[int]],
         pace_s: float,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Answer prompts, and from the time when all answers have begun have others arrive.
 
         Each of the others wants one token; those that have not arrived when the answers end are
-        left out. Told are seconds per token of the answers, how many others have arrived, and how
-        many of their tokens came out of a cache.
+        left out. Told are seconds per token of the answers, the seconds between any two tokens of
+        an answer, how many others have arrived, and how many of their tokens came out of a cache.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine = self._llm.llm_engine
         waiting, num_arrived, num_cached = deque(arrivals), 0, 0
-        begun: set[str] = set()
         decode_s: list[float] = []
+        last_at: dict[str, float] = {}
+        gaps_s: list[float] = []
 
         def add(name: str, tokens: list[int], count: int) -> None:
             self._served += 1
@@ -274,21 +275,26 @@ class ChildEngine:
             add("answer", tokens, max_tokens)
         next_at = 0.0
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
                 is_answer = output.request_id.startswith("answer")
                 if is_answer:
-                    begun.add(output.request_id)
+                    if output.request_id in last_at:
+                        gaps_s.append(now - last_at[output.request_id])
+                    last_at[output.request_id] = now
                 if output.finished and is_answer:
                     decode_s.append(_seconds_per_token(output, max_tokens))
                 elif output.finished:
                     num_cached += output.num_cached_tokens or 0
-            is_on = len(begun) == len(prompts) and len(decode_s) < len(prompts)
+            is_on = len(last_at) == len(prompts) and len(decode_s) < len(prompts)
             if waiting and is_on and time.monotonic() >= next_at:
                 add("other", waiting.popleft(), 1)
                 num_arrived += 1
                 next_at = time.monotonic() + pace_s
         return {
             "seconds_per_token": fmean(decode_s),
+            "gaps_s": gaps_s,
             "num_arrived": num_arrived,
             "cached": num_cached,
         }

@@ -7,7 +7,8 @@ model runner. One engine is there at a time, and each is started once. All get t
 1. time to the first token of prompts that are known, by their length;
 2. requests that share nothing, with long prompts and with long answers, while all of it is stored;
 3. documents, larger together than the engine's KV memory, that are asked about again;
-4. the time per output token with nothing beside, and while known prompts arrive at a steady pace.
+4. the time per output token with nothing beside, and while known prompts, or new ones, arrive at
+   a steady pace; with the percentiles of the time from token to token.
 
 What there is, is kept at the end of each part. `--quick` tries all of it with a tiny model, also on
 a CPU, where `raykv.lab.bench.in_process` stands in for the native offloading, which needs a GPU.
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 from raykv.base.errors import SettingError
@@ -36,6 +38,9 @@ from raykv.lab.bench.gpu_report import (
     BY_LAYER,
     DECODE,
     NATIVE,
+    NEW,
+    P50,
+    P99,
     PER_TOKEN,
     PLAIN,
     PREFILL,
@@ -44,6 +49,7 @@ from raykv.lab.bench.gpu_report import (
     START,
     busy_case,
     first_time,
+    gap_case,
     judge,
     length_case,
     remarks,
@@ -116,8 +122,8 @@ class Requests:
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured. `num_beside` documents arrive, one each `pace_s`, beside `decodes`.
-    Before each of the requests that follow a store there is a pause.
+    """How much is measured. `num_beside` documents arrive, one each `pace_s`, beside `decodes`;
+    `new_beside` likewise. Before each of the requests that follow a store there is a pause.
     """
 
     lengths: tuple[int, ...]
@@ -128,6 +134,7 @@ class Amounts:
     num_beside: int
     pace_s: float
     decodes: Requests
+    new_beside: Requests
     pause_s: float = 0.15
     warm_deadline_s: float = 60.0
 
@@ -146,6 +153,7 @@ FULL = Amounts(
     num_beside=6,
     pace_s=0.1,
     decodes=Requests(8, 512, 128),
+    new_beside=Requests(8, 2048, 1),
 )
 QUICK = Amounts(
     lengths=(2 * BLOCK,),
@@ -156,6 +164,7 @@ QUICK = Amounts(
     num_beside=2,
     pace_s=0.01,
     decodes=Requests(2, BLOCK, 32),
+    new_beside=Requests(2, 2 * BLOCK, 1),
 )
 
 
@@ -455,7 +464,8 @@ class Measuring:
             if name == PLAIN:
                 # So that its own cache has them.
                 engine.call("timed", batches=[[document] for document in some])
-            for case, arrivals in ((ALONE, []), (BESIDE, some)):
+            new = self._amounts.new_beside.prompts(seeds)
+            for case, arrivals in ((ALONE, []), (BESIDE, some), (NEW, new)):
                 prompts = load.prompts(seeds)
                 found = engine.call(
                     "decode_beside",
@@ -466,19 +476,26 @@ class Measuring:
                 )
                 if number:
                     self._add(case, name, "ms", found["seconds_per_token"] * 1e3)
-                if arrivals:
-                    self._check_arrivals(f"{name}, {case}", found, len(arrivals))
+                    for percentile, gap_s in percentiles(found["gaps_s"]).items():
+                        self._add(gap_case(case, percentile), name, "ms", gap_s * 1e3)
+                self._check_arrivals(f"{name}, {case}", found, len(arrivals))
+                if case == BESIDE:
+                    least = len(some) * (self._amounts.documents.prompt_tokens - BLOCK)
+                    self._check(f"{name}, {case}", found["cached"], least)
             known()
 
-    def _check_arrivals(self, what: str, found: dict[str, float], num_wanted: int) -> None:
-        least = num_wanted * (self._amounts.documents.prompt_tokens - BLOCK)
+    def _check_arrivals(self, what: str, found: dict[str, Any], num_wanted: int) -> None:
         if found["num_arrived"] < num_wanted:
             self.notes.append(
                 f"{what}: only {found['num_arrived']:.0f} of {num_wanted} prompts arrived before "
                 "the answers' ends."
             )
-        else:
-            self._check(what, found["cached"], least)
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """The median and the 99th percentile."""
+    ranks = quantiles(values, n=100, method="inclusive")
+    return {P50: ranks[49], P99: ranks[98]}
 
 
 def _one(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ REUSE = "documents are reused"
 PER_TOKEN = "time per output token, nothing is reused"
 ALONE = "time per output token, nothing beside"
 BESIDE = "time per output token, known prompts beside"
+NEW = "time per output token, new prompts beside"
+P50, P99 = "p50", "p99"
 
 MOST_OF_NATIVE = 1.0
 LEAST_OF_NATIVE = 1.0
@@ -37,6 +39,11 @@ def length_case(length: int) -> str:
 def first_time(subject: str) -> str:
     """The subject of a prompt that nobody knew, in an engine with a connector."""
     return f"{subject}, first time (stores)"
+
+
+def gap_case(case: str, percentile: str) -> str:
+    """The case of a percentile of the times between two tokens of an answer in another one."""
+    return f"{case}, {percentile}"
 
 
 def busy_case(case: str) -> str:
@@ -96,6 +103,7 @@ def remarks(result: Result, lengths: Iterable[int]) -> list[str]:
         *_beside_prefix_hits(result, list(lengths)),
         *_per_token(result),
         *_beside_known_prompts(result),
+        *_behind_copies(result),
     ]
 
 
@@ -136,3 +144,16 @@ def _beside_known_prompts(result: Result) -> Iterator[str]:
                 f"{subject}: while known prompts arrive, an output token takes "
                 f"{measured:.3f} x as long as with nothing beside."
             )
+
+
+def _behind_copies(result: Result) -> Iterator[str]:
+    """Sampled tokens are copied from the GPU by what copies KV, too."""
+    for subject in (RAYKV, NATIVE):
+        for percentile in (P50, P99):
+            case = gap_case(NEW, percentile)
+            measured = ratio(result, (case, subject), (case, PLAIN))
+            if measured is not None:
+                yield (
+                    f"{subject}: while new prompts are computed and stored, the {percentile} of "
+                    f"the time from token to token is {measured:.3f} x that of {PLAIN}."
+                )

@@ -24,6 +24,9 @@ from raykv.lab.bench.gpu_report import (
     BY_LAYER,
     DECODE,
     NATIVE,
+    NEW,
+    P50,
+    P99,
     PER_TOKEN,
     PLAIN,
     PREFILL,
@@ -31,6 +34,7 @@ from raykv.lab.bench.gpu_report import (
     REUSE,
     START,
     first_time,
+    gap_case,
     length_case,
 )
 from raykv.lab.bench.report import ClientOptions, Options, Result
@@ -43,10 +47,13 @@ AMOUNTS = replace(
     decode=Requests(2, 16, 4),
     documents=Requests(2, 2 * BLOCK, 2),
     decodes=Requests(1, 16, 4),
+    new_beside=Requests(2, 2 * BLOCK, 1),
     pause_s=0.0,
     warm_deadline_s=0.0,
 )
 OPTIONS = Options(quick=True, repeats=1)
+GAPS = {gap_case(case, percentile) for case in (ALONE, BESIDE, NEW) for percentile in (P50, P99)}
+STEADY = {ALONE, BESIDE, NEW, *GAPS}
 MEANT = {
     START,
     *map(length_case, AMOUNTS.lengths),
@@ -54,8 +61,7 @@ MEANT = {
     DECODE,
     PER_TOKEN,
     REUSE,
-    ALONE,
-    BESIDE,
+    *STEADY,
 }
 
 
@@ -95,12 +101,14 @@ class FakeEngine:
 
     def decode_beside(
         self, prompts: list[list[int]], max_tokens: int, arrivals: list[list[int]], pace_s: float
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         assert not any(self._answer(tokens) for tokens in prompts)
         assert max_tokens > 1
         assert pace_s > 0
         cached = sum(self._answer(tokens) for tokens in arrivals)
-        return {"seconds_per_token": 0.02, "num_arrived": len(arrivals), "cached": cached}
+        gaps_s = [0.01 * number for number in range(101)]
+        answer = {"seconds_per_token": 0.02, "gaps_s": gaps_s, "cached": cached}
+        return {**answer, "num_arrived": len(arrivals)}
 
     def tokens(self, prompts: list[list[int]], max_tokens: int) -> None:
         for tokens in prompts:
@@ -160,7 +168,7 @@ def test_all_engines_are_asked_the_same_and_judged(bench: Bench) -> None:
             first_time(BY_LAYER),
             BY_LAYER,
         ]
-    for case in (PREFILL, DECODE, PER_TOKEN, REUSE, ALONE, BESIDE):
+    for case in (PREFILL, DECODE, PER_TOKEN, REUSE, *STEADY):
         assert bench.subjects(case) == [RAYKV, NATIVE, PLAIN]
     assert len(bench.result.verdicts) == 2 * len(AMOUNTS.lengths) + 3
     assert all(verdict.measured == 1.0 for verdict in bench.result.verdicts)
@@ -177,6 +185,9 @@ def test_rate_is_that_of_requests_and_of_output_tokens(bench: Bench) -> None:
     assert bench.result.row(PER_TOKEN, PLAIN).values == (10.0,)
     assert bench.result.row(REUSE, PLAIN).values == (1.0,)
     assert bench.result.row(ALONE, PLAIN).values == (20.0,)
+    for case in (ALONE, BESIDE, NEW):
+        assert bench.result.row(gap_case(case, P50), PLAIN).median == pytest.approx(500.0)
+        assert bench.result.row(gap_case(case, P99), PLAIN).median == pytest.approx(990.0)
 
 
 def test_prompt_that_was_not_loaded_is_noted_once(bench: Bench) -> None:
@@ -192,7 +203,7 @@ def test_prompt_that_was_not_loaded_is_noted_once(bench: Bench) -> None:
     [
         ("generate", "start", {START}),
         ("timed", "nothing is reused", {START, *map(length_case, AMOUNTS.lengths)}),
-        ("decode_beside", "time per output token", MEANT - {ALONE, BESIDE}),
+        ("decode_beside", "time per output token", MEANT - STEADY),
     ],
 )
 def test_engine_that_fails_leaves_its_parts_and_the_next_is_measured(
@@ -243,7 +254,7 @@ def test_what_there_is_is_kept_after_each_length_and_part(bench: Bench) -> None:
     cases = [len({row.case for row in result.rows}) for result in bench.kept]
     assert cases == sorted(cases)
     # The start and one length, both lengths, then what each part adds.
-    assert list(dict.fromkeys(cases)) == [2, 3, 6, 7, 9]
+    assert list(dict.fromkeys(cases)) == [2, 3, 6, 7, 7 + len(STEADY)]
 
 
 def test_full_sizes_fit_into_the_memory_that_is_meant_for_them() -> None:
@@ -257,6 +268,7 @@ def test_full_sizes_fit_into_the_memory_that_is_meant_for_them() -> None:
     for load in (FULL.decode, FULL.decodes):
         assert load.num_requests * (load.prompt_tokens + load.answer_tokens) < kv_tokens
     assert FULL.num_beside * FULL.documents.prompt_tokens < 0.8 * kv_tokens
+    assert FULL.new_beside.num_requests * FULL.new_beside.prompt_tokens < 0.8 * kv_tokens
     assert FULL.lengths == (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 

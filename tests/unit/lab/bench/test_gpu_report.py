@@ -10,11 +10,15 @@ from raykv.lab.bench.gpu_report import (
     BY_LAYER,
     DECODE,
     NATIVE,
+    NEW,
+    P50,
+    P99,
     PER_TOKEN,
     PLAIN,
     PREFILL,
     RAYKV,
     REUSE,
+    gap_case,
     judge,
     length_case,
     ratio,
@@ -101,12 +105,19 @@ def test_remarks_tell_ratios_that_have_no_budget() -> None:
         Row(ALONE, NATIVE, "ms", (10.0,)),
         Row(BESIDE, NATIVE, "ms", (12.0,)),
         Row(ALONE, RAYKV, "ms", (10.0,)),
+        Row(gap_case(NEW, P50), PLAIN, "ms", (10.0,)),
+        Row(gap_case(NEW, P99), PLAIN, "ms", (100.0,)),
+        Row(gap_case(NEW, P50), RAYKV, "ms", (10.5,)),
+        Row(gap_case(NEW, P99), NATIVE, "ms", (130.0,)),
     )
+    stored = "while new prompts are computed and stored, the"
     beside = f"{NATIVE}: while known prompts arrive, an output token takes 1.200 x as long as with"
     assert remarks(made, LENGTHS) == [
         f"{RAYKV}, by {PREFIX_HIT}: 0.5 with 1,024 tokens.",
         f"{RAYKV}, by {RECOMPUTE}: 0.1 with 1,024 tokens.",
         f"{RAYKV}: while its stores run, an output token takes 1.100 x as long as with {PLAIN}.",
         f"{beside} nothing beside.",
+        f"{RAYKV}: {stored} p50 of the time from token to token is 1.050 x that of {PLAIN}.",
+        f"{NATIVE}: {stored} p99 of the time from token to token is 1.300 x that of {PLAIN}.",
     ]
     assert not remarks(result_of(), LENGTHS)
