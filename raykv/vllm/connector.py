@@ -150,6 +150,8 @@ class RayKVConnector(OffloadingConnector):
         self._node_epochs: dict[int, int] = {}
         # On the scheduler's side.
         self._steps = StepTimes()
+        # What the workers were told last, or were to be told in a step that failed.
+        self._told: LinkTarget | None = None
         # Requests that vLLM waits for although there is no load job.
         self._stranded: list[str] = []
         # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.
@@ -488,6 +490,7 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._told = self._target()
         self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
         self._tables.forget_blocks_left_behind(scheduler_output.finished_req_ids or ())
         if self._layered is not None:
@@ -497,7 +500,7 @@ class RayKVConnector(OffloadingConnector):
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
         adapters = self._adapters_of(base, scheduler_output)
-        return self._meta_of(base, scheduler_output, self._target(), *adapters)
+        return self._meta_of(base, scheduler_output, self._told, *adapters)
 
     def _meta_of(
         self,
@@ -648,7 +651,12 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:
-        return super().has_pending_push_work()
+        """Workers learn where their NodeActor is with a step: an idle engine makes one for it.
+
+        So the NodeActor opens the KV cache, and page-locks its pool for a GPU, while the engine
+        waits for its first request.
+        """
+        return self._told != self._target() or super().has_pending_push_work()
 
     @guarded(lambda *_: ())
     def take_events(self) -> Iterable[Any]:
