@@ -260,7 +260,8 @@ class Cluster:
         """Why tokens of a request were not loaded; known about a second after it has ended.
 
         Args:
-            request_id: as the API's answer has it, or the beginning of it; vLLM appends to it.
+            request_id: as the API's answer has it, or the client's `X-Request-Id`, or the beginning
+                of it; vLLM appends to it.
 
         Returns:
             The requests whose ids begin so, the newest first, at most 16 of the latest 4,096.

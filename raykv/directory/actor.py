@@ -43,7 +43,7 @@ from raykv.protocol.engine import (
     Naming,
     SyncRequest,
     check_attach,
-    check_sync,
+    checked_sync,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.measures import ClusterMetrics, MetricFamily
@@ -156,8 +156,7 @@ class SchedulerActor:
     def sync(self, raw: bytes) -> bytes:
         """`SyncRequest` → `SyncReply`."""
         with self._measured("sync") as now:
-            request = receive(raw, SyncRequest, "the engine", HERE)
-            check_sync(request)
+            request = checked_sync(receive(raw, SyncRequest, "the engine", HERE))
             self._descriptions.take(request.described)
             reply = self._manager.sync(request, now)
             if request.clear:
