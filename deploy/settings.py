@@ -53,7 +53,7 @@ this page.
 Settings belong in vLLM's `kv_connector_extra_config`. A setting that is not there comes from the
 environment variable `RAYKV_<NAME>`, as in `RAYKV_POOL_BYTES=64GiB`; otherwise it has its default.
 Variables that Kubernetes sets for a Service called `raykv…` are no settings, and ignored.
-Sizes may be written like "8GiB". An unknown key, an invalid value or an unsupported vLLM stops the
+Sizes may be written like "8GiB" or "8Gi". An unknown key, an invalid value or an unsupported vLLM stops the
 engine's start with one sentence that says what to do. `raykv plan MODEL --set NAME=VALUE` says
 whether settings fit a model before anything starts.
 

@@ -25,6 +25,11 @@ SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s") and "_per_s
         ("4096", 4096),
         ("512b", 512),
         ("8GiB", 8 << 30),
+        # As Kubernetes writes them.
+        ("8Gi", 8 << 30),
+        ("512Mi", 512 << 20),
+        ("64Ki", 64 << 10),
+        ("1.5Ti", 3 << 39),
         ("8gib", 8 << 30),
         (" 8 GiB ", 8 << 30),
         ("512MB", 512_000_000),
