@@ -644,7 +644,7 @@ class Cluster:
 
 
 def connect(ray_address: str | None = None) -> Cluster:
-    """Join the cluster that is named, else the one on this host.
+    """Join the cluster that is named, else this user's one on this host.
 
     Raises:
         ClusterError: there is none, there are several, or it can't be reached.
@@ -653,7 +653,9 @@ def connect(ray_address: str | None = None) -> Cluster:
         return Cluster(cluster.current_address(), joined_here=False)
     address = cluster.find_cluster(ray_address)
     if address is None:
-        raise ClusterError("no Ray cluster runs on this host; name one with --ray-address")
+        raise ClusterError(
+            "no Ray cluster runs on this host under this user; name one with --ray-address"
+        )
     cluster.join(address)
     return Cluster(cluster.current_address(), joined_here=True)
 
