@@ -136,8 +136,7 @@ class Settings:
     ray_address: str = _setting(
         "",
         text,
-        "The Ray cluster. Default: RAY_ADDRESS, else this user's one on this host, else a new local "
-        "one",
+        "The Ray cluster. Default: RAY_ADDRESS, else this user's on the host, else a new local one",
     )
     node_id: str = _setting(
         "", text, "The Ray node of this engine. Default: that of the raylet it connects to"

@@ -649,6 +649,7 @@ def connect(ray_address: str | None = None) -> Cluster:
     Raises:
         ClusterError: there is none, there are several, or it can't be reached.
     """
+    cluster.connect_only_when_told()
     if ray.is_initialized():
         return Cluster(cluster.current_address(), joined_here=False)
     address = cluster.find_cluster(ray_address)

@@ -256,6 +256,7 @@ def join(address: str) -> None:
     Raises:
         ClusterError: the cluster can't be reached.
     """
+    connect_only_when_told()
     if ray.is_initialized():
         return
     _use_token()
@@ -283,12 +284,26 @@ def join(address: str) -> None:
         ) from error
 
 
+def connect_only_when_told() -> None:
+    """From now on, let nothing but `ray.init` connect this process.
+
+    Any other call to Ray, a left-over one of a thread too, would join whatever cluster began last
+    on this host, anybody's.
+    """
+    try:
+        from ray._private import auto_init_hook
+
+        auto_init_hook.enable_auto_connect = False
+    except Exception as error:
+        logger.debug("Ray may connect by itself: %s", error)
+
+
 def rejoin(address: str) -> None:
     """Leave the cluster, whatever is left of it, and join the one at the address: at the raylet
     that is here now.
 
     Handles and refs from before are worth nothing, and no other thread may call Ray meanwhile. If
-    it fails this process is no driver any more, and any call to Ray would start a cluster.
+    it fails this process is no driver any more, and any call to Ray fails.
 
     Raises:
         ClusterError: it can't be left, or can't be reached.
