@@ -52,9 +52,10 @@ this page.
 
 Settings belong in vLLM's `kv_connector_extra_config`. A setting that is not there comes from the
 environment variable `RAYKV_<NAME>`, as in `RAYKV_POOL_BYTES=64GiB`; otherwise it has its default.
-Sizes may be written like "8GiB". An unknown key, an invalid value or an unsupported vLLM stops the
-engine's start with one sentence that says what to do. `raykv plan MODEL --set NAME=VALUE` says
-whether settings fit a model before anything starts.
+Variables that Kubernetes sets for a Service called `raykv…` are no settings, and ignored.
+Sizes may be written like "8GiB" or "8Gi". An unknown key, an invalid value or an unsupported vLLM
+stops the engine's start with one sentence that says what to do. `raykv plan MODEL --set NAME=VALUE`
+says whether settings fit a model before anything starts.
 
 The first engine on a node decides the size of the node's pool; an engine that asks for another size
 gets a warning with both numbers. `RAYKV_LOG_LEVEL` (default: INFO) is not a setting of an engine;

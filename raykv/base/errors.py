@@ -42,6 +42,10 @@ class ChunkFileError(RayKVError):
     """A file of chunks is damaged, or not one that this version of RayKV reads."""
 
 
+class OtherFormatError(ChunkFileError):
+    """A file of chunks is whole, and of a format that another version of RayKV reads."""
+
+
 class HiddenStatesError(RayKVError):
     """There are no hidden states of a request, or no file of them; it says why."""
 

@@ -61,6 +61,22 @@ MAX_GENERATION = Generation((LAST_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS
 """The last one of `LAST_EPOCH`."""
 
 
+MAX_REQUEST_ID = 256
+"""Characters of a request's id that are shown; vLLM's own ids have some 60."""
+
+
+def shown_id(request_id: str) -> str:
+    """The id of a request as messages and people get it.
+
+    A client may have chosen it: characters that can't be printed are escaped, and what is beyond
+    `MAX_REQUEST_ID` characters is cut off.
+    """
+    cut = request_id[:MAX_REQUEST_ID]
+    if cut.isprintable():
+        return cut
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)[:MAX_REQUEST_ID]
+
+
 class Blocks(NamedTuple):
     """Blocks of a chunk that follow each other, by their numbers in it."""
 

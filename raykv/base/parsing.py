@@ -20,6 +20,10 @@ UNITS = {
     "mib": 1 << 20,
     "gib": 1 << 30,
     "tib": 1 << 40,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
     "k": 1 << 10,
     "m": 1 << 20,
     "g": 1 << 30,
@@ -67,7 +71,7 @@ def number(value: Any) -> float:
 
 
 def parse_size(name: str, value: Any) -> int:
-    """Bytes out of a number or a text like "8GiB", "512 MB", "1.5g" (g is GiB).
+    """Bytes out of a number or a text like "8GiB", "8Gi", "512 MB", "1.5g" (g is GiB).
 
     Raises:
         SettingError: it is not a positive size.

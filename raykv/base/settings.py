@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -58,6 +59,20 @@ ENV_PREFIX = "RAYKV_"
 
 OTHER_VARIABLES = frozenset({"RAYKV_LOG_LEVEL"})
 """Variables with our prefix that are not settings of an engine."""
+
+
+_SERVICE_LINK = re.compile(
+    r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.+")
+
+
+def _is_service_link(variable: str, value: str) -> bool:
+    """Whether Kubernetes sets it for a Service of the namespace whose name begins as our variables:
+    `raykv-engines` makes `RAYKV_ENGINES_SERVICE_HOST` and `RAYKV_ENGINES_PORT=tcp://…`.
+    """
+    has_address = variable.endswith("_PORT") and _SERVICE_ADDRESS.fullmatch(value) is not None
+    return has_address or _SERVICE_LINK.fullmatch(variable) is not None
 
 
 def _setting(default: Any, parse: Callable[[str, Any], Any], text: str) -> Any:
@@ -121,7 +136,7 @@ class Settings:
     ray_address: str = _setting(
         "",
         text,
-        "The Ray cluster. Default: RAY_ADDRESS, else the one on this host, else a new local one",
+        "The Ray cluster. Default: RAY_ADDRESS, else this user's on the host, else a new local one",
     )
     node_id: str = _setting(
         "", text, "The Ray node of this engine. Default: that of the raylet it connects to"
@@ -349,6 +364,8 @@ def load_settings(
     values: dict[str, Any] = {}
     for variable, value in environment.items():
         if not variable.startswith(ENV_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        if _is_service_link(variable, value):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in known:

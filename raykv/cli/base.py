@@ -46,7 +46,7 @@ Address = Annotated[
     str | None,
     typer.Option(
         "--ray-address",
-        help="The Ray cluster. Default: RAY_ADDRESS, else the one that runs on this host.",
+        help="The Ray cluster. Default: RAY_ADDRESS, else this user's one on this host.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]

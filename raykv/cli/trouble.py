@@ -98,7 +98,7 @@ def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 @app.command("why-miss")
 def why_miss(
     request_id: Annotated[
-        str, typer.Argument(help="The id in the API's answer, or the beginning of it.")
+        str, typer.Argument(help="The id in the answer or in X-Request-Id, or its beginning.")
     ],
     *,
     as_json: AsJson = False,
@@ -179,13 +179,14 @@ def print_explanations(found: Sequence[Explanation], console: Console) -> None:
             f"engine {each.engine_id[:12]} on node {each.node_id[:12]}"
             + (f", of tenant {record.tenant}" if record.tenant else ""),
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
         console.print(_table(record))
         if each.hint:
             text = f"What was missing first had been {each.hint}."
             console.print(text, highlight=False, markup=False, soft_wrap=True)
-        console.print(advice(record), highlight=False, soft_wrap=True)
+        console.print(advice(record), highlight=False, markup=False, soft_wrap=True)
         if record.parting is not None:
             line = parting_sentence(each, record.parting)
             console.print(line, highlight=False, soft_wrap=True, markup=False)

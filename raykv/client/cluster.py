@@ -260,7 +260,8 @@ class Cluster:
         """Why tokens of a request were not loaded; known about a second after it has ended.
 
         Args:
-            request_id: as the API's answer has it, or the beginning of it; vLLM appends to it.
+            request_id: as the API's answer has it, or the client's `X-Request-Id`, or the beginning
+                of it; vLLM appends to it.
 
         Returns:
             The requests whose ids begin so, the newest first, at most 16 of the latest 4,096.
@@ -643,16 +644,19 @@ class Cluster:
 
 
 def connect(ray_address: str | None = None) -> Cluster:
-    """Join the cluster that is named, else the one on this host.
+    """Join the cluster that is named, else this user's one on this host.
 
     Raises:
         ClusterError: there is none, there are several, or it can't be reached.
     """
+    cluster.connect_only_when_told()
     if ray.is_initialized():
         return Cluster(cluster.current_address(), joined_here=False)
     address = cluster.find_cluster(ray_address)
     if address is None:
-        raise ClusterError("no Ray cluster runs on this host; name one with --ray-address")
+        raise ClusterError(
+            "no Ray cluster runs on this host under this user; name one with --ray-address"
+        )
     cluster.join(address)
     return Cluster(cluster.current_address(), joined_here=True)
 

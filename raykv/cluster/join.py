@@ -1,8 +1,8 @@
 """Which Ray cluster, which node, and RayKV's actors in it: find, start, stop.
 
-The cluster is the one that is named (setting, then `RAY_ADDRESS`), else the only one that runs on
-this host, else a new local one that outlives its creator. Never Ray's bare "auto", which joins
-whatever cluster started last.
+The cluster is the one that is named (setting, then `RAY_ADDRESS`), else the only one that this user
+runs on this host, else a new local one that outlives its creator. Never Ray's bare "auto", which
+joins whatever cluster started last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,17 @@ import ray
 from raykv.base.deadlines import RAY_CONNECT_S, RAY_LEAVE_S, RAY_LOOK_S, RAY_START_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.ownership import open_own
+from raykv.base.parsing import shown
 from raykv.base.threads import within
 from raykv.cluster import names
-from raykv.cluster.processes import argument, command_lines, group_of, is_raylet, stop_group
+from raykv.cluster.processes import (
+    argument,
+    command_lines,
+    foreign_command_lines,
+    group_of,
+    is_raylet,
+    stop_group,
+)
 
 GCS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
@@ -41,6 +49,9 @@ MOST_GCS_PATIENCE_S = "2000000"
 """23 days: Ray counts it in milliseconds of 31 bits."""
 
 logger = logging.getLogger("raykv.ray")
+
+MAX_FOREIGN = 4
+"""Clusters of other users that a warning names."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -66,9 +77,18 @@ class Raylet:
 
 
 def raylets() -> list[Raylet]:
-    """The Ray nodes of this host whose raylets run, the latest one last."""
+    """This user's Ray nodes of this host whose raylets run, the latest one last."""
+    return _raylets_among(command_lines())
+
+
+def foreign_raylets() -> list[Raylet]:
+    """What processes of other users claim to be, the latest one last."""
+    return _raylets_among(foreign_command_lines())
+
+
+def _raylets_among(processes: Iterable[tuple[psutil.Process, list[str]]]) -> list[Raylet]:
     found = []
-    for process, arguments in command_lines():
+    for process, arguments in processes:
         if is_raylet(arguments):
             node_id, address = argument(arguments, "node-id"), argument(arguments, "gcs-address")
             with contextlib.suppress(psutil.Error):
@@ -89,15 +109,15 @@ def successor(gone: Raylet, there: Sequence[Raylet]) -> Raylet | None:
 
 
 def running_clusters() -> list[str]:
-    """Addresses (host:port of the GCS) of the Ray clusters with a raylet on this host."""
+    """Addresses (host:port of the GCS) of this user's Ray clusters with a raylet on this host."""
     return sorted({each.address for each in raylets() if each.address})
 
 
 def find_cluster(ray_address: str | None) -> str | None:
-    """The cluster to join, or None if there is none on this host and none was named.
+    """The cluster to join, or None if this user has none on this host and none was named.
 
     Raises:
-        ClusterError: several clusters run on this host and none was named.
+        ClusterError: several clusters of this user run on this host and none was named.
     """
     named = ray_address or os.environ.get("RAY_ADDRESS")
     if named == "local":
@@ -110,7 +130,16 @@ def find_cluster(ray_address: str | None) -> str | None:
             f"{len(running)} Ray clusters run on this host: {', '.join(running)}. Name one with "
             "the setting ray_address, or with RAY_ADDRESS"
         )
-    return running[0] if running else None
+    if running:
+        return running[0]
+    foreign = sorted({shown(each.address) for each in foreign_raylets()})[:MAX_FOREIGN]
+    if foreign:
+        logger.warning(
+            "not joined: what other users run on this host as Ray clusters (%s). To join one, name "
+            "it with the setting ray_address, or with RAY_ADDRESS",
+            ", ".join(foreign),
+        )
+    return None
 
 
 def ensure_cluster(ray_address: str | None, own_ip: str = LOOPBACK) -> Joined:
@@ -227,6 +256,7 @@ def join(address: str) -> None:
     Raises:
         ClusterError: the cluster can't be reached.
     """
+    connect_only_when_told()
     if ray.is_initialized():
         return
     _use_token()
@@ -242,7 +272,7 @@ def join(address: str) -> None:
                 configure_logging=False,
             )
     except Exception as error:
-        if not raylets():
+        if not raylets() and not foreign_raylets():
             raise ClusterError(
                 f"cannot join the Ray cluster at {address}: no Ray node runs on this host. Start "
                 f"one (`ray start --address={address}`), or come from a host that has one"
@@ -254,12 +284,26 @@ def join(address: str) -> None:
         ) from error
 
 
+def connect_only_when_told() -> None:
+    """From now on, let nothing but `ray.init` connect this process.
+
+    Any other call to Ray, a left-over one of a thread too, would join whatever cluster began last
+    on this host, anybody's.
+    """
+    try:
+        from ray._private import auto_init_hook
+
+        auto_init_hook.enable_auto_connect = False
+    except Exception as error:
+        logger.debug("Ray may connect by itself: %s", error)
+
+
 def rejoin(address: str) -> None:
     """Leave the cluster, whatever is left of it, and join the one at the address: at the raylet
     that is here now.
 
     Handles and refs from before are worth nothing, and no other thread may call Ray meanwhile. If
-    it fails this process is no driver any more, and any call to Ray would start a cluster.
+    it fails this process is no driver any more, and any call to Ray fails.
 
     Raises:
         ClusterError: it can't be left, or can't be reached.

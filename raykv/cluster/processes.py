@@ -48,11 +48,33 @@ def _is_ray(arguments: list[str]) -> bool:
 
 
 def command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Every process of this host whose command line can be read."""
+    """Every process of this user on this host.
+
+    Other users may give theirs any name and arguments: what these say is not believed.
+    """
+    return (each for each in _every_command_line() if _is_own(each[0]))
+
+
+def foreign_command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Every process of other users on this host whose command line can be read."""
+    return (each for each in _every_command_line() if not _is_own(each[0]))
+
+
+def _every_command_line() -> Iterator[tuple[psutil.Process, list[str]]]:
     for process in psutil.process_iter(["cmdline"]):
         arguments = process.info["cmdline"]
         if arguments:
             yield process, arguments
+
+
+def _is_own(process: psutil.Process) -> bool:
+    """Whether a process has no user but this one: who starts a program that changes its user
+    chooses its arguments.
+    """
+    try:
+        return set(process.uids()) == {os.getuid()}
+    except psutil.Error:
+        return False
 
 
 def is_raylet(arguments: list[str]) -> bool:
@@ -77,7 +99,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _quietly(action: Any) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         action()
 
 

@@ -24,7 +24,7 @@ import ray
 
 from raykv.base.deadlines import METRICS_COLLECT_S
 from raykv.base.errors import MessageError, VersionError
-from raykv.base.ids import EVERY_NAMESPACE, EngineId, Epoch, Namespace
+from raykv.base.ids import EVERY_NAMESPACE, MAX_EPOCH, EngineId, Epoch, Namespace
 from raykv.base.settings import MetricsPlace
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.base.version import __version__
@@ -43,7 +43,7 @@ from raykv.protocol.engine import (
     Naming,
     SyncRequest,
     check_attach,
-    check_sync,
+    checked_sync,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.measures import ClusterMetrics, MetricFamily
@@ -91,6 +91,14 @@ EXPIRY_PAUSE_S = 0.25
 """Looking for what has been silent too long takes a while in a large cluster."""
 
 
+def first_epoch(wall_time: float, last: int) -> Epoch:
+    """The epoch with which a life begins: above the last one that is remembered, and by the clock
+    above all earlier ones, unless that is wrong: before 2025 or after 2093 it says nothing.
+    """
+    by_clock = int(wall_time) - _EPOCH_ZERO
+    return Epoch(max(by_clock if by_clock <= MAX_EPOCH else 0, last + 1))
+
+
 class SchedulerActor:
     """Runs as the detached Ray actor `scheduler` in the namespace `raykv`."""
 
@@ -107,7 +115,7 @@ class SchedulerActor:
         pins, last = self._steward.start(), self._steward.life
         # Above every earlier life's epoch, also if the host's clock has gone back. Should Ray have
         # lost what that one has left, the NodeActors' reports raise it.
-        epoch = Epoch(max(int(time.time()) - _EPOCH_ZERO, last.epoch + 1))
+        epoch = first_epoch(time.time(), last.epoch)
         self._manager = BlockManager(epoch, settings, cleared=last.cleared)
         # Nobody waits for a compiler: what answers until then takes ten times as long for a chunk.
         self._fast: ChunkTable | None = None
@@ -156,8 +164,7 @@ class SchedulerActor:
     def sync(self, raw: bytes) -> bytes:
         """`SyncRequest` → `SyncReply`."""
         with self._measured("sync") as now:
-            request = receive(raw, SyncRequest, "the engine", HERE)
-            check_sync(request)
+            request = checked_sync(receive(raw, SyncRequest, "the engine", HERE))
             self._descriptions.take(request.described)
             reply = self._manager.sync(request, now)
             if request.clear:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-from raykv.base.ids import MissReason, known_as
+from raykv.base.ids import MissReason, known_as, shown_id
 from raykv.engine.outbox import take
 from raykv.engine.requests import Miss
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord, Parting
@@ -139,7 +139,7 @@ class TokenAccount:
         is_loaded = self.stage is MissStage.SETTLED
         has_key = self.miss is not None and self.miss.reason in missed
         record = MissRecord(
-            request_id=request_id,
+            request_id=shown_id(request_id),
             prompt=self.prompt,
             own=self.own,
             loaded=self.loaded if is_loaded else 0,

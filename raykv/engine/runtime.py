@@ -134,6 +134,7 @@ class EngineRuntime:
             check_pool_bytes(self._settings.pool_bytes, largest, limit.total_bytes, limit.source)
 
     def _join(self) -> cluster.Joined:
+        cluster.connect_only_when_told()
         if ray.is_initialized():
             return cluster.Joined(cluster.current_address(), started=False)
         found = cluster.ensure_cluster(self._settings.ray_address or None)
@@ -179,7 +180,7 @@ class EngineRuntime:
         return ask.find_node_actor(self.node_id)
 
     def _refuse_after_end(self) -> None:
-        """Once Ray has been left, any call to it would start a cluster.
+        """Once Ray has been left, any call to it fails.
 
         Raises:
             ClusterError: the engine is shutting down.

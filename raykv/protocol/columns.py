@@ -369,6 +369,11 @@ def check_keys(what: str, keys: Sequence[bytes]) -> None:
     check_numbers(f"lengths of {what}", set(lengths), 1, MAX_KEY_BYTES)
 
 
+def is_told_name(name: str) -> bool:
+    """Whether messages may have a name that users choose."""
+    return len(name) <= MAX_NAME and name.isprintable()
+
+
 def check_names(what: str, names: Iterable[str]) -> None:
     for name in names:
         require(len(name) <= MAX_NAME, f"{what} of {len(name)} characters")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
+from raykv.base.errors import MessageError
 from raykv.base.ids import TokenSource
 from raykv.base.tenants import is_label
 from raykv.protocol.columns import (
@@ -32,6 +35,10 @@ from raykv.protocol.descriptions import Descriptions, check_descriptions
 from raykv.protocol.measures import BreakerReport, HistogramData, KeySketch
 from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
 from raykv.protocol.sessions import SessionNews, check_news
+
+logger = logging.getLogger("raykv.protocol")
+
+R = TypeVar("R")
 
 CHUNK_NAME_BYTES = 8
 """Bytes of a chunk's key in a record. Two of a million chunks share them with a probability of
@@ -116,18 +123,16 @@ def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
     }
 
 
-def _finished(records: Sequence[MissRecord]) -> None:
-    check_rows("requests that have ended", records)
-    check_names("a request's id", (record.request_id for record in records))
-    for label in {record.tenant for record in records} - {""}:
-        require(is_label(label), f"a tenant's label of {len(label)} characters")
-    for record in records:
-        num_bytes = len(record.chunks)
-        is_cut = num_bytes % CHUNK_NAME_BYTES == 0 and num_bytes <= MAX_NAMES_BYTES
-        require(is_cut, f"{num_bytes} bytes of chunks' names")
-        check_numbers("tokens of a request", (record.prompt, record.chunk_tokens), 0, MAX_NUMBER)
-        if record.parting is not None:
-            _parting(record.parting)
+def _check_record(record: MissRecord) -> None:
+    check_names("a request's id", (record.request_id,))
+    label = record.tenant
+    require(not label or is_label(label), f"a tenant's label of {len(label)} characters")
+    num_bytes = len(record.chunks)
+    is_cut = num_bytes % CHUNK_NAME_BYTES == 0 and num_bytes <= MAX_NAMES_BYTES
+    require(is_cut, f"{num_bytes} bytes of chunks' names")
+    check_numbers("tokens of a request", (record.prompt, record.chunk_tokens), 0, MAX_NUMBER)
+    if record.parting is not None:
+        _parting(record.parting)
 
 
 class Hints(msgspec.Struct, frozen=True, array_like=True):
@@ -294,8 +299,15 @@ class SyncRequest(msgspec.Struct, frozen=True):
     owned: Owned = Owned()
 
 
-def check_sync(request: SyncRequest) -> None:
-    """Refuse an invalid exchange with a MessageError."""
+def checked_sync(request: SyncRequest) -> SyncRequest:
+    """An exchange that may be carried out.
+
+    What it says of single requests, of sessions and of chunks' tokens is for people: a part of that
+    which is invalid is left out, and costs neither the rest nor the engine's session.
+
+    Raises:
+        MessageError: anything else in it is invalid.
+    """
     check_numbers("a message's numbers", (request.seq, request.clear, request.epoch), 0, MAX_NUMBER)
     check_rows("wanted KV groups", request.wanted)
     check_numbers("wanted leases", request.wanted.values(), 0, MAX_NUMBER)
@@ -312,11 +324,29 @@ def check_sync(request: SyncRequest) -> None:
     check_names("an order", (request.heard,))
     _counters(request.counters)
     _hints(request.hints)
-    check_news(request.sessions)
     _measured(request)
-    check_descriptions(request.described)
     check_owned(request.owned)
-    _finished(request.finished)
+    check_rows("sessions", request.sessions)
+    check_rows("requests that have ended", request.finished)
+    return msgspec.structs.replace(
+        request,
+        sessions=_valid(request.sessions, check_news),
+        finished=_valid(request.finished, _check_record),
+        described=next(iter(_valid([request.described], check_descriptions)), Descriptions()),
+    )
+
+
+def _valid(rows: Sequence[R], check: Callable[[R], None]) -> list[R]:
+    """The rows that `check` does not refuse."""
+    valid: list[R] = []
+    for row in rows:
+        try:
+            check(row)
+        except MessageError as error:
+            logger.warning("left out of an engine's message: %s", error)
+        else:
+            valid.append(row)
+    return valid
 
 
 def _counters(counters: Mapping[str, int]) -> None:

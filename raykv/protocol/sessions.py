@@ -6,12 +6,11 @@ chunks that its requests have used, in one namespace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum, StrEnum
 
 import msgspec
 
-from raykv.protocol.columns import MAX_KEYS, Keys, check_keys, check_names, check_rows, require
+from raykv.protocol.columns import MAX_KEYS, Keys, check_keys, check_names, require
 from raykv.protocol.operator import MAX_PRIORITY
 
 MAX_SESSION_NAME = 128
@@ -60,13 +59,11 @@ class SessionNews(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
 
 
-def check_news(news: Sequence[SessionNews]) -> None:
+def check_news(news: SessionNews) -> None:
     """Refuse what is invalid with a MessageError."""
-    check_rows("sessions", news)
-    for each in news:
-        check_session(each.session)
-        check_keys("keys of a session", each.keys)
-        _check_pause(each.word, each.pause_s, each.priority)
+    check_session(news.session)
+    check_keys("keys of a session", news.keys)
+    _check_pause(news.word, news.pause_s, news.priority)
 
 
 def check_session(name: str) -> None:

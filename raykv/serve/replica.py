@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -32,6 +32,8 @@ class EngineReplica:
     # What `__del__` needs of a replica that could not be made.
     _watch: asyncio.Task[None] | None = None
     _stack: AsyncExitStack | None = None
+    # Digests of the API keys that vLLM takes.
+    _keys: Sequence[bytes] = ()
 
     async def __init__(self, model: Mapping[str, Any]) -> None:  # type: ignore[misc]
         self._model = parse(ModelArguments, model)
@@ -64,7 +66,7 @@ class EngineReplica:
         """What the `/metrics` of a server of vLLM's would answer."""
         context = serve.get_replica_context()
         text = await asyncio.to_thread(prometheus_client.generate_latest)
-        return ReplicaMetrics(context.deployment, context.replica_tag, text.decode())
+        return ReplicaMetrics(context.deployment, context.replica_tag, text.decode(), self._keys)
 
     async def check_health(self) -> None:
         """Raises if the engine is dead."""
@@ -88,8 +90,9 @@ class EngineReplica:
         argv = plan.vllm_args(context.gcs_address)
         if model.raykv is None:
             argv = ["serve", plan.model, *plan.flags]
-        from raykv.serve.vllm_app import start
+        from raykv.serve.vllm_app import key_digests, start
 
+        self._keys = key_digests(argv[1:])
         self._engine, app = await start(argv[1:], stack)
         return app
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -62,6 +64,15 @@ async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiA
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
     return engine, app
+
+
+def key_digests(flags: Sequence[str]) -> list[bytes]:
+    """Digests (SHA-256) of the API keys that vLLM takes with such flags; none: it needs no key.
+
+    Source: vLLM 0.32, `entrypoints/serve/middleware/register.py`.
+    """
+    keys = parse_flags(flags).api_key or [os.environ.get("VLLM_API_KEY", "")]
+    return [hashlib.sha256(key.encode()).digest() for key in keys if key]
 
 
 def parse_flags(flags: Sequence[str]) -> Any:

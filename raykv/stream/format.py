@@ -36,7 +36,11 @@ class WireFormat:
     hashes: str = "int"
 
     def stored(self, row: Description) -> Any:
-        """`BlockStored` of the blocks of one chunk, with their tokens."""
+        """`BlockStored` of the blocks of one chunk, with their tokens.
+
+        All of them are named, although a prompt that shares only the first ones loads none: vLLM's
+        events have blocks, and no chunks.
+        """
         fields = {
             "block_hashes": [self.hash(each) for each in row.block_hashes],
             "parent_block_hash": None if row.parent is None else self.hash(row.parent),

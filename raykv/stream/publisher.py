@@ -79,19 +79,21 @@ MAX_QUESTIONS = 8
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 """Ends an answer of the replay socket, with an empty payload."""
 
-_EPOCH_ZERO = 1_735_689_600
-"""2025-01-01 in Unix time."""
-
 _LIFE_BITS = 20
 """Messages of one life in a second, as a power of two, before its numbers could meet the next's."""
+
+
+_MOST_TIME = (1 << (62 - _LIFE_BITS)) - 1
+"""In seconds: numbers have 63 bits, and some are left for a life to count."""
 
 
 def first_number(wall_time: float) -> int:
     """Where a life's sequence numbers begin: above all those of earlier lives.
 
     A subscriber that has missed the end of one life and the beginning of the next sees a gap.
+    Numbers are those that a message has room for, whatever the clock says.
     """
-    return (int(wall_time) - _EPOCH_ZERO) << _LIFE_BITS
+    return min(max(0, int(wall_time)), _MOST_TIME) << _LIFE_BITS
 
 
 class Sockets:

@@ -46,7 +46,7 @@ from raykv.engine.requests import FailedLoad
 from raykv.engine.runtime import EngineIdentity
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handle
+from raykv.protocol.columns import Handle, is_told_name
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.protocol.engine import Space
 from raykv.stream.descriptions import DescriptionOutbox
@@ -490,6 +490,8 @@ class ChunkTracker(OffloadingEventsTracker):
         if is_windowed(group_config) or has_other_input(req):
             return
         text = described_chunk(self, req, group_config, chunk_idx)
+        if not is_told_name(text.lora or ""):
+            return
         outbox.add(
             Description(
                 namespace=namespace,

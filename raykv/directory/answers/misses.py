@@ -9,6 +9,7 @@ Nothing of it outlives the scheduler actor.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from itertools import chain, islice
 import msgspec
 
 from raykv.base.departures import Departures
-from raykv.base.ids import Key, MissReason, Namespace, NodeId
+from raykv.base.ids import MAX_REQUEST_ID, Key, MissReason, Namespace, NodeId, shown_id
 from raykv.directory.members import Engine, Node
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.reader import Explanation, Explanations, RequestPage
@@ -45,6 +46,11 @@ MAX_LISTED = 16_384
 MAX_PLACES = 64
 """Nodes, or namespaces there, that are searched for a key of another namespace."""
 
+_PUT_BEFORE = re.compile(r"([0-9]+_)?([a-z]{1,12}-)?([a-z]{1,12}-)?")
+"""What vLLM puts before a request's id: a number where a request has several answers, and the name
+of the API, `cmpl-` for example, before an id that the client has chosen (`X-Request-Id`).
+"""
+
 PLACES_S = 5.0
 """How long the list of each node's namespaces is reused."""
 
@@ -62,12 +68,19 @@ class _Entry:
     hint: str = ""
 
     def has_id(self, beginning: str) -> bool:
-        """Whether the request's id begins so, after the number that vLLM puts before each answer of
-        a request.
+        """Whether the request's id begins so, with or without what vLLM puts before it.
+
+        Args:
+            beginning: as `shown_id` gives it; ids that were cut off there may go on with it.
         """
-        number, underscore, rest = self.record.request_id.partition("_")
-        own = rest if underscore and number.isdigit() else self.record.request_id
-        return own.startswith(beginning) or self.record.request_id.startswith(beginning)
+        whole = self.record.request_id
+        put = _PUT_BEFORE.match(whole)
+        starts = {0} if put is None else {0, *map(put.end, (1, 2, 3))} - {-1}
+        is_cut = len(whole) >= MAX_REQUEST_ID
+        return any(
+            whole.startswith(beginning[: len(whole) - start] if is_cut else beginning, start)
+            for start in starts
+        )
 
     def told(
         self, now: float, name_of: Callable[[str], str], *, nearest_is_cached: bool = False
@@ -217,7 +230,8 @@ class MissLog:
 
     def find(self, beginning: str, now: float) -> Explanations:
         """What is known of the requests whose ids begin so, the newest first."""
-        found = (entry for entry in reversed(self._entries) if entry.has_id(beginning))
+        asked = shown_id(beginning)
+        found = (entry for entry in reversed(self._entries) if entry.has_id(asked))
         return Explanations(
             found=[
                 entry.told(now, self._name_of, nearest_is_cached=self._has_nearest(entry))

@@ -9,14 +9,15 @@ one, so that nobody gets more by calling itself by many names.
 
 Invariants:
 1. Numbers are from 1 to `MAX_OWNERS` - 1, each of one label at most.
-2. A label with a quota has a number.
+2. A label with a quota has a number. Labels without one, which clients choose by their salts, get
+   at most `MAX_WITHOUT_QUOTA`, so that there is one left for each quota.
 3. All guarantees together are at most `MAX_GUARANTEED`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from raykv.base.ids import NodeId
 from raykv.base.shares import NO_SHARE, Share
@@ -27,6 +28,9 @@ from raykv.directory.table.protocol import MAX_OWNERS, NOBODY, Changes
 from raykv.protocol.engine import MissRecord, Owned, tokens_by_source
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import MAX_GUARANTEED, MAX_QUOTAS, Quota, QuotaAnswer, TenantStatus
+
+MAX_WITHOUT_QUOTA = MAX_OWNERS - 1 - MAX_QUOTAS
+"""Tenants without a quota that are shown by name."""
 
 LOOK_S = 60.0
 """Pause between two searches for labels that are not needed any more: each looks at all chunks."""
@@ -64,18 +68,29 @@ class Tenants:
             node.book.table.own(slots, generations, owners)
 
     def number_of(self, label: str, now: float) -> int:
-        """A tenant's number; it gets one if there is any left."""
+        """A tenant's number; one without a quota gets one if there is any left for such."""
+        return self._number(label, now, self._has_room_without_quota)
+
+    def _number(self, label: str, now: float, has_room: Callable[[], bool]) -> int:
         known = self._numbers.get(label)
         if known is not None:
             return known
-        if len(self._labels) >= MAX_OWNERS - 1 and now >= self._look_at:
+        if not has_room() and now >= self._look_at:
             self._look_at = now + LOOK_S
             self._forget_unused()
-        free = next((n for n in range(1, MAX_OWNERS) if n not in self._labels), NOBODY)
-        if free != NOBODY:
-            self._numbers[label] = free
-            self._labels[free] = label
+        if not has_room():
+            return NOBODY
+        free = next(n for n in range(1, MAX_OWNERS) if n not in self._labels)
+        self._numbers[label] = free
+        self._labels[free] = label
         return free
+
+    def _has_room(self) -> bool:
+        return len(self._labels) < MAX_OWNERS - 1
+
+    def _has_room_without_quota(self) -> bool:
+        with_quota = {quota.tenant for quota in self._quotas.values() if quota.tenant}
+        return self._has_room() and len(self._labels) - len(with_quota) < MAX_WITHOUT_QUOTA
 
     def _forget_unused(self) -> None:
         """Labels without chunks and without a quota have no number any more."""
@@ -100,8 +115,10 @@ class Tenants:
     def set(self, quota: Quota, now: float) -> QuotaAnswer:
         """Give a tenant a share, in place of the one that it had; refused if there is no room."""
         error = self._objection(quota)
-        if not error and quota.tenant and self.number_of(quota.tenant, now) == NOBODY:
-            error = f"{MAX_OWNERS - 1} tenants have chunks: try again when some have none any more"
+        if not error and quota.tenant:
+            number = self._number(quota.tenant, now, self._has_room)
+            if number == NOBODY:
+                error = f"{MAX_OWNERS - 1} tenants have chunks: try again when some have none"
         if error:
             return QuotaAnswer(PROTOCOL_VERSION, error)
         self._quotas[quota.name] = quota

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from raykv.base.ids import shown_id
+
 LOOKUP, FETCH, LOAD = "raykv.lookup", "raykv.fetch", "raykv.load"
 
 
@@ -159,5 +161,5 @@ class RequestSpans:
         times: tuple[float, float],
         attributes: Mapping[str, str | int],
     ) -> None:
-        named = {"gen_ai.request.id": request_id, **attributes}
+        named = {"gen_ai.request.id": shown_id(request_id), **attributes}
         self._tell(course.headers, RequestSpan(name, *times, named))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 from safetensors.numpy import save_file
 
-from raykv.base.errors import ChunkFileError
+from raykv.base.errors import ChunkFileError, OtherFormatError
 from raykv.base.ids import (
     ALL_BLOCKS,
     MAX_GENERATION,
@@ -140,7 +140,8 @@ def read_header(path: Path) -> ChunkFile:
     """What is in a file, and where; its chunks' bytes are not read.
 
     Raises:
-        ChunkFileError: it is damaged, cut short, of another format, or no such file at all.
+        OtherFormatError: it is of another format.
+        ChunkFileError: it is damaged, cut short, or no such file at all.
         OSError: it can't be read.
     """
     with path.open("rb", buffering=0) as file:
@@ -153,7 +154,7 @@ def read_header(path: Path) -> ChunkFile:
         header: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         facts = msgspec.convert(header.pop(_METADATA, {}), dict[str, str])
         if facts.get("format") != FORMAT:
-            raise ChunkFileError(
+            raise OtherFormatError(
                 f"{path} is of format {facts.get('format', 'unknown')!r}, and this RayKV reads "
                 f"{FORMAT!r}"
             )

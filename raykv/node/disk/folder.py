@@ -11,7 +11,8 @@ anything.
 
 Several nodes, and several clusters, may share `disk_path`, also over a network: each takes a folder
 of its own. One that nobody holds is taken over with what is in it, so that a restart of everything,
-with other node ids and other host names, finds its chunks.
+with other node ids and other host names, finds its chunks. A folder whose files are of another
+format is left to the version of RayKV that reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from raykv.base.deadlines import DISK_CLAIM_LOOK_S
-from raykv.base.errors import ChunkFileError, DiskError
+from raykv.base.errors import ChunkFileError, DiskError, OtherFormatError
 from raykv.base.ids import MAX_GENERATION
 from raykv.base.ownership import make_own_folder, open_own, require_own_folder, require_settled
 from raykv.node.disk.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
@@ -94,6 +95,8 @@ class TierFolder:
         for path in found:
             try:
                 whole.append(read_header(path))
+            except OtherFormatError as error:
+                logger.warning("a file of the disk tier is left as it is: %s", error)
             except ChunkFileError as error:
                 self.set_aside(path, str(error))
             except FileNotFoundError:
@@ -249,13 +252,34 @@ def _claim(root: Path) -> tuple[Path, int]:
         except OSError:
             os.close(fd)
             raise
-        if is_ours:
+        if is_ours and (other := _other_format(path)):
+            logger.warning(
+                "%s has files of another version of RayKV (%s), and is left to it: delete the "
+                "folder if that one is not used any more",
+                path,
+                other,
+            )
+        elif is_ours:
             _note_held(fd)
             for refused in refusals:
                 logger.warning("a folder of disk_path: %s", refused.strerror)
             return path, fd
         os.close(fd)
     raise DiskError(f"disk_path={str(root)!r} has {MAX_FOLDERS} folders, all of them in use")
+
+
+def _other_format(folder: Path) -> str:
+    """What is wrong with the latest file of a folder if it is of another format; else empty."""
+    names = [path for path in folder.glob(f"*{SUFFIX}") if _number_of(path) is not None]
+    if names:
+        try:
+            read_header(max(names, key=lambda path: path.name))
+        except OtherFormatError as error:
+            return str(error)
+        except (ChunkFileError, OSError):
+            # The scan says so.
+            return ""
+    return ""
 
 
 def _try_lock(fd: int) -> bool:

@@ -10,7 +10,12 @@ from raykv.base.deadlines import REPLICA_RETRY_AFTER_S
 from raykv.serve.http.exchange import Head, Headers
 
 _JSON: Headers = [(b"content-type", b"application/json")]
-_KINDS = {400: "invalid_request_error", 404: "not_found_error", 503: "service_unavailable_error"}
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    503: "service_unavailable_error",
+}
 
 
 class BrokenAnswerError(Exception):

@@ -36,7 +36,7 @@ from raykv.serve.http.exchange import (
     parsed,
     whole,
 )
-from raykv.serve.http.metrics import CONTENT_TYPE, ReplicaMetrics, merge
+from raykv.serve.http.metrics import CONTENT_TYPE, RefusedError, ReplicaMetrics, SharedMetrics
 from raykv.serve.http.starts import STARTS
 
 logger = logging.getLogger("ray.serve")
@@ -144,6 +144,8 @@ class Ingress:
         self._attempts = attempts
         self._max_held_bytes = max_held_bytes
         self._held_bytes = 0
+        metered = [each.backend for each in models if isinstance(each.backend, MeteredBackend)]
+        self._metrics = SharedMetrics(lambda: _collected(metered)) if metered else None
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """See the ASGI specification."""
@@ -213,11 +215,8 @@ class Ingress:
         if is_nested_too_deeply(request.body):
             await answer.refuse(400, NESTED)
             return
-        metered = [
-            each.backend for each in self._models if isinstance(each.backend, MeteredBackend)
-        ]
-        if request.path == "/metrics" and metered:
-            await _tell_metrics(metered, answer)
+        if request.path == "/metrics" and self._metrics is not None:
+            await self._tell_metrics(self._metrics, request, answer)
             return
         if request.path == "/v1/models" and len(self._models) > 1:
             await self._list_models(request, answer)
@@ -269,6 +268,17 @@ class Ingress:
                 return
         await answer.refuse(503, f"{self._attempts} replicas died one after another: try later")
 
+    async def _tell_metrics(
+        self, metrics: SharedMetrics, request: HttpRequest, answer: HttpAnswer
+    ) -> None:
+        """Tell the metrics of all replicas whose keys the client has."""
+        try:
+            text = await metrics.page(dict(request.headers).get(b"authorization", b""))
+        except RefusedError as refused:
+            await answer.refuse(refused.status, str(refused))
+            return
+        await answer.whole(200, text, [(b"content-type", CONTENT_TYPE)])
+
     async def _list_models(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """All models in one list, without those that have no replica."""
         found = await asyncio.gather(
@@ -301,15 +311,10 @@ class _ClientLeftError(Exception):
     """The client no longer waits for an answer."""
 
 
-async def _tell_metrics(backends: Sequence[MeteredBackend], answer: HttpAnswer) -> None:
-    """Tell the metrics of all replicas of all models that answer."""
+async def _collected(backends: Sequence[MeteredBackend]) -> Sequence[ReplicaMetrics]:
+    """The metrics of all replicas of all models that answer."""
     found = await asyncio.gather(*(each.metrics() for each in backends), return_exceptions=True)
-    pages = [page for pages in found if not isinstance(pages, BaseException) for page in pages]
-    if not pages:
-        await answer.refuse(503, "no replica has reported its metrics in time: try later")
-        return
-    text = await asyncio.to_thread(merge, pages)
-    await answer.whole(200, text, [(b"content-type", CONTENT_TYPE)])
+    return [page for pages in found if not isinstance(pages, BaseException) for page in pages]
 
 
 def _path(scope: Message) -> str:

@@ -6,19 +6,93 @@ page's samples get two labels, `deployment` and `replica`, and all of them go in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+FRESH_S = 1.0
+"""How long pages are shown before replicas are asked again: requests for them cost no more."""
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
 class ReplicaMetrics:
-    """A replica's own page in Prometheus' text format."""
+    """A replica's own page in Prometheus' text format.
+
+    `keys` are digests (SHA-256) of the API keys that its vLLM takes; none: it needs no key.
+    """
 
     deployment: str
     replica: str
     text: str
+    keys: Sequence[bytes] = ()
+
+    def may_be_seen(self, digest: bytes) -> bool:
+        """Whether a client may have the page whose key has that digest."""
+        known = [secrets.compare_digest(digest, each) for each in self.keys]
+        return any(known) or not known
+
+
+class RefusedError(Exception):
+    """Why a client gets no page, as status and reason."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class SharedMetrics:
+    """The pages of all replicas, collected once for all who ask within `fresh_s`.
+
+    Args:
+        collect: asks the replicas.
+        fresh_s: how long what they have said is shown.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[], Awaitable[Sequence[ReplicaMetrics]]],
+        fresh_s: float = FRESH_S,
+    ) -> None:
+        self._collect = collect
+        self._fresh_s = fresh_s
+        self._since = float("-inf")
+        self._pages: asyncio.Future[Sequence[ReplicaMetrics]] | None = None
+        # By which of the pages are in it.
+        self._merged: dict[tuple[bool, ...], asyncio.Future[bytes]] = {}
+
+    async def page(self, authorization: bytes) -> bytes:
+        """One page of all that a client may see with that header.
+
+        Raises:
+            RefusedError: there is nothing for it.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._pages is None or (self._pages.done() and now - self._since >= self._fresh_s):
+            self._since, self._merged = now, {}
+            self._pages = asyncio.ensure_future(self._collect())
+        merged = self._merged
+        # Others may wait for it too.
+        pages = await asyncio.shield(self._pages)
+        if not pages:
+            raise RefusedError(503, "no replica has reported its metrics in time: try later")
+        digest = _digest_of(authorization)
+        allowed = tuple(each.may_be_seen(digest) for each in pages)
+        if not any(allowed):
+            raise RefusedError(401, "metrics need an API key of vLLM here, as Bearer authorization")
+        if allowed not in merged:
+            seen = [page for page, is_seen in zip(pages, allowed, strict=True) if is_seen]
+            merged[allowed] = asyncio.ensure_future(asyncio.to_thread(merge, seen))
+        return await asyncio.shield(merged[allowed])
+
+
+def _digest_of(authorization: bytes) -> bytes:
+    """Of the key in an Authorization header, as vLLM reads it; of no key where it has none."""
+    scheme, _, key = authorization.partition(b" ")
+    return hashlib.sha256(key if scheme.lower() == b"bearer" else b"").digest()
 
 
 @dataclass

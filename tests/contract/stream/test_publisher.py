@@ -328,4 +328,7 @@ def test_sockets_listen_at_an_address_of_ipv6() -> None:
 def test_numbers_of_a_later_life_are_higher() -> None:
     began = 1_800_000_000.5
     assert 0 < first_number(began) < first_number(began + 1.0) < 1 << 63
+    # Clocks that nobody has set, or that are far ahead.
+    assert 0 <= first_number(-1.0) <= first_number(0.0) < first_number(1.0) < first_number(1.7e9)
+    assert first_number(1e18) < 1 << 62
     assert first_number(began + 1.0) - first_number(began) > 1_000_000

@@ -25,6 +25,11 @@ SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s") and "_per_s
         ("4096", 4096),
         ("512b", 512),
         ("8GiB", 8 << 30),
+        # As Kubernetes writes them.
+        ("8Gi", 8 << 30),
+        ("512Mi", 512 << 20),
+        ("64Ki", 64 << 10),
+        ("1.5Ti", 3 << 39),
         ("8gib", 8 << 30),
         (" 8 GiB ", 8 << 30),
         ("512MB", 512_000_000),
@@ -121,6 +126,45 @@ def test_setting_of_vllms_own_offloading_is_refused_with_the_one_to_use(
 def test_unknown_variable_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(SettingError, match=r"'RAYKV_POOLBYTES'.*did you mean 'RAYKV_POOL_BYTES'"):
         load_settings({}, {"RAYKV_POOLBYTES": "1"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RAYKV_SERVICE_HOST", "10.96.0.12"),
+        ("RAYKV_ENGINES_SERVICE_HOST", "10.96.0.12"),
+        ("RAYKV_ENGINES_SERVICE_PORT", "8000"),
+        ("RAYKV_ENGINES_SERVICE_PORT_HTTP_2", "8000"),
+        ("RAYKV_PORT", "tcp://10.96.0.12:8000"),
+        ("RAYKV_METRICS_PORT", "tcp://[fd00::12]:8000"),
+        ("RAYKV_ENGINES_PORT", "udp://10.96.0.12:53"),
+        ("RAYKV_ENGINES_PORT_8000_TCP", "tcp://10.96.0.12:8000"),
+        ("RAYKV_ENGINES_PORT_8000_TCP_PROTO", "tcp"),
+        ("RAYKV_ENGINES_PORT_53_UDP_PORT", "53"),
+        ("RAYKV_ENGINES_PORT_53_SCTP_ADDR", "10.96.0.12"),
+    ],
+)
+def test_variable_that_kubernetes_sets_for_a_service_is_no_setting(
+    variable: str, value: str
+) -> None:
+    assert load_settings({}, {variable: value}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RAYKV_METRICS_PORTS", "tcp://10.96.0.12:8000"),
+        ("RAYKV_METRICS_PORT", "tcp"),
+        ("RAYKV_ENGINES_PORT", "8000"),
+        ("RAYKV_ENGINES_SERVICE", "10.96.0.12"),
+        ("RAYKV_POOL_BYTES", "tcp://10.96.0.12:8000"),
+    ],
+)
+def test_variable_that_only_resembles_those_of_a_service_is_refused(
+    variable: str, value: str
+) -> None:
+    with pytest.raises(SettingError, match=variable):
+        load_settings({}, {variable: value})
 
 
 BAD = [

@@ -159,6 +159,13 @@ def test_what_a_hint_did_to_the_missing_chunk_is_said(monkeypatch: pytest.Monkey
     assert row["hint"] == hint
 
 
+def test_id_that_looks_like_markup_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, msgspec.structs.replace(RECORD, request_id="[red]a[/]b[/]", tenant="[b]"))
+    text = run("[red]")
+    assert "request [red]a[/]b[/]: ended" in text
+    assert "of tenant [b]" in text
+
+
 def test_several_requests_come_in_the_order_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, MissRecord("newer", 1, 0, 1), MissRecord("older", 1, 0, 1))
     text = run("x")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -110,3 +112,32 @@ def test_latest_ray_node_of_the_cluster_succeeds_one_that_is_gone() -> None:
     second, third = Raylet("second", "head:1", 30.0), Raylet("third", "head:1", 40.0)
     there = [third, Raylet("older", "head:1", 10.0), second, Raylet("other", "head:2", 50.0)]
     assert successor(GONE, there) == third
+
+
+LEFT_OVER = """
+import ray
+from raykv.base.errors import ClusterError
+from raykv.cluster.join import join
+
+def init(*_, **__):
+    raise SystemExit("Ray connects by itself")
+
+try:
+    join("127.0.0.1:1")
+except ClusterError:
+    pass
+ray.init = init
+for call in (lambda: ray.get_actor("scheduler"), ray.nodes, ray.remote(init).remote):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_left_over_call_joins_no_cluster() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OVER], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.split()) == 3, ended.stdout

@@ -22,7 +22,7 @@ from raykv.base.settings import load_settings
 from raykv.memory.room import MonitorSettings, PoolNeeds, monitor_limit, objection
 from raykv.metrics.table import METRICS
 from tests.fixtures import image
-from tests.fixtures.kubelet import AGENT_PORT, start_command
+from tests.fixtures.kubelet import AGENT_PORT, all_service_links, start_command
 from tests.fixtures.manifests import (
     ALL_OPTIONS,
     DEPLOY,
@@ -104,6 +104,15 @@ def test_rendered_overlay_was_made_of_what_is_there(overlay: str) -> None:
 def test_every_rendered_file_has_an_overlay() -> None:
     names = {path.stem for path in render.RENDERED.iterdir()}
     assert names == set(render.OVERLAYS)
+
+
+@every_overlay
+def test_engine_takes_no_service_for_a_setting(overlay: str) -> None:
+    links = all_service_links(overlay)
+    assert links["RAYKV_METRICS_PORT"].startswith("tcp://")
+    own = {"RAYKV_METRICS_PORT": "9470"}
+    assert load_settings({}, links) == load_settings({}, {})
+    assert load_settings({}, links | own) == load_settings({}, own)
 
 
 @needs_kubectl
@@ -309,6 +318,7 @@ def test_pods_of_the_cluster_have_no_privileges(overlay: str) -> None:
     for template in templates(overlay).values():
         assert template["spec"]["securityContext"]["runAsNonRoot"] is True
         assert template["spec"]["automountServiceAccountToken"] is False
+        assert template["spec"]["enableServiceLinks"] is False
         assert container(template)["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,16 @@ def test_what_vllm_does_not_know_is_refused_in_one_sentence() -> None:
             SettingError, match=r"engine_args: vLLM refuses them: .*(many|modle|float3)"
         ):
             parse_flags(["model", flag])
+
+
+def test_keys_that_vllm_takes_are_known_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from raykv.serve.vllm_app import key_digests
+
+    first, second = (hashlib.sha256(key).digest() for key in (b"first", b"second"))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert key_digests(["model"]) == []
+    assert key_digests(["model", "--api-key", "first", "second"]) == [first, second]
+    monkeypatch.setenv("VLLM_API_KEY", "second")
+    assert key_digests(["model"]) == [second]
+    assert key_digests(["model", "--api-key", "first"]) == [first]

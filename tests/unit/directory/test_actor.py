@@ -9,8 +9,14 @@ import msgspec
 import pytest
 
 import raykv.directory.actor
-from raykv.base.ids import SLOT_ALIGNMENT
-from raykv.directory.actor import SchedulerActor
+from raykv.base.ids import (
+    MAX_EPOCH,
+    MAX_GENERATION,
+    SLOT_ALIGNMENT,
+    epoch_of,
+    make_generation,
+)
+from raykv.directory.actor import SchedulerActor, first_epoch
 from raykv.directory.table.choose import fast_table
 from raykv.directory.table.protocol import ChunkTable
 from raykv.protocol.columns import Keys
@@ -58,6 +64,22 @@ class Desk:
     @property
     def kind(self) -> str:
         return type(self.actor._manager._table).__name__
+
+
+YEAR = 365.25 * 86_400
+
+
+@pytest.mark.parametrize("year", [-1, 0, 54, 55.1, 56, 123.1, 200, 8000])
+def test_actor_begins_with_an_epoch_above_the_last_one_whatever_the_clock_says(year: float) -> None:
+    for last in (0, 5, MAX_EPOCH - 1):
+        epoch = first_epoch(year * YEAR, last)
+        assert last < epoch <= max(last + 1, MAX_EPOCH)
+        assert epoch_of(make_generation(epoch, 1)) == epoch
+        assert make_generation(epoch, 1) <= MAX_GENERATION
+
+
+def test_actor_whose_earlier_lives_nobody_remembers_begins_above_them_by_the_clock() -> None:
+    assert first_epoch(57 * YEAR, 0) > first_epoch(56 * YEAR, 0) > first_epoch(0, 0)
 
 
 def test_actor_serves_while_it_compiles_and_forgets_nothing_when_it_has(

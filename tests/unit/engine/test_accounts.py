@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.base.ids import Key, MissReason
+from raykv.base.ids import MAX_REQUEST_ID, Key, MissReason
 from raykv.engine.accounts import MAX_NAMED, MAX_RECORDS, MAX_WAITING, Accounts, TokenAccount
 from raykv.engine.requests import Miss
 from raykv.protocol.engine import (
     MAX_NAMES_BYTES,
     MissRecord,
     SyncRequest,
+    checked_sync,
 )
-from raykv.protocol.framing import encode
+from raykv.protocol.framing import decode, encode
 from tests.fixtures.keys import chunk_names, hashed_key
 
 CHUNK = 32
@@ -49,6 +50,27 @@ def test_prompt_is_split_into_own_loaded_and_the_rest_behind_the_first_missing_c
         EVICTED.key,
         chunk_tokens=CHUNK,
     )
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ("cmpl-ä 7", "cmpl-ä 7"),
+        ("a\x1b[2J\n\ud800", r"a\x1b[2J\n\ud800"),
+        ("x" * 100_000, "x" * MAX_REQUEST_ID),
+        ("\n" * 100_000, r"\n" * (MAX_REQUEST_ID // 2)),
+    ],
+)
+def test_id_that_a_client_has_chosen_is_printable_and_short_in_a_record(
+    sent: str, shown: str
+) -> None:
+    accounts = Accounts(CHUNK)
+    accounts.open(sent, 5)
+    accounts.close(sent)
+    (record,) = accounts.take_records()
+    assert record.request_id == shown
+    request = SyncRequest("e", 1, 1, finished=[record])
+    assert checked_sync(decode(encode(request), SyncRequest)) == request
 
 
 def test_whole_prompt_that_was_loaded_misses_nothing() -> None:

@@ -50,7 +50,7 @@ from raykv.protocol.engine import (
     SyncRequest,
     check_attached,
     check_reply,
-    check_sync,
+    checked_sync,
 )
 from raykv.protocol.events import EventPage, SnapshotPage
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
@@ -167,7 +167,7 @@ def test_column_of_keys_that_is_not_as_long_as_it_says_is_refused(
 
 def test_column_of_keys_that_are_too_long_is_refused() -> None:
     with pytest.raises(MessageError, match="lengths of asked keys from 129 to 129"):
-        check_sync(SyncRequest("engine", 1, 1, asked=Keys(bytes(2 * 129), b"\x81")))
+        checked_sync(SyncRequest("engine", 1, 1, asked=Keys(bytes(2 * 129), b"\x81")))
 
 
 # The scheduler actor

@@ -106,6 +106,17 @@ def test_adapter_is_named() -> None:
     assert [row.lora for row in told(outbox)] == ["poems"]
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "poems\ud800"])
+def test_chunk_of_an_adapter_whose_name_no_message_takes_is_not_described(name: str) -> None:
+    from vllm.lora.request import LoRARequest
+
+    outbox, req = DescriptionOutbox(), request(lora_request=LoRARequest("poems", 1, "/nowhere"))
+    key = key_of(req, 0)
+    req.lora_request = LoRARequest(name, 1, "/nowhere")
+    tracker(outbox).record_store(req, group(), 0, key)
+    assert not outbox.has_news
+
+
 def test_chunk_of_a_salted_prompt_is_a_secret() -> None:
     outbox, req = DescriptionOutbox(), request(cache_salt="mine")
     tracker(outbox).record_store(req, group(), 0, key_of(req, 0))

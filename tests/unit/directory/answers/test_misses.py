@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from raykv.base.errors import MessageError
@@ -14,7 +15,8 @@ from raykv.directory.answers.misses import MAX_RECORDS, MAX_TOLD, MissLog
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.members import Engine
 from raykv.directory.mirror import Mirror
-from raykv.engine.accounts import MAX_NAMED
+from raykv.engine.accounts import MAX_NAMED, TokenAccount
+from raykv.protocol.columns import Leases
 from raykv.protocol.engine import (
     CHUNK_NAME_BYTES,
     MAX_NAMES_BYTES,
@@ -24,7 +26,7 @@ from raykv.protocol.engine import (
     Parting,
     SyncReply,
     SyncRequest,
-    check_sync,
+    checked_sync,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeReport
@@ -108,6 +110,12 @@ def test_newest_come_first_and_only_so_many(desk: Desk) -> None:
         ("2_cmpl-7-0-abcd", "2_cmpl", True),
         ("my_own", "my_o", True),
         ("my_own", "own", False),
+        # What a client has sent as X-Request-Id.
+        ("cmpl-my-id-1-0-9f2c41aa", "my-id-1", True),
+        ("chatcmpl-my-id-1-9f2c41aa", "my-id-1", True),
+        ("1_chatcmpl-my-id-1-9f2c41aa", "my-id-1", True),
+        ("generate-tokens-My.id", "My.id", True),
+        ("cmpl-my-id-1", "y-id-1", False),
     ],
 )
 def test_ids_are_known_by_their_beginning(
@@ -115,6 +123,14 @@ def test_ids_are_known_by_their_beginning(
 ) -> None:
     desk.end("e", record(request_id))
     assert bool(desk.find(beginning).found) is is_found
+
+
+@pytest.mark.parametrize("own", ["x" * 5000, "a\x1b[31m\n" * 50])
+def test_id_that_was_cut_or_escaped_is_found_as_the_client_knows_it(desk: Desk, own: str) -> None:
+    desk.end("e", TokenAccount(10, 5).record(f"cmpl-{own}-0-9f2c41aa"))
+    for asked in (f"cmpl-{own}-0-9f2c41aa", f"cmpl-{own}", own, own[:9]):
+        assert desk.find(asked).found, asked[:20]
+    assert not desk.find("y" + own).found
 
 
 def test_oldest_are_forgotten(desk: Desk) -> None:
@@ -337,9 +353,11 @@ def test_prompt_that_another_has_left_is_cached_until_its_chunk_is_gone(desk: De
         MissRecord("r", 1, 0, 1, parting=Parting(1, key("a"), before=[1] * 65)),
     ],
 )
-def test_record_that_can_not_be_meant_is_refused(bad: MissRecord) -> None:
-    with pytest.raises(MessageError):
-        check_sync(SyncRequest("e", 1, 1, finished=[bad]))
+def test_record_that_can_not_be_meant_is_left_out_and_refuses_nothing_else(bad: MissRecord) -> None:
+    leases = Leases([0], [1], [2])
+    sent = SyncRequest("e", 1, 1, released=leases, finished=[told(1), bad, told(2)])
+    taken = checked_sync(sent)
+    assert taken == msgspec.structs.replace(sent, finished=[told(1), told(2)])
 
 
 def test_scheduler_actor_tells_requests() -> None:
@@ -348,7 +366,8 @@ def test_scheduler_actor_tells_requests() -> None:
     actor.report(encode(NodeReport(PROTOCOL_VERSION, "n", 1, 1, 1 << 20, 1 << 16, 0, 0)))
     message = AttachEngine(PROTOCOL_VERSION, "e", "n", "space", "m", 1, {0: SLOT_ALIGNMENT})
     assert not decode(actor.attach(encode(message)), EngineAttached).error
-    actor.sync(encode(SyncRequest("e", epoch, 1, finished=[told(1)])))
+    bad = MissRecord("r" * 5000, 1, 0, 1)
+    actor.sync(encode(SyncRequest("e", epoch, 1, finished=[bad, told(1)])))
     page = decode(actor.requests(0), RequestPage)
     assert [each.record for each in page.found] == [told(1)]
     with pytest.raises(MessageError):

@@ -11,6 +11,7 @@ from raykv.base.ids import Epoch, Key, MissReason, NodeId, TokenSource
 from raykv.base.tenants import salt_label
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.table.protocol import MAX_OWNERS
+from raykv.directory.tenants.quotas import MAX_WITHOUT_QUOTA
 from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.engine import MissRecord, Owned
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -265,8 +266,8 @@ def test_quota_that_cannot_be_kept_is_refused_and_changes_nothing() -> None:
 
 
 def test_tenants_beyond_those_that_are_distinguished_are_others() -> None:
-    desk = Tenancy(slots=MAX_OWNERS + 8)
-    for number in range(MAX_OWNERS + 1):
+    desk = Tenancy(slots=MAX_WITHOUT_QUOTA + 8)
+    for number in range(MAX_WITHOUT_QUOTA + 2):
         desk.store_for(f"tenant {number}", f"n{number}")
     assert desk.pages()["others"] == 2
     # Numbers of tenants without chunks are free again, but not at once.
@@ -276,6 +277,21 @@ def test_tenants_beyond_those_that_are_distinguished_are_others() -> None:
     desk.now += 100
     desk.store_for("late", "late")
     assert desk.pages() == {"others": 1, "late": 1}
+
+
+def test_quotas_find_room_however_many_salts_clients_use() -> None:
+    desk = Tenancy(slots=MAX_OWNERS + 8)
+    for number in range(MAX_OWNERS + 1):
+        desk.store_for(salt_label(f"random {number}"), f"n{number}")
+    assert [desk.quota(f"tenant {number}") for number in range(MAX_QUOTAS)] == [""] * MAX_QUOTAS
+    desk.store_for("tenant 63", "own")
+    assert desk.pages()["tenant 63"] == 1
+    # No salt takes the place of one whose quota ends.
+    assert desk.manager.tenants.remove("tenant 1")
+    desk.now += 100
+    desk.store_for(salt_label("one more"), "more")
+    desk.now += 100
+    assert desk.quota("next") == ""
 
 
 def test_miss_of_what_a_quota_has_evicted_says_so() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from raykv.base.ids import MAX_REQUEST_ID
 from raykv.engine.insight.spans import FETCH, LOAD, LOOKUP, RequestSpan, RequestSpans
 
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
@@ -43,6 +44,17 @@ def spans(told: Told) -> RequestSpans:
     made.begin("r", HEADERS, 1.0)
     made.look("r", 32, 2.0)
     return made
+
+
+def test_id_that_a_client_has_chosen_is_printable_and_short_in_spans() -> None:
+    spans: list[RequestSpan] = []
+    made = RequestSpans(lambda _headers, span: spans.append(span))
+    made.begin("\x1b" + "x" * 100_000, HEADERS, 1.0)
+    made.end("\x1b" + "x" * 100_000, 2.0)
+    (span,) = spans
+    shown = str(span.attributes["gen_ai.request.id"])
+    assert shown.startswith(r"\x1bx")
+    assert len(shown) == MAX_REQUEST_ID
 
 
 def test_request_that_finds_nothing_has_a_lookup(spans: RequestSpans, told: Told) -> None:

@@ -245,6 +245,52 @@ def test_folder_belongs_to_one_at_a_time(tmp_path: Path) -> None:
     assert [len(file.chunks) for file in again.scan()] == [3]
 
 
+def of_another_format(folder: TierFolder, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that another version of RayKV has written there."""
+    path = folder.new_path()
+    with monkeypatch.context() as patches:
+        patches.setattr(chunk_file, "FORMAT", "raykv.chunks.99")
+        write_chunks(path, SPACE, chunks())
+    return path
+
+
+def test_folder_of_another_format_is_left_to_the_version_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = TierFolder(tmp_path)
+    kept = [of_another_format(other, monkeypatch) for _ in range(MAX_DAMAGED + 2)]
+    other.close()
+    own = TierFolder(tmp_path)
+    assert own.path != other.path
+    assert own.scan() == []
+    assert all(path.exists() for path in kept)
+    assert f"{other.path} has files of another version of RayKV" in caplog.text
+    assert "raykv.chunks.99" in caplog.text
+    (unowned,) = unowned_folders(tmp_path, 0.0)
+    assert unowned.path == str(other.path)
+    own.close()
+    with monkeypatch.context() as patches:
+        patches.setattr(chunk_file, "FORMAT", "raykv.chunks.99")
+        again = TierFolder(tmp_path)
+        assert again.path == other.path
+        assert [found.path for found in again.scan()] == kept
+
+
+def test_file_of_another_format_among_others_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TierFolder(tmp_path)
+    foreign = of_another_format(folder, monkeypatch)
+    own = folder.new_path()
+    write_chunks(own, SPACE, chunks())
+    folder.close()
+    again = TierFolder(tmp_path)
+    assert again.path == folder.path
+    assert [found.path for found in again.scan()] == [own]
+    assert foreign.exists()
+    assert again.num_damaged == 0
+
+
 def test_damaged_files_are_set_aside_and_few_are_kept(tmp_path: Path) -> None:
     folder = TierFolder(tmp_path)
     for _ in range(MAX_DAMAGED + 2):

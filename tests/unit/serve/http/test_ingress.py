@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from raykv.serve.http import ingress as module
 from raykv.serve.http.answer import BrokenAnswerError
 from raykv.serve.http.exchange import Head, HttpRequest
 from raykv.serve.http.ingress import Ingress, NoReplicaError, ReplicaBackend, ServedModel
-from raykv.serve.http.metrics import ReplicaMetrics
+from raykv.serve.http.metrics import ReplicaMetrics, SharedMetrics
 from raykv.serve.http.starts import STARTS
 from tests.fixtures.asgi import Client
 from tests.fixtures.serve_handle import Handle, Pieces
@@ -215,15 +216,24 @@ class Metered(Replicas):
         super().__init__([Head(200, []), b"of one replica"])
         self.pages = pages
         self.error = error
+        self.times_asked = 0
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
+        self.times_asked += 1
         if self.error is not None:
             raise self.error
         return self.pages
 
 
-def scraper() -> Client:
-    return Client(method="GET", path="/metrics", body=[b""])
+def scraper(key: str = "") -> Client:
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    return Client(method="GET", path="/metrics", body=[b""], headers=headers)
+
+
+def keyed(replica: str, *keys: str) -> ReplicaMetrics:
+    """The page of a replica whose vLLM has API keys."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    return ReplicaMetrics("d", replica, "x_total 1\n", digests)
 
 
 def test_metrics_are_those_of_all_replicas_that_answer() -> None:
@@ -242,6 +252,71 @@ def test_metrics_are_those_of_all_replicas_that_answer() -> None:
     assert silent.status == 503
     other = ingress(Replicas([Head(200, []), b"its own"]))
     assert ask(other, scraper()).text == "its own"
+
+
+def test_metrics_of_replicas_with_keys_are_shown_to_who_has_one() -> None:
+    app = ingress(Metered(keyed("r1", "first", "second")), Metered(keyed("r2", "third")))
+    for key, shown in (("first", "r1"), ("second", "r1"), ("third", "r2")):
+        assert ask(app, scraper(key)).text.splitlines() == [
+            f'x_total{{deployment="d",replica="{shown}"}} 1'
+        ]
+    for key in ("", "fourth", "firs"):
+        refused = ask(app, scraper(key))
+        assert refused.status == 401
+        assert "API key" in error_of(refused)
+    basic = Client(method="GET", path="/metrics", body=[b""], headers=[(b"authorization", b"\xff")])
+    assert ask(app, basic).status == 401
+
+
+def test_replicas_are_asked_once_for_metrics_however_many_ask_the_ingress() -> None:
+    backend = Metered(keyed("r1", "first"))
+    app = ingress(backend)
+
+    async def all_at_once() -> None:
+        async with asyncio.TaskGroup() as group:
+            for key in ("first", "", "other", "first"):
+                group.create_task(scraper(key).ask(app))
+        await scraper("other").ask(app)
+
+    asyncio.run(asyncio.wait_for(all_at_once(), 10))
+    assert backend.times_asked == 1
+
+
+def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    async def collect() -> list[ReplicaMetrics]:
+        asked.set()
+        await told.wait()
+        return [keyed("r1")]
+
+    async def play() -> bytes:
+        shared = SharedMetrics(collect)
+        leaving = asyncio.create_task(shared.page(b""))
+        await asked.wait()
+        leaving.cancel()
+        staying = asyncio.create_task(shared.page(b""))
+        await asyncio.wait([leaving])
+        told.set()
+        return await staying
+
+    assert b'replica="r1"' in asyncio.run(asyncio.wait_for(play(), 10))
+
+
+def test_metrics_are_collected_again_when_they_are_old() -> None:
+    times: list[int] = []
+
+    async def collect() -> list[ReplicaMetrics]:
+        times.append(0)
+        return [keyed("r1")]
+
+    async def play() -> None:
+        shared = SharedMetrics(collect, fresh_s=0.0)
+        for _ in range(3):
+            await shared.page(b"")
+
+    asyncio.run(asyncio.wait_for(play(), 10))
+    assert len(times) == 3
 
 
 # Replicas that die
