@@ -133,3 +133,4 @@ BUGS: dict[str, Plant] = {
         counter_begins_again,
     )
 }
+POOL_BUGS = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from raykv.base.guard import guarded, nothing
 from raykv.vllm.internals.engine import Wrapper, wrap
 
 
@@ -16,6 +18,32 @@ def wrap_step_ends(wrapper: Wrapper) -> bool:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return wrap(Scheduler, "update_from_output", wrapper)
+
+
+def admit_failed_loads() -> None:
+    """From now on a request whose load brought nothing waits as one that has never loaded."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    wrap(Scheduler, "_handle_blocked_waiting_request", _releasing)
+
+
+def _releasing(is_ready: Any) -> Any:
+    @functools.wraps(is_ready)
+    def ready(scheduler: Any, request: Any) -> bool:
+        was_loading = request.status.name == "WAITING_FOR_REMOTE_KVS"
+        found: bool = is_ready(scheduler, request)
+        if found and was_loading and not request.num_computed_tokens:
+            release_room(scheduler, request)
+            return False
+        return found
+
+    return ready
+
+
+@guarded(nothing)
+def release_room(scheduler: Any, request: Any) -> None:
+    """Have vLLM keep no room for a request that has no blocks."""
+    scheduler._inflight_prefills.discard(request)
 
 
 def connectors_of(scheduler: Any) -> list[Any]:
