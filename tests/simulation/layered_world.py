@@ -9,7 +9,7 @@ it is stored, shared or said comes to light. Loads fail at random.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,9 +63,9 @@ MOST_RUNNING = 4
 NUM_SLOTS = 4000
 
 
-MOST_UNSCHEDULED = 60
-"""Steps in which a request may be left out though there is room for it: all loads, and the prompts
-that others must leave room for, take fewer."""
+MOST_LEFT_OUT = 100
+"""Steps that may leave out a request though there is room for it: all its loads take fewer, and
+what they must leave room for."""
 
 
 class WrongAnswerError(AssertionError):
@@ -159,8 +159,8 @@ class World:
         self._ends: dict[str, int] = {}
         # How often a request of a step is taken back while the model runs.
         self.aborting = 0.0
-        # Of requests: steps since their last one in which there was room for them.
-        self._left_out: Counter[str] = Counter()
+        # Steps that left out a request, and all that came before it, though there was room.
+        self._left_out: dict[str, int] = {}
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(CHUNK, sha256)
 
@@ -203,26 +203,29 @@ class World:
         self._end_step(output, result, aborted)
 
     def _schedule(self) -> SchedulerOutput:
-        """What vLLM's scheduler makes of a step; nobody is left out for ever."""
+        """What vLLM's scheduler makes of a step.
+
+        Raises:
+            ForgottenError: a request is left out while none that came before it goes on.
+        """
         output = self.scheduler.schedule()
-        waiting = [
-            each
-            for name, each in self.scheduler.requests.items()
-            if name not in output.num_scheduled_tokens
-            and each.status != RequestStatus.WAITING_FOR_STREAMING_REQ
-        ]
-        left_out = waiting if self._has_room(output, waiting) else []
-        self._left_out = Counter(
-            {each.request_id: self._left_out[each.request_id] for each in waiting}
-        )
-        self._left_out.update(each.request_id for each in left_out)
+        waiting = []
+        for name, each in self.scheduler.requests.items():
+            if name in output.num_scheduled_tokens:
+                break
+            if each.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+                waiting.append(each)
+        step = int(self._has_room(output, waiting))
+        self._left_out = {
+            each.request_id: self._left_out.get(each.request_id, 0) + step for each in waiting
+        }
         for name, count in self._left_out.items():
-            if count > MOST_UNSCHEDULED:
+            if count > MOST_LEFT_OUT:
                 raise ForgottenError(self._why_forgotten(name, count))
         return output
 
     def _has_room(self, output: SchedulerOutput, waiting: Sequence[Request]) -> bool:
-        """Whether more could have been scheduled; if nothing is, what waits waits for itself."""
+        """Whether more could have been scheduled; if nothing was, requests wait for each other."""
         if not output.num_scheduled_tokens:
             return True
         needed = [self.scheduler._request_remaining_blocks(each) for each in waiting]
@@ -238,8 +241,8 @@ class World:
     def _why_forgotten(self, name: str, count: int) -> str:
         scheduler = self.scheduler
         return (
-            f"{name} ({scheduler.requests[name].status.name}) was scheduled in none of {count} "
-            f"steps with room for it: {self._num_free()} of "
+            f"{name} ({scheduler.requests[name].status.name}) was left out of {count} steps with "
+            f"room for it: {self._num_free()} of "
             f"{scheduler.kv_cache_config.num_blocks} blocks are free, "
             f"{scheduler._inflight_prefill_reserved_blocks()} are kept for prompts under way, "
             f"running: {[each.request_id for each in scheduler.running]}"

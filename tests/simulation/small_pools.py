@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import random
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from raykv.base import guard
 from raykv.serve.models import tiny_llama
 from tests.fixtures.vllm import CHUNK, CHUNKED, FULL, STATE, STATE_INSIDE, WINDOW
-from tests.simulation.bugs import POOL_BUGS
 from tests.simulation.hook_world import AheadHookWorld
 from tests.simulation.layered_world import AheadWorld, World
+from tests.simulation.test_layered_scheduler import prompt
 
 Kinds = Sequence[KVCacheSpec]
 
@@ -46,24 +47,12 @@ LONGEST = 220
 MOST_SAID = 30
 
 
-def prompt(number: int, length: int) -> list[int]:
-    """Of a document; no two begin alike."""
-    return [3 + (number * 7919 + at * at) % 59 for at in range(length)]
-
-
-class Small(AheadHookWorld):
-    """Loads are waited for as a whole."""
-
-
-class SmallByLayer(AheadWorld):
-    """Loads come layer by layer."""
-
-
 def num_needed(model: Path, kinds: Kinds) -> int:
-    """Blocks that the longest request takes by itself."""
+    """Blocks that the longest request takes by itself; a state is copied before it changes."""
     world = World(model, 0, 0.0, 400, kinds)
     name = world.add(prompt(1, LONGEST))
-    return int(world.scheduler._request_remaining_blocks(world.asked[name].request))
+    copies = len(kinds) - 1
+    return copies + int(world.scheduler._request_remaining_blocks(world.asked[name].request))
 
 
 def make_world(model: Path, seed: int) -> AheadWorld:
@@ -122,11 +111,11 @@ def play(model: Path, seed: int, num_steps: int = 120) -> AheadWorld:
             world.reset_running()
         world.step()
     world.aborting = 0.0
-    world.run()
+    world.run(5000)
     world.scheduler.reset_prefix_cache()
     for asked in [*world.asked.values()][-10:]:
         world.add(asked.request.prompt_token_ids)
-    world.run()
+    world.run(5000)
     check(world)
     return world
 
@@ -137,3 +126,38 @@ def check(world: AheadWorld) -> None:
     world.check_rest()
     if isinstance(world, AheadHookWorld):
         world.check_pool()
+
+
+def main() -> int:
+    """Play one seed after the other; each finding is printed with its seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    chosen = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        # The order of sets belongs to what a seed stands for.
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(
+            sys.executable, [sys.executable, "-m", "tests.simulation.small_pools", *sys.argv[1:]]
+        )
+    logging.disable(logging.CRITICAL)
+    until, findings = time.monotonic() + chosen.minutes * 60, 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_llama(Path(folder), layers=1, hidden_size=32, vocab_size=64)
+        for seed in count(chosen.seed):
+            if time.monotonic() > until:
+                break
+            try:
+                play(model, seed)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+                findings += 1
+                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+                traceback.print_exc()
+            if seed % 25 == 0:
+                print(f"played up to seed {seed}, {findings} findings", flush=True)
+    print(f"over: the last seed was {seed}, {findings} findings", flush=True)
+    return findings > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -130,7 +130,9 @@ LONG = prompt(2, 12 * CHUNK + 3)
 
 def evict_unnoticed(world: HookWorld, tokens: list[int], at: int, group: int = 0) -> None:
     """A chunk goes from the pool between its lookup and its load."""
-    (request,) = (each.request for each in world.asked.values() if each.request.prompt_token_ids == tokens)
+    (request,) = (
+        each.request for each in world.asked.values() if each.request.prompt_token_ids == tokens
+    )
     handle = world.view._ready[make_offload_key(request.block_hashes[at], group)]
     del world.line.slots[handle.slot]
 
@@ -146,7 +148,7 @@ def test_request_whose_load_failed_is_admitted_where_it_fits_once_and_not_twice(
     world.run()
     assert world.scheduler.reset_prefix_cache()
     evict_unnoticed(world, LONG, lost)
-    world.add(LONG + [5])
+    world.add([*LONG, 5])
     world.add(DOCUMENT)
     world.run()
     world.check()

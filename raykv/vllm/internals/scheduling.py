@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from raykv.base.guard import guarded, nothing
+from raykv.base.guard import guarded
 from raykv.vllm.internals.engine import Wrapper, wrap
 
 
@@ -21,29 +21,36 @@ def wrap_step_ends(wrapper: Wrapper) -> bool:
 
 
 def admit_failed_loads() -> None:
-    """From now on a request whose load brought nothing waits as one that has never loaded."""
+    """From now on a request whose load brought nothing waits like one that has never loaded.
+
+    vLLM frees its blocks, but goes on to keep room for it among the prefills under way, beside
+    which it must then fit a second time. And it leaves it in front of requests that hold blocks,
+    where it may wait for theirs. Either way nothing is scheduled any more.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    wrap(Scheduler, "_handle_blocked_waiting_request", _releasing)
+    wrap(Scheduler, "_handle_blocked_waiting_request", _ending_loads)
 
 
-def _releasing(is_ready: Any) -> Any:
+def _ending_loads(is_ready: Any) -> Any:
     @functools.wraps(is_ready)
     def ready(scheduler: Any, request: Any) -> bool:
         was_loading = request.status.name == "WAITING_FOR_REMOTE_KVS"
         found: bool = is_ready(scheduler, request)
-        if found and was_loading and not request.num_computed_tokens:
-            release_room(scheduler, request)
-            return False
-        return found
+        if not (found and was_loading) or request.num_computed_tokens:
+            return found
+        return not waits_anew(scheduler, request)
 
     return ready
 
 
-@guarded(nothing)
-def release_room(scheduler: Any, request: Any) -> None:
-    """Have vLLM keep no room for a request that has no blocks."""
+@guarded(lambda *_: False)
+def waits_anew(scheduler: Any, request: Any) -> bool:
+    """Have vLLM keep no room for a request that has no blocks; it is passed over in this step, and
+    then stands among those that hold none.
+    """
     scheduler._inflight_prefills.discard(request)
+    return True
 
 
 def connectors_of(scheduler: Any) -> list[Any]:
