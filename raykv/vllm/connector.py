@@ -64,7 +64,7 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
-from raykv.vllm.internals.scheduling import connectors_of, wrap_step_ends
+from raykv.vllm.internals.scheduling import admit_failed_loads, connectors_of, wrap_step_ends
 from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
@@ -111,6 +111,7 @@ def logged_refusals() -> Iterator[None]:
 def watch_steps() -> None:
     """Have our connectors hear of the end of each step before vLLM looks at its result."""
     wrap_step_ends(_ending)
+    admit_failed_loads()
 
 
 def _ending(update: Any) -> Any:

@@ -268,7 +268,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._meta.failed_stores += [(chunk.key, chunk.generation) for chunk in failed]
         self._meta.mark_completed(result.job_id)
         request_id = self._vllm.loads.pop(result.job_id, None)
-        if request_id is not None and result.job_id not in self._unseen:
+        if request_id is not None and not self._is_layerwise:
+            # By layer vLLM does not wait for the request, which is told by its blocks.
             self._meta.barred.add(request_id)
             self._failed_recving.add(request_id)
             self._received.add(request_id)

@@ -133,3 +133,28 @@ BUGS: dict[str, Plant] = {
         counter_begins_again,
     )
 }
+
+
+def room_is_kept_for_a_load_that_failed(patches: pytest.MonkeyPatch) -> None:
+    """vLLM admits a request only if it fits beside itself."""
+    patches.setattr("raykv.vllm.internals.scheduling.waits_anew", lambda *_: False)
+
+
+def failed_load_waits_in_front_of_those_that_hold_blocks(patches: pytest.MonkeyPatch) -> None:
+    """It waits for blocks of requests whose turn comes after its own."""
+
+    def keep_its_place(scheduler: Any, request: Any) -> bool:
+        scheduler._inflight_prefills.discard(request)
+        return False
+
+    patches.setattr("raykv.vllm.internals.scheduling.waits_anew", keep_its_place)
+
+
+POOL_BUGS: dict[str, Plant] = {
+    plant.__name__: plant
+    for plant in (
+        room_is_kept_for_a_load_that_failed,
+        failed_load_waits_in_front_of_those_that_hold_blocks,
+    )
+}
+"""Of engines with small pools (`small_pools.py`)."""

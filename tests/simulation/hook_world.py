@@ -39,7 +39,7 @@ from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
 from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, kv_cache_config
-from tests.simulation.layered_world import RUBBISH, World, prefix_name
+from tests.simulation.layered_world import RUBBISH, AheadWorld, World, prefix_name
 
 SCHEDULER_HOOKS = (
     "on_new_request",
@@ -293,7 +293,7 @@ class HookWorld(World):
         **more: Any,
     ) -> None:
         """`more` as `World` takes it."""
-        super().__init__(model, seed, 0.0, num_blocks, kinds, **more)
+        super().__init__(model, seed, 0.0, num_blocks=num_blocks, kinds=kinds, **more)
         faults = faults or Faults(("nowhere", 0))
         self.faults = faults
         self.connector._layered = None
@@ -417,6 +417,16 @@ class HookWorld(World):
         names = list(output.num_scheduled_tokens)
         numbers = {name: at for at, name in enumerate(names)}
         return ModelRunnerOutput(names, numbers, sampled, kv_connector_output=told)
+
+
+class AheadHookWorld(HookWorld, AheadWorld):
+    """The same, which steps as vLLM's EngineCore does."""
+
+    def _has_work(self) -> bool:
+        return not HookWorld.is_at_rest(self)
+
+    def is_at_rest(self) -> bool:
+        return super().is_at_rest() and not self._under_way
 
 
 def worker_side(line: Line, kinds: Sequence[KVCacheSpec]) -> RayKVConnector:

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_ch
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -57,11 +58,22 @@ WRONG = 1
 """The token of a request whose KV is rubbish; no prompt has it, and no right answer is."""
 
 MAX_LENGTH = 512
+MOST_TOKENS = 4 * CHUNK
+MOST_RUNNING = 4
 NUM_SLOTS = 4000
+
+
+MOST_LEFT_OUT = 100
+"""Steps that may leave out a request though there is room for it: all its loads take fewer, and
+what they must leave room for."""
 
 
 class WrongAnswerError(AssertionError):
     """A request was answered from rubbish."""
+
+
+class ForgottenError(AssertionError):
+    """A request is scheduled by nobody, though there is room for it."""
 
 
 def prefix_name(tokens: list[int]) -> int:
@@ -147,6 +159,8 @@ class World:
         self._ends: dict[str, int] = {}
         # How often a request of a step is taken back while the model runs.
         self.aborting = 0.0
+        # Steps that left out a request, and all that came before it, though there was room.
+        self._left_out: dict[str, int] = {}
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(CHUNK, sha256)
 
@@ -184,9 +198,55 @@ class World:
 
     def step(self, *aborted: str) -> None:
         """One step of the engine; requests are `aborted` while the model runs, as vLLM does it."""
-        output = self.scheduler.schedule()
+        output = self._schedule()
         result = self._execute(output)
         self._end_step(output, result, aborted)
+
+    def _schedule(self) -> SchedulerOutput:
+        """What vLLM's scheduler makes of a step.
+
+        Raises:
+            ForgottenError: a request is left out while none that came before it goes on.
+        """
+        output = self.scheduler.schedule()
+        waiting = []
+        for name, each in self.scheduler.requests.items():
+            if name in output.num_scheduled_tokens:
+                break
+            if each.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+                waiting.append(each)
+        step = int(self._has_room(output, waiting))
+        self._left_out = {
+            each.request_id: self._left_out.get(each.request_id, 0) + step for each in waiting
+        }
+        for name, count in self._left_out.items():
+            if count > MOST_LEFT_OUT:
+                raise ForgottenError(self._why_forgotten(name, count))
+        return output
+
+    def _has_room(self, output: SchedulerOutput, waiting: Sequence[Request]) -> bool:
+        """Whether more could have been scheduled; if nothing was, requests wait for each other."""
+        if not output.num_scheduled_tokens:
+            return True
+        needed = [self.scheduler._request_remaining_blocks(each) for each in waiting]
+        return (
+            len(self.scheduler.running) < MOST_RUNNING
+            and output.total_num_scheduled_tokens < MOST_TOKENS
+            and max(needed, default=0) <= self._num_free()
+        )
+
+    def _num_free(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def _why_forgotten(self, name: str, count: int) -> str:
+        scheduler = self.scheduler
+        return (
+            f"{name} ({scheduler.requests[name].status.name}) was left out of {count} steps with "
+            f"room for it: {self._num_free()} of "
+            f"{scheduler.kv_cache_config.num_blocks} blocks are free, "
+            f"{scheduler._inflight_prefill_reserved_blocks()} are kept for prompts under way, "
+            f"running: {[each.request_id for each in scheduler.running]}"
+        )
 
     def _end_step(self, output: Any, result: ModelRunnerOutput, aborted: Sequence[str]) -> None:
         for request_id in output.num_scheduled_tokens:
@@ -353,14 +413,18 @@ class AheadWorld(World):
         self._under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._held: dict[str, Held] = {}
 
+    def _has_work(self) -> bool:
+        return self.scheduler.has_requests() or bool(self._stores)
+
     def step(self, *aborted: str) -> None:
-        if self.scheduler.has_requests() or self._stores:
-            output = self.scheduler.schedule()
+        if self._has_work():
+            output = self._schedule()
             self._under_way.append((output, self._execute(output)))
             if len(self._under_way) <= self._most_ahead and output.num_scheduled_tokens:
                 return
-        output, result = self._under_way.popleft()
-        self._end_step(output, result, aborted)
+        if self._under_way:
+            output, result = self._under_way.popleft()
+            self._end_step(output, result, aborted)
 
     def run(self, most: int = 400) -> None:
         super().run(most)
@@ -469,8 +533,8 @@ def make_scheduler(model: Path, cache: KVCacheConfig, *, is_async: bool) -> Sche
             async_scheduling=is_async,
             max_model_len=MAX_LENGTH,
             block_size=CHUNK,
-            max_num_batched_tokens=4 * CHUNK,
-            max_num_seqs=4,
+            max_num_batched_tokens=MOST_TOKENS,
+            max_num_seqs=MOST_RUNNING,
             enforce_eager=True,
             dtype="float32",
         ).create_engine_config()

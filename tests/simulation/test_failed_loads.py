@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import RequestStatus
 
 from raykv.serve.models import tiny_llama
-from tests.fixtures.vllm import CHUNK, FULL, WINDOW
+from tests.fixtures.vllm import CHUNK, FULL, STATE, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt
 
@@ -122,3 +123,33 @@ def test_answers_are_right_whichever_chunks_do_not_come(
     world.check_rest()
     assert world.line.num_loaded
     assert told_as_failed(world)[1 if kinds == (FULL,) else 0]
+
+
+LONG = prompt(2, 12 * CHUNK + 3)
+
+
+def evict_unnoticed(world: HookWorld, tokens: list[int], at: int, group: int = 0) -> None:
+    """A chunk goes from the pool between its lookup and its load."""
+    (request,) = (
+        each.request for each in world.asked.values() if each.request.prompt_token_ids == tokens
+    )
+    handle = world.view._ready[make_offload_key(request.block_hashes[at], group)]
+    del world.line.slots[handle.slot]
+
+
+@pytest.mark.parametrize("kinds", [*KINDS[:2], (FULL, STATE)], ids=[*NAMES[:2], "states"])
+@pytest.mark.parametrize("lost", [0, 1, 11])
+def test_request_whose_load_failed_is_admitted_where_it_fits_once_and_not_twice(
+    model: Path, kinds: tuple[KVCacheSpec, ...], lost: int
+) -> None:
+    world = HookWorld(model, 1, num_blocks=30, kinds=kinds)
+    world.evicting = 0.0
+    world.add(LONG)
+    world.run()
+    assert world.scheduler.reset_prefix_cache()
+    evict_unnoticed(world, LONG, lost)
+    world.add([*LONG, 5])
+    world.add(DOCUMENT)
+    world.run()
+    world.check()
+    world.check_rest()

@@ -236,6 +236,19 @@ CONNECTOR_TABLE = (
         "without steps ahead of others",
     ),
     Touched(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "_handle_blocked_waiting_request",
+        "wrapped: a request whose load brought nothing waits like one that has never loaded",
+        REFUSED,
+        SCHEDULER,
+    ),
+    Touched(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "_inflight_prefills",
+        "the same: no room is kept for it",
+        "a guard reports it: it is never admitted where it fits once and not twice",
+    ),
+    Touched(
         "vllm.v1.request:Request",
         "num_stale_output_tokens drop_stale_output",
         "the same: what a step says counts for nothing that computed with what did not come",

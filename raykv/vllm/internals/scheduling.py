@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from raykv.base.guard import guarded
 from raykv.vllm.internals.engine import Wrapper, wrap
 
 
@@ -16,6 +18,39 @@ def wrap_step_ends(wrapper: Wrapper) -> bool:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return wrap(Scheduler, "update_from_output", wrapper)
+
+
+def admit_failed_loads() -> None:
+    """From now on a request whose load brought nothing waits like one that has never loaded.
+
+    vLLM frees its blocks, but goes on to keep room for it among the prefills under way, beside
+    which it must then fit a second time. And it leaves it in front of requests that hold blocks,
+    where it may wait for theirs. Either way nothing is scheduled any more.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    wrap(Scheduler, "_handle_blocked_waiting_request", _ending_loads)
+
+
+def _ending_loads(is_ready: Any) -> Any:
+    @functools.wraps(is_ready)
+    def ready(scheduler: Any, request: Any) -> bool:
+        was_loading = request.status.name == "WAITING_FOR_REMOTE_KVS"
+        found: bool = is_ready(scheduler, request)
+        if not (found and was_loading) or request.num_computed_tokens:
+            return found
+        return not waits_anew(scheduler, request)
+
+    return ready
+
+
+@guarded(lambda *_: False)
+def waits_anew(scheduler: Any, request: Any) -> bool:
+    """Have vLLM keep no room for a request that has no blocks; it is passed over in this step, and
+    then stands among those that hold none.
+    """
+    scheduler._inflight_prefills.discard(request)
+    return True
 
 
 def connectors_of(scheduler: Any) -> list[Any]:

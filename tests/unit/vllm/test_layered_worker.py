@@ -255,6 +255,33 @@ def test_result_that_is_not_understood_leaves_its_blocks_invalid(
     assert side.end() == (set(), {1, 2, 3}, Counter({1: 1, 2: 1}))
 
 
+@pytest.mark.expects_failures
+def test_late_end_that_is_not_understood_is_told_of_no_request_that_vllm_goes_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = Side()
+    side.begin(a=[1, 2])
+    side.start()
+    side.link.failing = "wait"
+    assert side.end() == (set(), {1, 2}, Counter())
+    side.link.failing = ""
+    side.link.wait_layers([], ALL_LAYERS)
+
+    mark, calls = RayKVWorkerMetadata.mark_completed, []
+
+    def fail_once(meta: RayKVWorkerMetadata, job_id: int) -> None:
+        calls.append(job_id)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        mark(meta, job_id)
+
+    monkeypatch.setattr(RayKVWorkerMetadata, "mark_completed", fail_once)
+    side.begin()
+    results = side.connector.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == (set(), set())
+    assert side.end() == (set(), set(), Counter({1: 1}))
+
+
 def test_stranded_blocks_are_invalid() -> None:
     side = Side()
     side.begin()

@@ -1,0 +1,48 @@
+"""Seeds that engines with small pools survive, and bugs that these seeds find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from raykv.serve.models import tiny_llama
+from tests.fixtures.effort import seeds
+from tests.simulation.bugs import POOL_BUGS
+from tests.simulation.layered_world import ForgottenError
+from tests.simulation.small_pools import play
+
+NUM_SEEDS = 60
+
+FINDERS = {
+    "room_is_kept_for_a_load_that_failed": 2,
+    "failed_load_waits_in_front_of_those_that_hold_blocks": 10,
+}
+"""The seeds that find them are tried first, then all."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
+
+
+@pytest.mark.parametrize("seed", seeds(7, range(NUM_SEEDS)))
+def test_engine_whose_cache_is_smaller_than_two_long_requests_answers_right(
+    model: Path, seed: int
+) -> None:
+    play(model, seed)
+
+
+@pytest.mark.parametrize("bug", POOL_BUGS)
+def test_planted_bug_leaves_a_request_out(
+    model: Path, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    POOL_BUGS[bug](monkeypatch)
+    for seed in [FINDERS[bug], *range(NUM_SEEDS)]:
+        try:
+            play(model, seed)
+        except ForgottenError:
+            return
+    pytest.fail(f"{NUM_SEEDS} seeds survive {bug}")
