@@ -53,6 +53,7 @@ from raykv.vllm.identity.placement import (
 from raykv.vllm.identity.weight_changes import watch_calls
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.insight.sources import tell_sources
+from raykv.vllm.internals.arguments import refuse_arguments
 from raykv.vllm.internals.engine import watch_rests
 from raykv.vllm.internals.names import check_vllm_version, require, vllm_version
 from raykv.vllm.internals.offloading import (
@@ -64,7 +65,7 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
-from raykv.vllm.internals.scheduling import connectors_of, wrap_step_ends
+from raykv.vllm.internals.scheduling import connectors_of, watch_resets, wrap_step_ends
 from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
@@ -159,6 +160,7 @@ class RayKVConnector(OffloadingConnector):
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
+        refuse_arguments(vllm_config)
         refuse_several_hosts(vllm_config.parallel_config)
         refuse_kinds(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
@@ -222,6 +224,7 @@ class RayKVConnector(OffloadingConnector):
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
         watch_steps()
+        watch_resets(RayKVConnector)
         watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
