@@ -401,6 +401,7 @@ class RayKVConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """See `KVConnectorBase_V1.on_new_request`; asks at once who has the prompt's chunks."""
         if self._manager is not None:
+            self._mender.put_aside(request)
             self._manager.belongs(request)
             if self._adapters is not None and not self._adapters.begin(request):
                 self._manager.refuse(request.request_id, MissReason.ADAPTER_UNKNOWN)
@@ -492,10 +493,10 @@ class RayKVConnector(OffloadingConnector):
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
-        self._tables.forget_blocks_left_behind(scheduler_output.finished_req_ids or ())
+        self._tables.forget_blocks_left_behind(self._tables.ended(scheduler_output))
         if self._layered is not None:
             self._layered.grow(scheduler_output)
-        seen = self._tables.without_loading(scheduler_output)
+        seen = self._tables.seen(scheduler_output)
         base = super().build_connector_meta(seen)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
@@ -539,7 +540,7 @@ class RayKVConnector(OffloadingConnector):
         jobs = [*base.load_jobs.values(), *base.store_jobs.values()]
         used = self._adapters.of({job.req_id for job in jobs})
         began = self._adapters.of({each.req_id for each in scheduler_output.scheduled_new_reqs})
-        self._adapters.end(scheduler_output.finished_req_ids)
+        self._adapters.end(self._tables.ended(scheduler_output))
         return used, began
 
     def _step_began(self, scheduled: Any) -> None:

@@ -135,6 +135,30 @@ def test_pause_that_keeps_requests_ends_although_a_prompt_was_loading(
         world.check_rest()
 
 
+def test_request_with_the_id_of_an_earlier_one_is_computed_stored_and_loaded(model: Path) -> None:
+    """Its client has got the earlier one's answer, which nobody below has heard of, or which still
+    has stores under way.
+    """
+    for seed in range(8):
+        world = HookWorld(model, seed, num_blocks=80)
+        world.evicting = 0.0
+        for number in (1, 2, 1, 3, 2):
+            name = "r0" if world.asked else world.add(prompt(number, 4 * CHUNK + 3))
+            if world.has_ended(name):
+                world.check()
+                del world.asked[name]
+                world._add(name, prompt(number, 4 * CHUNK + 3), 3)
+            while not world.has_ended(name):
+                world.step()
+            world.scheduler.reset_prefix_cache()
+        asked = world.asked[name]
+        world.run()
+        world.check()
+        world.check_rest()
+        assert len(asked.request.block_hashes) * 3 == len(world.view.loadable)
+        assert world.line.num_loaded >= 4
+
+
 def test_reset_leaves_blocks_alone_that_are_still_loaded_into(model: Path) -> None:
     """vLLM gives the reset up, and whoever asked for it hears of that."""
     watch_resets(RayKVConnector)
