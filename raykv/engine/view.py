@@ -138,10 +138,10 @@ class EngineView:
     # Requests
 
     def start_request(self, request_id: str, options: RequestOptions) -> None:
-        """A request is new; a second call for the same id changes nothing."""
+        """A request is new, and has nothing of an earlier one with its id."""
         self.is_new = False
-        if request_id not in self.requests:
-            self.requests.start(request_id, self.sampler.limit(options))
+        self.finish_request(request_id)
+        self.requests.start(request_id, self.sampler.limit(options))
 
     def finish_request(self, request_id: str) -> None:
         """No more lookups, loads or stores will be asked for this request."""

@@ -26,6 +26,7 @@ from raykv.base.errors import SettingError, VersionError
 from raykv.base.extras import with_extra
 from raykv.base.settings import load_settings
 from raykv.vllm import command as vllm_command
+from raykv.vllm.internals.arguments import REFUSED_ARGUMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ _SHORTEST_TRANSFER_FLAG = "--kv-t"  # vLLM takes any abbreviation that is unambi
 _MIDDLEWARE_FLAG = "--middleware"
 _NESTING_LIMIT = "raykv.serve.http.NestingLimit"
 _DETAILS_FLAG = "--enable-prompt-tokens-details"
-_NATIVE_OFFLOADING_FLAG = "--kv-offloading-size"
+_REFUSED_FLAGS = {f"--{name.replace('_', '-')}": why for name, why in REFUSED_ARGUMENTS.items()}
 _CPU_KV_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _CPU_KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_KV_CACHE_GIB = "1"
@@ -161,11 +162,9 @@ def plan_serve(
             twice with different values.
     """
     flags, theirs = _split_transfer_flags(vllm_args)
-    if any(_flag_name(flag) == _NATIVE_OFFLOADING_FLAG for flag in flags):
-        raise SettingError(
-            f"{_NATIVE_OFFLOADING_FLAG} turns on vLLM's own offloading in RayKV's place: leave it "
-            "out, and set the size of RayKV's pool with --pool-bytes."
-        )
+    for flag in map(_flag_name, flags):
+        if (why := _REFUSED_FLAGS.get(flag)) is not None:
+            raise SettingError(f"{flag} {why}")
     theirs = _merge(_transfer_from_config_file(flags), theirs)
     settings = {"ray_address": ray_address, "pool_bytes": pool_bytes}
     given = {name: value for name, value in settings.items() if value is not None}

@@ -25,6 +25,7 @@ from raykv.base.extras import with_extra
 from raykv.serve.arguments import complaints
 from raykv.serve.command import CONNECTOR
 from raykv.serve.transfer import fill_in, with_raykv
+from raykv.vllm.internals.arguments import refuse_by_name
 from raykv.vllm.params import PREFILLED, without_prefilled
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
@@ -171,8 +172,12 @@ def register() -> None:
 
 def _with_raykv(config: Any, settings: Mapping[str, Any]) -> Any:
     """A copy of an `LLMConfig` whose engine uses RayKV."""
-    given = config.engine_kwargs.get("kv_transfer_config")
-    transfer = with_raykv(given, settings, f"model {config.model_id!r}")
+    whose = f"model {config.model_id!r}"
+    transfer = with_raykv(config.engine_kwargs.get("kv_transfer_config"), settings, whose)
+    try:
+        refuse_by_name(config.engine_kwargs)
+    except SettingError as error:
+        raise SettingError(f"{whose}: {error}") from error
     copied = config.model_copy(deep=True)
     copied.update_engine_kwargs(kv_transfer_config=transfer)
     copied.experimental_configs["raykv"] = LoadsRayKV()

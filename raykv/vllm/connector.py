@@ -53,6 +53,7 @@ from raykv.vllm.identity.placement import (
 from raykv.vllm.identity.weight_changes import watch_calls
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.insight.sources import tell_sources
+from raykv.vllm.internals.arguments import refuse_arguments
 from raykv.vllm.internals.engine import watch_rests
 from raykv.vllm.internals.names import check_vllm_version, require, vllm_version
 from raykv.vllm.internals.offloading import (
@@ -64,7 +65,12 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
-from raykv.vllm.internals.scheduling import admit_failed_loads, connectors_of, wrap_step_ends
+from raykv.vllm.internals.scheduling import (
+    admit_failed_loads,
+    connectors_of,
+    watch_resets,
+    wrap_step_ends,
+)
 from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
@@ -162,6 +168,7 @@ class RayKVConnector(OffloadingConnector):
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_vllm_version(vllm_version())
+        refuse_arguments(vllm_config)
         refuse_several_hosts(vllm_config.parallel_config)
         refuse_kinds(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
@@ -225,6 +232,7 @@ class RayKVConnector(OffloadingConnector):
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
         watch_steps()
+        watch_resets(RayKVConnector)
         watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
@@ -401,6 +409,7 @@ class RayKVConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """See `KVConnectorBase_V1.on_new_request`; asks at once who has the prompt's chunks."""
         if self._manager is not None:
+            self._mender.put_aside(request)
             self._manager.belongs(request)
             if self._adapters is not None and not self._adapters.begin(request):
                 self._manager.refuse(request.request_id, MissReason.ADAPTER_UNKNOWN)
@@ -493,10 +502,10 @@ class RayKVConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._told = self._target()
         self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
-        self._tables.forget_blocks_left_behind(scheduler_output.finished_req_ids or ())
+        self._tables.forget_blocks_left_behind(self._tables.ended(scheduler_output))
         if self._layered is not None:
             self._layered.grow(scheduler_output)
-        seen = self._tables.without_loading(scheduler_output)
+        seen = self._tables.seen(scheduler_output)
         base = super().build_connector_meta(seen)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
@@ -540,7 +549,7 @@ class RayKVConnector(OffloadingConnector):
         jobs = [*base.load_jobs.values(), *base.store_jobs.values()]
         used = self._adapters.of({job.req_id for job in jobs})
         began = self._adapters.of({each.req_id for each in scheduler_output.scheduled_new_reqs})
-        self._adapters.end(scheduler_output.finished_req_ids)
+        self._adapters.end(self._tables.ended(scheduler_output))
         return used, began
 
     def _step_began(self, scheduled: Any) -> None:

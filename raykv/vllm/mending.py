@@ -55,6 +55,18 @@ class Mender:
         self._manager.barred.add(request.request_id)
         self._tables.adopt(request)
 
+    def put_aside(self, request: Any) -> None:
+        """A new request has the id of an earlier one, if vLLM leaves ids as clients give them: it
+        has nothing of what was allowed to that one, or forbidden.
+        """
+        earlier = self._tables.put_aside(request)
+        if earlier is None:
+            return
+        if not earlier.is_signaled:
+            earlier.is_signaled = True
+            self._manager.on_request_finished(earlier.context)
+        self._manager.barred.discard(request.request_id)
+
     def give_up_load(self, request_id: str) -> None:
         """The load of a request that has its blocks already is given up; its tokens are computed.
 
@@ -89,7 +101,7 @@ class Mender:
         for request_id, request in tables.known_requests().items():
             if request.has_blocks and not request.is_signaled:
                 self._manager.barred.add(request_id)
-        for request_id in output.finished_req_ids or ():
+        for request_id in tables.ended(output):
             if (known := tables.find(request_id)) is not None:
                 known.is_signaled = True
                 self._manager.on_request_finished(known.context)
@@ -105,7 +117,7 @@ class Mender:
         """The metadata of a step go out."""
         self._first_unsent = self._tables.next_job
         if barred := self._manager.barred:
-            barred.difference_update(output.finished_req_ids or ())
+            barred.difference_update(self._tables.ended(output))
             barred &= self._tables.requests.keys()
         if guard.failures.total() != self._failures:
             self.mend()

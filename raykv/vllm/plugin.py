@@ -12,6 +12,7 @@ from typing import Any
 from raykv.base.parent import end_with_parent
 from raykv.vllm.identity.media import is_ours, watch_prompts
 from raykv.vllm.insight.sources import watch_front_ends
+from raykv.vllm.internals.arguments import refuse_arguments, wrap_arguments
 from raykv.vllm.internals.engine import wrap_multi_connector
 from raykv.vllm.internals.names import check_vllm_version, refusal_of, vllm_version
 from raykv.vllm.internals.offloading import is_registered
@@ -63,6 +64,8 @@ def register() -> None:
             KVConnectorFactory.register_connector(name, __name__, name)
     except ValueError:
         logger.debug("RayKVConnector is registered already")
+    if not wrap_arguments(refusing):
+        logger.debug("this vLLM ends its configuration in an unknown way")
     try:
         wrap_multi_connector(recomputing)
     except ImportError as error:
@@ -93,3 +96,18 @@ def recomputing(start: Callable[..., None]) -> Callable[..., None]:
         start(connector, vllm_config, *arguments, **named)
 
     return started
+
+
+def refusing(finish: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A configuration of an engine with RayKV is not finished that it can't be used with.
+
+    It is refused here and not by the connectors alone: vLLM may put another one in their place.
+    """
+
+    @functools.wraps(finish)
+    def finished(vllm_config: Any) -> None:
+        if is_ours(vllm_config):
+            refuse_arguments(vllm_config)
+        finish(vllm_config)
+
+    return finished

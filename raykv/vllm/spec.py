@@ -307,6 +307,11 @@ def refuse_kinds(kv_cache_config: Any) -> None:
     Raises:
         SettingError: saying what of the model's KV is in the way.
     """
+    if not kv_cache_config.prefix_cacheable_group_ids:
+        raise SettingError(
+            "vLLM keeps no KV of this engine's prompts that later ones could use, so that there is "
+            "nothing to store: leave RayKV out"
+        )
     refuse_non_causal(kv_cache_config)
     specs = specs_of(kv_cache_config)
     if any(isinstance(spec, CrossAttentionSpec) for spec in specs):

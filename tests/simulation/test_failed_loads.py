@@ -11,11 +11,14 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import RequestStatus
 
 from raykv.serve.models import tiny_llama
+from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.internals.scheduling import watch_resets
 from tests.fixtures.vllm import CHUNK, FULL, STATE, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt
@@ -105,6 +108,75 @@ def test_request_of_several_groups_whose_load_fails_ends_where_vllm_is_to_fail_i
     world.run()
     assert request.status is RequestStatus.FINISHED_ERROR
     world.check_rest()
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=NAMES)
+@pytest.mark.parametrize("failing", [0.0, 0.2, 1.0])
+def test_pause_that_keeps_requests_ends_although_a_prompt_was_loading(
+    model: Path, kinds: tuple[KVCacheSpec, ...], failing: float
+) -> None:
+    """As vLLM's EngineCore pauses: it steps until no job is left, and resets its cache."""
+    watch_resets(RayKVConnector)
+    for seed in range(4):
+        world = stored(model, kinds, seed)
+        world.line.failing = failing
+        loading = world.asked[world.add(DOCUMENT)].request
+        other = world.asked[world.add(prompt(9, 5 * CHUNK), 8)].request
+        world.step()
+        assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        world.run()
+        assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert world.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        assert {loading.num_computed_tokens, other.num_computed_tokens} == {0}
+        assert not world.scheduler._inflight_prefills
+        world.scheduler.set_pause_state(PauseState.UNPAUSED)
+        world.run()
+        world.check()
+        world.check_rest()
+
+
+def test_request_with_the_id_of_an_earlier_one_is_computed_stored_and_loaded(model: Path) -> None:
+    """Its client has got the earlier one's answer, which nobody below has heard of, or which still
+    has stores under way.
+    """
+    for seed in range(8):
+        world = HookWorld(model, seed, num_blocks=80)
+        world.evicting = 0.0
+        for number in (1, 2, 1, 3, 2):
+            name = "r0" if world.asked else world.add(prompt(number, 4 * CHUNK + 3))
+            if world.has_ended(name):
+                world.check()
+                del world.asked[name]
+                world._add(name, prompt(number, 4 * CHUNK + 3), 3)
+            while not world.has_ended(name):
+                world.step()
+            world.scheduler.reset_prefix_cache()
+        asked = world.asked[name]
+        world.run()
+        world.check()
+        world.check_rest()
+        assert len(asked.request.block_hashes) * 3 == len(world.view.loadable)
+        assert world.line.num_loaded >= 4
+
+
+def test_reset_leaves_blocks_alone_that_are_still_loaded_into(model: Path) -> None:
+    """vLLM gives the reset up, and whoever asked for it hears of that."""
+    watch_resets(RayKVConnector)
+    worlds = (stored(model, (FULL,), seed) for seed in range(20))
+    for world in worlds:
+        loading = world.asked[world.add(DOCUMENT)].request
+        world.step()
+        if world.line.waiting:
+            break
+    assert world.line.waiting
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert loading.num_computed_tokens == 6 * CHUNK
+    world.run()
+    world.check()
+    world.check_rest()
+    assert world.line.num_loaded == NUM_LOADED[(FULL,)]
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=NAMES)

@@ -83,6 +83,7 @@ class AdapterUses:
 
     def begin(self, request: Any) -> bool:
         """A request is new; False: it must neither load nor store."""
+        self._uses.pop(request.request_id, None)
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
             return True

@@ -196,6 +196,12 @@ CONNECTOR_TABLE = (
         "they are registered anew, which vLLM refuses and RayKV ignores",
     ),
     Touched(
+        "vllm.config:VllmConfig",
+        "_post_init_kv_transfer_config",
+        "wrapped: arguments that RayKV can't be used with are refused before any process starts",
+        "the connectors refuse them later, but not kv_offloading_size, which replaces them",
+    ),
+    Touched(
         f"{KV_CONNECTOR}.v1.multi_connector:MultiConnector",
         "__init__",
         "wrapped: with RayKV among its connectors, requests are computed whose loads fail",
@@ -247,6 +253,25 @@ CONNECTOR_TABLE = (
         "_inflight_prefills",
         "the same: no room is kept for it",
         "a guard reports it: it is never admitted where it fits once and not twice",
+    ),
+    Touched(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "reset_prefix_cache failed_recving_kv_req_ids finished_recving_kv_req_ids "
+        "kv_holding_waiting waiting",
+        "wrapped: a reset of running requests takes back those too whose load has ended",
+        "a guard reports it: a pause that keeps requests does not end while a prompt is loaded",
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        "free",
+        "the same: blocks of requests that wait",
+        "the same",
+    ),
+    Touched(
+        "vllm.v1.request:RequestStatus",
+        "WAITING WAITING_FOR_REMOTE_KVS PREEMPTED",
+        "the same: how requests wait",
+        "the same",
     ),
     Touched(
         "vllm.v1.request:Request",

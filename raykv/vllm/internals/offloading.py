@@ -191,18 +191,45 @@ class SchedulerTables:
         numbers = () if request is None else request.jobs
         return any(number in self.jobs and not self.jobs[number].is_store for number in numbers)
 
-    def without_loading(self, scheduled: Any) -> Any:
-        """What was scheduled, without the preempted requests of which a load has not ended.
+    def put_aside(self, request: Any) -> OffloadedRequest | None:
+        """Take an earlier request with the id of a new one out of its way; None: there is none.
 
-        vLLM asserts that there are none: 0.32 of those that load again in the same step, as after a
-        reset, and both of those that were preempted with the step of their load under way. It would
-        wait for their stores, but who loads has none: a load ends with its step, or has not begun.
+        Its jobs go on under another name, and end as they would have.
+        """
+        name = request.request_id
+        earlier = self.find(name)
+        if earlier is None or earlier.request is request:
+            return None
+        del self.requests[name]
+        if earlier.jobs:
+            other = f"{name}, before job {self.next_job}"
+            self.requests[other] = earlier.owner
+            for number in earlier.jobs:
+                self.jobs[number].req_id = other
+        return earlier
+
+    def ended(self, scheduled: Any) -> set[str]:
+        """Requests that have ended before this step, but for those whose id a new one has."""
+        names = scheduled.finished_req_ids or set()
+        known = {name: self.find(name) for name in names}
+        return {name for name, each in known.items() if each is None or each.request.is_finished()}
+
+    def seen(self, scheduled: Any) -> Any:
+        """What was scheduled, without the ends of requests whose id a new one has, and without the
+        preempted requests of which a load has not ended.
+
+        Of the latter vLLM asserts that there are none: 0.32 of those that load again in the same
+        step, as after a reset, and both of those that were preempted with the step of their load
+        under way. It would wait for their stores, but who loads has none: a load ends with its
+        step, or has not begun.
         """
         preempted = scheduled.preempted_req_ids or ()
         loading = {name for name in preempted if self.is_loading(name)}
-        if not loading:
+        ended = self.ended(scheduled)
+        if not loading and ended == (scheduled.finished_req_ids or set()):
             return scheduled
-        return replace(scheduled, preempted_req_ids={*preempted} - loading)
+        preempted = {*preempted} - loading
+        return replace(scheduled, preempted_req_ids=preempted, finished_req_ids=ended)
 
     def adopt(self, request: Any) -> None:
         """Make a request known, if it is not yet, as one without wishes."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from raykv.base.guard import guarded
+from raykv.base.guard import guarded, nothing
 from raykv.vllm.internals.engine import Wrapper, wrap
 
 
@@ -51,6 +51,55 @@ def waits_anew(scheduler: Any, request: Any) -> bool:
     """
     scheduler._inflight_prefills.discard(request)
     return True
+
+
+def watch_resets(kind: type) -> None:
+    """From now on a reset that takes running requests back takes back those too that wait with
+    blocks, in engines with a connector of this kind; a second call changes nothing.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def taking_back(reset: Any) -> Any:
+        @functools.wraps(reset)
+        def call(
+            scheduler: Any, reset_running_requests: bool = False, *more: Any, **named: Any
+        ) -> Any:
+            is_ours = any(isinstance(each, kind) for each in connectors_of(scheduler))
+            if reset_running_requests and is_ours:
+                take_back_loaded(scheduler)
+            return reset(scheduler, reset_running_requests, *more, **named)
+
+        return call
+
+    wrap(Scheduler, "reset_prefix_cache", taking_back)
+
+
+@guarded(nothing)
+def take_back_loaded(scheduler: Any) -> None:
+    """Have requests computed from their beginning that have blocks and do not run, once nobody
+    loads into these any more.
+
+    vLLM takes back those that run, and gives the reset up if others have blocks: then a pause
+    stays unfinished. As after a load of which nothing came, they wait like new ones.
+    """
+    from vllm.v1.request import RequestStatus
+
+    for request in list(scheduler.kv_holding_waiting):
+        name, status = request.request_id, request.status
+        if status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            if name not in scheduler.finished_recving_kv_req_ids:
+                continue
+            scheduler.failed_recving_kv_req_ids.add(name)
+            request.num_computed_tokens = 0
+            scheduler._handle_blocked_waiting_request(request)
+        elif status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            request.num_computed_tokens = 0
+            scheduler.kv_cache_manager.free(request)
+        else:
+            continue
+        scheduler._inflight_prefills.discard(request)
+        scheduler.kv_holding_waiting.remove_requests([request])
+        scheduler.waiting.prepend_request(request)
 
 
 def connectors_of(scheduler: Any) -> list[Any]:

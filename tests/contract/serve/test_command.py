@@ -170,6 +170,7 @@ def test_plan_serve_leaves_any_other_config_file_to_vllm(
         (["--kv-transfer-config"], "needs a value"),
         (["--kv-offloading-size", "4"], "--kv-offloading-size.*leave it out"),
         (["--kv_offloading_size=4"], "--kv-offloading-size.*leave it out"),
+        (["--enable-return-routed-experts"], "--enable-return-routed-experts can't be used with"),
     ],
 )
 def test_plan_serve_refuses_flags_that_cannot_work(flags: list[str], said: str) -> None:

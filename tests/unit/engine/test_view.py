@@ -221,11 +221,13 @@ def test_few_requests_store_when_the_scheduler_actor_says_so() -> None:
     assert view.prepare_store("next", [key("n")]) is not None
 
 
-def test_options_stay_when_a_request_is_started_again(view: EngineView) -> None:
+def test_request_that_is_started_again_has_nothing_of_an_earlier_one(view: EngineView) -> None:
     store(view, "a")
-    view.start_request("no", RequestOptions(load=False))
     view.start_request("no", RequestOptions())
+    view.start_request("no", RequestOptions(load=False))
     assert look(view, "a", request="no") == [MISS]
+    view.start_request("no", RequestOptions())
+    assert look(view, "a", request="no") == [HIT]
 
 
 def test_request_that_was_never_started_may_load_and_store(view: EngineView) -> None:

@@ -44,3 +44,25 @@ def test_decode_engine_is_told_that_the_prompt_was_computed_and_no_address(backe
     assert decode.kv_transfer_params == {"raykv_prefilled": True, "raykv_load": True}
     # What the client sent is as it was.
     assert asked.kv_transfer_params == {"raykv_prefilled": False, "raykv_load": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"kv_offloading_size": 4}, "model 'm': kv_offloading_size=4 turns on vLLM's own"),
+        ({"enable_return_routed_experts": True}, "model 'm': enable_return_routed_experts=True"),
+    ],
+)
+def test_application_whose_engines_would_go_without_raykv_is_refused_when_it_is_built(
+    backend: Any, arguments: dict[str, Any], said: str
+) -> None:
+    from raykv import serve
+    from raykv.base.errors import SettingError
+
+    model = {"model_loading_config": {"model_id": "m"}, "engine_kwargs": arguments}
+    for build, args in (
+        (serve.build_openai_app, {"llm_configs": [model]}),
+        (serve.build_pd_openai_app, {"prefill_config": model, "decode_config": model}),
+    ):
+        with pytest.raises(SettingError, match=said):
+            build(args)

@@ -45,6 +45,7 @@ GENERAL = {
     *("kv_cache_config", "kv_cache_spec", "lora_config", "req_id", "is_store"),
     *("collective_rpc", "sleep", "tokens_per_block"),
     *("kv_transfer_params", "num_cached_tokens", "outputs", "request_id", "cached_tokens"),
+    "WAITING",
     *("add_request", "has_unfinished_requests", "reset_prefix_cache", "wake_up"),
 }
 """Public names in the table that interfaces have as well, so that they tell nothing."""

@@ -264,6 +264,7 @@ def test_nothing_is_left_of_a_request_that_ended_before_its_load_failed() -> Non
     gone: Any = request
     gone.status = RequestStatus.FINISHED_ABORTED
     engine.connector.request_finished(request, [])
+    request.is_over = True
     engine.metadata("r")
     engine.end_step(3)
     assert not engine.loads.spoiled

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
-
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from raykv.base.ids import Epoch, Generation
 from raykv.engine.requests import FailedLoad
@@ -124,3 +124,39 @@ def test_request_with_media_by_their_content_loads(monkeypatch: pytest.MonkeyPat
     engine.hold(0, 1, 2, 3, 4)
     engine.begin(request)
     assert engine.schedule(request) == 5 * CHUNK
+
+
+@pytest.mark.parametrize("is_barred", [False, True])
+@pytest.mark.parametrize(
+    ("earlier", "later"), [({}, {"raykv_load": False}), ({"raykv_load": False}, {})]
+)
+def test_request_with_the_id_of_an_earlier_one_has_nothing_of_its_options_and_bars(
+    earlier: dict[str, Any], later: dict[str, Any], is_barred: bool
+) -> None:
+    """vLLM leaves ids as clients give them, if its users want that. A client who has its answer may
+    ask again before a step tells the connector that the earlier request has ended.
+    """
+    engine = Engine()
+    engine.hold(0, 1, 2)
+    manager = engine.connector._manager
+    assert manager is not None
+    for number, params in enumerate((earlier, later)):
+        request = PlayedRequest(kv_transfer_params=params)
+        engine.begin(request)
+        loads = engine.schedule(request)
+        assert loads == (0 if params else 3 * CHUNK), number
+        if loads:
+            engine.end_load(request)
+        if is_barred:
+            manager.barred.add("r")
+        if params is earlier:
+            engine.finish(request)
+            request.is_over = True
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = {"r"}
+    engine.connector.build_connector_meta(output)
+    assert "r" in engine.view.requests
+    assert ("r" in manager.barred) == is_barred
+    known = engine.connector._tables.find("r")
+    assert known is not None
+    assert known.request is request

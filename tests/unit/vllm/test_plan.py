@@ -211,7 +211,7 @@ def test_settings_that_are_wrong_are_refused(
             {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
             "has an encoder and a decoder",
         ),
-        ({"architectures": ["BertModel"], "model_type": "bert"}, "generates no tokens"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "encodes prompts as a whole"),
         ({**LLAMA, "num_attention_heads": 3}, "vLLM can't plan the KV cache of the model"),
     ],
 )

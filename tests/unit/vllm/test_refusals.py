@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from raykv.base.errors import SettingError, VersionError
 from raykv.vllm.internals.names import check_vllm_version
+from tests.fixtures.model_configs import BERT, LLAMA, MIXTRAL
 
 pytest.importorskip("vllm")
 
@@ -159,6 +162,8 @@ def test_kinds_of_kv_that_say_nothing_about_beginnings_are_refused() -> None:
     refuse_kinds(kv_cache_config([FULL, STATE]))
     cross = CrossAttentionSpec(**ATTENTION)
     together = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": cross})
+    with pytest.raises(SettingError, match="vLLM keeps no KV of this engine's prompts"):
+        refuse_kinds(kv_cache_config([]))
     for kinds in ([FULL, cross], [together]):
         with pytest.raises(SettingError, match="has an encoder and a decoder"):
             refuse_kinds(kv_cache_config(kinds))
@@ -173,3 +178,108 @@ def test_of_a_model_whose_answers_see_less_prompts_alone_are_stored() -> None:
     assert stores_prompts_alone(kv_cache_config([FULL, PROMPT]))
     assert not stores_prompts_alone(kv_cache_config([FULL, WINDOW]))
     assert not stores_prompts_alone(None)
+
+
+OURS = {"kv_connector": "RayKVConnector"}
+AMONG = {
+    "kv_connector": "MultiConnector",
+    "kv_connector_extra_config": {"connectors": [{**OURS, "kv_role": "kv_both"}]},
+}
+
+
+def parsed(folder: Path, model: dict[str, Any], transfer: dict[str, Any], **arguments: Any) -> Any:
+    """What vLLM makes of an engine's arguments, with RayKV's plugin."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from raykv.vllm import plugin
+
+    (folder / "config.json").write_text(json.dumps(model))
+    plugin.register()
+    return EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **transfer),
+        **arguments,
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize("transfer", [OURS, AMONG], ids=["alone", "among others"])
+@pytest.mark.parametrize(
+    ("model", "arguments", "named"),
+    [
+        (LLAMA, {"kv_offloading_size": 4.0}, "kv_offloading_size=4.0 turns on vLLM's own"),
+        (
+            LLAMA,
+            {"kv_offloading_size": 4.0, "kv_offloading_backend": "lmcache"},
+            "kv_offloading_size=4.0 turns on",
+        ),
+        (
+            MIXTRAL,
+            {"enable_return_routed_experts": True},
+            "enable_return_routed_experts=True can't be used with RayKV",
+        ),
+        (
+            MIXTRAL,
+            {"aux_output_config": {"enable_return_routed_experts": True}},
+            "enable_return_routed_experts=True can't be used with RayKV",
+        ),
+        (BERT, {}, "encodes prompts as a whole and vLLM keeps no KV"),
+        (LLAMA, {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}}, "=MEAN, "),
+        (LLAMA, {"runner": "pooling", "pooler_config": {"seq_pooling_type": "CLS"}}, "=CLS, "),
+        (LLAMA, {"runner": "pooling", "pooler_config": {"tok_pooling_type": "STEP"}}, "=STEP"),
+    ],
+)
+def test_what_vllm_has_off_for_a_reason_is_refused_when_arguments_are_parsed(
+    model: dict[str, Any],
+    arguments: dict[str, Any],
+    named: str,
+    transfer: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    if "pooler_config" in arguments:
+        from vllm.config import PoolerConfig
+
+        arguments = {**arguments, "pooler_config": PoolerConfig(**arguments["pooler_config"])}
+    with pytest.raises(SettingError, match=named):
+        parsed(tmp_path, model, transfer, **arguments)
+
+
+def test_connector_refuses_the_same_where_the_plugin_did_not(tmp_path: Path) -> None:
+    from vllm.config import PoolerConfig
+
+    from raykv.vllm.connector import RayKVConnector
+    from tests.fixtures.vllm import FULL, kv_cache_config
+
+    pooling = {"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="MEAN")}
+    unseen = parsed(tmp_path, LLAMA, {"kv_connector": "ExampleConnector"}, **pooling)
+    with pytest.raises(SettingError, match="seq_pooling_type=MEAN"):
+        RayKVConnector(unseen, None, kv_cache_config([FULL]))  # type: ignore[arg-type]
+
+
+def test_pooling_of_the_last_token_is_accepted(tmp_path: Path) -> None:
+    from vllm.config import PoolerConfig
+
+    pooling = {"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="LAST")}
+    found = parsed(tmp_path, LLAMA, OURS, **pooling)
+    assert found.kv_transfer_config.kv_connector == "RayKVConnector"
+
+
+def test_engines_without_raykv_are_left_alone(tmp_path: Path) -> None:
+    other = {"kv_connector": "ExampleConnector"}
+    found = parsed(tmp_path, LLAMA, other, kv_offloading_size=4.0)
+    assert found.kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_answers_that_must_not_depend_on_the_cache_are_refused_where_vllm_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raykv.vllm.internals.arguments import refuse_arguments
+
+    config = parsed(tmp_path, LLAMA, OURS)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    refuse_arguments(config)
+    # As layers do it with some attention back ends.
+    config.cache_config.enable_prefix_caching = False
+    with pytest.raises(SettingError, match="VLLM_BATCH_INVARIANT=1"):
+        refuse_arguments(config)
