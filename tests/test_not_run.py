@@ -64,7 +64,7 @@ def test_sum_names_what_no_process_has_run_and_why(tmp_path: Path) -> None:
     assert summary(noted, files) == [
         f"not run here: 1 of gpu, {UNNAMED}",
         "not run here: 1 of hosts, `make test-extended` runs them",
-        "not run here: 1 of hosts, no such module here",
         "not run here: 1 of hosts, needs root",
+        "not run here: 1 of hosts, no such module here",
         f"not run here: 1 of tests, {UNNAMED}",
     ]
