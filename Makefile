@@ -30,6 +30,8 @@ GPU_TESTS ?= tests/gpu/test_engines.py tests/gpu/test_engine_under_load.py \
 	$(wildcard tests/gpu/test_cuda_*.py)
 GPU_MARKS ?= gpu
 GPU_LIMIT ?= 900
+# What each of the processes of `make test` has left out; its last lines are the sum.
+NOT_RUN := build/not-run
 # What faces vLLM, and runs on the other version too.
 FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy tests/simulation tests/contract/serve
 
@@ -81,8 +83,8 @@ demo: $(STAMP)
 
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint $(OVERLAY_STAMP)
-	@mkdir -p build
-	@{ nice -n 10 $(PYTEST_PURE); pure=$$?; \
+	@mkdir -p build && rm -rf $(NOT_RUN)
+	@export TESTS_NOT_RUN=$(abspath $(NOT_RUN)); { nice -n 10 $(PYTEST_PURE); pure=$$?; \
 		nice -n 10 $(ON_OTHER_VLLM) --numprocesses 2 $(FACING_VLLM) && exit $$pure; } \
 		>build/pure-tests.log 2>&1 & pure=$$!; calm=; \
 	trap 'kill $$pure $$calm 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
@@ -92,6 +94,7 @@ test: lint $(OVERLAY_STAMP)
 	$(ON_OTHER_VLLM) -m versions $(OTHER_LIVE_TESTS); other=$$?; \
 	wait $$calm; calm=$$?; wait $$pure; pure=$$?; trap - EXIT; \
 	cat build/calm-tests.log build/pure-tests.log; \
+	$(TEST_BIN)/python -m tests.fixtures.not_run $(NOT_RUN); \
 	test $$timed -eq 0 && test $$live -eq 0 && test $$other -eq 0 && test $$calm -eq 0 && test $$pure -eq 0
 else
 test: lint $(OVERLAY_STAMP)

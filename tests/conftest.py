@@ -12,14 +12,17 @@ import pytest
 from raykv.base import guard
 from raykv.lab.bench.engine import EngineProcess
 from tests.fixtures.forked_engine import forked, import_ahead
+from tests.fixtures.not_run import FOLDER, Noted
 
 if TYPE_CHECKING:
     # A machine for the tests marked `gpu` may have no Ray.
     from raykv.client.cluster import Cluster
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Nothing of the user's surroundings may leak into the tests."""
+    if folder := os.environ.get(FOLDER):
+        config.pluginmanager.register(Noted(Path(folder)))
     for name in list(os.environ):
         if name.startswith("RAYKV_"):
             del os.environ[name]

@@ -69,7 +69,8 @@ Trace = Annotated[
     list[str] | None,
     typer.Option(
         help="For `policy`, `windows`, `client` and `routing --simulate`: a file of requests, JSON "
-        "lines with hash_ids. Repeatable for `policy`."
+        "lines with hash_ids of whole prompts, or with session_id and of what each turn adds. "
+        "Repeatable for `policy`."
     ),
 ]
 Simulate = Annotated[

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, count, cycle
 from pathlib import Path
 from random import Random
@@ -21,14 +22,14 @@ SEED = 1
 
 
 def read_trace(path: str) -> list[Request]:
-    """The `hash_ids` of each line, a JSON object; empty lines are skipped.
+    """The `hash_ids` of each prompt, from a file of JSON objects; empty lines are skipped.
 
     Raises:
         SettingError: the file can't be read, has no requests, or a line is not a request.
     """
     numbers: dict[Hashable, int] = {}
     requests = []
-    for place, row in read_rows(path):
+    for place, row in read_prompts(path):
         names = _hash_ids(row, place)
         requests.append([numbers.setdefault(name, len(numbers)) for name in names])
     if not numbers:
@@ -40,7 +41,7 @@ def read_endings(path: str, requests: Sequence[Request]) -> list[Request]:
     """For each request of a trace, what its session leaves behind if that is the last of it: the
     chunks that no other session has used so far. Lines without a `session` end none.
     """
-    sessions = [row.get("session") for _, row in read_rows(path)]
+    sessions = [row.get("session") for _, row in read_prompts(path)]
     last = {session: number for number, session in enumerate(sessions)}
     users: dict[int, Any] = {}
     own: dict[Any, dict[int, None]] = {}
@@ -56,6 +57,73 @@ def read_endings(path: str, requests: Sequence[Request]) -> list[Request]:
         is_over = last[session] == number
         endings.append([chunk for chunk in own[session] if is_over and users[chunk] == session])
     return endings
+
+
+def read_prompts(path: str) -> list[tuple[str, Any]]:
+    """The rows of `read_rows`, each with its whole prompt, and its session as `session`.
+
+    Some traces, whose sessions are named `session_id`, have only what a turn adds to its prompt,
+    without the answers: `hash_ids`, `input_length`, and for later turns a `delay` in milliseconds
+    instead of a `timestamp`. No later turn begins as its session does, which tells them from traces
+    of whole prompts. Their turns are put together, and come in the order of time.
+
+    Raises:
+        SettingError: the file can't be read, a line is not JSON, or it is unclear whose turn it is.
+    """
+    rows = list(read_rows(path))
+    sessions: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
+    for place, row in rows:
+        name = _session(row, place)
+        if name is not None and row.get("session") is None:
+            row["session"] = name
+            sessions[name].append(row)
+    if not _has_only_what_is_new(list(sessions.values())):
+        return rows
+    for place, row in rows:
+        _hash_ids(row, place)
+    for turns in sessions.values():
+        _put_together(turns)
+    if all(_is_number(row.get("timestamp")) for _, row in rows):
+        rows.sort(key=lambda each: each[1]["timestamp"])
+    return rows
+
+
+def _session(row: Any, place: str) -> Hashable | None:
+    if not isinstance(row, dict):
+        return None
+    name = row.get("session", row.get("session_id"))
+    if name is None and row.get("delay") is not None:
+        raise SettingError(f"{place}: has a `delay` and no `session_id`: whose turn is it?")
+    if not isinstance(name, int | str | None):
+        raise SettingError(f"{place}: a session must be a number or a string, not {name!r:.50}")
+    return name
+
+
+def _has_only_what_is_new(sessions: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether later turns have no chunks of those before them."""
+    heads = [
+        [names[:1] for row in turns if isinstance(names := row.get("hash_ids"), list) and names]
+        for turns in sessions
+    ]
+    later = [(each[0], head) for each in heads if each for head in each[1:]]
+    return bool(later) and all(first != head for first, head in later)
+
+
+def _put_together(turns: Sequence[dict[str, Any]]) -> None:
+    """Make whole prompts of a session's turns, and times of delays."""
+    before = turns[0]
+    for row in turns[1:]:
+        row["hash_ids"] = [*before["hash_ids"], *row["hash_ids"]]
+        if _is_number(row.get("input_length")) and _is_number(before.get("input_length")):
+            row["input_length"] += before["input_length"]
+        if not _is_number(row.get("timestamp")) and _is_number(before.get("timestamp")):
+            delay = row.get("delay")
+            row["timestamp"] = before["timestamp"] + (delay if _is_number(delay) else 0)
+        before = row
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:

@@ -60,7 +60,7 @@ def read_trace(path: str, chunk_tokens: int) -> Trace:
         SettingError: the file can't be read, has no requests, or a line is not a request.
     """
     requests = trace_files.read_trace(path)
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    rows = [row for _, row in trace_files.read_prompts(path)]
     asked = [
         _asked(row.get("num_asked"), len(request))
         for row, request in zip(rows, requests, strict=True)

@@ -1,8 +1,9 @@
 """Runs a NodeService in a process of its own, so that a test can freeze and kill it.
 
-Usage: python node.py SOCKET_NAME NUM_SLOTS SLOT_BYTES [endless] [limited]. Prints a line when
-it listens. With "endless" a copy goes on until it is stopped, and a line says that it has begun;
-with "limited" the system gives it no thread any more once it listens.
+Usage: python node.py SOCKET_NAME NUM_SLOTS SLOT_BYTES [endless] [limited] [absurd]. Prints a line
+when it listens. With "endless" a copy goes on until it is stopped, and a line says that it has
+begun; with "limited" the system gives it no thread any more once it listens; with "absurd" it says
+of each job that a chunk has failed which is not in it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import os
 import resource
 import sys
 import time
+from typing import Any
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction
+from raykv.base.ids import Direction, Refusal
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.node import attached
 from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.protocol.worker import JobResult
 
 
 class EndlessBackend(CPUBackend):
@@ -34,11 +37,18 @@ class EndlessBackend(CPUBackend):
         return False
 
 
+def absurd(**fields: Any) -> JobResult:
+    """The result of a job, with the failure of a chunk that nobody asked for."""
+    return JobResult(**{**fields, "failed_chunks": [99], "refusals": [int(Refusal.STALE)]})
+
+
 def main() -> None:
     """Serve until killed, or until standard input ends."""
     name, num_slots, slot_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if "endless" in sys.argv[4:]:
         vars(attached)["CPUBackend"] = EndlessBackend
+    if "absurd" in sys.argv[4:]:
+        vars(attached)["JobResult"] = absurd
     geometry = PoolGeometry(num_slots * slot_bytes, num_slots * slot_bytes)
     service = NodeService(ServiceSettings(name, geometry), boot_epoch())
     service.start()

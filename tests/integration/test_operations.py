@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -459,3 +460,30 @@ def test_up_says_which_node_gives_no_pool(cluster: Cluster, second: LocalNode) -
     assert node["node_id"] == second.node_id
     assert "8.0 TiB" in node["error"] or str(8 << 40) in node["error"]
     cluster.down()
+
+
+def lives_again(node_id: str, before: int) -> bool:
+    try:
+        return ask.describe(ask.find_node_actor(node_id), PATIENCE_S).epoch != before
+    except ClusterError:
+        return False
+
+
+def test_node_actor_is_on_its_node_in_each_of_its_lives(
+    cluster: Cluster, up: str, second: LocalNode
+) -> None:
+    """Ray's own placement would be right once in a while: hence both nodes, and two lives."""
+
+    def here(_actor: object) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    run("up", "--pool-bytes", "32MiB", "--ray-address", cluster.address)
+    for life in range(2):
+        for node in (up, second.node_id):
+            actor = ask.find_node_actor(node)
+            assert actor is not None
+            assert ray.get(actor.__ray_call__.remote(here), timeout=PATIENCE_S) == node
+            if life == 0:
+                epoch = ask.describe(actor, PATIENCE_S).epoch
+                ray.kill(actor, no_restart=False)
+                wait_until(partial(lives_again, node, epoch), PATIENCE_S, "it lives again")

@@ -13,22 +13,30 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from raykv.serve.http.exchange import Headers, HttpRequest, parsed
+from raykv.serve.http.exchange import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Headers,
+    HttpRequest,
+    parsed,
+)
 from raykv.vllm.params import PARAMS as SWITCHES
 from raykv.vllm.params import PIN, PREFILLED, without_prefilled
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 PARAMS = "kv_transfer_params"
 
 _OF_THE_ANSWER = (
     "best_of",
     "echo",
+    "include",
     "logprobs",
     "min_tokens",
     "return_token_ids",
     "return_tokens_as_token_ids",
     "stop",
+    "stop_sequences",
     "stream_options",
     "top_logprobs",
     "use_beam_search",
@@ -36,9 +44,25 @@ _OF_THE_ANSWER = (
 """What says how the answer looks and nothing about the prompt; some of it is refused together with
 one token, or without a stream."""
 
-_NEEDS_THE_PROMPT = ("prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens")
+_ONE_TOKEN: Mapping[str, Mapping[str, Any]] = {
+    COMPLETIONS: {"max_tokens": 1, "n": 1},
+    CHAT: {"max_tokens": 1, "n": 1},
+    MESSAGES: {"max_tokens": 1},
+    RESPONSES: {"max_output_tokens": 1, "background": False, "store": False},
+}
+"""What asks for one token, by the routes whose prompts are handed over."""
+
+_NEEDS_THE_PROMPT = (
+    "previous_response_id",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
 """With one of them vLLM computes the prompt whatever the cache holds, or a prompt that depends on
-how long the answer may get."""
+how long the answer may get, or that begins with what the decode engine alone has."""
+
+_MEDIA = frozenset({"document", "image", "input_audio", "input_file", "input_image"})
+"""Types of parts that are no text, in Anthropic's messages and OpenAI's responses."""
 
 
 class Course(StrEnum):
@@ -49,7 +73,7 @@ class Course(StrEnum):
     SHORT = "short"
     """It is too short to be worth the transfer."""
     UNSUITABLE = "unsuitable"
-    """Not a completion, or one that can't use the cache."""
+    """It answers no prompt, or can't use the cache."""
     SKIPPED = "skipped"
     """The prefill engines do not answer at present."""
     LOST = "lost"
@@ -92,7 +116,7 @@ class Split:
 def split(request: HttpRequest, handover: Handover) -> Split:
     """Decide where a request's prompt is computed; never raises, whatever a client sends."""
     direct = Split(request, request)
-    if request.method != "POST" or request.path not in (CHAT, COMPLETIONS):
+    if request.method != "POST" or request.path not in _ONE_TOKEN:
         return direct
     try:
         body = parsed(request.body)
@@ -118,7 +142,7 @@ def _split(request: HttpRequest, body: dict[str, Any], handover: Handover) -> Sp
     return Split(
         plain=request,
         decode=_with_body(request, {**body, PARAMS: marked}),
-        prefill=_with_body(request, prefill_form(body, handover.pin_s)),
+        prefill=_with_body(request, prefill_form(request.path, body, handover.pin_s)),
         reason=Course.PREFILLED,
     )
 
@@ -127,6 +151,8 @@ def _is_suitable(body: Mapping[str, Any], params: Any) -> bool:
     """Whether the decode engine would load what a prefill engine has stored."""
     if any(body.get(name) is not None for name in _NEEDS_THE_PROMPT):
         return False
+    if body.get("truncation") == "auto":
+        return False
     if body.get("echo") and body.get("logprobs") is not None:
         return False
     if not isinstance(params, dict):
@@ -134,10 +160,10 @@ def _is_suitable(body: Mapping[str, Any], params: Any) -> bool:
     return not any(params.get(name) is False for name in SWITCHES)
 
 
-def prefill_form(body: Mapping[str, Any], pin_s: float) -> dict[str, Any]:
+def prefill_form(path: str, body: Mapping[str, Any], pin_s: float) -> dict[str, Any]:
     """The body for a prefill engine. All that the prompt and its hashes are made of stays."""
     form = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
-    form |= {"max_tokens": 1, "n": 1, "stream": False}
+    form |= {**_ONE_TOKEN[path], "stream": False}
     if "max_completion_tokens" in form:
         form["max_completion_tokens"] = 1
     form[PARAMS] = {PIN: pin_s} if pin_s > 0 else {}
@@ -157,6 +183,9 @@ def num_tokens(path: str, body: Mapping[str, Any], bytes_per_token: float) -> fl
         tools = body.get("tools")
         num_bytes += len(json.dumps(tools)) if tools else 0
         return num_bytes / bytes_per_token
+    if path in (MESSAGES, RESPONSES):
+        names = ("system", "instructions", "tools", "messages", "input")
+        return sum(_bytes_of_all(body.get(name)) for name in names) / bytes_per_token
     prompt = body.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
     if not isinstance(prompts, list):
@@ -188,6 +217,17 @@ def _bytes_of_part(part: Any) -> float:
         return 0.0
     text = part.get("text")
     return _size(text) if isinstance(text, str) else float("inf")
+
+
+def _bytes_of_all(said: Any) -> float:
+    """Bytes of all texts in messages of agents and their tools, however they are put together."""
+    if isinstance(said, str):
+        return _size(said)
+    if isinstance(said, dict):
+        kind = said.get("type")
+        is_text = not isinstance(kind, str) or kind not in _MEDIA
+        return sum(map(_bytes_of_all, said.values())) if is_text else float("inf")
+    return sum(map(_bytes_of_all, said)) if isinstance(said, list) else 0.0
 
 
 def _size(text: str) -> float:

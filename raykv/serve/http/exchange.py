@@ -19,6 +19,10 @@ from raykv.base.deadlines import ASGI_END_S
 
 logger = logging.getLogger("ray.serve")
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+"""vLLM's routes that answer a prompt: the last two are Anthropic's and OpenAI's, for agents."""
+
 Headers = list[tuple[bytes, bytes]]
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[

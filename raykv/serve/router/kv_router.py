@@ -1,6 +1,6 @@
 """The request router of the policy "kv": follows what it remembers, or asks RayKV's directory.
 
-Ray chooses only for requests that can't be looked into.
+Ray chooses only for requests that have no prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raykv.serve.arguments import ModelArguments, parse, plan_of
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.http.starts import STARTS
 from raykv.serve.router.directory import Directory
-from raykv.serve.router.planner import KnownFrom, PlacedRequest, RoutePlanner
+from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.power_of_two import two_choices
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import Fallback, PromptRenderer, Render
@@ -134,10 +134,11 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
 
     def _outcome(self, placed: PlacedRequest) -> str:
         """How a replica is chosen, where the prompts are known."""
-        if placed.source is not KnownFrom.SILENCE:
+        if placed.silence is None:
             return PLACED if placed.is_answered else REMEMBERED
-        is_known = self._planner.remembers(placed)
-        return SILENT_BUT_REMEMBERED if is_known else Fallback.NO_ANSWER.value
+        if not self._planner.remembers(placed):
+            return placed.silence.value
+        return SILENT_BUT_REMEMBERED if placed.silence is Fallback.NO_ANSWER else REMEMBERED
 
     async def _place(self, pending: PendingRequest | None) -> PlacedRequest | None:
         """Where the request's prompts are; the first answer counts while replicas are full."""

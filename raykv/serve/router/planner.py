@@ -2,7 +2,8 @@
 
 What a request's text begins with is remembered: where it went, and on which node it has been
 computed since. If that is most of it, it decides. Otherwise the text's tokens are made, and the
-directory is asked, which knows what other routers have sent and what was stored long ago.
+directory is asked, which knows what other routers have sent and what was stored long ago. Where
+that can't be, what is remembered decides alone.
 
     place ─► choose ─► went ─► began ─► ended
 
@@ -57,7 +58,7 @@ class KnownFrom(Enum):
 
     DIRECTORY = "the directory"
     MEMORY = "what is remembered, which was enough"
-    SILENCE = "what is remembered: the directory did not answer"
+    SILENCE = "what is remembered: the directory has not said more"
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,15 @@ class FoundTokens:
 class PlacedRequest:
     """A request with what is known of it.
 
-    `prompts`: what the directory says, if it was asked. `choices`: what was chosen last, by
-    replica. `sent_to`: the replica that it is believed to go to, or none.
+    `prompts`: what the directory says, if it was asked. `silence`: why it has said nothing, for
+    `KnownFrom.SILENCE`. `choices`: what was chosen last, by replica. `sent_to`: the replica that it
+    is believed to go to, or none.
     """
 
     trail: Trail
     source: KnownFrom
     prompts: Sequence[FoundTokens] = ()
+    silence: Fallback | None = None
     choices: Mapping[str, Choice] = field(default_factory=dict)
     sent_to: Candidate | None = None
 
@@ -96,7 +99,7 @@ class RoutePlanner:
         directory: see `Finder`.
         settings: of the router.
         clock: of a monotonic clock, in seconds.
-        read: makes the trail of a body.
+        read: makes the trail of a body that was sent to a path.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class RoutePlanner:
         directory: Finder,
         settings: RouteSettings,
         clock: Callable[[], float] = time.monotonic,
-        read: Callable[[bytes], Trail] = read_trail,
+        read: Callable[[bytes, str], Trail] = read_trail,
     ) -> None:
         self._renderer = renderer
         self._directory = directory
@@ -120,12 +123,19 @@ class RoutePlanner:
         self._unanswered: OrderedDict[PlacedRequest, _SentWork] = OrderedDict()
 
     async def place(self, request: HttpRequest) -> PlacedRequest | Fallback:
-        """Where the prompts of a request are."""
+        """Where the prompts of a request are; the fallback is that it has none."""
         if not has_prompt(request):
             return Fallback.NO_PROMPT
-        trail = self._read(request.body)
+        trail = self._read(request.body, request.path)
         if self._decides(trail):
             return PlacedRequest(trail, KnownFrom.MEMORY)
+        found = await self._ask(request)
+        if isinstance(found, Fallback):
+            return PlacedRequest(trail, KnownFrom.SILENCE, silence=found)
+        return PlacedRequest(trail, KnownFrom.DIRECTORY, found)
+
+    async def _ask(self, request: HttpRequest) -> list[FoundTokens] | Fallback:
+        """What the directory says of each of its prompts, or why it says nothing."""
         rendered = await self._renderer.render(request)
         if isinstance(rendered, Fallback):
             return rendered
@@ -136,10 +146,9 @@ class RoutePlanner:
         prompts = [hasher.keys(prompt, most) for prompt in rendered]
         found = await self._directory.find(prompts)
         if found is None:
-            return PlacedRequest(trail, KnownFrom.SILENCE)
+            return Fallback.NO_ANSWER
         pairs = zip(prompts, found, strict=True)
-        known = [FoundTokens(keys.num_tokens, each) for keys, each in pairs]
-        return PlacedRequest(trail, KnownFrom.DIRECTORY, known)
+        return [FoundTokens(keys.num_tokens, each) for keys, each in pairs]
 
     def remembers(self, request: PlacedRequest) -> bool:
         """Whether something of its text was sent to a replica lately."""

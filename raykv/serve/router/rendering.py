@@ -15,10 +15,10 @@ from enum import Enum
 from raykv.base.deadlines import ROUTE_RENDER_S
 from raykv.base.errors import first_line
 from raykv.prompts.prompt_keys import PromptTokens
-from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.http.exchange import CHAT, COMPLETIONS, MESSAGES, RESPONSES, HttpRequest
 
 logger = logging.getLogger("ray.serve")
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES)
 MOST_WAITING = 64
 
 MOST_BODY_BYTES = 1 << 20
@@ -29,7 +29,7 @@ Render = Callable[[str, bytes], list[PromptTokens] | None]
 
 
 def has_prompt(request: HttpRequest) -> bool:
-    """Whether it is a completion or a chat."""
+    """Whether the request is one of `PATHS`, which have prompts."""
     return request.method == "POST" and request.path in PATHS
 
 
@@ -93,15 +93,18 @@ class PromptRenderer:
 
 
 class Fallback(Enum):
-    """The value is what the metric `raykv_routed_requests` calls it."""
+    """Why the directory has not said where a request's prompts are.
+
+    The value is what the metric `raykv_routed_requests` calls it.
+    """
 
     NO_PROMPT = "no prompt"
-    """Neither a completion nor a chat."""
+    """Of a route without prompts: Ray chooses."""
 
     NOT_LOADED = "tokenizer not loaded yet"
     NOT_UNDERSTOOD = "not understood"
-    """Images and other media, embeddings, a template of its own, too many prompts or too long ones,
-    a model that is not served, or what vLLM will refuse."""
+    """Images and other media, embeddings, a template of its own, a `previous_response_id`, too many
+    prompts or too long ones, a model that is not served, or what vLLM will refuse."""
 
     BUSY = "tokenizer busy"
     NO_NAMESPACE = "namespace not known"

@@ -16,6 +16,8 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from raykv.serve.http.exchange import CHAT, MESSAGES, RESPONSES
+
 FIRST_BYTES = 256
 PARTS = 16
 """Stretches until their length doubles."""
@@ -24,6 +26,13 @@ BYTES_PER_TOKEN = 4.0
 """About, in English text."""
 
 _BEGIN = re.compile(rb'"(?:messages|prompt)"\s*:')
+_BEGINS = {
+    MESSAGES: re.compile(rb'"(?:messages|system)"\s*:'),
+    RESPONSES: re.compile(rb'"(?:input|instructions)"\s*:'),
+}
+_BILLING = re.compile(rb'"x-anthropic-billing-header[^"]*"')
+"""Claude Code writes one that differs with each request, and vLLM leaves it out of the prompt."""
+
 _TRAITS = re.compile(rb'"(?:model|cache_salt)"\s*:\s*"[^"]*"')
 _END_BYTES = 1024
 """Of a body's end, in which what stands behind the messages is looked for."""
@@ -50,9 +59,11 @@ class Trail:
         return {name: scale * self.ends[number - 1] for name, number in numbers.items() if number}
 
 
-def read_trail(body: bytes) -> Trail:
-    """The trail of a body; without messages or a prompt, that of all of it."""
-    found = _BEGIN.search(body)
+def read_trail(body: bytes, path: str = CHAT) -> Trail:
+    """The trail of a body of that route; without messages or a prompt, that of all of it."""
+    if path == MESSAGES:
+        body = _BILLING.sub(b"", body)
+    found = _BEGINS.get(path, _BEGIN).search(body)
     begin = found.start() if found else 0
     traits = _TRAITS.findall(body[:begin]) + _TRAITS.findall(
         body[max(begin, len(body) - _END_BYTES) :]

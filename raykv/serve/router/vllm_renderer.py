@@ -13,11 +13,29 @@ from typing import Any
 from raykv.prompts.adapters import AdapterFiles
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.prompts.prompt_keys import PromptTokens
-from raykv.serve.http.exchange import parsed
+from raykv.serve.http.exchange import CHAT, MESSAGES, RESPONSES, parsed
 from raykv.serve.vllm_app import parse_flags
 
 MOST_PROMPTS = 8
 """In one request."""
+
+_TEXTS = frozenset(
+    {
+        "function_call",
+        "function_call_output",
+        "input_text",
+        "message",
+        "output_text",
+        "reasoning",
+        "reasoning_text",
+        "redacted_thinking",
+        "text",
+        "thinking",
+        "tool_result",
+        "tool_use",
+    }
+)
+"""Types of messages and of their parts that have no more than text."""
 
 
 class VLLMRenderer:
@@ -32,8 +50,9 @@ class VLLMRenderer:
     def __init__(self, flags: Sequence[str]) -> None:
         args = parse_flags(flags)
         self._runner = asyncio.Runner()
-        self._renderer = self._runner.run(_renderer_of(args))
+        self._state = self._runner.run(_state_of(args))
         served = args.served_model_name or [args.model]
+        self._served = served[0]
         adapters = args.lora_modules or []
         self._traits: dict[str | None, PromptTraits] = dict.fromkeys(
             [None, *served], PromptTraits()
@@ -77,19 +96,38 @@ class VLLMRenderer:
 
     async def _inputs(self, path: str, given: Mapping[str, Any]) -> Any:
         """What the engine would be given, or what vLLM answers instead."""
-        if path.endswith("/chat/completions"):
+        renderer = self._state.online_renderer
+        if path in (MESSAGES, RESPONSES):
+            made = await self._of_agent(path, {**given, "model": self._served})
+            tokens = getattr(made, "token_ids", None)
+            return tokens and [
+                {"type": "token", "prompt_token_ids": tokens, "cache_salt": made.cache_salt}
+            ]
+        if path == CHAT:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
             chat = ChatCompletionRequest.model_validate(given)
-            rendered = await self._renderer.render_chat(chat)
+            rendered = await renderer.render_chat(chat)
             return rendered[1] if isinstance(rendered, tuple) else rendered
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        return await self._renderer.render_completion(CompletionRequest.model_validate(given))
+        return await renderer.render_completion(CompletionRequest.model_validate(given))
+
+    async def _of_agent(self, path: str, given: Mapping[str, Any]) -> Any:
+        """The request that vLLM's engines would be sent, or an error."""
+        render = self._state.serving_render
+        if path == MESSAGES:
+            from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+
+            request = AnthropicMessagesRequest.model_validate(given)
+            return await render.render_messages_request(request)
+        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+        return await render.render_responses_request(ResponsesRequest.model_validate(given))
 
 
-async def _renderer_of(args: Any) -> Any:
-    """vLLM's renderer, as its server without engines has it."""
+async def _state_of(args: Any) -> Any:
+    """What vLLM's server without engines has."""
     from starlette.datastructures import State
     from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
@@ -105,7 +143,7 @@ async def _renderer_of(args: Any) -> Any:
     )
     state = State()
     await init_render_app_state(config, state, args)
-    return state.online_renderer
+    return state
 
 
 def _is_plain(given: Mapping[str, Any]) -> bool:
@@ -118,19 +156,21 @@ def _is_plain(given: Mapping[str, Any]) -> bool:
     prompts = given.get("prompt")
     if isinstance(prompts, list) and _num_prompts(prompts) > MOST_PROMPTS:
         return False
-    messages = given.get("messages")
-    if messages is None:
-        return True
-    return isinstance(messages, list) and all(map(_is_text, messages))
+    return all(_is_text(given.get(name)) for name in ("messages", "system", "input"))
 
 
 def _num_prompts(prompts: Sequence[Any]) -> int:
     return len(prompts) if prompts and isinstance(prompts[0], str | list) else 1
 
 
-def _is_text(message: Any) -> bool:
-    """Whether a message has no content but text."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list):
-        return isinstance(message, Mapping)
-    return all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+def _is_text(said: Any) -> bool:
+    """Whether messages or their parts have no content but text, as far as they are lists."""
+    if not isinstance(said, list):
+        return True
+    return all(
+        isinstance(part, Mapping)
+        and part.get("type", "message" if "role" in part else None) in _TEXTS
+        and _is_text(part.get("content"))
+        and _is_text(part.get("output"))
+        for part in said
+    )

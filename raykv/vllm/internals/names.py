@@ -323,6 +323,12 @@ SERVER_TABLE = (
         "vllm.entrypoints.openai.completion.protocol", "CompletionRequest", "the same", "the same"
     ),
     Touched(
+        "vllm.entrypoints.anthropic.protocol", "AnthropicMessagesRequest", "the same", "the same"
+    ),
+    Touched(
+        "vllm.entrypoints.openai.responses.protocol", "ResponsesRequest", "the same", "the same"
+    ),
+    Touched(
         "vllm.renderers.chat_utils",
         "",
         "what Ray's KV-aware router imports from the place that it had in 0.29, the next one",

@@ -341,8 +341,21 @@ def test_wait_for_store_ends_although_node_is_frozen(node: Node, workers: list[W
     job = worker.job(Direction.STORE, [0], [0])
     worker.link.submit(job)
     worker.link.wait({job.job_id, 987_654})
-    assert failures(worker.finish(job.job_id)) == [Refusal.NODE_LOST]
+    # vLLM writes into the blocks from here on: nobody may read them any more.
     assert node.process.wait(0) == -signal.SIGKILL
+    assert [failures(result) for result in worker.link.drain()] == [[Refusal.NODE_LOST]]
+
+
+def test_all_chunks_of_a_job_have_failed_if_its_result_is_absurd(workers: list[Worker]) -> None:
+    node = Node(4096, "absurd")
+    try:
+        worker = Worker(node, [256], 1)
+        workers.append(worker)
+        result = worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))
+        assert (result.failed_chunks, result.num_bytes) == ([0, 1], 0)
+        assert failures(result) == [Refusal.COPY_FAILED] * 2
+    finally:
+        node.end()
 
 
 def test_node_frozen_for_a_moment_lives_and_does_its_job(node: Node, workers: list[Worker]) -> None:

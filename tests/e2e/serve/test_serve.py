@@ -239,6 +239,31 @@ TOOL = {
 }
 
 
+COUNTED = {
+    "/v1/completions": ["prompt_tokens"],
+    "/v1/chat/completions": ["prompt_tokens"],
+    "/v1/responses": ["input_tokens"],
+    # Anthropic counts what was cached apart.
+    "/v1/messages": ["input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"],
+}
+FUNCTION = {"type": "function"}
+USABLE = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
+USED = [
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "t1", "name": "weather", "input": {"town": "Tula"}}],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "Snow. " * 9}],
+    },
+]
+CALLED = [
+    {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"town": "Tula"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "Snow. " * 9},
+]
+
+
 def test_router_names_a_requests_chunks_as_the_engine_does(
     server: Server, cluster: Cluster
 ) -> None:
@@ -250,6 +275,7 @@ def test_router_names_a_requests_chunks_as_the_engine_does(
         {"role": "system", "content": "Answer in one word. " * 8},
         {"role": "user", "content": [{"type": "text", "text": "Where is Yasnaya Polyana? " * 4}]},
     ]
+    said = [{"role": "user", "content": "And Pokrovskoye, whose is that? " * 6}]
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": "Happy families. " * 12}),
         ("/v1/completions", {"prompt": [7 + n % 200 for n in range(150)]}),
@@ -261,14 +287,28 @@ def test_router_names_a_requests_chunks_as_the_engine_does(
             "/v1/chat/completions",
             {"messages": messages[1:], "tools": [TOOL], "tool_choice": "none"},
         ),
+        ("/v1/messages", {"system": "Be brief. " * 9, "messages": said}),
+        (
+            "/v1/messages",
+            {
+                "messages": [*said, *USED],
+                "tools": [USABLE],
+                "tool_choice": {"type": "none"},
+                "cache_salt": "b",
+            },
+        ),
+        ("/v1/responses", {"input": "Whose is the estate? " * 9, "instructions": "Say it. " * 9}),
+        ("/v1/responses", {"input": [*said, *CALLED], "tools": [{**TOOL["function"], **FUNCTION}]}),
     ]
     placed = []
     for path, body in requests:
-        whole = {"model": "tiny", "max_tokens": 1, **body}
+        most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        whole = {"model": "tiny", most: 1, **body}
         prompts = renderer(path, json.dumps(whole).encode())
         assert prompts is not None, body
         usage = server.post(path, whole)["usage"]
-        assert sum(len(prompt.tokens) for prompt in prompts) == usage["prompt_tokens"], body
+        counted = sum(usage.get(name) or 0 for name in COUNTED[path])
+        assert sum(len(prompt.tokens) for prompt in prompts) == counted, body
         placed += prompts
 
     async def found() -> list[tuple[int, int]]:
@@ -293,13 +333,16 @@ def test_router_names_a_requests_chunks_as_the_engine_does(
     assert len(pairs) == len(requests) + 1
     assert all(full >= 64 for full, _ in pairs)
     picture = [{"type": "image_url", "image_url": {"url": "http://localhost:1/x.png"}}]
-    for body in (
-        {"messages": [{"role": "user", "content": picture}]},
-        {"messages": messages, "chat_template": "{{ 1 }}"},
-        {"messages": messages, "model": "another"},
-    ):
-        raw = json.dumps({"model": "tiny", **body}).encode()
-        assert renderer("/v1/chat/completions", raw) is None, body
+    seen = [{"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "image"}]}]
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": picture}]}),
+        ("/v1/chat/completions", {"messages": messages, "chat_template": "{{ 1 }}"}),
+        ("/v1/chat/completions", {"messages": messages, "model": "another"}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": seen}]}),
+        ("/v1/responses", {"input": "go on", "previous_response_id": "resp_1"}),
+    ]
+    for path, body in refused:
+        assert renderer(path, json.dumps({"model": "tiny", **body}).encode()) is None, body
     renderer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,7 +105,10 @@ class LayeredEngine(Engine):
             num_output_tokens=[0 for _ in blocks],
         )
         self.steps.append(output)
-        return self.connector.build_connector_meta(output)
+        before = deepcopy(output)
+        meta = self.connector.build_connector_meta(output)
+        assert output == before, "a step is vLLM's own"
+        return meta
 
     def end_step(self, *invalid: int) -> set[int]:
         """The oldest step ends; what of its invalid blocks is left to vLLM."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Refusal
+from raykv.prompts.adapters import AdapterFiles
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
-from raykv.vllm.identity.adapters import LoadedAdapters
+from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters
 from raykv.vllm.identity.weight_watch import WeightWatch
 from raykv.vllm.internals.offloading import WorkerTables
 from raykv.vllm.transfers import (
@@ -95,6 +98,7 @@ class Side:
         worker.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
         worker._load_jobs = {}
         worker._unsubmitted_store_jobs = []
+        worker._is_store_writer = True
         worker._connector_worker_meta = RayKVWorkerMetadata()
         worker._vllm = WorkerTables(worker)
         worker._meta = RayKVWorkerMetadata()
@@ -322,6 +326,24 @@ def test_load_that_must_not_be_ends_though_its_refusal_fails(
     assert side.end() == ({"a"}, {1, 2}, Counter({1: 1}))
 
 
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_stores_of_a_step_begin_with_the_next_one_unless_they_are_durable(is_durable: bool) -> None:
+    """A step's kernels may still be writing what is to be stored."""
+    side = Side(is_layerwise=False)
+    side.connector.connector_worker._is_durable = is_durable
+    blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
+    jobs = {7: TransferJob("a", blocks, PoolSpec(1, [b"k"], [0], [1]))}
+    side.connector._connector_metadata = RayKVConnectorMetadata({}, jobs, None)
+    side.connector.handle_preemptions(side.connector._connector_metadata)
+    side.start()
+    side.connector.wait_for_save()
+    side.connector.get_finished(set())
+    assert [job.job_id for job in side.link.submitted] == ([7] if is_durable else [])
+    side.begin()
+    side.start()
+    assert [job.job_id for job in side.link.submitted] == [7]
+
+
 def test_stores_that_were_left_to_the_next_step_are_submitted_before_the_worker_sleeps() -> None:
     side = Side(is_layerwise=False)
     worker = side.connector.connector_worker
@@ -345,6 +367,31 @@ def test_stores_that_cant_be_submitted_before_the_worker_sleeps_have_failed() ->
     assert side.end()[2] == Counter({7: 1})
 
 
+def test_jobs_of_requests_with_another_adapter_than_the_worker_has_are_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    content = AdapterFiles().content(str(tmp_path))
+    right = AdapterUse(1, str(tmp_path), content.digest, reloads=False)
+    uses = {"a": right, "b": replace(right, digest="what the files were before")}
+    side = Side(is_layerwise=False)
+    side.connector.connector_worker._adapters.note(1, content)
+    pool = PoolSpec(1, [b"k"], [0], [1])
+    blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
+    loads = {number: TransferJob(name, pool, blocks) for number, name in enumerate(uses, 1)}
+    stores = {number: TransferJob(name, blocks, pool) for number, name in enumerate(uses, 3)}
+    metadata = RayKVConnectorMetadata(loads, stores, None, adapters=uses, beginning=uses)
+    side.connector._connector_metadata = metadata
+    side.connector.handle_preemptions(metadata)
+    side.start()
+    side.connector.wait_for_save()
+    assert side.end() == ({"b"}, {2}, Counter({2: 1, 4: 1}))
+    side.begin()
+    side.start()
+    assert [job.job_id for job in side.link.submitted] == [1, 3]
+
+
 def test_loads_of_a_step_whose_engine_does_not_know_the_weights_fail_and_it_is_told() -> None:
     side = Side(is_layerwise=False)
     worker = side.connector.connector_worker
@@ -359,7 +406,6 @@ def test_loads_of_a_step_whose_engine_does_not_know_the_weights_fail_and_it_is_t
     store = TransferJob(req_id="c", src_spec=blocks, dst_spec=PoolSpec(1, [b"m"], [2], [1]))
     metadata = RayKVConnectorMetadata({2: load}, {3: store}, None)
     worker.take_metadata(metadata)
-    worker._is_store_writer = True
     worker.start_kv_transfers(metadata)
     worker.prepare_store_kv(metadata)
     assert len(side.link.submitted) == 1

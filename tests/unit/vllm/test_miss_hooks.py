@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
+
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from raykv.base.ids import Epoch, Generation
@@ -34,6 +36,21 @@ def test_prompt_that_is_cached_loaded_and_computed_in_parts() -> None:
         b"".join(key(at)[:8] for at in range(5)),
         CHUNK,
     )
+
+
+def test_step_is_vllms_own_and_stays_as_it_was_scheduled() -> None:
+    """Other connectors, and the scheduler itself, read it afterwards."""
+    engine, request = Engine(), PlayedRequest()
+    engine.hold(0, 1)
+    engine.begin(request)
+    assert engine.schedule(request) == 2 * CHUNK
+    assert engine.connector.build_connector_meta(SchedulerOutput.make_empty()).load_jobs
+    step = SchedulerOutput.make_empty()
+    step.preempted_req_ids = {"r", "somebody's"}
+    step.finished_req_ids = {"another one's"}
+    before = deepcopy(step)
+    engine.connector.build_connector_meta(step)
+    assert step == before
 
 
 def test_part_of_a_load_that_failed_is_computed_for_that_reason() -> None:

@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 
 from raykv.base.errors import SettingError
-from raykv.inspect.trace_files import read_rows
+from raykv.inspect.trace_files import read_prompts
 from raykv.lab.bench.client.figures import NothingAnsweredError
 from raykv.lab.bench.client.server import (
     Server,
@@ -200,7 +200,7 @@ def _workload(name: str, asked: ClientOptions, sizes: Sizes, trace: str | None) 
     if name == TIMED_TRACE:
         if trace is None:
             raise SettingError("--workload timed_trace: name the trace with --trace")
-        lines = list(read_rows(trace))
+        lines = read_prompts(trace)
         for place, row in lines:
             check_row(row, place)
         load = TimedTrace(sizes, [row for _, row in lines])

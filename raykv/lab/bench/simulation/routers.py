@@ -227,7 +227,7 @@ class SimKVRouter:
             directory,
             RouteSettings(),
             clock,
-            lambda body: trails[int(body)],
+            lambda body, _path: trails[int(body)],
         )
         self._placed: dict[int, PlacedRequest] = {}
 

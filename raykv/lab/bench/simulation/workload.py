@@ -1,11 +1,11 @@
 """Requests for a simulated cluster: from a trace with times, or of synthetic agents. Seeded.
 
-A trace's line has `hash_ids`, `input_length`, `output_length` and `timestamp`, in milliseconds. One
-with `session` is of agents: each session goes on as long as in the trace, with its own pauses, and
-enough of them go on at once that the pauses keep their length; there are as many copies of a
-session, with prompts of their own, as that needs. Without, requests come in the trace's order and
-at its times. Prompts that the model does not take are left out. All times are then stretched by one
-factor, which makes the load.
+A trace's line has `hash_ids`, `input_length`, `output_length` and `timestamp`, in milliseconds.
+One with `session` or `session_id` is of agents: each session goes on as long as in the trace, with
+its own pauses, and enough of them go on at once that the pauses keep their length; there are as
+many copies of a session, with prompts of their own, as that needs. Without, requests come in the
+trace's order and at its times. Prompts that the model does not take are left out. All times are
+then stretched by one factor, which makes the load.
 
 A request that continues another one's prompt does not come before that is answered.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from raykv.base.errors import SettingError
-from raykv.inspect.trace_files import read_rows
+from raykv.inspect.trace_files import read_prompts
 from raykv.lab.bench.simulation.chunk_cache import ChunkCache, Chunks
 from raykv.lab.bench.simulation.hardware import TOKENS, Hardware
 
@@ -95,7 +95,7 @@ def from_trace(
         SettingError: the file can't be read, is no trace with times, or has no such request.
     """
     rows = []
-    for place, row in read_rows(path):
+    for place, row in read_prompts(path):
         check_row(row, place)
         if row["input_length"] + row["output_length"] <= max_tokens:
             rows.append(row)

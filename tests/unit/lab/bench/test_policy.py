@@ -12,6 +12,7 @@ from rich.console import Console
 
 from raykv.base.errors import SettingError
 from raykv.directory.table.policies import DEFAULT_POLICY, LRU, POLICIES
+from raykv.inspect import traces
 from raykv.inspect.hits import UNIT, num_distinct, prefix_hits, replay
 from raykv.inspect.trace_files import Request, read_endings, read_trace, synthetic
 from raykv.lab.bench.policy import (
@@ -25,6 +26,7 @@ from raykv.lab.bench.policy import (
     unlimited_rate,
 )
 from raykv.lab.bench.report import Options
+from raykv.lab.bench.simulation.workload import from_trace
 
 
 def lru_rate(requests: list[Request], capacity: int) -> float:
@@ -189,6 +191,51 @@ def test_session_leaves_what_no_other_has_used(tmp_path: Path) -> None:
     one, two, three, four = requests[0][0], requests[0][1], requests[1][1], requests[2][2]
     assert requests[3] == [one, three]
     assert read_endings(str(path), requests) == [[], [], [two, four], [three]]
+
+
+def test_session_trace_with_only_new_chunks_has_whole_prompts(tmp_path: Path) -> None:
+    """20 sessions of 5 turns, in the form of a published trace of agents."""
+    lines = []
+    for session in range(20):
+        for turn in range(5):
+            new = [f"{session}.{turn}.{n}" for n in range(6)]
+            when = {"delay": 1000} if turn else {"timestamp": 10 * session}
+            ids = [*(["system"] if turn == 0 else []), *new]
+            row = {"session_id": f"s{session}", "hash_ids": ids, **when}
+            lines.append(json.dumps({**row, "input_length": 512 * len(ids), "output_length": 9}))
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    requests = read_trace(str(path))
+    assert [len(each) for each in requests[::20]] == [7, 13, 19, 25, 31]
+    first, second = requests[3], requests[23]
+    assert second[:7] == first
+    found, whole = 19 + 20 * (7 + 13 + 19 + 25), 20 * (7 + 13 + 19 + 25 + 31)
+    assert unlimited_rate(requests) == pytest.approx(found / whole)
+    endings = read_endings(str(path), requests)
+    assert [len(each) for each in endings[-2:]] == [30, 30]
+    made = from_trace(str(path), 100, 1, 0, 100_000)
+    assert max(len(each.chunks) for each in made.requests) == 30
+    assert traces.read_trace(str(path), 512).num_lookups == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"hash_ids": [1], "delay": 5}', "line 1: has a `delay` and no `session_id`"),
+        ('{"hash_ids": [1], "session_id": [2]}', "line 1: a session must be a number or a string"),
+        (
+            '{"session_id": 1, "hash_ids": [1]}\n{"session_id": 1, "hash_ids": [2]}\n{"a": 1}',
+            "line 3: must have `hash_ids`",
+        ),
+    ],
+)
+def test_session_trace_that_is_unclear_is_refused(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=complaint):
+        read_trace(str(path))
 
 
 def test_release_gives_up_first_what_is_over_unless_it_is_used_again() -> None:

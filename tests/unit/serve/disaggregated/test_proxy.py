@@ -17,8 +17,8 @@ from ray.exceptions import ActorDiedError
 
 import raykv.serve.disaggregated.proxy as proxy
 from raykv.serve.disaggregated.proxy import COURSE_HEADER, DisaggregatedBackend
-from raykv.serve.disaggregated.requests import COMPLETIONS, Course, Handover
-from raykv.serve.http.exchange import Head, HttpRequest, Pieces
+from raykv.serve.disaggregated.requests import Course, Handover
+from raykv.serve.http.exchange import COMPLETIONS, Head, HttpRequest, Pieces
 from raykv.serve.http.metrics import ReplicaMetrics
 
 Script = Callable[[], Awaitable[int]]

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.serve.disaggregated.requests import (
-    CHAT,
-    COMPLETIONS,
     PARAMS,
     Course,
     Handover,
@@ -19,7 +17,7 @@ from raykv.serve.disaggregated.requests import (
     probe,
     split,
 )
-from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.http.exchange import CHAT, COMPLETIONS, MESSAGES, RESPONSES, HttpRequest
 
 ALWAYS = Handover(min_prompt_tokens=0, bytes_per_token=1.0, pin_s=20.0)
 HEADERS = [(b"content-type", b"application/json"), (b"Content-Length", b"7"), (b"x-a", b"b")]
@@ -74,6 +72,62 @@ def test_prefill_form_asks_for_one_token_of_the_same_prompt() -> None:
     assert parsed(forms.decode) == {**prompt, **answer, PARAMS: {"raykv_prefilled": True}}
     assert forms.plain == request({**prompt, **answer}, CHAT)
     assert forms.reason is Course.PREFILLED
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "answer", "one"),
+    [
+        (
+            MESSAGES,
+            {
+                "system": "s",
+                "messages": [{"role": "user", "content": "hello"}],
+                "tools": [{"name": "f", "input_schema": {}}],
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+            },
+            {"max_tokens": 900, "stop_sequences": ["."], "stream": True},
+            {"max_tokens": 1},
+        ),
+        (
+            RESPONSES,
+            {
+                "instructions": "s",
+                "input": [{"role": "user", "content": "hello"}],
+                "tools": [{"type": "function", "name": "f"}],
+                "reasoning": {"effort": "low"},
+            },
+            {
+                "background": True,
+                "include": ["message.output_text.logprobs"],
+                "max_output_tokens": 900,
+                "store": True,
+                "stream": True,
+                "top_logprobs": 3,
+            },
+            {"max_output_tokens": 1, "background": False, "store": False},
+        ),
+    ],
+)
+def test_prompts_of_agents_are_handed_over_too(
+    path: str, prompt: dict[str, Any], answer: dict[str, Any], one: dict[str, Any]
+) -> None:
+    forms = split(request({"model": "m", **prompt, **answer}, path), ALWAYS)
+    expected = {"model": "m", **prompt, **one, "stream": False, PARAMS: {"raykv_pin_s": 20.0}}
+    assert parsed(forms.prefill) == expected
+    assert parsed(forms.decode) == {
+        "model": "m",
+        **prompt,
+        **answer,
+        PARAMS: {"raykv_prefilled": True},
+    }
+
+
+@pytest.mark.parametrize("extra", [{"previous_response_id": "resp_1"}, {"truncation": "auto"}])
+def test_response_whose_prompt_the_decode_engine_alone_knows_is_left_to_it(
+    extra: dict[str, Any],
+) -> None:
+    forms = split(request({"input": "x", **extra}, RESPONSES), ALWAYS)
+    assert (forms.prefill, forms.reason) == (None, Course.UNSUITABLE)
 
 
 def test_clients_wishes_reach_the_decode_engine_only() -> None:
@@ -157,6 +211,13 @@ def test_what_is_no_completion_goes_on_as_it_is(made: HttpRequest) -> None:
         (CHAT, {"messages": [{"content": [{"type": "image_url"}]}]}, float("inf")),
         (CHAT, {"messages": [{"content": None}, 3, {"role": "x"}]}, 0),
         (CHAT, {"messages": "x", "tools": ["123456"]}, 5),
+        (MESSAGES, {"messages": [{"content": "x" * 8}], "system": "y" * 4}, 6),
+        (MESSAGES, {"messages": [{"content": [{"text": "x" * 8}, {"content": "z" * 8}]}]}, 8),
+        (MESSAGES, {"messages": [{"content": [{"content": [{"type": "image"}]}]}]}, float("inf")),
+        (MESSAGES, {"messages": [{"type": ["image"]}, 3, None]}, 2.5),
+        (RESPONSES, {"input": "x" * 8, "instructions": "y" * 8}, 8),
+        (RESPONSES, {"input": [{"output": "x" * 8}], "tools": [{"name": "y" * 4}]}, 6),
+        (RESPONSES, {"input": [{"content": [{"type": "input_image"}]}]}, float("inf")),
     ],
 )
 def test_length_is_that_of_the_longest_prompt(
@@ -190,12 +251,18 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = st.sampled_from(
-    ["prompt", "messages", "tools", PARAMS, "echo", "logprobs", "n", "stream", "max_tokens"]
+    [
+        *("prompt", "messages", "input", "system", "tools", PARAMS),
+        *("echo", "logprobs", "n", "stream", "max_tokens"),
+    ]
 )
 
 
 @settings(max_examples=200, deadline=None)
-@given(body=st.dictionaries(FIELDS, JSON), path=st.sampled_from([CHAT, COMPLETIONS]))
+@given(
+    body=st.dictionaries(FIELDS, JSON),
+    path=st.sampled_from([CHAT, COMPLETIONS, MESSAGES, RESPONSES]),
+)
 def test_whatever_is_sent_the_prompt_stays_and_one_token_is_asked_for(
     body: dict[str, Any], path: str
 ) -> None:
@@ -203,9 +270,11 @@ def test_whatever_is_sent_the_prompt_stays_and_one_token_is_asked_for(
     if forms.prefill is None:
         return
     form, decode = json.loads(forms.prefill.body), json.loads(forms.decode.body)
-    assert (form["max_tokens"], form["n"], form["stream"]) == (1, 1, False)
+    assert form["max_output_tokens" if path == RESPONSES else "max_tokens"] == 1
+    assert form["stream"] is False
+    assert path in (MESSAGES, RESPONSES) or form["n"] == 1
     assert form[PARAMS] == {"raykv_pin_s": 20.0}
-    for name in ("prompt", "messages", "tools"):
+    for name in ("prompt", "messages", "input", "system", "tools"):
         assert json.dumps(form.get(name)) == json.dumps(body.get(name))
     assert decode[PARAMS]["raykv_prefilled"] is True
     rest = {name: value for name, value in body.items() if name != PARAMS}

@@ -133,9 +133,10 @@ def test_memory_that_knows_most_of_a_text_asks_nobody() -> None:
     turn = placed_at(made, asking(1, 2200))
     assert (turn.source, turn.is_answered) == (KnownFrom.MEMORY, False)
     assert {choice.name for choice in made.choose(turn, REPLICAS)[:1]} <= {"r1", "r2"}
-    assert asyncio.run(made.place(asking(1, 4000))) is Fallback.BUSY, "half of it is new"
+    assert placed_at(made, asking(1, 4000)).silence is Fallback.BUSY, "half of it is new"
     made.keep(["r3"])
-    assert asyncio.run(made.place(asking(1, 2200))) is Fallback.BUSY, "nobody is there who has it"
+    again = placed_at(made, asking(1, 2200))
+    assert again.silence is Fallback.BUSY, "nobody is there who has it"
 
 
 def test_work_waits_at_a_replica_until_the_first_token_or_the_end() -> None:
@@ -174,10 +175,61 @@ def test_reason_for_falling_back_is_told() -> None:
     directory = PlayedDirectory()
     told = planner(directory, Fallback.NOT_LOADED)
     assert asyncio.run(told.place(request(path="/tokenize"))) is Fallback.NO_PROMPT
-    assert asyncio.run(told.place(request())) is Fallback.NOT_LOADED
+    assert placed_at(told, request()).silence is Fallback.NOT_LOADED
     directory.hasher = None
     silent = planner(directory, [prompt(1, 100)])
-    assert asyncio.run(silent.place(request())) is Fallback.NO_NAMESPACE
+    assert placed_at(silent, request()).silence is Fallback.NO_NAMESPACE
+
+
+TURN = "Vronsky's horse has fallen at the last fence but one. " * 60
+AGENT_TURNS = {
+    "/v1/messages": [
+        {"messages": [{"role": "user", "content": TURN}], "system": "Be brief."},
+        {
+            "messages": [
+                {"role": "user", "content": TURN},
+                {"role": "assistant", "content": "Yes."},
+                {"role": "user", "content": "And she?"},
+            ],
+            "system": "Be brief.",
+        },
+    ],
+    "/v1/responses": [
+        {"instructions": TURN, "input": [{"role": "user", "content": "Is it so?"}]},
+        {
+            "instructions": TURN,
+            "input": [
+                {"role": "user", "content": "Is it so?"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            ],
+        },
+    ],
+    "/v1/chat/completions": [
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}, TURN]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}, TURN, "go on"]}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", AGENT_TURNS)
+def test_turn_whose_tokens_nobody_knows_follows_the_one_before(path: str) -> None:
+    made = planner(PlayedDirectory(), Fallback.NOT_UNDERSTOOD)
+    made.keep([each.name for each in REPLICAS])
+    first, second = (
+        request(json.dumps({"model": "m", **body}).encode(), path) for body in AGENT_TURNS[path]
+    )
+    placed = placed_at(made, first)
+    made.choose(placed, REPLICAS)
+    made.went(placed, REPLICAS[1])
+    made.began(placed)
+    for other in range(4):
+        made.went(placed_at(made, asking(other, 10)), REPLICAS[0])
+    made.keep(["r2"])
+    turn = placed_at(made, second)
+    assert (made.remembers(turn), turn.source) == (True, KnownFrom.MEMORY)
+    made.keep([each.name for each in REPLICAS])
+    works = {each.name: each.work for each in made.choose(turn, REPLICAS)}
+    assert works["r2"] < turn.trail.num_tokens / 3
 
 
 def test_request_follows_its_beginning_while_the_directory_is_silent() -> None:

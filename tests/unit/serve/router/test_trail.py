@@ -7,6 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raykv.serve.http.exchange import MESSAGES, RESPONSES
 from raykv.serve.router.trail import BYTES_PER_TOKEN, PARTS, read_trail, stretches
 
 
@@ -38,6 +39,33 @@ def test_fields_around_the_messages_do_not_matter_but_for_the_model_and_the_salt
     assert shared(body(text), body(text).replace(b'"m"', b'"n"')) == 0
     salted = body(text).replace(b'"stream": true', b'"cache_salt": "x"')
     assert shared(body(text), salted) == 0
+
+
+def test_agents_turn_has_the_trail_of_the_one_before_whatever_its_bill_says() -> None:
+    said = [{"role": "user", "content": "a" * 5000}]
+    more = [*said, {"role": "assistant", "content": "b" * 500}]
+
+    def asked(bill: str, messages: list[dict[str, str]]) -> bytes:
+        billed = {"type": "text", "text": f"x-anthropic-billing-header: v=1; cch={bill};"}
+        system = [billed, {"type": "text", "text": "s" * 800}]
+        return json.dumps({"model": "m", "system": system, "messages": messages}).encode()
+
+    one, other = (
+        read_trail(asked(bill, messages), MESSAGES)
+        for bill, messages in (("0f3", said), ("1e4a", more))
+    )
+    assert len(one.digests) - 1 <= len({*one.digests} & {*other.digests})
+    assert one.num_tokens * BYTES_PER_TOKEN > 5800
+
+
+def test_trail_of_a_response_begins_with_what_is_asked() -> None:
+    def asked(effort: str) -> bytes:
+        body = {"model": "m", "reasoning": {"effort": effort}, "instructions": "i" * 600}
+        return json.dumps({**body, "input": "a" * 5000}).encode()
+
+    one, other = (read_trail(asked(effort), RESPONSES).digests for effort in ("low", "high"))
+    assert one == other
+    assert len(one) > 16
 
 
 def test_model_that_a_text_speaks_of_is_none() -> None:
