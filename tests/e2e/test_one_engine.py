@@ -57,7 +57,9 @@ def engine(
     log = tmp_path_factory.mktemp("engine") / "log"
     process = engine_in(request.param, tiny_model, log, settings, multiprocess=True)
     # Before the first request, so that it meets no pool that is page-locked meanwhile.
-    wait_until(lambda: "attached to NodeActor" in process.log_text, TOLD_S, "an idle engine attaches")
+    wait_until(
+        lambda: "attached to NodeActor" in process.log_text, TOLD_S, "an idle engine attaches"
+    )
     wait_until_it_stores(process, cluster)
     yield process
     process.stop()
