@@ -497,6 +497,9 @@ REPLICA_RETRY_AFTER_S = 5
 REPLICA_METRICS_S = 5.0
 """For all replicas to write down their metrics. Prometheus gives up after 10 s."""
 
+METRICS_FRESH_S = 1.0
+"""How long an ingress shows them before it asks again: whoever asks it costs replicas no more."""
+
 # Commands that end what they have started
 
 COMMAND_END_S = 15.0

@@ -260,8 +260,7 @@ class Cluster:
         """Why tokens of a request were not loaded; known about a second after it has ended.
 
         Args:
-            request_id: as the API's answer has it, or the client's `X-Request-Id`, or the beginning
-                of it; vLLM appends to it.
+            request_id: as in the answer, or the client's `X-Request-Id`, or its beginning.
 
         Returns:
             The requests whose ids begin so, the newest first, at most 16 of the latest 4,096.

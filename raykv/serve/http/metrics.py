@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-FRESH_S = 1.0
-"""How long pages are shown before replicas are asked again: requests for them cost no more."""
+from raykv.base.deadlines import METRICS_FRESH_S
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -54,8 +54,8 @@ class SharedMetrics:
 
     def __init__(
         self,
-        collect: Callable[[], Awaitable[Sequence[ReplicaMetrics]]],
-        fresh_s: float = FRESH_S,
+        collect: Callable[[], Coroutine[Any, Any, Sequence[ReplicaMetrics]]],
+        fresh_s: float = METRICS_FRESH_S,
     ) -> None:
         self._collect = collect
         self._fresh_s = fresh_s
@@ -73,7 +73,7 @@ class SharedMetrics:
         now = asyncio.get_running_loop().time()
         if self._pages is None or (self._pages.done() and now - self._since >= self._fresh_s):
             self._since, self._merged = now, {}
-            self._pages = asyncio.ensure_future(self._collect())
+            self._pages = asyncio.create_task(self._collect())
         merged = self._merged
         # Others may wait for it too.
         pages = await asyncio.shield(self._pages)
@@ -85,7 +85,7 @@ class SharedMetrics:
             raise RefusedError(401, "metrics need an API key of vLLM here, as Bearer authorization")
         if allowed not in merged:
             seen = [page for page, is_seen in zip(pages, allowed, strict=True) if is_seen]
-            merged[allowed] = asyncio.ensure_future(asyncio.to_thread(merge, seen))
+            merged[allowed] = asyncio.create_task(asyncio.to_thread(merge, seen))
         return await asyncio.shield(merged[allowed])
 
 

@@ -49,6 +49,7 @@ WATCHED = {
         "raykv.serve.http.ingress",
         "create_task",
     ): "both are awaited by the request that they are for",
+    ("raykv.serve.http.metrics", "create_task"): "awaited by every request that it is for",
     ("raykv.serve.disaggregated.proxy", "create_task"): "what it calls says False for all errors",
     ("raykv.serve.replica", "create_task"): "awaited by the next request once the engine is dead",
     (

@@ -157,6 +157,7 @@ def test_request_with_the_id_of_an_earlier_one_has_nothing_of_its_options_and_ba
     engine.hold(0, 1, 2)
     manager = engine.connector._manager
     assert manager is not None
+    request = PlayedRequest()
     for number, params in enumerate((earlier, later)):
         request = PlayedRequest(kv_transfer_params=params)
         engine.begin(request)

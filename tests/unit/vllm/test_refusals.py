@@ -254,7 +254,7 @@ def test_connector_refuses_the_same_where_the_plugin_did_not(tmp_path: Path) -> 
     pooling = {"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="MEAN")}
     unseen = parsed(tmp_path, LLAMA, {"kv_connector": "ExampleConnector"}, **pooling)
     with pytest.raises(SettingError, match="seq_pooling_type=MEAN"):
-        RayKVConnector(unseen, None, kv_cache_config([FULL]))  # type: ignore[arg-type]
+        RayKVConnector(unseen, None, kv_cache_config([FULL]))
 
 
 def test_pooling_of_the_last_token_is_accepted(tmp_path: Path) -> None:
