@@ -28,6 +28,7 @@ class RequestOptions:
     their way to be, so an answer that nobody has them is not final; and they are fetched
     however fast this engine computes, which has other requests to serve. `no_load`: why it does not
     load, if it does not. `tenant`: the label of whose it is; empty: nobody's in particular.
+    `most_stored`: so many tokens at most; None: all.
     """
 
     load: bool = True
@@ -35,6 +36,7 @@ class RequestOptions:
     prefilled: bool = False
     no_load: MissReason = MissReason.OPTED_OUT
     tenant: str = ""
+    most_stored: int | None = None
 
 
 @dataclass(frozen=True)

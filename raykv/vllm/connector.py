@@ -77,6 +77,7 @@ from raykv.vllm.manager import RayOffloadingManager, track_chunks
 from raykv.vllm.mending import Mender
 from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.params import only_documented
+from raykv.vllm.siblings import SiblingScheduling
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
     refuse_kinds,
@@ -402,6 +403,10 @@ class RayKVConnector(OffloadingConnector):
         assert isinstance(manager, RayOffloadingManager), manager
         return Mender(self._tables, manager)
 
+    @cached_property
+    def _siblings(self) -> SiblingScheduling:
+        return SiblingScheduling(self._tables, self._mender.manager)
+
     def _adopt(self, request: Any) -> None:
         self._mender.adopt(request)
 
@@ -435,11 +440,13 @@ class RayKVConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._siblings.ask(request.request_id, num_computed_tokens)
         layered = self._layered
         if layered is not None and layered.must_wait(request, num_computed_tokens):
             return None, False
         if self.raykv_weights is not None:
-            self.raykv_weights.begin(request.request_id, num_computed_tokens)
+            has_media = bool(request.mm_features)
+            self.raykv_weights.begin(request.request_id, num_computed_tokens, has_media=has_media)
         if self._manager is not None and request.request_id in self._manager.barred:
             return 0, False
         if self._manager is not None:
@@ -479,6 +486,8 @@ class RayKVConnector(OffloadingConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._manager is not None:
             self._manager.misses.admitted(request, num_external_tokens)
+        if num_external_tokens:
+            self._siblings.load_own(request.request_id)
         layered = self._layered if num_external_tokens else None
         seen = blocks if layered is None else layered.begin(request, blocks)
         super().update_state_after_alloc(request, seen, num_external_tokens)
@@ -506,7 +515,10 @@ class RayKVConnector(OffloadingConnector):
         if self._layered is not None:
             self._layered.grow(scheduler_output)
         seen = self._tables.seen(scheduler_output)
-        base = super().build_connector_meta(seen)
+        evict = partial(evict_blocks, self)
+        self._siblings.begin(scheduler_output, evict, self.raykv_weights)
+        with self._tables.nothing_stored_of(self._siblings.held):
+            base = super().build_connector_meta(seen)
         assert isinstance(base, OffloadingConnectorMetadata), base
         self._step_began(scheduler_output)
         adapters = self._adapters_of(base, scheduler_output)
@@ -564,6 +576,7 @@ class RayKVConnector(OffloadingConnector):
         took = self._steps.end(scheduled, time.monotonic())
         if took is not None and self._manager is not None:
             self._manager.took_step(*took)
+        self._siblings.end_step(scheduled, result, partial(evict_blocks, self))
         if self._layered is not None:
             self._layered.end_step(scheduler, scheduled, result, partial(evict_blocks, self))
 

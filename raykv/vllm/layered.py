@@ -152,6 +152,8 @@ class LayeredScheduling:
         self._allowed: dict[str, tuple[OffloadedRequest, int | None]] = {}
         # Steps with loads that have gone out, by identity: what was scheduled, and their numbers.
         self._steps: dict[int, tuple[Any, int]] = {}
+        # Requests that were taken back for what another connector did not load.
+        self._taken_back: set[str] = set()
 
     def must_wait(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether vLLM's own prefix hit has blocks that are not to be trusted yet."""
@@ -239,13 +241,20 @@ class LayeredScheduling:
     def _compute_anew(self, scheduler: Any, result: Any, invalid: set[int]) -> set[int]:
         """Take back whoever has one of these blocks; if that fails, it is left to vLLM. Which of
         their blocks were computed from them.
+
+        For blocks that RayKV did not load, only once: another connector may find them again, and
+        fail again, without end.
         """
         taken: dict[str, Sequence[int]] = {**self.loads.lost()}
-        taken |= {
+        others = {
             request_id: blocks
             for request_id, blocks in blocks_of_running(scheduler)
             if not invalid.isdisjoint(blocks)
+            and not (request_id in self._taken_back and request_id not in taken)
         }
+        self._taken_back &= self._tables.requests.keys()
+        self._taken_back |= others.keys() - taken.keys()
+        taken |= others
         lost = {block for blocks in taken.values() for block in spoiled_blocks(blocks, invalid)}
         take_back(scheduler, taken.keys())
         forget_invalid_blocks(result, invalid & lost)

@@ -189,6 +189,10 @@ class RayOffloadingManager(OffloadingManager):
             return None
         if req_context.req_id in self.barred or self.layered.is_spoiled(req_context.req_id):
             return PrepareStoreOutput([], self._pool_spec([], []), [])
+        most = self.view.requests.get(req_context.req_id).options.most_stored
+        if most is not None:
+            ends = [(key, req_context.get_offload_key_position(key)) for key in keys]
+            keys = [key for key, end in ends if end is not None and end <= most]
         plan = self.view.prepare_store(req_context.req_id, cast("list[Key]", list(keys)))
         if plan is None:
             self._log_no_lease()

@@ -45,14 +45,14 @@ class Mender:
 
     def __init__(self, tables: SchedulerTables, manager: RayOffloadingManager) -> None:
         self._tables = tables
-        self._manager = manager
+        self.manager = manager
         # Jobs from this one on have not gone out to the workers.
         self._first_unsent = 0
         self._failures = guard.failures.total()
 
     def adopt(self, request: Any) -> None:
         """Make a request known that could not be accepted; it neither loads nor stores."""
-        self._manager.barred.add(request.request_id)
+        self.manager.barred.add(request.request_id)
         self._tables.adopt(request)
 
     def put_aside(self, request: Any) -> None:
@@ -64,15 +64,15 @@ class Mender:
             return
         if not earlier.is_signaled:
             earlier.is_signaled = True
-            self._manager.on_request_finished(earlier.context)
-        self._manager.barred.discard(request.request_id)
+            self.manager.on_request_finished(earlier.context)
+        self.manager.barred.discard(request.request_id)
 
     def give_up_load(self, request_id: str) -> None:
         """The load of a request that has its blocks already is given up; its tokens are computed.
 
         Stores may still read some of those blocks, which nobody may have noted.
         """
-        self._manager.barred.add(request_id)
+        self.manager.barred.add(request_id)
         made_up = self._tables.loads_of(request_id)
         for job_id, job in self._unsent().items():
             if job.request_id == request_id and not job.is_store:
@@ -97,14 +97,14 @@ class Mender:
         for job_id in lost:
             self._drop(job_id)
         # Their blocks may never have been noted, or may belong to others now.
-        self._manager.barred.update(output.num_scheduled_tokens)
+        self.manager.barred.update(output.num_scheduled_tokens)
         for request_id, request in tables.known_requests().items():
             if request.has_blocks and not request.is_signaled:
-                self._manager.barred.add(request_id)
+                self.manager.barred.add(request_id)
         for request_id in tables.ended(output):
             if (known := tables.find(request_id)) is not None:
                 known.is_signaled = True
-                self._manager.on_request_finished(known.context)
+                self.manager.on_request_finished(known.context)
         self._flush_stores()
         self.mend()
         flushed = set(tables.flushed)
@@ -116,7 +116,7 @@ class Mender:
     def end_step(self, output: Any) -> None:
         """The metadata of a step go out."""
         self._first_unsent = self._tables.next_job
-        if barred := self._manager.barred:
+        if barred := self.manager.barred:
             barred.difference_update(self._tables.ended(output))
             barred &= self._tables.requests.keys()
         if guard.failures.total() != self._failures:
@@ -124,7 +124,7 @@ class Mender:
 
     def end_jobs(self, job_ids: Collection[int], failed_loads: Iterable[str]) -> None:
         """Jobs have ended, and nobody knows how; requests whose load has failed are computed."""
-        self._manager.barred.update(failed_loads)
+        self.manager.barred.update(failed_loads)
         for job_id in job_ids:
             self._drop(job_id)
             self._tables.fence.pop(job_id, None)
@@ -132,8 +132,8 @@ class Mender:
 
     def end_reset(self) -> None:
         """A reset was interrupted; it may have cleared the cache or not."""
-        if self._manager.view.is_clearing:
-            self._manager.view.drop_all()
+        if self.manager.view.is_clearing:
+            self.manager.view.drop_all()
         self.mend()
 
     def _unsent(self) -> dict[int, OffloadJob]:
@@ -171,7 +171,7 @@ class Mender:
             self._tables.loading = set().union(*loads)
         self._tables.fences = self._fences()
         flying = (Key(key) for job in jobs.values() if job.is_store for key in job.keys)
-        self._manager.view.keep_stores(Counter(flying))
+        self.manager.view.keep_stores(Counter(flying))
 
     def _fences(self) -> dict[int, set[int]]:
         """Blocks that stores read and vLLM may give to another request, as vLLM keeps them."""

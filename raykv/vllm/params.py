@@ -1,4 +1,4 @@
-"""What clients may ask for: nine keys of a request's `kv_transfer_params` have an effect.
+"""What clients may ask for: eleven keys of a request's `kv_transfer_params` have an effect.
 
 vLLM's own `kv_hints`, which orchestrators may attach to a request, carry the wishes among them too:
 in the payload of an action of the type `raykv.hints`, under the same names.
@@ -38,6 +38,14 @@ HINTS = (PIN, PRIORITY, SESSION, OVER, PAUSE)
 seconds above 0, and a whole number from 1 to 9. Then the name of the request's session, true if it
 is over with this request, and the seconds after which it is to go on if it pauses."""
 
+MOST_LOADED, MOST_STORED = "max_load_tokens", "max_offload_tokens"
+"""vLLM's own: so many tokens at most. vLLM's offloading scheduler sees to the first one."""
+
+OUR_MOST_STORED = "raykv_max_offload_tokens"
+"""The second one as it reaches our manager: vLLM's offloading scheduler asserts that it is not
+below the end of what it stores of recurrent states.
+"""
+
 ACTION, ACTION_VERSION = "raykv.hints", "1"
 """The type of action of vLLM's `kv_hints` that has wishes, and its version up to a dot."""
 
@@ -54,8 +62,8 @@ sets it. No part of what vLLM's offloading scheduler sees."""
 def documented(params: Any) -> dict[str, Known] | None:
     """The part of `kv_transfer_params` that has an effect; whatever a client sends, no error.
 
-    vLLM's offloading connector knows keys of its own (`max_load_tokens`, `max_offload_tokens`,
-    `kv_load_tiers`), which are no part of RayKV's interface.
+    vLLM's offloading connector knows another key of its own (`kv_load_tiers`), which is no part of
+    RayKV's interface.
     """
     if not isinstance(params, dict):
         return None
@@ -70,6 +78,11 @@ def documented(params: Any) -> dict[str, Known] | None:
             logger.debug("kv_transfer_params: %s is a %s, not a bool; ignored", name, kind)
     if params.get(PREFILLED) is True:
         kept[PREFILLED] = True
+    most = {
+        MOST_LOADED: params.get(MOST_LOADED),
+        OUR_MOST_STORED: params.get(OUR_MOST_STORED, params.get(MOST_STORED)),
+    }
+    kept |= {name: value for name, value in most.items() if type(value) is int and value >= 0}
     return kept | _wishes(params)
 
 
@@ -131,10 +144,12 @@ def hinted(kv_hints: Any) -> dict[str, Known]:
 def request_options(params: Any) -> RequestOptions:
     """What a request's `kv_transfer_params` allow."""
     known = documented(params) or {}
+    most = known.get(OUR_MOST_STORED)
     return RequestOptions(
         load=bool(known.get("raykv_load", True)),
         store=bool(known.get("raykv_store", True)),
         prefilled=PREFILLED in known,
+        most_stored=None if most is None else int(most),
     )
 
 

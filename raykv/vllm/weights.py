@@ -20,7 +20,8 @@ class WeightChanges:
     """A `Listener`, on the scheduler's side; everything happens between steps.
 
     Requests that are there when the weights change are of two kinds of weights from then on, and
-    so are those that go on from what vLLM's own prefix cache has of before: they are barred.
+    so are those that go on from what vLLM's prefix cache, or its cache of encoders' outputs, has of
+    before: they are barred.
     """
 
     def __init__(
@@ -32,6 +33,9 @@ class WeightChanges:
         # Whether vLLM's own prefix cache may have KV, and whether of earlier weights.
         self._has_prefixes = False
         self._has_old_prefixes = False
+        # The same of its cache of what encoders make of images and the like.
+        self._has_encodings = False
+        self._has_old_encodings = False
         self._is_said = False
 
     @property
@@ -51,6 +55,7 @@ class WeightChanges:
         self._is_said = False
         self._manager.barred |= self._tables.requests.keys()
         self._has_old_prefixes = self._has_old_prefixes or self._has_prefixes
+        self._has_old_encodings = self._has_old_encodings or self._has_encodings
         self._manager.leave(what)
 
     @guarded(nothing)
@@ -84,6 +89,10 @@ class WeightChanges:
     def drop_prefixes(self) -> None:
         self._has_prefixes = self._has_old_prefixes = False
 
+    @guarded(nothing)
+    def drop_encodings(self) -> None:
+        self._has_encodings = self._has_old_encodings = False
+
     def hear(self, changed: Mapping[str, tuple[int, str]]) -> None:
         """Workers report that somebody has written into their models; what the weights are is
         asked when the next request comes.
@@ -91,17 +100,24 @@ class WeightChanges:
         if self._names.is_news_of({each: count for each, (count, _) in changed.items()}):
             self.change(next(what for _, what in changed.values()))
 
-    def begin(self, request_id: str, num_computed_tokens: int) -> None:
+    def begin(self, request_id: str, num_computed_tokens: int, *, has_media: bool = False) -> None:
         """vLLM is about to compute a request behind so many tokens that it has itself."""
         self._has_prefixes = True
-        if not (self._has_old_prefixes and num_computed_tokens):
-            return
+        self._has_encodings = self._has_encodings or has_media
+        if self._has_old_prefixes and num_computed_tokens:
+            self._bar(request_id, "KV that vLLM's own prefix cache", "reset_prefix_cache")
+        elif self._has_old_encodings and has_media:
+            self._bar(request_id, "an image that vLLM's encoder cache", "reset_encoder_cache")
+
+    def _bar(self, request_id: str, origin: str, reset: str) -> None:
         self._manager.barred.add(request_id)
         if not self._is_said:
             self._is_said = True
             logger.warning(
-                "a request goes on from KV that vLLM's own prefix cache has of other weights, so "
-                "it neither loads nor stores: call reset_prefix_cache after weights have changed"
+                "a request goes on from %s may have of other weights, so it neither loads nor "
+                "stores: call %s after weights have changed",
+                origin,
+                reset,
             )
 
     def _enter(self) -> None:

@@ -48,6 +48,9 @@ class Listener(Protocol):
     def drop_prefixes(self) -> None:
         """vLLM uses no KV any more that was computed before."""
 
+    def drop_encodings(self) -> None:
+        """vLLM uses no outputs of encoders any more that were computed before."""
+
 
 def watch_calls() -> None:
     """From now on connectors learn of users' calls that change weights before the next step,
@@ -59,6 +62,7 @@ def watch_calls() -> None:
     wrap_core("wake_up", _asked_afterwards)
     wrap_core("add_request", _asked_before)
     wrap_core("reset_prefix_cache", _dropping)
+    wrap_core("reset_encoder_cache", _dropping_encodings)
 
 
 def _listeners(core: Any) -> list[Listener]:
@@ -151,6 +155,17 @@ def _dropping(method: Any) -> Any:
         for listener in listeners if is_done else ():
             listener.drop_prefixes()
         return is_done
+
+    return call
+
+
+def _dropping_encodings(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
+        done = method(core, *args, **kwargs)
+        for listener in _listeners(core):
+            listener.drop_encodings()
+        return done
 
     return call
 

@@ -282,7 +282,8 @@ CONNECTOR_TABLE = (
     Touched(
         "vllm.v1.core.sched.output:CachedRequestData",
         "req_ids new_block_ids resumed_req_ids",
-        "blocks that steps give to requests whose loads are under way",
+        "blocks that steps give to requests whose loads, or those of other connectors, are under "
+        "way",
         "a guard reports it: the step loads and stores nothing",
     ),
 )

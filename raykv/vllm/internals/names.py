@@ -78,7 +78,8 @@ INTERFACES = {
 ENGINE_TABLE = (
     Touched(
         "vllm.v1.engine.core:EngineCore",
-        "add_request collective_rpc reset_prefix_cache set_weight_version sleep wake_up",
+        "add_request collective_rpc reset_encoder_cache reset_prefix_cache set_weight_version "
+        "sleep wake_up",
         "wrapped: what changes the weights is noticed before the next step",
         REFUSED,
         SCHEDULER,
@@ -356,7 +357,16 @@ GIVEN_TABLE = (
         "the same",
     ),
     Touched(
-        "vllm.v1.core.sched.output:NewRequestData", "req_id sampling_params", "the same", "the same"
+        "vllm.v1.core.sched.output:NewRequestData",
+        "block_ids num_computed_tokens req_id sampling_params",
+        "the same",
+        "the same",
+    ),
+    Touched(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        "num_computed_tokens",
+        "the same",
+        "the same",
     ),
     Touched(
         "vllm.v1.outputs:KVConnectorOutput",

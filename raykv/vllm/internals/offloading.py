@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -230,6 +231,19 @@ class SchedulerTables:
             return scheduled
         preempted = {*preempted} - loading
         return replace(scheduled, preempted_req_ids=preempted, finished_req_ids=ended)
+
+    @contextmanager
+    def nothing_stored_of(self, request_ids: Iterable[str]) -> Iterator[None]:
+        """Have vLLM offer nothing of these requests for now; it offers it later."""
+        found = [each for each in map(self.find, request_ids) if each is not None]
+        allowed = [each.most_stored for each in found]
+        for each in found:
+            each.most_stored = 0
+        try:
+            yield
+        finally:
+            for each, most in zip(found, allowed, strict=True):
+                each.most_stored = most
 
     def adopt(self, request: Any) -> None:
         """Make a request known, if it is not yet, as one without wishes."""

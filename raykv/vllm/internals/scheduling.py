@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Collection, Iterator
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from raykv.base.guard import guarded, nothing
 from raykv.vllm.internals.engine import Wrapper, wrap
@@ -114,6 +115,27 @@ def new_blocks(scheduled: Any) -> Iterator[tuple[str, tuple[list[int], ...]]]:
     for request_id, blocks in zip(some.req_ids, some.new_block_ids, strict=True):
         if blocks and request_id not in some.resumed_req_ids:
             yield request_id, blocks
+
+
+class Begun(NamedTuple):
+    """A request that begins with a step, or begins anew: how much of it vLLM takes for computed,
+    and its blocks of all KV groups.
+    """
+
+    num_computed: int
+    blocks: list[int]
+
+
+def begun(scheduled: Any) -> dict[str, Begun]:
+    """All requests that begin with a step, or begin anew."""
+    some = scheduled.scheduled_cached_reqs
+    rows = [
+        (each.req_id, each.num_computed_tokens, each.block_ids)
+        for each in scheduled.scheduled_new_reqs
+    ]
+    columns = zip(some.req_ids, some.num_computed_tokens, some.new_block_ids, strict=True)
+    rows += [row for row in columns if row[0] in some.resumed_req_ids]
+    return {name: Begun(count, [*chain(*(blocks or ()))]) for name, count, blocks in rows}
 
 
 def invalid_blocks_of(result: Any) -> set[int]:

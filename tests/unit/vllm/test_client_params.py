@@ -20,10 +20,14 @@ from raykv.base.ids import Epoch, Key, group_of
 from raykv.base.tenants import salt_label
 from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.requests import RequestOptions
+from raykv.protocol.columns import Leases
+from raykv.protocol.engine import SyncReply
 from raykv.protocol.sessions import SessionWord
 from raykv.vllm.identity.media import NAMED_BY_CLIENT
 from raykv.vllm.params import (
     HINTS,
+    MOST_LOADED,
+    OUR_MOST_STORED,
     OVER,
     PARAMS,
     PAUSE,
@@ -38,7 +42,7 @@ from raykv.vllm.params import (
     request_options,
     tenant_of,
 )
-from tests.fixtures.vllm import CHUNK, FULL, Engine, PlayedRequest
+from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, Engine, PlayedRequest
 
 WINDOW = SlidingWindowSpec(
     block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
@@ -93,10 +97,12 @@ def test_only_what_is_documented_has_an_effect(sent: Any) -> None:
         for name in ("raykv_load", "raykv_store")
     )
     prefilled = said.get("raykv_prefilled") is True
-    assert request_options(sent) == RequestOptions(load, store, prefilled)
+    limit = said.get("max_offload_tokens")
+    most = limit if type(limit) is int and limit >= 0 else None
+    assert request_options(sent) == RequestOptions(load, store, prefilled, most_stored=most)
     kept = documented(sent)
     assert kept is None or (
-        set(kept) <= {*PARAMS, *HINTS, PREFILLED}
+        set(kept) <= {*PARAMS, *HINTS, PREFILLED, MOST_LOADED, OUR_MOST_STORED}
         and all(type(kept.get(name, True)) is bool for name in PARAMS)
     )
     hint = hint_of(sent)
@@ -211,7 +217,7 @@ def made_request(sent: Any) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(sent=SENT)
 def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
-    """With vLLM's own code: what it makes of a request is what it makes of one without params."""
+    """With vLLM's own code: all that it makes of a request's params is how much may be loaded."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         RequestOffloadState,
         _create_req_context,
@@ -228,10 +234,17 @@ def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
             req_context=context,
             offloading_context=RequestOffloadingContext(),
         )
-    assert state.max_load_tokens is None
+    limit = sent.get("max_load_tokens") if isinstance(sent, dict) else None
+    assert state.max_load_tokens == (limit if type(limit) is int and limit >= 0 else None)
     assert state.max_offload_tokens is None
     assert context.load_tier_filter is TierFilter.ALL
-    assert set(context.kv_transfer_params or {}) <= {*PARAMS, *HINTS, PREFILLED}
+    assert set(context.kv_transfer_params or {}) <= {
+        *PARAMS,
+        *HINTS,
+        PREFILLED,
+        MOST_LOADED,
+        OUR_MOST_STORED,
+    }
     assert hint_of(context.kv_transfer_params) == hint_of(sent)
     assert request_options(context.kv_transfer_params) == request_options(sent)
 
@@ -291,7 +304,30 @@ def test_connector_hands_on_only_what_is_documented(monkeypatch: pytest.MonkeyPa
     connector._manager = None
     for sent in ({"max_load_tokens": 0, "raykv_store": False}, ["max_load_tokens"], None):
         connector.on_new_request(made_request(sent))
-    assert seen == [{"raykv_load": True, "raykv_store": False}, None, None]
+    told = {"raykv_load": True, "raykv_store": False, "max_load_tokens": 0}
+    assert seen == [told, None, None]
+
+
+@pytest.mark.parametrize(("most", "loaded"), [(2 * CHUNK + 5, 2), (0, 0), (-1, 4), (True, 4)])
+def test_request_loads_so_many_tokens_at_most(most: Any, loaded: int) -> None:
+    engine = Engine()
+    engine.hold(0, 1, 2, 3)
+    request = PlayedRequest(kv_transfer_params={"max_load_tokens": most})
+    engine.begin(request)
+    assert engine.schedule(request) == loaded * CHUNK
+
+
+@pytest.mark.parametrize(("most", "stored"), [(2 * CHUNK + 5, 2), (0, 0), ("2", 4)])
+def test_request_stores_so_many_tokens_at_most(most: Any, stored: int) -> None:
+    engine = Engine()
+    slots = list(range(1, 12))
+    granted = Leases([0] * len(slots), slots, slots)
+    engine.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
+    request = PlayedRequest(kv_transfer_params={"max_offload_tokens": most})
+    engine.begin(request)
+    known = engine.connector._tables.find("r")
+    plan = engine.connector._manager.prepare_store(known.keys[0], known.context)
+    assert len(plan.keys_to_store) == stored
 
 
 def test_chunks_of_full_attention_are_hinted_before_those_of_windows() -> None:

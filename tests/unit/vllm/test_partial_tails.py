@@ -104,6 +104,7 @@ class TailEngine(Engine):
 def new_request(request: Request, blocks: tuple[list[int], ...]) -> NewRequestData:
     made: Any = NewRequestData.__new__(NewRequestData)
     made.req_id, made.block_ids = request.request_id, blocks
+    made.num_computed_tokens = 0
     return made
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.protocol.engine import EngineAttached, Naming, Space
+from raykv.protocol.columns import Leases
+from raykv.protocol.engine import EngineAttached, Naming, Space, SyncReply
 from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState
@@ -114,8 +116,6 @@ def test_request_that_was_there_neither_loads_nor_stores_any_more() -> None:
 
 
 def request_context(name: str) -> Any:
-    from types import SimpleNamespace
-
     return SimpleNamespace(req_id=name)
 
 
@@ -131,6 +131,73 @@ def test_request_that_goes_on_from_vllms_own_kv_of_other_weights_is_barred(
     assert caplog.text.count("reset_prefix_cache") == 1
     engine.weights.drop_prefixes()
     assert begun(engine, "t", own=CHUNK)[1] == 2 * CHUNK
+
+
+def stored_at_its_beginning(engine: Changing, name: str, computed: int, **more: Any) -> int:
+    """How many jobs store chunks of a request that vLLM begins behind so many tokens, though
+    connectors were asked about whole blocks only.
+    """
+    request = PlayedRequest(name, **more)
+    engine.begin(request)
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [new_request(request, ([1, 2, 3, 4, 5, 6],), computed)]
+    output.num_scheduled_tokens = {name: request.num_tokens - computed}
+    request.num_computed_tokens = computed
+    return len(engine.connector.build_connector_meta(output).store_jobs)
+
+
+def new_request(request: PlayedRequest, blocks: Any, computed: int) -> NewRequestData:
+    return NewRequestData(
+        req_id=request.request_id,
+        prompt_token_ids=[],
+        mm_features=[],
+        sampling_params=None,
+        pooling_params=None,
+        block_ids=blocks,
+        num_computed_tokens=computed,
+        lora_request=None,
+    )
+
+
+def lease(engine: Changing) -> None:
+    slots = list(range(1, 12))
+    granted = Leases([0] * len(slots), slots, slots)
+    engine.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
+
+
+@pytest.mark.parametrize(("computed", "stores"), [(0, 1), (CHUNK // 2, 0)])
+def test_request_that_goes_on_within_a_block_of_other_weights_stores_nothing(
+    computed: int, stores: int
+) -> None:
+    engine = Changing()
+    begun(engine, "before")
+    engine.change("new")
+    lease(engine)
+    assert stored_at_its_beginning(engine, "r", computed) == stores
+
+
+def test_request_with_an_image_is_barred_until_outputs_of_old_encoders_are_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Changing()
+
+    def ask(name: str, *images: Any) -> bool:
+        request = PlayedRequest(name, mm_features=[*images])
+        engine.begin(request)
+        engine.schedule(request)
+        return name in engine.connector._manager.barred
+
+    assert not ask("before", "image")
+    engine.change("new")
+    assert ask("r", "image")
+    assert ask("s", "other image")
+    assert not ask("text")
+    assert caplog.text.count("reset_encoder_cache") == 1
+    engine.weights.drop_prefixes()
+    assert ask("t", "image")
+    engine.weights.drop_encodings()
+    assert not ask("u", "image")
 
 
 def test_request_behind_vllms_own_kv_loads_if_that_was_dropped_before_the_change() -> None:

@@ -108,6 +108,9 @@ class Listener:
     def drop_prefixes(self) -> None:
         self.num_dropped += 1
 
+    def drop_encodings(self) -> None:
+        self.told.append("no old encodings")
+
 
 class Scheduler:
     """Of vLLM, whose prefix cache can be reset while it has no requests."""
@@ -149,8 +152,8 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 WRAPPED = (
-    *("add_request", "collective_rpc", "reset_prefix_cache", "set_weight_version", "sleep"),
-    "wake_up",
+    *("add_request", "collective_rpc", "reset_encoder_cache", "reset_prefix_cache"),
+    *("set_weight_version", "sleep", "wake_up"),
 )
 
 
@@ -241,6 +244,14 @@ def test_reset_of_vllms_own_cache_is_told_if_it_works(core: Any, has_requests: b
     core.scheduler.has_requests = has_requests
     assert core.reset_prefix_cache() is not has_requests
     assert listener(core).num_dropped == (0 if has_requests else 1)
+
+
+def test_reset_of_vllms_encoder_cache_is_told(core: Any) -> None:
+    core.scheduler.has_unfinished_requests = lambda: False
+    core.scheduler.reset_encoder_cache = lambda: None
+    core.model_executor.reset_encoder_cache = lambda: None
+    core.reset_encoder_cache()
+    assert listener(core).told == ["no old encodings"]
 
 
 def test_reset_finds_what_was_written_into_a_workers_model(core: Any) -> None:
