@@ -64,7 +64,12 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
-from raykv.vllm.internals.scheduling import admit_failed_loads, connectors_of, wrap_step_ends
+from raykv.vllm.internals.scheduling import (
+    admit_failed_loads,
+    connectors_of,
+    keep_room_for_windows,
+    wrap_step_ends,
+)
 from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
 from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
@@ -112,6 +117,7 @@ def watch_steps() -> None:
     """Have our connectors hear of the end of each step before vLLM looks at its result."""
     wrap_step_ends(_ending)
     admit_failed_loads()
+    keep_room_for_windows()
 
 
 def _ending(update: Any) -> Any:
