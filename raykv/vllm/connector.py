@@ -68,6 +68,7 @@ from raykv.vllm.internals.offloading import (
 from raykv.vllm.internals.scheduling import (
     admit_failed_loads,
     connectors_of,
+    keep_room_for_windows,
     watch_resets,
     wrap_step_ends,
 )
@@ -119,6 +120,7 @@ def watch_steps() -> None:
     """Have our connectors hear of the end of each step before vLLM looks at its result."""
     wrap_step_ends(_ending)
     admit_failed_loads()
+    keep_room_for_windows()
 
 
 def _ending(update: Any) -> Any:

@@ -150,11 +150,17 @@ def failed_load_waits_in_front_of_those_that_hold_blocks(patches: pytest.MonkeyP
     patches.setattr("raykv.vllm.internals.scheduling.waits_anew", keep_its_place)
 
 
+def windows_need_no_room(patches: pytest.MonkeyPatch) -> None:
+    """Loads are admitted beside others whose windows still need blocks."""
+    patches.setattr("raykv.vllm.internals.scheduling.uncounted_blocks", lambda *_: 0)
+
+
 POOL_BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
         room_is_kept_for_a_load_that_failed,
         failed_load_waits_in_front_of_those_that_hold_blocks,
+        windows_need_no_room,
     )
 }
 """Of engines with small pools (`small_pools.py`)."""

@@ -19,6 +19,7 @@ NUM_SEEDS = 60
 FINDERS = {
     "room_is_kept_for_a_load_that_failed": 2,
     "failed_load_waits_in_front_of_those_that_hold_blocks": 10,
+    "windows_need_no_room": 48,
 }
 """The seeds that find them are tried first, then all."""
 

@@ -274,6 +274,31 @@ CONNECTOR_TABLE = (
         "the same",
     ),
     Touched(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "_inflight_prefill_reserved_blocks",
+        "wrapped: room is kept for the blocks that windows still need of prefills under way",
+        REFUSED,
+        SCHEDULER,
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        "coordinator",
+        "the same: the blocks that requests hold, by KV group",
+        "a guard reports it: loads of models with windows may wait for each other's blocks",
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
+        "single_type_managers",
+        "the same",
+        "the same",
+    ),
+    Touched(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
+        "block_size max_admission_blocks_per_request req_to_blocks",
+        "the same",
+        "the same",
+    ),
+    Touched(
         "vllm.v1.request:Request",
         "num_stale_output_tokens drop_stale_output",
         "the same: what a step says counts for nothing that computed with what did not come",

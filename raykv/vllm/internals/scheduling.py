@@ -103,6 +103,50 @@ def take_back_loaded(scheduler: Any) -> None:
         scheduler.waiting.prepend_request(request)
 
 
+def keep_room_for_windows() -> None:
+    """From now on vLLM admits a load only beside all blocks that others under way still need.
+
+    It counts blocks that windows have left behind as held, of who is under way and of who is to be
+    admitted: loads then hold blocks and wait for each other's, for ever.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    wrap(Scheduler, "_inflight_prefill_reserved_blocks", _keeping_room)
+
+
+def _keeping_room(reserved: Any) -> Any:
+    @functools.wraps(reserved)
+    def blocks(scheduler: Any) -> int:
+        found: int = reserved(scheduler)
+        return found + uncounted_blocks(scheduler)
+
+    return blocks
+
+
+@guarded(lambda *_: 0)
+def uncounted_blocks(scheduler: Any) -> int:
+    """Blocks of windows that prefills under way still need, and who is admitted beside them; no
+    more than vLLM's own limits.
+    """
+    coordinator = scheduler.kv_cache_manager.coordinator
+    limits = [
+        (each, each.max_admission_blocks_per_request)
+        for each in coordinator.single_type_managers
+        if each.max_admission_blocks_per_request is not None
+    ]
+    under_way, count = scheduler._inflight_prefills, 0
+    for windowed, limit in limits if under_way else ():
+        count += limit
+        for request in under_way:
+            held = windowed.req_to_blocks.get(request.request_id, ())
+            whole = -(-request.num_tokens // windowed.block_size)
+            left_behind = sum(block.is_null for block in held)
+            counted = max(min(whole, limit) - len(held), 0)
+            needed = min(whole - left_behind, limit) - (len(held) - left_behind)
+            count += max(needed - counted, 0)
+    return count
+
+
 def connectors_of(scheduler: Any) -> list[Any]:
     """Of vLLM's scheduler, which may have several in one."""
     first = getattr(scheduler, "connector", None)
