@@ -19,7 +19,7 @@ from tests.fixtures.truth_of_states import STATES_TOLERANCE, hidden_states_by_tr
 from tests.fixtures.waiting import wait_for_chunks
 from tests.house import CHILDREN
 
-pytestmark = [pytest.mark.e2e, pytest.mark.extended]
+pytestmark = pytest.mark.e2e
 
 BLOCK = 32
 PATIENT = CHILDREN / "patient"
@@ -50,6 +50,7 @@ def check_loads(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]
     assert cluster.status().nodes[0].bytes_loaded > 0
 
 
+@pytest.mark.extended
 @pytest.mark.support("canonical layout", models=["llama"])
 def test_engines_of_one_and_two_ranks_load_what_either_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
@@ -135,6 +136,7 @@ def test_two_ranks_load_what_they_stored(
         engine.stop()
 
 
+@pytest.mark.extended
 def test_hidden_states_of_two_ranks_are_captured_once(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from raykv.protocol.engine import MissRecord
 from raykv.serve.models import tiny_llama
 from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet
 
-pytestmark = [pytest.mark.e2e, pytest.mark.extended]
+pytestmark = pytest.mark.e2e
 
 LENGTH = 320
 
@@ -125,6 +125,7 @@ def test_engines_of_two_versions_never_see_each_others_kv_and_share_their_own(fl
     assert fleet.serve(fleet.second, 0) == (new, LENGTH)
 
 
+@pytest.mark.extended
 def test_engine_that_gets_its_old_weights_back_loads_what_it_had_of_them(fleet: Fleet) -> None:
     old, new = fleet.old[1], fleet.new[1]
     assert fleet.serve(fleet.first, 1) == (old, 0)
@@ -135,6 +136,7 @@ def test_engine_that_gets_its_old_weights_back_loads_what_it_had_of_them(fleet: 
     assert fleet.serve(fleet.first, 1) == (old, LENGTH)
 
 
+@pytest.mark.extended
 def test_request_in_flight_over_a_change_leaves_nothing_under_either_version(fleet: Fleet) -> None:
     mixed = fleet.first.call("change_midway", prompt=PROMPTS[2], path=fleet.new_path)["tokens"]
     assert mixed[:6] != fleet.new[2]
@@ -144,6 +146,7 @@ def test_request_in_flight_over_a_change_leaves_nothing_under_either_version(fle
     assert fleet.serve(fleet.first, 2) == (fleet.new[2], LENGTH)
 
 
+@pytest.mark.extended
 def test_request_behind_vllms_own_kv_of_other_weights_is_not_stored(fleet: Fleet) -> None:
     fleet.first.reset()
     fleet.first.call("generate", prompts=[PROMPTS[3][:160]])
@@ -154,6 +157,7 @@ def test_request_behind_vllms_own_kv_of_other_weights_is_not_stored(fleet: Fleet
     assert fleet.serve(fleet.first, 3) == (fleet.new[3], 0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("level", [1, 2])
 def test_engine_that_wakes_up_with_the_same_weights_loads_at_once(fleet: Fleet, level: int) -> None:
     which = 3 + level
@@ -163,6 +167,7 @@ def test_engine_that_wakes_up_with_the_same_weights_loads_at_once(fleet: Fleet, 
     assert fleet.serve(fleet.first, which) == (fleet.old[which], LENGTH)
 
 
+@pytest.mark.extended
 def test_engine_whose_weights_cant_be_told_neither_loads_nor_stores_and_says_so(
     fleet: Fleet,
 ) -> None:
@@ -188,6 +193,7 @@ def test_engine_whose_weights_cant_be_told_neither_loads_nor_stores_and_says_so(
     assert fleet.serve(fleet.second, 6) == (fleet.old[6], LENGTH)
 
 
+@pytest.mark.extended
 def test_engine_whose_weights_cant_be_told_goes_by_the_name_that_they_are_given(
     fleet: Fleet,
 ) -> None:

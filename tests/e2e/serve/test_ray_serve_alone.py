@@ -10,7 +10,7 @@ import pytest
 from raykv.client.cluster import Cluster
 from tests.fixtures.ray_serve import CACHED, TEXT, Served, cached, serving, stored
 
-pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.versions]
+pytestmark = [pytest.mark.e2e, pytest.mark.versions]
 
 
 @pytest.fixture(scope="module")

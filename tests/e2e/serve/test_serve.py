@@ -229,7 +229,7 @@ def test_kv_of_cached_prompt_is_what_transformers_computes(
     assert torch.equal(second.layers[name].k, found.layers[name].k[32:64])
 
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -247,7 +247,7 @@ COUNTED = {
     "/v1/messages": ["input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"],
 }
 FUNCTION = {"type": "function"}
-USABLE = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
+USABLE = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
 USED = [
     {
         "role": "assistant",

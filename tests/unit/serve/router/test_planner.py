@@ -182,7 +182,7 @@ def test_reason_for_falling_back_is_told() -> None:
 
 
 TURN = "Vronsky's horse has fallen at the last fence but one. " * 60
-AGENT_TURNS = {
+AGENT_TURNS: dict[str, list[dict[str, Any]]] = {
     "/v1/messages": [
         {"messages": [{"role": "user", "content": TURN}], "system": "Be brief."},
         {
