@@ -318,6 +318,10 @@ class RayKVConnector(OffloadingConnector):
         with logged_refusals():
             super().register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """See `KVConnectorBase_V1.unregister_kv_caches`: 0.33 gives the KV cache's memory back."""
+        self._worker.store_before_sleep()
+
     def get_handshake_metadata(self) -> RankPlace | None:
         """See `KVConnectorBase_V1.get_handshake_metadata`: where this rank runs."""
         return place_of_rank()

@@ -18,7 +18,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -76,6 +76,12 @@ HARMLESS = frozenset(
 
 SLEEP = "sleep"
 """From level 2 on the weights are thrown away, and others are loaded later."""
+
+DISCARD = "discard"
+"""Gives back the memory of what it is told, which `sleep` does with all."""
+
+WAKE_UP = "wake_up"
+"""After it there is memory again, of what it is told or of all."""
 
 PARTS = 1024
 """Sums of a tensor's parts are compared, so that values that have changed places are seen too."""
@@ -159,6 +165,8 @@ class WeightWatch:
         # Called before the worker's memory is given back, for a while or for good.
         self.before_sleep: Callable[[], object] = lambda: None
         self._first: str | None = ""
+        # Whether the weights have no memory: it must not be touched.
+        self.is_asleep = False
         self._is_open = False
         self._has_failed = False
         # Past vLLM, since vLLM has last written all weights.
@@ -208,7 +216,12 @@ class WeightWatch:
         self._is_written_past = self._is_written_past and not is_whole
 
     def check(self) -> str:
-        """Digest of what lies in memory, whether or not it is what the model computes with."""
+        """Digest of what lies in memory, whether or not it is what the model computes with.
+
+        Raises:
+            RuntimeError: the worker sleeps.
+        """
+        self._refuse_asleep()
         tensors = list(_tensors(self.worker))
         found = _digest_of(tensors)
         if self._checked[0] != self.count:
@@ -217,15 +230,25 @@ class WeightWatch:
         return found
 
     def state(self) -> WeightState:
-        """What the weights are now; reads all of them once after each change."""
+        """What the weights are now; reads all of them once after each change.
+
+        Raises:
+            RuntimeError: the worker sleeps.
+        """
+        self._refuse_asleep()
         if self._is_open:
             return WeightState(self.name, self.count, self.what, None, self._first, is_open=True)
         if self._found[0] != self.count:
             self._found = self.count, self._digest()
         return WeightState(self.name, self.count, self.what, self._found[1], self._first)
 
+    def _refuse_asleep(self) -> None:
+        if self.is_asleep:
+            raise RuntimeError("the worker sleeps: its weights have no memory until it wakes up")
+
     def _digest(self) -> str | None:
         try:
+            self._refuse_asleep()
             tensors = list(_tensors(self.worker))
             return _digest_of(tensors) if self._is_readable(tensors) else None
         except Exception as error:
@@ -250,7 +273,7 @@ def watch_worker(vllm_config: Any) -> WeightWatch:
     watch = WeightWatch()
     _watches[id(vllm_config)] = (vllm_config, watch)
     worker_class = worker_class_of(vllm_config)
-    for name in (*CHANGES, SLEEP):
+    for name in (*CHANGES, SLEEP, DISCARD, WAKE_UP):
         wrap(worker_class, name, partial(_noted, name))
     wrap(worker_class, WARM_UP, _watching_model)
     return watch
@@ -288,8 +311,8 @@ def _noted(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
         watch = watch_of(worker)
-        if watch is not None and name == SLEEP:
-            watch.before_sleep()
+        if watch is not None and name in (SLEEP, DISCARD, WAKE_UP):
+            return _moved(watch, name, method, worker, *args, **kwargs)
         if watch is None or effect_of(name, args, kwargs) is not Effect.CHANGES:
             return method(worker, *args, **kwargs)
         if kwargs.get("is_checkpoint_format") is False:
@@ -300,6 +323,23 @@ def _noted(name: str, method: Any) -> Any:
             return method(worker, *args, **kwargs)
 
     return call
+
+
+def _moved(
+    watch: WeightWatch, name: str, method: Any, worker: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A call that gives memory back, or takes some; at a sleep's level 2 the weights are lost."""
+    tags = kwargs.get("tags", args[0] if args else None)
+    has_weights = name == SLEEP or tags is None or "weights" in tags
+    if name == WAKE_UP:
+        done = method(worker, *args, **kwargs)
+        watch.is_asleep = watch.is_asleep and not has_weights
+        return done
+    watch.before_sleep()
+    is_change = effect_of(name, args, kwargs) is Effect.CHANGES
+    with watch.changing(name) if is_change else nullcontext():
+        watch.is_asleep = watch.is_asleep or has_weights
+        return method(worker, *args, **kwargs)
 
 
 def _watching_model(method: Any) -> Any:

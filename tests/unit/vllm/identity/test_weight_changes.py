@@ -74,7 +74,8 @@ class Executor:
         self.collective_rpc("sleep", args=(level,))
         self.is_sleeping = True
 
-    def wake_up(self, _tags: Any) -> None:
+    def wake_up(self, tags: Any) -> None:
+        self.collective_rpc("wake_up", kwargs={"tags": tags})
         self.is_sleeping = False
 
 
@@ -139,7 +140,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Any:
     worker = Worker()
     monkeypatch.setattr(weight_watch, "_watches", {})
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=Worker), quant_config=None)
-    for name in (*weight_watch.CHANGES, "sleep", "compile_or_warm_up_model"):
+    for name in (*weight_watch.CHANGES, "sleep", "wake_up", "compile_or_warm_up_model"):
         monkeypatch.setattr(Worker, name, worker_method(name), raising=False)
     weight_watch.watch_worker(config)
     worker.vllm_config = config

@@ -157,6 +157,9 @@ def test_workers_own_methods_are_watched(monkeypatch: pytest.MonkeyPatch) -> Non
         def sleep(self, level: int = 1) -> int:
             return level
 
+        def wake_up(self) -> None:
+            """It has its memory again."""
+
         def compile_or_warm_up_model(self) -> str:
             return "warm"
 
@@ -177,6 +180,7 @@ def test_workers_own_methods_are_watched(monkeypatch: pytest.MonkeyPatch) -> Non
     assert worker.sleep(1) == 1
     assert told == ["sleeps"]
     assert watch.count == 0
+    worker.wake_up()
     assert worker.reload_weights() == "reloaded"
     assert (watch.count, watch.what) == (1, "reload_weights")
     assert weight_watch.state_of(worker) == watch.state()
@@ -185,6 +189,47 @@ def test_workers_own_methods_are_watched(monkeypatch: pytest.MonkeyPatch) -> Non
     assert unmoved.count == 0
     assert Small(other).sleep(level=2) == 2
     assert unmoved.what == "sleep"
+
+
+def test_memory_of_a_sleeping_worker_is_not_read_and_stores_come_before_it_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Sleepy(Worker):
+        vllm_config: Any = SimpleNamespace(quant_config=None)
+
+        def sleep(self, level: int = 1) -> None:
+            told.append("sleep")
+
+        def discard(self, tags: tuple[str, ...]) -> None:
+            told.append("discard")
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            told.append("wake_up")
+
+        def compile_or_warm_up_model(self) -> None:
+            """Nothing is compiled."""
+
+    told: list[str] = []
+    monkeypatch.setattr(weight_watch, "_watches", {})
+    worker = Sleepy()
+    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=Sleepy), quant_config=None)
+    worker.vllm_config = config
+    watch = weight_watch.watch_worker(config)
+    watch.before_sleep = lambda: told.append("stores")
+    worker.compile_or_warm_up_model()
+    before = weight_watch.check(worker)
+    worker.discard(("kv_cache",))
+    assert weight_watch.check(worker) == before
+    worker.sleep()
+    assert told == ["stores", "discard", "stores", "sleep"]
+    for read in (weight_watch.check, weight_watch.state_of):
+        with pytest.raises(RuntimeError, match="sleeps"):
+            read(worker)
+    worker.wake_up(["kv_cache"])
+    with pytest.raises(RuntimeError, match="sleeps"):
+        weight_watch.check(worker)
+    worker.wake_up(["weights"])
+    assert weight_watch.check(worker) == before
 
 
 # Names
