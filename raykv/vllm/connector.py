@@ -145,6 +145,8 @@ class RayKVConnector(OffloadingConnector):
     raykv_weights: WeightChanges | None = None
     # On the scheduler's side.
     _windows: Windows | None = None
+    # What the workers were told last, or were to be told in a step that failed.
+    _told: LinkTarget | None = None
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Set up this process's side.
@@ -160,8 +162,6 @@ class RayKVConnector(OffloadingConnector):
         self._node_epochs: dict[int, int] = {}
         # On the scheduler's side.
         self._steps = StepTimes()
-        # What the workers were told last, or were to be told in a step that failed.
-        self._told: LinkTarget | None = None
         # Requests that vLLM waits for although there is no load job.
         self._stranded: list[str] = []
         # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.distributed import parallel_state
@@ -39,6 +40,9 @@ MAMBA = {
     "max_position_embeddings": 4096,
 }
 ENGINE = {"block_size": 32, "max_model_len": 2048, "dtype": "bfloat16"}
+
+STATE_TOKENS = 96 if torch.cpu._is_amx_tile_supported() else 64
+"""In a chunk of Qwen3-Next: vLLM makes blocks as large as its state, whose form depends on the CPU."""
 
 
 def folder(tmp_path: Path, config: dict[str, Any]) -> str:
@@ -87,7 +91,7 @@ def test_head_that_can_not_be_split_is_on_several_ranks(tmp_path: Path) -> None:
         (
             "qwen3-next",
             [*["1 recurrent state"] * 3, "1 full attention"],
-            "0:96/1 1:96/1 2:96/1 3:96",
+            "0:{0}/1 1:{0}/1 2:{0}/1 3:{0}".format(STATE_TOKENS),
         ),
     ],
 )
@@ -122,10 +126,14 @@ def test_larger_steps_store_fewer_states(tmp_path: Path) -> None:
     engine = {**ENGINE, **ZOO["qwen3-next"].engine}
     small = plan(model, {}, {**engine, "max_num_batched_tokens": 512}, [])
     large = plan(model, {}, {**engine, "max_num_batched_tokens": 2048}, [])
-    # 960 tokens before the last 1,024, the last whole chunk, and the ends of steps between.
-    assert large.prompts[0].chunks == [2, 2, 2, 21]
-    assert small.prompts[0].chunks == [5, 5, 5, 21]
-    assert "every 480 tokens with max_num_batched_tokens=512" in small.hints[-1]
+    (prompt,) = {large.prompts[0].tokens, small.prompts[0].tokens}
+    in_full = prompt // STATE_TOKENS
+    # The ends of steps, of which one is before the last 1,024 tokens, and the last whole chunk.
+    step = 512 // STATE_TOKENS * STATE_TOKENS
+    ends = {*range(step, prompt, step), in_full * STATE_TOKENS}
+    assert large.prompts[0].chunks == [2, 2, 2, in_full]
+    assert small.prompts[0].chunks == [len(ends)] * 3 + [in_full]
+    assert f"every {step} tokens with max_num_batched_tokens=512" in small.hints[-1]
 
 
 def test_states_without_a_prefix_cache_are_stored_nowhere(tmp_path: Path) -> None:

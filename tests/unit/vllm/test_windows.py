@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from raykv.base.ids import EngineId, Key, MissReason
-from raykv.engine.requests import Miss, RequestOptions
+from raykv.engine.requests import Miss
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.engine import EngineAttached, SyncReply
@@ -56,13 +56,23 @@ class World:
         )
         return [chunk for chunk in range(chunks) if mask is None or mask[chunk]]
 
-    def asked(self, request: PlayedRequest, *, here: int, found: int) -> int:
-        """Where vLLM believes a request to part, of whose full chunks the first ones are here."""
-        self.view.start_request(request.request_id, RequestOptions())
+    def asked(
+        self,
+        request: PlayedRequest,
+        *,
+        here: int,
+        found: int,
+        window: MissReason | None = None,
+    ) -> int:
+        """Where vLLM believes a request to part, of whose full chunks the first ones are here, and
+        whose window was missed for that reason.
+        """
         numbers = list(range(1, here + 1))
         stored = Handles(Keys.of([*map(key, range(here))]), numbers, numbers)
         self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, stored=stored))
         self.scheduler.on_new_request(request)
+        if window is not None:
+            self.view.requests.get(request.request_id).missed(Key(b"window"), window)
         known = self.tables.find(request.request_id)
         assert known is not None
         known.name_chunks()
@@ -104,27 +114,22 @@ def test_place_where_vllm_sees_prompts_part_later_stays() -> None:
 def test_known_prefix_without_its_window_is_said_to_lack_it(share: float) -> None:
     """And what is behind it was never stored, wherever the window's chunks were looked for."""
     world, request = World(share), PlayedRequest()
-    world.view.start_request(request.request_id, RequestOptions())
-    world.view.requests.get(request.request_id).missed(Key(b"window"), MissReason.NEVER_STORED)
-    assert world.asked(request, here=3, found=0) == (3 * CHUNK if share else 0)
+    parted = world.asked(request, here=3, found=0, window=MissReason.NEVER_STORED)
+    assert parted == (3 * CHUNK if share else 0)
     missed = world.view.requests.take_miss(request.request_id)
     assert missed == Miss(key(3), MissReason.NEVER_STORED, 3 * CHUNK, MissReason.WINDOW_MISSING)
 
 
 def test_prefix_whose_window_was_evicted_is_said_to_be_evicted() -> None:
     world, request = World(0.5), PlayedRequest()
-    world.view.start_request(request.request_id, RequestOptions())
-    world.view.requests.get(request.request_id).missed(Key(b"window"), MissReason.EVICTED)
-    world.asked(request, here=3, found=0)
+    world.asked(request, here=3, found=0, window=MissReason.EVICTED)
     missed = world.view.requests.take_miss(request.request_id)
     assert missed == Miss(key(3), MissReason.NEVER_STORED, 3 * CHUNK, MissReason.EVICTED)
 
 
 def test_prefix_that_was_not_asked_about_in_time_is_not_said_to_lack_a_window() -> None:
     world, request = World(0.5), PlayedRequest()
-    world.view.start_request(request.request_id, RequestOptions())
-    world.view.requests.get(request.request_id).missed(Key(b"window"), MissReason.UNANSWERED)
-    world.asked(request, here=3, found=0)
+    world.asked(request, here=3, found=0, window=MissReason.UNANSWERED)
     missed = world.view.requests.take_miss(request.request_id)
     assert missed == Miss(Key(b"window"), MissReason.UNANSWERED)
 
