@@ -66,12 +66,11 @@ from raykv.vllm.internals.offloading import (
 )
 from raykv.vllm.internals.scheduling import connectors_of, wrap_step_ends
 from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
-from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
+from raykv.vllm.layered import LayeredScheduling, SiblingScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
 from raykv.vllm.mending import Mender
 from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.params import only_documented
-from raykv.vllm.siblings import SiblingScheduling
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
     refuse_kinds,
