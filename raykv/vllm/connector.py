@@ -73,12 +73,11 @@ from raykv.vllm.internals.scheduling import (
     wrap_step_ends,
 )
 from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
-from raykv.vllm.layered import LayeredScheduling, refuse_layerwise
+from raykv.vllm.layered import LayeredScheduling, SiblingScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
 from raykv.vllm.mending import Mender
 from raykv.vllm.misses import unregister_metrics
 from raykv.vllm.params import only_documented
-from raykv.vllm.siblings import SiblingScheduling
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
     refuse_kinds,

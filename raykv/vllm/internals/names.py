@@ -130,7 +130,7 @@ ENGINE_TABLE = (
     ),
     Touched(
         "vllm.v1.worker.gpu_worker:Worker",
-        "discard finish_weight_update get_draft_model load_model reload_weights reset_weights "
+        "finish_weight_update get_draft_model load_model reload_weights reset_weights "
         "sleep start_draft_weight_update start_weight_update update_weights wake_up",
         "wrapped, or called: what changes the weights",
         "a call of another name is judged by what it does to the weights",

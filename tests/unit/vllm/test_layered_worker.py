@@ -344,12 +344,16 @@ def test_stores_of_a_step_begin_with_the_next_one_unless_they_are_durable(is_dur
     assert [job.job_id for job in side.link.submitted] == [7]
 
 
-def test_stores_that_were_left_to_the_next_step_are_submitted_before_the_worker_sleeps() -> None:
+@pytest.mark.parametrize("is_told", [False, True])
+def test_stores_that_were_left_to_the_next_step_are_submitted_before_the_worker_sleeps(
+    is_told: bool,
+) -> None:
+    """vLLM 0.33 tells connectors; else the worker's methods are watched."""
     side = Side(is_layerwise=False)
     worker = side.connector.connector_worker
     blocks = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
     worker._unsubmitted_store_jobs.append((7, blocks, PoolSpec(1, [b"k"], [0], [1])))
-    worker.store_before_sleep()
+    (side.connector.unregister_kv_caches if is_told else worker.store_before_sleep)()
     assert [job.job_id for job in side.link.submitted] == [7]
     assert side.link.waits == [({7}, 0)]
     assert not worker._unsubmitted_store_jobs

@@ -42,7 +42,7 @@ MAMBA = {
 ENGINE = {"block_size": 32, "max_model_len": 2048, "dtype": "bfloat16"}
 
 STATE_TOKENS = 96 if torch.cpu._is_amx_tile_supported() else 64
-"""In a chunk of Qwen3-Next: vLLM makes blocks as large as its state, whose form depends on the CPU."""
+"""In a chunk of Qwen3-Next: as large as its state, whose form depends on the CPU."""
 
 
 def folder(tmp_path: Path, config: dict[str, Any]) -> str:
@@ -91,7 +91,7 @@ def test_head_that_can_not_be_split_is_on_several_ranks(tmp_path: Path) -> None:
         (
             "qwen3-next",
             [*["1 recurrent state"] * 3, "1 full attention"],
-            "0:{0}/1 1:{0}/1 2:{0}/1 3:{0}".format(STATE_TOKENS),
+            f"0:{STATE_TOKENS}/1 1:{STATE_TOKENS}/1 2:{STATE_TOKENS}/1 3:{STATE_TOKENS}",
         ),
     ],
 )
