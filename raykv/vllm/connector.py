@@ -7,7 +7,6 @@ setting stops the start.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -65,13 +64,7 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
-from raykv.vllm.internals.scheduling import (
-    admit_failed_loads,
-    connectors_of,
-    keep_room_for_windows,
-    watch_resets,
-    wrap_step_ends,
-)
+from raykv.vllm.internals.scheduling import watch_scheduler
 from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
 from raykv.vllm.layered import LayeredScheduling, SiblingScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
@@ -113,24 +106,6 @@ def logged_refusals() -> Iterator[None]:
     except RayKVError as error:
         logger.critical("RayKV stops the start of the engine: %s", error)
         raise
-
-
-def watch_steps() -> None:
-    """Have our connectors hear of the end of each step before vLLM looks at its result."""
-    wrap_step_ends(_ending)
-    admit_failed_loads()
-    keep_room_for_windows()
-
-
-def _ending(update: Any) -> Any:
-    @functools.wraps(update)
-    def updated(scheduler: Any, scheduled: Any, result: Any, *more: Any, **named: Any) -> Any:
-        for connector in connectors_of(scheduler):
-            if isinstance(connector, RayKVConnector):
-                connector.end_step(scheduler, scheduled, result)
-        return update(scheduler, scheduled, result, *more, **named)
-
-    return updated
 
 
 class RayKVConnector(OffloadingConnector):
@@ -233,8 +208,7 @@ class RayKVConnector(OffloadingConnector):
         track_chunks(*(self._tables, spec.kv_events_config, identity, described, manager))
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
-        watch_steps()
-        watch_resets(RayKVConnector)
+        watch_scheduler(RayKVConnector)
         watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()

@@ -44,7 +44,8 @@ from raykv.engine.requests import FailedLoad
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Leases
 from raykv.protocol.engine import EngineAttached, SyncReply
-from raykv.vllm.connector import RayKVConnector, watch_steps
+from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.internals.scheduling import watch_scheduler
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.transfers import RayKVWorkerMetadata
@@ -583,4 +584,4 @@ def bind(connector: RayKVConnector, scheduler: Scheduler) -> None:
     connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
     scheduler.connector = connector
     scheduler.recompute_kv_load_failures = True
-    watch_steps()
+    watch_scheduler(RayKVConnector)

@@ -17,8 +17,6 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import RequestStatus
 
 from raykv.serve.models import tiny_llama
-from raykv.vllm.connector import RayKVConnector
-from raykv.vllm.internals.scheduling import watch_resets
 from tests.fixtures.vllm import CHUNK, FULL, STATE, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt
@@ -116,7 +114,6 @@ def test_pause_that_keeps_requests_ends_although_a_prompt_was_loading(
     model: Path, kinds: tuple[KVCacheSpec, ...], failing: float
 ) -> None:
     """As vLLM's EngineCore pauses: it steps until no job is left, and resets its cache."""
-    watch_resets(RayKVConnector)
     for seed in range(4):
         world = stored(model, kinds, seed)
         world.line.failing = failing
@@ -161,7 +158,6 @@ def test_request_with_the_id_of_an_earlier_one_is_computed_stored_and_loaded(mod
 
 def test_reset_leaves_blocks_alone_that_are_still_loaded_into(model: Path) -> None:
     """vLLM gives the reset up, and whoever asked for it hears of that."""
-    watch_resets(RayKVConnector)
     for seed in range(20):
         world = stored(model, (FULL,), seed)
         loading = world.asked[world.add(DOCUMENT)].request

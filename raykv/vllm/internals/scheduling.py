@@ -21,6 +21,27 @@ def wrap_step_ends(wrapper: Wrapper) -> bool:
     return wrap(Scheduler, "update_from_output", wrapper)
 
 
+def watch_scheduler(kind: type) -> None:
+    """From now on connectors of this kind hear of the end of each step before vLLM looks at its
+    result, and requests that they load for are admitted and taken back; again changes nothing.
+    """
+
+    def ending(update: Any) -> Any:
+        @functools.wraps(update)
+        def updated(scheduler: Any, scheduled: Any, result: Any, *more: Any, **named: Any) -> Any:
+            for connector in connectors_of(scheduler):
+                if isinstance(connector, kind):
+                    connector.end_step(scheduler, scheduled, result)
+            return update(scheduler, scheduled, result, *more, **named)
+
+        return updated
+
+    wrap_step_ends(ending)
+    admit_failed_loads()
+    keep_room_for_windows()
+    watch_resets(kind)
+
+
 def admit_failed_loads() -> None:
     """From now on a request whose load brought nothing waits like one that has never loaded.
 
