@@ -237,13 +237,19 @@ class RemoteChunks:
                 if each.source == own and each.node_epoch == own_epoch
             ]
             others = tuple(each for each in known if each.source != own)
-            self._settle(key, others, is_pending=position in pending, is_there=bool(known))
+            self._settle(key, others, own_id, is_pending=position in pending, is_there=bool(known))
         while self._doubting:
             self._doubting.popitem()[1].repeats_left -= 1
         return local
 
     def _settle(
-        self, key: Key, sources: tuple[Replica, ...], *, is_pending: bool, is_there: bool
+        self,
+        key: Key,
+        sources: tuple[Replica, ...],
+        own_id: NodeId | None,
+        *,
+        is_pending: bool,
+        is_there: bool,
     ) -> None:
         if is_pending:
             if key in self._askers:
@@ -259,8 +265,7 @@ class RemoteChunks:
                 self._doubt(request, key)
                 continue
             request.unanswered.discard(key)
-            if sources:
-                request.found[key] = sources
+            request.find(key, sources, own_id)
 
     def _doubt(self, request: RequestState, key: Key) -> None:
         """Ask again: the announcement is on its way."""

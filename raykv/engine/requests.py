@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence, ValuesView
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from raykv.base.departures import Departures
-from raykv.base.ids import Epoch, Generation, Key, Lookup, MissReason, TokenSource
+from raykv.base.ids import Epoch, Generation, Key, Lookup, MissReason, NodeId, TokenSource
 from raykv.protocol.columns import Handle, Replica
 
 PREFILLED_REPEATS = 10
@@ -20,6 +21,13 @@ def token_source(replica: Replica) -> TokenSource:
     return TokenSource.DISK if replica.source.is_disk else TokenSource.OTHER_NODE
 
 
+class Tier(NamedTuple):
+    """Where chunks are that are not in the own node's pool."""
+
+    is_disk: bool
+    is_remote: bool
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """What a request allows: `load` from the cache, `store` into it.
@@ -28,7 +36,8 @@ class RequestOptions:
     their way to be, so an answer that nobody has them is not final; and they are fetched
     however fast this engine computes, which has other requests to serve. `no_load`: why it does not
     load, if it does not. `tenant`: the label of whose it is; empty: nobody's in particular.
-    `most_stored`: so many tokens at most; None: all.
+    `most_stored`: so many tokens at most; None: all. `tiers`: what is fetched for it comes from
+    these; None: from any.
     """
 
     load: bool = True
@@ -37,6 +46,7 @@ class RequestOptions:
     no_load: MissReason = MissReason.OPTED_OUT
     tenant: str = ""
     most_stored: int | None = None
+    tiers: frozenset[Tier] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,20 @@ class RequestState:
         if not self.options.load:
             return self.options.no_load
         return MissReason.LOAD_FAILED if key in self.barred else None
+
+    def find(self, key: Key, replicas: tuple[Replica, ...], own_id: NodeId | None) -> None:
+        """Note where a chunk is, as far as the request may have it from there."""
+        tiers, allowed = self.options.tiers, replicas
+        if tiers is not None:
+            allowed = tuple(
+                each
+                for each in replicas
+                if Tier(each.source.is_disk, each.source.node_id != own_id) in tiers
+            )
+        if allowed:
+            self.found[key] = allowed
+        elif replicas:
+            self.unfetched[key] = MissReason.OPTED_OUT
 
     def source_of(self, key: Key) -> TokenSource:
         """Where a chunk was before this request wanted it."""

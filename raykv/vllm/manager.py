@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product, starmap
 from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
@@ -34,6 +35,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -42,7 +44,7 @@ from raykv.base.ids import NO_GENERATION, Epoch, Generation, Key, Lookup, MissRe
 from raykv.engine.announcements import Announcements
 from raykv.engine.hints import HintBox
 from raykv.engine.layered import LayeredLoads
-from raykv.engine.requests import FailedLoad
+from raykv.engine.requests import FailedLoad, Tier
 from raykv.engine.runtime import EngineIdentity
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
@@ -78,6 +80,20 @@ _SOURCES = {
     TokenSource.OTHER_NODE: CacheHitSource.P2P,
     TokenSource.DISK: CacheHitSource.DISK,
 }
+
+
+def allowed_tiers(tier_filter: TierFilter) -> frozenset[Tier] | None:
+    """What vLLM's `TierFilter` of a request allows; None: all."""
+    if tier_filter is TierFilter.ALL:
+        return None
+    return frozenset(
+        tier
+        for tier in starmap(Tier, product((False, True), repeat=2))
+        if tier_filter.allows(
+            Medium.STORAGE if tier.is_disk else Medium.CPU,
+            Locality.REMOTE if tier.is_remote else Locality.LOCAL,
+        )
+    )
 
 
 def _refused_load(
@@ -247,6 +263,7 @@ class RayOffloadingManager(OffloadingManager):
         """
         self._drain()
         options = request_options(req_context.kv_transfer_params)
+        options = replace(options, tiers=allowed_tiers(req_context.load_tier_filter))
         account = self.view.accounts.get(req_context.req_id)
         if account is not None and account.tenant:
             options = replace(options, tenant=account.tenant)

@@ -1,4 +1,4 @@
-"""What clients may ask for: eleven keys of a request's `kv_transfer_params` have an effect.
+"""What clients may ask for: twelve keys of a request's `kv_transfer_params` have an effect.
 
 vLLM's own `kv_hints`, which orchestrators may attach to a request, carry the wishes among them too:
 in the payload of an action of the type `raykv.hints`, under the same names.
@@ -46,6 +46,13 @@ OUR_MOST_STORED = "raykv_max_offload_tokens"
 below the end of what it stores of recurrent states.
 """
 
+TIERS = "kv_load_tiers"
+"""vLLM's own: what may be fetched for the request, a list of mappings with a medium, a locality or
+both, of which vLLM makes a filter. What the own node's pool has is loaded all the same."""
+
+TIER_WORDS = {"medium": ("CPU", "STORAGE"), "locality": ("LOCAL", "REMOTE")}
+MAX_TIERS = 8
+
 ACTION, ACTION_VERSION = "raykv.hints", "1"
 """The type of action of vLLM's `kv_hints` that has wishes, and its version up to a dot."""
 
@@ -59,15 +66,11 @@ TENANT = "raykv_tenant"
 sets it. No part of what vLLM's offloading scheduler sees."""
 
 
-def documented(params: Any) -> dict[str, Known] | None:
-    """The part of `kv_transfer_params` that has an effect; whatever a client sends, no error.
-
-    vLLM's offloading connector knows another key of its own (`kv_load_tiers`), which is no part of
-    RayKV's interface.
-    """
+def documented(params: Any) -> dict[str, Any] | None:
+    """The part of `kv_transfer_params` that has an effect; whatever a client sends, no error."""
     if not isinstance(params, dict):
         return None
-    kept: dict[str, Known] = {}
+    kept: dict[str, Any] = {}
     for name in PARAMS:
         value = params.get(name, True)
         if isinstance(value, bool):
@@ -83,7 +86,22 @@ def documented(params: Any) -> dict[str, Known] | None:
         OUR_MOST_STORED: params.get(OUR_MOST_STORED, params.get(MOST_STORED)),
     }
     kept |= {name: value for name, value in most.items() if type(value) is int and value >= 0}
+    if (tiers := _tiers(params.get(TIERS))) is not None:
+        kept[TIERS] = tiers
     return kept | _wishes(params)
+
+
+def _tiers(said: Any) -> list[dict[str, str]] | None:
+    """The valid entries; None, so that all is allowed, if there are entries and none is valid."""
+    if not isinstance(said, list):
+        return None
+    kept = []
+    for entry in said[:MAX_TIERS]:
+        words = {name: entry.get(name) for name in TIER_WORDS} if isinstance(entry, dict) else {}
+        named = {name: str(word).upper() for name, word in words.items() if word is not None}
+        if words and all(word in TIER_WORDS[name] for name, word in named.items()):
+            kept.append(named)
+    return kept if kept or not said else None
 
 
 def _wishes(said: dict[str, Any]) -> dict[str, Known]:

@@ -29,9 +29,9 @@ def watch_scheduler(kind: type) -> None:
     def ending(update: Any) -> Any:
         @functools.wraps(update)
         def updated(scheduler: Any, scheduled: Any, result: Any, *more: Any, **named: Any) -> Any:
-            for connector in connectors_of(scheduler):
-                if isinstance(connector, kind):
-                    connector.end_step(scheduler, scheduled, result)
+            ours: list[Any] = [each for each in connectors_of(scheduler) if isinstance(each, kind)]
+            for connector in ours:
+                connector.end_step(scheduler, scheduled, result)
             return update(scheduler, scheduled, result, *more, **named)
 
         return updated

@@ -12,7 +12,7 @@ import raykv.engine.view
 from raykv.base.ids import EngineId, Epoch, Key, Lookup, MissReason, NodeId, Refusal
 from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
-from raykv.engine.requests import PREFILLED_REPEATS, RequestOptions
+from raykv.engine.requests import PREFILLED_REPEATS, RequestOptions, Tier
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import (
     MAX_KEYS,
@@ -24,6 +24,7 @@ from raykv.protocol.columns import (
     Replica,
     Replicas,
     Source,
+    SourceKind,
 )
 from raykv.protocol.engine import EngineAttached, SyncRequest
 from raykv.protocol.peer import FetchResult
@@ -42,7 +43,7 @@ def handles(names: str, slots: list[int], generations: list[int]) -> Handles:
 
 
 def told(request: SyncRequest, where: str = "", pending: str = "") -> Replicas:
-    """An answer, `where` "a:one,two b:own": the key a is on two nodes, b on one.
+    """An answer, `where` "a:one,two/disk b:own": the key a is on two nodes, b on one.
 
     The other nodes are in their life 80; slot and generation follow from the letter.
     """
@@ -56,7 +57,7 @@ def told(request: SyncRequest, where: str = "", pending: str = "") -> Replicas:
         nodes = filter(None, sources.get(letter, "").split(","))
         rows += [(position, ord(letter), node) for node in nodes]
     return Replicas(
-        [Source(node) for _, _, node in rows],
+        [source(node) for _, _, node in rows],
         [NODE_EPOCH if node == "own" else 80 for _, _, node in rows],
         Numbers.of(position for position, _, _ in rows),
         Numbers.of(range(len(rows))),
@@ -66,8 +67,13 @@ def told(request: SyncRequest, where: str = "", pending: str = "") -> Replicas:
     )
 
 
+def source(text: str) -> Source:
+    node, _, disk = text.partition("/")
+    return Source(node, SourceKind.DISK if disk else SourceKind.POOL)
+
+
 def replica(letter: str, node: str = "one") -> Replica:
-    return Replica(Source(node), Epoch(80), handle(ord(letter), ord(letter) + 1000))
+    return Replica(source(node), Epoch(80), handle(ord(letter), ord(letter) + 1000))
 
 
 @pytest.fixture
@@ -155,6 +161,35 @@ def test_chunk_of_another_node_is_asked_for_fetched_and_hit(view: EngineView) ->
     counters = view.counter_values()
     assert (counters["chunks_asked"], counters["chunks_fetched"]) == (1, 1)
     assert (counters["bytes_fetched"], counters["fetches_failed"]) == (SIZE.num_bytes, 0)
+
+
+@pytest.mark.parametrize(
+    ("tier", "fetched"),
+    [
+        (Tier(is_disk=False, is_remote=True), "one"),
+        (Tier(is_disk=True, is_remote=False), "own/disk"),
+        (Tier(is_disk=True, is_remote=True), "two/disk"),
+    ],
+    ids=str,
+)
+def test_chunk_is_fetched_from_where_its_request_allows_alone(
+    view: EngineView, tier: Tier, fetched: str
+) -> None:
+    view.start_request("r", RequestOptions(tiers=frozenset({tier})))
+    view.start_request("none", RequestOptions(tiers=frozenset()))
+    for request in ("r", "none"):
+        view.ask(request, keys("a"))
+    question = take(view)
+    apply(view, question, replicas=told(question, "a:one,own/disk,two/disk"))
+    assert look(view, "a", request="none") == [MISS]
+    missed = view.requests.take_miss("none")
+    assert missed is not None
+    assert missed.reason is MissReason.OPTED_OUT
+    assert look(view, "a") == [HIT_PENDING]
+    (order,) = view.remote.take_orders()
+    assert order.replicas == (replica("a", fetched),)
+    finish(view, [order])
+    assert look(view, "a", request="none") == [HIT], "it is in the own pool now"
 
 
 def test_lookup_asks_what_was_not_asked_before(view: EngineView) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product, starmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from raykv.base.ids import Epoch, Key, group_of
 from raykv.base.tenants import salt_label
 from raykv.engine.hints import Allowed, Hint, HintBox
-from raykv.engine.requests import RequestOptions
+from raykv.engine.requests import RequestOptions, Tier
 from raykv.protocol.columns import Leases
 from raykv.protocol.engine import SyncReply
 from raykv.protocol.sessions import SessionWord
@@ -36,6 +37,7 @@ from raykv.vllm.params import (
     PRIORITY,
     SESSION,
     TENANT,
+    TIERS,
     documented,
     hint_of,
     only_documented,
@@ -102,7 +104,7 @@ def test_only_what_is_documented_has_an_effect(sent: Any) -> None:
     assert request_options(sent) == RequestOptions(load, store, prefilled, most_stored=most)
     kept = documented(sent)
     assert kept is None or (
-        set(kept) <= {*PARAMS, *HINTS, PREFILLED, MOST_LOADED, OUR_MOST_STORED}
+        set(kept) <= {*PARAMS, *HINTS, PREFILLED, MOST_LOADED, OUR_MOST_STORED, TIERS}
         and all(type(kept.get(name, True)) is bool for name in PARAMS)
     )
     hint = hint_of(sent)
@@ -237,13 +239,15 @@ def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
     limit = sent.get("max_load_tokens") if isinstance(sent, dict) else None
     assert state.max_load_tokens == (limit if type(limit) is int and limit >= 0 else None)
     assert state.max_offload_tokens is None
-    assert context.load_tier_filter is TierFilter.ALL
+    if not isinstance(sent, dict) or TIERS not in sent:
+        assert context.load_tier_filter is TierFilter.ALL
     assert set(context.kv_transfer_params or {}) <= {
         *PARAMS,
         *HINTS,
         PREFILLED,
         MOST_LOADED,
         OUR_MOST_STORED,
+        TIERS,
     }
     assert hint_of(context.kv_transfer_params) == hint_of(sent)
     assert request_options(context.kv_transfer_params) == request_options(sent)
@@ -306,6 +310,28 @@ def test_connector_hands_on_only_what_is_documented(monkeypatch: pytest.MonkeyPa
         connector.on_new_request(made_request(sent))
     told = {"raykv_load": True, "raykv_store": False, "max_load_tokens": 0}
     assert seen == [told, None, None]
+
+
+@pytest.mark.parametrize(
+    ("said", "tiers"),
+    [
+        ([{"medium": "cpu", "locality": "REMOTE"}], {Tier(is_disk=False, is_remote=True)}),
+        (
+            [{"medium": "STORAGE"}, {"medium": "tape"}, {"locality": ["LOCAL"]}, 7],
+            {Tier(is_disk=True, is_remote=False), Tier(is_disk=True, is_remote=True)},
+        ),
+        ([], set()),
+        ([{"medium": "tape"}], None),
+        ("STORAGE", None),
+        ([{}], set(starmap(Tier, product((False, True), repeat=2)))),
+    ],
+)
+def test_request_has_chunks_fetched_from_some_tiers_alone(
+    said: Any, tiers: set[Tier] | None
+) -> None:
+    engine = Engine()
+    engine.begin(PlayedRequest(kv_transfer_params={"kv_load_tiers": said}))
+    assert engine.view.requests.get("r").options.tiers == tiers
 
 
 @pytest.mark.parametrize(("most", "loaded"), [(2 * CHUNK + 5, 2), (0, 0), (-1, 4), (True, 4)])
