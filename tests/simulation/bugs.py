@@ -141,7 +141,10 @@ def room_is_kept_for_a_load_that_failed(patches: pytest.MonkeyPatch) -> None:
 
 
 def failed_load_waits_in_front_of_those_that_hold_blocks(patches: pytest.MonkeyPatch) -> None:
-    """It waits for blocks of requests whose turn comes after its own."""
+    """It waits for blocks of requests whose turn comes after its own: where no room is kept for
+    windows either, these never end.
+    """
+    windows_need_no_room(patches)
 
     def keep_its_place(scheduler: Any, request: Any) -> bool:
         scheduler._inflight_prefills.discard(request)

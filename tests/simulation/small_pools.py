@@ -5,6 +5,8 @@ are taken back, and resets are mixed by the seed. Answers are right, what is sto
 request is forgotten.
 
     python -m tests.simulation.small_pools --minutes 60
+
+With `--plant` a bug is planted, see `bugs.py`. The order of sets belongs to what a seed stands for.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from raykv.serve.models import tiny_llama
 from tests.fixtures.vllm import CHUNK, CHUNKED, FULL, STATE, STATE_INSIDE, WINDOW
+from tests.simulation.bugs import POOL_BUGS
 from tests.simulation.hook_world import AheadHookWorld
 from tests.simulation.layered_world import AheadWorld, World
 from tests.simulation.test_layered_scheduler import prompt
@@ -133,19 +137,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument(
+        "--seeds", type=int, help="how many, at most; default: all that time allows"
+    )
+    parser.add_argument("--plant", choices=POOL_BUGS)
     chosen = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
-        # The order of sets belongs to what a seed stands for.
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(
             sys.executable, [sys.executable, "-m", "tests.simulation.small_pools", *sys.argv[1:]]
         )
     logging.disable(logging.CRITICAL)
+    if chosen.plant:
+        POOL_BUGS[chosen.plant](pytest.MonkeyPatch())
     until, findings = time.monotonic() + chosen.minutes * 60, 0
+    last = None if chosen.seeds is None else chosen.seed + chosen.seeds
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_llama(Path(folder), layers=1, hidden_size=32, vocab_size=64)
         for seed in count(chosen.seed):
-            if time.monotonic() > until:
+            if time.monotonic() > until or seed == last:
                 break
             try:
                 play(model, seed)
