@@ -490,6 +490,7 @@ class RayKVConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._told = self._target()
         self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
+        self._tables.forget_preempted(scheduler_output)
         self._tables.forget_blocks_left_behind(self._tables.ended(scheduler_output))
         if self._layered is not None:
             self._layered.grow(scheduler_output)

@@ -158,9 +158,16 @@ def windows_need_no_room(patches: pytest.MonkeyPatch) -> None:
     patches.setattr("raykv.vllm.internals.scheduling.uncounted_blocks", lambda *_: 0)
 
 
+def blocks_of_the_preempted_are_stored(patches: pytest.MonkeyPatch) -> None:
+    """The last chunk of one that ends nevertheless is another one's by then."""
+    tables = "raykv.vllm.internals.offloading.SchedulerTables"
+    patches.setattr(f"{tables}.forget_preempted", lambda *_: None)
+
+
 POOL_BUGS: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
+        blocks_of_the_preempted_are_stored,
         room_is_kept_for_a_load_that_failed,
         failed_load_waits_in_front_of_those_that_hold_blocks,
         windows_need_no_room,

@@ -267,6 +267,14 @@ class SchedulerTables:
             for state in () if status is None else status.group_states:
                 state.block_ids.clear()
 
+    def forget_preempted(self, scheduled: Any) -> None:
+        """Have no block offered again of requests that are preempted in this step: others have it.
+
+        vLLM keeps their ids until the request runs again. With steps ahead its last token may be on
+        its way, which ends it: then its last chunk would be stored from a block of another one.
+        """
+        self.forget_blocks(scheduled.preempted_req_ids or ())
+
     def forget_blocks_left_behind(self, request_ids: Iterable[str]) -> None:
         """Have no block offered again that a window has left behind: others may have it by now.
 

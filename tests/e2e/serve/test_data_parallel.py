@@ -1,0 +1,40 @@
+"""One server with two data-parallel engines, each with KV memory of its own, over one pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raykv.client.cluster import Cluster
+from tests.fixtures.server import Server, served
+from tests.fixtures.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 32
+TEXT = "In a hole in the ground there lived a hobbit. Not a nasty, dirty, wet hole. " * 6
+
+
+def ask(server: Server, rank: int) -> tuple[str, int]:
+    """The answer of one engine, and how many tokens it has loaded."""
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "temperature": 0}
+    before = server.counter("vllm:external_prefix_cache_hits_total")
+    headers = {"X-data-parallel-rank": str(rank)}
+    answer: Any = server.post("/v1/completions", body, headers)
+    loaded = server.counter("vllm:external_prefix_cache_hits_total") - before
+    return answer["choices"][0]["text"], int(loaded)
+
+
+def test_rank_loads_what_the_other_rank_has_stored(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.down()
+    with served(tmp_path, cluster.address, "--data-parallel-size", "2", cores="0|1") as server:
+        first, loaded = ask(server, 0)
+        assert not loaded
+        whole = len(TEXT) // BLOCK
+        wait_until(lambda: len(cluster.chunks()) >= whole, 20.0, "the prompt is stored")
+        again, loaded = ask(server, 1)
+        assert again == first
+        assert loaded >= whole * BLOCK - BLOCK
+        assert len({engine.engine_id for engine in cluster.status().engines}) == 2
