@@ -11,7 +11,7 @@ from raykv.client.cluster import Cluster
 from tests.fixtures.server import Server, served
 from tests.fixtures.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 BLOCK = 32
 TEXT = "In a hole in the ground there lived a hobbit. Not a nasty, dirty, wet hole. " * 6
@@ -29,11 +29,12 @@ def ask(server: Server, rank: int) -> tuple[str, int]:
 
 def test_rank_loads_what_the_other_rank_has_stored(cluster: Cluster, tmp_path: Path) -> None:
     cluster.down()
-    with served(tmp_path, cluster.address, "--data-parallel-size", "2", cores="0|1") as server:
+    flags = ("--data-parallel-size", "2", "--api-server-count", "1")
+    with served(tmp_path, cluster.address, *flags, cores="0|1") as server:
         first, loaded = ask(server, 0)
         assert not loaded
         whole = len(TEXT) // BLOCK
-        wait_until(lambda: len(cluster.chunks()) >= whole, 20.0, "the prompt is stored")
+        wait_until(lambda: len([*cluster.chunks()]) >= whole, 20.0, "the prompt is stored")
         again, loaded = ask(server, 1)
         assert again == first
         assert loaded >= whole * BLOCK - BLOCK

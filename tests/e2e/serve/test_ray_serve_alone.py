@@ -9,6 +9,7 @@ import pytest
 
 from raykv.client.cluster import Cluster
 from tests.fixtures.ray_serve import CACHED, TEXT, Served, cached, serving, stored
+from tests.fixtures.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.versions]
 
@@ -38,4 +39,9 @@ def test_prompt_is_loaded_by_the_next_request_and_streamed_with_the_same_tokens(
         for choice in event.choices
     ]
     assert first.choices[0].text == second.choices[0].text == "".join(streamed)
-    assert served.total("vllm:external_prefix_cache_hits_total") == 2 * cached(second)
+    # The page of all replicas is up to a second old.
+    wait_until(
+        lambda: served.total("vllm:external_prefix_cache_hits_total") == 2 * cached(second),
+        20.0,
+        "the metrics have both loads",
+    )
