@@ -226,7 +226,7 @@ def test_vllm_that_hashes_adapters_otherwise_has_their_requests_refused(
     monkeypatch.setattr("raykv.vllm.internals.engine.HASHED", "gone")
     uses = adapters.AdapterUses()
     assert not uses.begin(vllm_request("r", write(tmp_path / "a")))
-    assert uses.begin(SimpleNamespace(lora_request=None))
+    assert uses.begin(SimpleNamespace(request_id="s", lora_request=None))
 
 
 # In a worker
