@@ -20,7 +20,7 @@ from raykv.protocol.peer import FetchResult
 from tests.fixtures.node.nixl import needs_nixl
 from tests.fixtures.waiting import wait_until
 
-pytestmark = [pytest.mark.integration, needs_nixl]
+pytestmark = [pytest.mark.integration, pytest.mark.extended, needs_nixl]
 
 MOST_BYTES = 512 << 20
 LONG_S = 60.0
