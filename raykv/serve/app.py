@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,20 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
 from raykv.base.errors import SettingError
-from raykv.serve.arguments import AppArguments, IngressArguments, ModelArguments, complaints, parse
+from raykv.serve.arguments import (
+    AppArguments,
+    IngressArguments,
+    ModelArguments,
+    complaints,
+    parse,
+    plan_of,
+)
 from raykv.serve.http.ingress import IngressReplica
 from raykv.serve.replica import EngineReplica
 from raykv.serve.router.settings import kv_router_kwargs
+from raykv.vllm import command as vllm_command
+
+logger = logging.getLogger("ray.serve")
 
 _POLICIES = {
     "round_robin": "raykv.serve.router.round_robin:RoundRobinRouter",
@@ -60,13 +71,38 @@ def ingress_deployment(replica: type, ingress: IngressArguments) -> serve.Deploy
 
 
 def engine_deployment(model: ModelArguments) -> Application:
-    """Replicas of one model, to bind to an ingress."""
+    """Replicas of one model, to bind to an ingress.
+
+    Raises:
+        SettingError: Each replica would refuse the model's arguments, or Serve does.
+    """
+    _check_engine_args(model)
     options = {**REPLICA_OPTIONS, "name": model.deployment_name, **model.deployment}
     router = router_config(model)
     if router is not None:
         options["request_router_config"] = router
     deployment = _with_options(EngineReplica, options, f"deployment of {model.deployment_name}")
     return deployment.bind(model.model_dump())
+
+
+def _check_engine_args(model: ModelArguments) -> None:
+    """Refuse what vLLM's parser refuses, where this process has vLLM and its parser can be made.
+
+    Takes as long as importing vLLM, the first time.
+    """
+    if not vllm_command.is_installed():
+        return
+    from raykv.serve.vllm_app import parse_flags
+
+    plan = plan_of(model, ray_address=None)
+    place = f"engine_args of {model.deployment_name}"
+    try:
+        parse_flags([plan.model, *plan.flags])
+    except (SettingError, TypeError, ValueError) as error:
+        raise _refused(place, str(error).removeprefix("engine_args: ")) from error
+    except Exception:
+        # vLLM's build for GPUs may need one to make its parser: the replicas have it.
+        logger.debug("%s are checked by the replicas", place, exc_info=True)
 
 
 def _with_options(replica: type, options: Mapping[str, Any], place: str) -> serve.Deployment:

@@ -7,10 +7,11 @@ Importing this module needs Ray's LLM package, and takes seconds.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -24,12 +25,16 @@ from raykv.base.errors import SettingError, VersionError
 from raykv.base.extras import with_extra
 from raykv.serve.arguments import complaints
 from raykv.serve.command import CONNECTOR
+from raykv.serve.http.exchange import NESTED, is_nested_too_deeply
 from raykv.serve.transfer import fill_in, with_raykv
 from raykv.vllm.internals.arguments import refuse_by_name
 from raykv.vllm.params import PREFILLED, without_prefilled
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
 try:
+    from ray.llm._internal.serve.constants import RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
+    from ray.llm._internal.serve.core.configs.openai_api_models import OpenAIHTTPException
+    from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress
     from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
         BaseConnectorBackend,
         clamp_request_to_single_token,
@@ -108,6 +113,24 @@ class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
         return decode
 
 
+class LimitedIngress(OpenAiIngress):  # type: ignore[misc]
+    """Ray's ingress; answers 400 to JSON that could end an engine or that no replica could get."""
+
+
+def _limited(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    async def answer(self: Any, body: Any, request: Any) -> Any:
+        if is_nested_too_deeply(await request.body()):
+            raise OpenAIHTTPException(400, NESTED, "BadRequestError")
+        return await method(self, body, request)
+
+    return answer
+
+
+for _name in ("chat", "completions", "detokenize", "embeddings", "score", "tokenize"):
+    setattr(LimitedIngress, _name, _limited(getattr(OpenAiIngress, _name)))
+
+
 def build_openai_app(args: Mapping[str, Any]) -> Application:
     given, settings = _apart(args)
     if settings is None:
@@ -140,6 +163,8 @@ def _apart(args: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] |
     settings = given.pop("raykv", {})
     if not isinstance(settings, Mapping | None):
         raise SettingError(f"raykv must be a mapping of settings, not {settings!r}")
+    if settings is not None and not RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING:
+        given.setdefault("ingress_cls_config", {"ingress_cls": LimitedIngress})
     return given, settings
 
 
@@ -179,6 +204,14 @@ def _with_raykv(config: Any, settings: Mapping[str, Any]) -> Any:
     except SettingError as error:
         raise SettingError(f"{whose}: {error}") from error
     copied = config.model_copy(deep=True)
-    copied.update_engine_kwargs(kv_transfer_config=transfer)
+    details = {"enable_prompt_tokens_details": True}
+    copied.update_engine_kwargs(
+        **{**details, **config.engine_kwargs, "kv_transfer_config": transfer}
+    )
+    try:
+        # Of a copy: the replicas make their own.
+        copied.model_copy(deep=True).get_engine_config()
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"{whose}: engine_kwargs: {error}") from error
     copied.experimental_configs["raykv"] = LoadsRayKV()
     return copied

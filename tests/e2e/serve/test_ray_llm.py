@@ -85,6 +85,9 @@ def test_batch_workers_load_what_the_replica_computed(
         answer = client.chat.completions.create(model="tiny", messages=chat, max_tokens=8)
     assert answer.usage is not None
     assert 0 < answer.usage.completion_tokens <= 8
+    assert answer.usage.prompt_tokens_details is not None
+    sources = answer.usage.prompt_tokens_details.model_dump()["raykv_sources"]
+    assert sources["computed"] == sum(sources.values()) == answer.usage.prompt_tokens
     (first,) = asked(cluster, 0, 1)
     assert first.node_id == application.node_id
     assert first.record.loaded == first.record.own == 0

@@ -123,6 +123,23 @@ def test_other_connector_is_refused(connector: str) -> None:
     assert connector in refused({**MODEL, "engine_args": engine_args})
 
 
+@pytest.mark.parametrize(
+    ("engine_args", "reason"),
+    [
+        ({"max_model_length": 100}, "unrecognized arguments: --max-model-length=100"),
+        ({"max_model_len": "long"}, "--max-model-len"),
+        ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
+    ],
+)
+def test_flag_that_vllm_refuses_is_refused_before_a_replica_starts(
+    engine_args: dict[str, Any], reason: str
+) -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    text = refused({**MODEL, "engine_args": engine_args})
+    assert text.startswith("engine_args of some-model-1.5: "), text
+    assert reason in text
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=9),

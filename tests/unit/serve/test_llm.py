@@ -51,9 +51,10 @@ def test_decode_engine_is_told_that_the_prompt_was_computed_and_no_address(backe
     [
         ({"kv_offloading_size": 4}, "model 'm': kv_offloading_size=4 turns on vLLM's own"),
         ({"enable_return_routed_experts": True}, "model 'm': enable_return_routed_experts=True"),
+        ({"max_model_length": 9}, "model 'm': engine_kwargs: .*: max_model_length"),
     ],
 )
-def test_application_whose_engines_would_go_without_raykv_is_refused_when_it_is_built(
+def test_application_that_no_replica_could_serve_is_refused_when_it_is_built(
     backend: Any, arguments: dict[str, Any], said: str
 ) -> None:
     from raykv import serve
@@ -66,3 +67,24 @@ def test_application_whose_engines_would_go_without_raykv_is_refused_when_it_is_
     ):
         with pytest.raises(SettingError, match=said):
             build(args)
+
+
+@pytest.mark.parametrize(("depth", "status"), [(90, 404), (200, 400), (900, 400)])
+def test_json_that_is_nested_too_deeply_is_refused_by_rays_ingress(
+    backend: Any, depth: int, status: int
+) -> None:
+    """Less than that goes on, and finds no model."""
+    from fastapi.testclient import TestClient
+    from ray.llm._internal.serve.core.ingress.ingress import init
+
+    from raykv.serve.llm import LimitedIngress
+
+    app = init()
+    app.post("/v1/chat/completions")(LimitedIngress({}, {}).chat)
+    deep = "[" * depth + "]" * depth
+    body = f'{{"model": "m", "messages": [], "kv_transfer_params": {{"a": {deep}}}}}'
+    answer = TestClient(app).post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == status, answer.text
+    assert ("nested deeper" in answer.text) == (status == 400)
