@@ -6,7 +6,7 @@ request is forgotten.
 
     python -m tests.simulation.small_pools --minutes 60
 
-With `--plant` a bug is planted, see `bugs.py`. The order of sets belongs to what a seed stands for.
+With `--plant BUG SEED` a bug is planted, see `bugs.py`. The order of sets belongs to what a seed stands for.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def main() -> int:
     parser.add_argument(
         "--seeds", type=int, help="how many, at most; default: all that time allows"
     )
-    parser.add_argument("--plant", choices=POOL_BUGS)
+    parser.add_argument(
+        "--plant", nargs=2, action="append", metavar=("BUG", "SEED"), help="play that alone"
+    )
     chosen = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.environ["PYTHONHASHSEED"] = "0"
@@ -148,25 +150,33 @@ def main() -> int:
             sys.executable, [sys.executable, "-m", "tests.simulation.small_pools", *sys.argv[1:]]
         )
     logging.disable(logging.CRITICAL)
-    if chosen.plant:
-        POOL_BUGS[chosen.plant](pytest.MonkeyPatch())
     until, findings = time.monotonic() + chosen.minutes * 60, 0
     last = None if chosen.seeds is None else chosen.seed + chosen.seeds
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_llama(Path(folder), layers=1, hidden_size=32, vocab_size=64)
-        for seed in count(chosen.seed):
+        for bug, planted in chosen.plant or ():
+            with pytest.MonkeyPatch.context() as patches:
+                POOL_BUGS[bug](patches)
+                findings += not survives(model, int(planted))
+        for seed in () if chosen.plant else count(chosen.seed):
             if time.monotonic() > until or seed == last:
                 break
-            try:
-                play(model, seed)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
-                findings += 1
-                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-                traceback.print_exc()
+            findings += not survives(model, seed)
             if seed % 25 == 0:
                 print(f"played up to seed {seed}, {findings} findings", flush=True)
-    print(f"over: the last seed was {seed}, {findings} findings", flush=True)
+    print(f"over: {findings} findings", flush=True)
     return findings > 0
+
+
+def survives(model: Path, seed: int) -> bool:
+    """Play a seed; print what it finds."""
+    try:
+        play(model, seed)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+        traceback.print_exc()
+        return False
+    return True
 
 
 if __name__ == "__main__":
