@@ -6,7 +6,8 @@ request is forgotten.
 
     python -m tests.simulation.small_pools --minutes 60
 
-With `--plant BUG SEED` a bug is planted, see `bugs.py`. The order of sets belongs to what a seed stands for.
+With `--plant BUG SEED` a bug is planted, see `bugs.py`. The order of sets belongs to what a seed
+stands for.
 """
 
 from __future__ import annotations
