@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -54,6 +55,9 @@ MAX_FOREIGN = 4
 """Clusters of other users that a warning names."""
 
 LOOPBACK = "127.0.0.1"
+
+AUTH_MODE, AUTH_TOKEN, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "token"
+"""Ray's variables, and the mode in which it wants a token."""
 
 SENDER = "raylet"
 """Who these messages are said to come from."""
@@ -186,10 +190,9 @@ def _start_local(own_ip: str) -> str:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
     command += ["--include-dashboard=false", "--disable-usage-stats"]
     command += [f"--node-ip-address={own_ip}"]
-    _make_token()
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    # Whoever reaches Ray runs code: without a token that would be the whole network.
-    environment.setdefault("RAY_AUTH_MODE", "token")
+    environment |= _token_of_new_cluster()
+    before = joined_by_others()
     with tempfile.TemporaryFile("w+") as output:
         starter = subprocess.Popen(
             command,
@@ -208,6 +211,7 @@ def _start_local(own_ip: str) -> str:
         if code or address is None:
             output.seek(0)
             raise ClusterError(f"`ray start` failed: {output.read().strip()[-2000:]}")
+    withdraw(address, before)
     logger.info("started a local Ray cluster at %s; `raykv down --with-ray` stops it", address)
     return address
 
@@ -220,18 +224,38 @@ def _address_of_group(group: int) -> str | None:
     return None
 
 
-def _make_token() -> None:
-    """Ensure Ray's authentication token in the user's folder, unless this user does without."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
-    with contextlib.suppress(subprocess.SubprocessError):
-        subprocess.run(command, capture_output=True, timeout=RAY_START_S, check=False)
+def _token_of_new_cluster() -> dict[str, str]:
+    """Environment of a new cluster: whoever reaches Ray runs code, so it wants a token.
+
+    The token is this user's, if there is one. Otherwise the cluster's processes have one of their
+    own in their environment: a file in the user's folder would switch tokens on for all Ray
+    clusters that this user starts later.
+    """
+    if os.environ.get(AUTH_MODE, TOKEN).lower() != TOKEN:
+        return {}
+    from ray._raylet import AuthenticationTokenLoader
+
+    if AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return {AUTH_MODE: TOKEN}
+    return {AUTH_MODE: TOKEN, AUTH_TOKEN: secrets.token_hex(32)}
 
 
-def _use_token() -> None:
-    """Use this user's token, if there is one; a cluster without authentication ignores it."""
+def _use_token(address: str) -> None:
+    """Use the token of the cluster at `address`, or this user's; a cluster without authentication
+    ignores it.
+
+    A token that is in no file is taken from the environment of the cluster's raylet on this host.
+    """
     try:
         from ray._private.authentication import authentication_token_setup as setup
+        from ray._raylet import AuthenticationTokenLoader, Config
 
+        for raylet, _ in _raylets_at(address):
+            if token := raylet.environ().get(AUTH_TOKEN):
+                os.environ.update({AUTH_MODE: TOKEN, AUTH_TOKEN: token})
+                Config.initialize("")
+                AuthenticationTokenLoader.instance().reset_cache()
+                return
         # It says each time that a token is used, which is as it should be.
         logging.getLogger(setup.__name__).setLevel(logging.ERROR)
         setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
@@ -239,15 +263,62 @@ def _use_token() -> None:
         logger.debug("no authentication token is used: %s", error)
 
 
-def stop_started(address: str) -> None:
-    """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
-    raylets = [
-        process
+def joined_by_others(temp_dir: str | None = None) -> str:
+    """Address of the cluster that `ray.init()` without an address joins on this host; "" if it
+    starts a new one.
+    """
+    try:
+        return _address_file(temp_dir).read_text().strip()
+    except (ImportError, OSError, UnicodeDecodeError):
+        return ""
+
+
+def _address_file(temp_dir: str | None) -> Path:
+    from ray._common.utils import get_ray_address_file
+
+    return Path(get_ray_address_file(temp_dir))
+
+
+def withdraw(address: str, before: str = "", temp_dir: str | None = None) -> None:
+    """Keep other Ray programs of this host from joining the cluster at `address` by themselves.
+
+    They join the one at `before` again, if it still runs.
+    """
+    if before == address or joined_by_others(temp_dir) != address:
+        return
+    file = _address_file(temp_dir)
+    try:
+        file.unlink()
+        if before in {each.address for each in [*raylets(), *foreign_raylets()] if each.address}:
+            # Anybody can write to the folder: nothing that is there is followed or overwritten.
+            with os.fdopen(open_own(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w") as new:
+                new.write(before)
+    except OSError as error:
+        logger.warning(
+            "%s still names the Ray cluster at %s (%s): once it has ended, remove that file, or "
+            "`ray.init()` waits for it",
+            file,
+            address,
+            error.strerror,
+        )
+
+
+def _raylets_at(address: str) -> list[tuple[psutil.Process, list[str]]]:
+    """This user's raylets of a cluster on this host."""
+    return [
+        (process, arguments)
         for process, arguments in command_lines()
         if is_raylet(arguments) and argument(arguments, "gcs-address") == address
     ]
-    for raylet in raylets:
+
+
+def stop_started(address: str) -> None:
+    """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
+    found = _raylets_at(address)
+    for raylet, _ in found:
         stop_group(group_of(raylet))
+    for _, arguments in found:
+        withdraw(address, temp_dir=argument(arguments, "temp-dir"))
 
 
 def join(address: str) -> None:
@@ -259,7 +330,7 @@ def join(address: str) -> None:
     connect_only_when_told()
     if ray.is_initialized():
         return
-    _use_token()
+    _use_token(address)
     check_reachable(address)
     log_errors()
     try:
