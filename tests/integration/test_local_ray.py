@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from raykv.client.cluster import Cluster
 from raykv.cluster.join import joined_by_others, stop_started
 
 pytestmark = pytest.mark.integration
@@ -73,3 +74,16 @@ def test_other_programs_neither_join_it_nor_wait_for_it_nor_find_a_token(account
     assert joined_by_others() == others
     plain = "import ray; print(ray.init(address='local' if {!r} else None).address_info)"
     account.run(sys.executable, "-c", plain.format(others))
+
+
+def test_pool_that_was_refused_takes_the_newest_size(cluster: Cluster) -> None:
+    cluster.down()
+    try:
+        (refused,) = cluster.up(pool_bytes=500 << 30)
+        assert "pool_bytes" in refused.error, refused
+        (found,) = cluster.up(pool_bytes=64 << 20)
+        assert (found.error, found.pool_bytes) == ("", 64 << 20)
+        (kept,) = cluster.up(pool_bytes=500 << 30)
+        assert (kept.error, kept.is_new, kept.pool_bytes) == ("", False, 64 << 20)
+    finally:
+        cluster.down()
