@@ -55,7 +55,7 @@ def wish_of(
     return PoolWish(
         version=PROTOCOL_VERSION,
         on=on or usual_nodes(live_nodes()),
-        node_ids=[resolve_node_id(node_id) for node_id in node_ids],
+        node_ids=[ask_ray(resolve_node_id, node_id) for node_id in node_ids],
         pool_bytes=pool_bytes or settings.pool_bytes,
         pool_path=settings.pool_path if pool_path is None else pool_path,
         slab_bytes=slab_bytes,
@@ -234,7 +234,15 @@ def note_clearing(
 
 
 def node_actors() -> dict[str, Any]:
-    """All NodeActors by name."""
+    """All NodeActors by name.
+
+    Raises:
+        ClusterError: Ray does not answer.
+    """
+    return ask_ray(_node_actors)
+
+
+def _node_actors() -> dict[str, Any]:
     return {
         name: actor
         for name in ask.named_actors()

@@ -7,6 +7,7 @@ joins whatever cluster started last.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,8 @@ from typing import Any
 import psutil
 import ray
 
-from raykv.base.deadlines import RAY_CONNECT_S, RAY_LEAVE_S, RAY_LOOK_S, RAY_START_S
-from raykv.base.errors import ClusterError, first_line
+from raykv.base.deadlines import CLIENT_PROBE_S, RAY_CONNECT_S, RAY_LEAVE_S, RAY_LOOK_S, RAY_START_S
+from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
 from raykv.base.parsing import shown
 from raykv.base.threads import within
@@ -55,6 +56,9 @@ MAX_FOREIGN = 4
 """Clusters of other users that a warning names."""
 
 LOOPBACK = "127.0.0.1"
+
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""How a client of gRPC begins: with no settings of its own."""
 
 AUTH_MODE, AUTH_TOKEN, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "token"
 """Ray's variables, and the mode in which it wants a token."""
@@ -233,9 +237,9 @@ def _token_of_new_cluster() -> dict[str, str]:
     """
     if os.environ.get(AUTH_MODE, TOKEN).lower() != TOKEN:
         return {}
-    from ray._raylet import AuthenticationTokenLoader
+    from ray import _raylet
 
-    if AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    if _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         return {AUTH_MODE: TOKEN}
     return {AUTH_MODE: TOKEN, AUTH_TOKEN: secrets.token_hex(32)}
 
@@ -248,13 +252,12 @@ def _use_token(address: str) -> None:
     """
     try:
         from ray._private.authentication import authentication_token_setup as setup
-        from ray._raylet import AuthenticationTokenLoader, Config
 
         for raylet, _ in _raylets_at(address):
             if token := raylet.environ().get(AUTH_TOKEN):
                 os.environ.update({AUTH_MODE: TOKEN, AUTH_TOKEN: token})
-                Config.initialize("")
-                AuthenticationTokenLoader.instance().reset_cache()
+                setup.Config.initialize("")
+                setup.AuthenticationTokenLoader.instance().reset_cache()
                 return
         # It says each time that a token is used, which is as it should be.
         logging.getLogger(setup.__name__).setLevel(logging.ERROR)
@@ -353,6 +356,90 @@ def join(address: str) -> None:
             "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
             "of the user who started it)?"
         ) from error
+
+
+def join_within(address: str, deadline_s: float) -> None:
+    """`join`, at most for so long: Ray itself waits for minutes for parts of it that hang.
+
+    Raises:
+        ClusterError: the cluster can't be reached, or a part of it does not answer.
+    """
+    check_reachable(address)
+    _check_answers(address)
+    try:
+        within(deadline_s, lambda: join(address))
+    except TimeoutError as error:
+        atexit.unregister(ray.shutdown)
+        raise _silence(address, "cluster", deadline_s) from error
+    except KeyboardInterrupt:
+        atexit.unregister(ray.shutdown)
+        raise
+
+
+def _check_answers(address: str) -> None:
+    """Find what hangs: `ray.init` would keep this whole process waiting for it, Ctrl-C too.
+
+    Raises:
+        ClusterError: the gcs_server, or the raylet of this host, accepts connections and says
+            nothing.
+    """
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):
+        return
+    host, _, port = address.rpartition(":")
+    if not _speaks(host.strip("[]"), int(port)):
+        raise _silence(address, "gcs_server", CLIENT_PROBE_S)
+    heard = []
+    for raylet, _ in _raylets_at(address):
+        with contextlib.suppress(psutil.Error):
+            ports = [
+                each.laddr
+                for each in raylet.net_connections("tcp")
+                if each.status == psutil.CONN_LISTEN
+            ][:1]
+            heard += [_speaks(host.strip("[]"), each.port) for each in ports]
+    if heard and not any(heard):
+        raise _silence(address, "raylet of this host", CLIENT_PROBE_S)
+
+
+def _speaks(host: str, port: int) -> bool:
+    """Whether a server of gRPC says its first word, the settings of HTTP/2."""
+    try:
+        with socket.create_connection((host, port), CLIENT_PROBE_S) as connection:
+            connection.settimeout(CLIENT_PROBE_S)
+            connection.sendall(HTTP2_HELLO)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
+def _silence(address: str, who: str, deadline_s: float) -> ClusterError:
+    groups = {group_of(raylet) for raylet, _ in _raylets_at(address)}
+    stopped = []
+    for process, arguments in command_lines():
+        with contextlib.suppress(psutil.Error):
+            if group_of(process) in groups and process.status() == psutil.STATUS_STOPPED:
+                stopped.append(f"{Path(arguments[0]).name} (pid {process.pid}) is stopped")
+    return ClusterError(
+        f"the {who} of Ray at {address} does not answer within {deadline_s:g} s"
+        f"{': ' if stopped else ''}{', '.join(stopped)}. If it does not come back, `raykv down "
+        "--with-ray` ends what of that cluster runs on this host"
+    )
+
+
+def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
+    """Disconnect from the cluster, at most for `deadline_s`; False if it took longer.
+
+    Ray waits long for parts of it that are dead. Then it is left as it is: Ray cleans up after this
+    process once it has ended, and Ray's own clean-up at our exit, which would wait again, is
+    skipped.
+    """
+    try:
+        within(deadline_s, shutdown)
+    except (TimeoutError, ThreadError):
+        logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
+        atexit.unregister(ray.shutdown)
+        return False
+    return True
 
 
 def connect_only_when_told() -> None:
