@@ -290,11 +290,12 @@ LEAST_ATTACH_S = 1.0
 
 # Clusters, actors, and who looks at them
 
-DOCTOR_S = 5.0
-"""For each round of the doctor's questions; they are asked all at once."""
+DOCTOR_S = 3.0
+"""For each round of questions to all actors, which are asked at once; the second one goes to those
+that have answered the first."""
 
-DOCTOR_GCS_S = 10.0
-"""For what the doctor asks Ray itself."""
+ASK_RAY_S = 4.0
+"""For what a person or a program asks Ray itself."""
 
 DOCTOR_REACH_S = 1.0
 """For one port."""
@@ -376,8 +377,20 @@ by then is lost."""
 TRANSFER_LOOK_S = 0.1
 """Between two looks whether what has come is in the directory."""
 
-CLIENT_S = 10.0
-"""For one answer of an actor to a person or a program, who may have come during a restart."""
+CLIENT_S = 8.0
+"""For one answer of an actor to a person or a program, who may have come during a restart. With
+what comes before and after it, a command has said within 10 s who does not answer."""
+
+CLIENT_JOIN_S = 8.0
+"""For a person or a program to join the cluster: tenths of a second, unless its gcs_server or the
+raylet hangs."""
+
+CLIENT_PROBE_S = 3.0
+"""For the first word of Ray's gcs_server or raylet to them, a millisecond: their threads for the
+network say it, however busy they are."""
+
+CLIENT_LEAVE_S = 2.0
+"""For leaving it again; also for somebody who has pressed Ctrl-C because it hangs."""
 
 SILENCE_S = 1.0
 """A command that waits for actors says for which ones after so long."""

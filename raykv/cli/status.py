@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
+from raykv.cli.base import Address, AsJson, ago, app, connected, console, print_json, table
 from raykv.cli.quota import tenant_table
 from raykv.cli.rates import TokenSources, token_sources
 from raykv.cluster.breaker import sentences
@@ -162,6 +162,13 @@ def _rate(measured: int, unit: str) -> str:
     return f"{human_bytes(measured)}/s" if unit == "B/s" else f"{measured:,} {unit}"
 
 
+def _silent(known: ClusterStatus) -> Iterator[Text]:
+    ages = {node.node_id: node.age_s for node in known.nodes}
+    for node_id, why in sorted(known.silent.items()):
+        known_of = f"its numbers are {ago(ages[node_id])} old" if node_id in ages else "it is lost"
+        yield Text(f"node {node_id[:12]}: its NodeActor does not answer ({why}); {known_of}", "red")
+
+
 def troubles(known: ClusterStatus) -> Iterator[Text]:
     """What is wrong: damaged chunks, nodes without a pool, and open breakers."""
     for node in known.nodes:
@@ -175,6 +182,7 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
         if disk.files_damaged or disk.chunks_damaged:
             what = f"{disk.files_damaged} files and {disk.chunks_damaged} chunks on the disk"
             yield Text(f"node {node.node_id[:12]}: {what} were damaged and are not served", "red")
+    yield from _silent(known)
     for node_id, refusal in sorted(known.refused.items()):
         yield Text(f"node {node_id[:12]} gives no pool: {refusal}", "red")
     for engine_id, node_id in sorted(known.waiting.items()):

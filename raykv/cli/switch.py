@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from raykv.base.errors import SettingError
+from raykv.base.errors import ClusterError, SettingError
 from raykv.cli.base import Address, AsJson, app, connected, print_json, say
 from raykv.protocol.node import Kept
 
@@ -97,16 +97,23 @@ def down(
 
     Example: raykv down --keep
     """
-    from raykv.cluster.join import stop_started
+    from raykv.cluster.join import find_cluster, running_clusters, stop_started
 
     kept: list[Kept] = []
-    with connected(ray_address) as cluster:
-        if keep:
-            kept = cluster.keep()
-            refuse_without_place(kept)
-        count = cluster.down()
-        address = cluster.address
-    stopped = address if with_ray else None
+    count = 0
+    try:
+        with connected(ray_address) as cluster:
+            if keep:
+                kept = cluster.keep()
+                refuse_without_place(kept)
+            stopped = cluster.address if with_ray else None
+            count = cluster.down()
+    except ClusterError as error:
+        # A head that is dead, or hangs, ends nothing any more; its processes can be ended.
+        stopped = find_cluster(ray_address) if with_ray and not keep else None
+        if stopped is None or stopped not in running_clusters():
+            raise
+        typer.echo(f"RayKV's actors end with their Ray nodes: {error}", err=True)
     if stopped is not None:
         stop_started(stopped)
     sentence = f"ended {count} actors"

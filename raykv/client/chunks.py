@@ -49,7 +49,7 @@ def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> KVForm:
     A node knows it when an engine of the namespace has attached there since its NodeActor began.
     One that does not answer in time is left out.
     """
-    actors = map(ask.find_node_actor, dict.fromkeys(node_ids))
+    actors = [ask.ask_ray(ask.find_node_actor, node_id) for node_id in dict.fromkeys(node_ids)]
     asked = [actor.kv_form.remote(namespace) for actor in actors if actor is not None]
     if not asked:
         return KVForm()

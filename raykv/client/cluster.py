@@ -17,10 +17,11 @@ from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 import ray
 
 from raykv.base.deadlines import (
+    CLIENT_JOIN_S,
+    CLIENT_LEAVE_S,
     CLIENT_S,
     IMPORT_S,
     KEEP_S,
@@ -36,7 +37,7 @@ from raykv.client.chunks import read_requests
 from raykv.client.listing import Reader
 from raykv.client.pins import PIN_S, Pinning
 from raykv.client.quotas import Quotas
-from raykv.client.scheduler import Scheduler
+from raykv.client.scheduler import Scheduler, with_answers
 from raykv.client.sessions import ClientSession, SessionDesk
 from raykv.client.ship import Shipping
 from raykv.client.transfers import Moving, Watch
@@ -52,7 +53,7 @@ from raykv.protocol.node import Kept
 from raykv.protocol.operator import Exported, NodeUp, Pinned, PinStatus, TransferResult
 from raykv.protocol.reader import Chunk, Explanation, PromptLookup, RequestPage
 from raykv.protocol.sessions import SessionStatus
-from raykv.protocol.status import ClusterStatus, MoreRoom, NodeStatus
+from raykv.protocol.status import ClusterStatus, MoreRoom
 from raykv.stream.publishing import publish, publisher_status, stop_publisher
 from raykv.stream.readers import describe, read_events, take_snapshot
 from raykv.stream.replay import Replay
@@ -76,17 +77,19 @@ class Cluster:
         self._shipping = Shipping(self._scheduler, self._reader, self._pins, self._transfers)
 
     def status(self) -> ClusterStatus:
-        """Nodes, engines and what they hold, as of now.
+        """Nodes, engines and what they hold, as of now. `silent` NodeActors do not answer: their
+        numbers are the last that they have reported.
 
         Raises:
-            ClusterError: RayKV does not run in this cluster, or does not answer.
+            ClusterError: RayKV does not run in this cluster, or its scheduler actor does not
+                answer.
         """
         known = self._scheduler.status()
-        return msgspec.structs.replace(
-            known,
-            nodes=[_fresh(node) for node in known.nodes],
-            refused=diagnosis.refusals({node.node_id for node in known.nodes}),
-        )
+        try:
+            answers = diagnosis.node_answers()
+        except ClusterError as error:
+            answers = {node.node_id: str(error) for node in known.nodes}
+        return with_answers(known, answers)
 
     def doctor(self) -> list[Finding]:
         """What is wrong with the cluster, and how to mend it; takes seconds if an actor does not
@@ -317,8 +320,8 @@ class Cluster:
             follow: wait for more at the end; else stop there.
 
         Raises:
-            ClusterError: RayKV does not run here, its scheduler actor does not answer for half a
-                minute, or `since` is no place.
+            ClusterError: RayKV does not run here, its scheduler actor does not answer (in 8 s, or
+                for half a minute once there were events), or `since` is no place.
             VersionError: the scheduler actor is of another version.
         """
         return read_events(self._scheduler.find, since, follow=follow)
@@ -622,13 +625,16 @@ class Cluster:
         """End all of RayKV's actors and free their pools; returns how many there were.
 
         Engines that still run go on without the cache, and start the actors again.
+
+        Raises:
+            ClusterError: Ray does not answer.
         """
-        return pools.stop_actors(CLIENT_S)
+        return ask.ask_ray(pools.stop_actors, CLIENT_S / 2, deadline_s=CLIENT_S)
 
     def close(self) -> None:
         """Leave the cluster, if `connect` joined it."""
         if self._joined_here:
-            ray.shutdown()
+            cluster.leave_ray(ray.shutdown, CLIENT_LEAVE_S)
 
     def __enter__(self) -> Cluster:
         return self
@@ -656,7 +662,7 @@ def connect(ray_address: str | None = None) -> Cluster:
         raise ClusterError(
             "no Ray cluster runs on this host under this user; name one with --ray-address"
         )
-    cluster.join(address)
+    cluster.join_within(address, CLIENT_JOIN_S)
     return Cluster(cluster.current_address(), joined_here=True)
 
 
@@ -685,16 +691,3 @@ def clear(namespace: str | None = None, *, ray_address: str | None = None) -> No
     """`Cluster.clear` of the cluster that `connect` finds."""
     with connect(ray_address) as connected:
         connected.clear(namespace)
-
-
-def _fresh(node: NodeStatus) -> NodeStatus:
-    """`node` with counters from its NodeActor, where it answers."""
-    actor = ask.find_node_actor(node.node_id)
-    if actor is None:
-        return node
-    try:
-        stats = ask.describe(actor, CLIENT_S).stats
-    except ClusterError:
-        return node
-    # All of them, so that they are of one moment.
-    return msgspec.structs.replace(node, **msgspec.structs.asdict(stats))

@@ -55,7 +55,7 @@ def wish_of(
     return PoolWish(
         version=PROTOCOL_VERSION,
         on=on or usual_nodes(live_nodes()),
-        node_ids=[resolve_node_id(node_id) for node_id in node_ids],
+        node_ids=[ask_ray(resolve_node_id, node_id) for node_id in node_ids],
         pool_bytes=pool_bytes or settings.pool_bytes,
         pool_path=settings.pool_path if pool_path is None else pool_path,
         slab_bytes=slab_bytes,
@@ -105,15 +105,9 @@ def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> l
     }
     actors: dict[str, Any] = {}
     with ThreadPoolExecutor(min(MAX_STARTING, len(nodes))) as pool:
-        for node, made in zip(
-            nodes, pool.map(lambda node: _made(address, node, wish), nodes), strict=True
-        ):
-            if isinstance(made, str):
-                states[node.node_id] = msgspec.structs.replace(states[node.node_id], error=made)
-            else:
-                actors[node.node_id] = made
+        list(pool.map(lambda node_id: _make(address, node_id, wish, actors, states), list(states)))
     while True:
-        _look(actors, states, wish)
+        _look(address, actors, states, wish)
         watch(list(states.values()))
         if all(state.is_ready for state in states.values()):
             return list(states.values())
@@ -122,25 +116,41 @@ def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> l
         time.sleep(UP_LOOK_S)
 
 
-def _made(address: str, node: RayNode, wish: PoolWish) -> Any:
-    """The actor, or why there is none."""
+def _make(
+    address: str,
+    node_id: str,
+    wish: PoolWish,
+    actors: dict[str, Any],
+    states: dict[str, NodeUp],
+) -> None:
+    """Enter a node's NodeActor among the actors, or among the states why there is none."""
     try:
-        return make_node_actor(address, node.node_id, wish)
+        actors[node_id] = make_node_actor(address, node_id, wish)
     except Exception as error:
-        return first_line(error)
+        states[node_id] = msgspec.structs.replace(states[node_id], error=first_line(error))
 
 
-def _look(actors: Mapping[str, Any], states: dict[str, NodeUp], wish: PoolWish) -> None:
-    """Ask all that are not ready how far they are; who does not answer is as it was."""
+def _look(address: str, actors: dict[str, Any], states: dict[str, NodeUp], wish: PoolWish) -> None:
+    """Ask all that are not ready how far they are; who does not answer is as it was.
+
+    A NodeActor that was to have another pool and got none is ended, and made anew by the next look.
+    """
     asked = {node_id: actor for node_id, actor in actors.items() if not states[node_id].is_ready}
     questions = dict.fromkeys(asked, lambda actor: actor.describe.remote())
     for node_id, answer in ask_all(asked, questions, UP_ANSWER_S).items():
+        if answer.is_dead:
+            _make(address, node_id, wish, actors, states)
         if answer.error:
             continue
         try:
             described = receive(answer.value, NodeDescription, "the NodeActor", "this process")
         except RayKVError as error:
             states[node_id] = msgspec.structs.replace(states[node_id], error=str(error))
+            continue
+        is_of_this_wish = states[node_id].is_new and wish.pool_bytes in (None, described.pool_bytes)
+        if described.refusal and not is_of_this_wish:
+            ask.end_node_actor(node_id)
+            states[node_id] = msgspec.structs.replace(states[node_id], is_new=True)
             continue
         note = ""
         if wish.pool_bytes is not None and described.pool_bytes != wish.pool_bytes:
@@ -224,7 +234,15 @@ def note_clearing(
 
 
 def node_actors() -> dict[str, Any]:
-    """All NodeActors by name."""
+    """All NodeActors by name.
+
+    Raises:
+        ClusterError: Ray does not answer.
+    """
+    return ask_ray(_node_actors)
+
+
+def _node_actors() -> dict[str, Any]:
     return {
         name: actor
         for name in ask.named_actors()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from raykv.base.deadlines import CLIENT_S
 from raykv.base.errors import ClusterError
 from raykv.cluster import ask
 from raykv.protocol.framing import S, receive
+from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
 
 
@@ -23,7 +27,7 @@ class Scheduler:
 
     def find(self) -> Any:
         """The actor's handle."""
-        actor = ask.find_scheduler_actor()
+        actor = ask.ask_ray(ask.find_scheduler_actor)
         if actor is None:
             raise ClusterError(
                 f"RayKV does not run in the Ray cluster at {self.address}: no engine with "
@@ -52,3 +56,19 @@ class Scheduler:
             ids = ", ".join(node_id[:12] for node_id in known)
             raise ClusterError(f"the id of {what} begins with {beginning!r}; there are {ids}")
         return found[0]
+
+
+def with_answers(
+    known: ClusterStatus, answers: Mapping[str, NodeDescription | str]
+) -> ClusterStatus:
+    """What the scheduler actor knows, with what NodeActors have just told, or why they have not."""
+    there = {node.node_id for node in known.nodes}
+    told = {n: each for n, each in answers.items() if isinstance(each, NodeDescription)}
+    # All counters of a node, so that they are of one moment.
+    fresh = {n: msgspec.structs.asdict(each.stats) for n, each in told.items() if not each.refusal}
+    return msgspec.structs.replace(
+        known,
+        nodes=[msgspec.structs.replace(n, **fresh.get(n.node_id, {})) for n in known.nodes],
+        refused={n: each.refusal for n, each in told.items() if n not in there and each.refusal},
+        silent={n: each for n, each in answers.items() if isinstance(each, str)},
+    )

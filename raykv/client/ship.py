@@ -175,7 +175,7 @@ class Shipping:
         no_room = asked - sum(len(file.chunks) for file in files)
         result = TransferResult(asked=asked, no_room=no_room)
         name = uuid.uuid4().hex
-        here = cluster.resolve_node_id("")
+        here = ask.ask_ray(cluster.resolve_node_id, "")
         with import_source(name, [file.path for file in files], here) as source:
             for number, file in enumerate(files):
                 for start in range(0, len(file.chunks), PAGE_CHUNKS):
@@ -251,7 +251,7 @@ def _read_from(
     node_id: str, epoch: int, space: str, chunks: Sequence[Chunk]
 ) -> dict[bytes, ChunkBytes]:
     """What a node still has of chunks, all in its pool or all on its disk."""
-    actor = ask.find_node_actor(node_id)
+    actor = ask.ask_ray(ask.find_node_actor, node_id)
     came: dict[bytes, ChunkBytes] = {}
     if actor is None:
         return came

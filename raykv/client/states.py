@@ -21,7 +21,7 @@ def reference(request_id: str, node_id: str | None, deadline_s: float) -> Any:
     """
     give_up_at = time.monotonic() + deadline_s
     if node_id is not None:
-        actor = ask.find_node_actor(node_id)
+        actor = ask.ask_ray(ask.find_node_actor, node_id)
         if actor is None:
             raise HiddenStatesError(
                 f"the NodeActor of node {node_id} is gone, and with it the hidden states that it "

@@ -185,7 +185,7 @@ def too_late(result: TransferResult, count: int) -> TransferResult:
 
 def _demote(demoted: Demotions, node_id: str, deadline_s: float) -> None:
     """Have chunks copied for a node's disk; that it does not work is logged only."""
-    actor = ask.find_node_actor(node_id)
+    actor = ask.ask_ray(ask.find_node_actor, node_id)
     deadline_s = min(deadline_s, TRANSFER_DEMOTE_S)
     if actor is None or deadline_s <= 0:
         return
@@ -215,7 +215,7 @@ def _fetch(grant: TransferGrant, node_id: str, namespace: str, deadline_s: float
         sources=grant.sources,
         deadline_s=deadline_s,
     )
-    actor = ask.find_node_actor(node_id)
+    actor = ask.ask_ray(ask.find_node_actor, node_id)
     if actor is None:
         raise ClusterError(f"node {node_id[:12]} has no NodeActor any more")
     raw = ray.get(actor.fetch.remote(encode(request)), timeout=deadline_s + FETCH_GRACE_S)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from raykv.base.deadlines import DOCTOR_GCS_S, DOCTOR_TAKE_S, SILENCE_S
+from raykv.base.deadlines import ASK_RAY_S, DOCTOR_TAKE_S, SILENCE_S
 from raykv.base.errors import ClusterError, RayKVError, VersionError, cause_of, first_line
 from raykv.base.threads import within
 from raykv.cluster import names
@@ -196,17 +196,19 @@ def ask_all(
     return answers
 
 
-def ask_ray(call: Callable[[], T]) -> T:
+def ask_ray(call: Callable[..., T], *arguments: Any, deadline_s: float = ASK_RAY_S) -> T:
     """The result of a call to Ray that has no deadline of its own.
 
     Raises:
-        ClusterError: it took longer than `DOCTOR_GCS_S`, or failed.
+        ClusterError: it took longer than `deadline_s`, or failed.
     """
     try:
-        return within(DOCTOR_GCS_S, call)
-    except TimeoutError:
+        return within(deadline_s, lambda: call(*arguments))
+    except TimeoutError as error:
         raise ClusterError(
-            f"Ray's head node does not answer within {DOCTOR_GCS_S:g} s: is its gcs_server alive?"
-        ) from None
+            f"Ray's head node does not answer within {deadline_s:g} s: is its gcs_server alive?"
+        ) from error
+    except ClusterError:
+        raise
     except Exception as error:
         raise ClusterError(f"Ray does not answer: {first_line(error)}") from error

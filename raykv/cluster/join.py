@@ -7,11 +7,13 @@ joins whatever cluster started last.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +30,8 @@ from typing import Any
 import psutil
 import ray
 
-from raykv.base.deadlines import RAY_CONNECT_S, RAY_LEAVE_S, RAY_LOOK_S, RAY_START_S
-from raykv.base.errors import ClusterError, first_line
+from raykv.base.deadlines import CLIENT_PROBE_S, RAY_CONNECT_S, RAY_LEAVE_S, RAY_LOOK_S, RAY_START_S
+from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
 from raykv.base.parsing import shown
 from raykv.base.threads import within
@@ -54,6 +56,12 @@ MAX_FOREIGN = 4
 """Clusters of other users that a warning names."""
 
 LOOPBACK = "127.0.0.1"
+
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""How a client of gRPC begins: with no settings of its own."""
+
+AUTH_MODE, AUTH_TOKEN, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "token"
+"""Ray's variables, and the mode in which it wants a token."""
 
 SENDER = "raylet"
 """Who these messages are said to come from."""
@@ -186,10 +194,9 @@ def _start_local(own_ip: str) -> str:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
     command += ["--include-dashboard=false", "--disable-usage-stats"]
     command += [f"--node-ip-address={own_ip}"]
-    _make_token()
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    # Whoever reaches Ray runs code: without a token that would be the whole network.
-    environment.setdefault("RAY_AUTH_MODE", "token")
+    environment |= _token_of_new_cluster()
+    before = joined_by_others()
     with tempfile.TemporaryFile("w+") as output:
         starter = subprocess.Popen(
             command,
@@ -208,6 +215,7 @@ def _start_local(own_ip: str) -> str:
         if code or address is None:
             output.seek(0)
             raise ClusterError(f"`ray start` failed: {output.read().strip()[-2000:]}")
+    withdraw(address, before)
     logger.info("started a local Ray cluster at %s; `raykv down --with-ray` stops it", address)
     return address
 
@@ -220,18 +228,37 @@ def _address_of_group(group: int) -> str | None:
     return None
 
 
-def _make_token() -> None:
-    """Ensure Ray's authentication token in the user's folder, unless this user does without."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
-    with contextlib.suppress(subprocess.SubprocessError):
-        subprocess.run(command, capture_output=True, timeout=RAY_START_S, check=False)
+def _token_of_new_cluster() -> dict[str, str]:
+    """Environment of a new cluster: whoever reaches Ray runs code, so it wants a token.
+
+    The token is this user's, if there is one. Otherwise the cluster's processes have one of their
+    own in their environment: a file in the user's folder would switch tokens on for all Ray
+    clusters that this user starts later.
+    """
+    if os.environ.get(AUTH_MODE, TOKEN).lower() != TOKEN:
+        return {}
+    from ray import _raylet
+
+    if _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return {AUTH_MODE: TOKEN}
+    return {AUTH_MODE: TOKEN, AUTH_TOKEN: secrets.token_hex(32)}
 
 
-def _use_token() -> None:
-    """Use this user's token, if there is one; a cluster without authentication ignores it."""
+def _use_token(address: str) -> None:
+    """Use the token of the cluster at `address`, or this user's; a cluster without authentication
+    ignores it.
+
+    A token that is in no file is taken from the environment of the cluster's raylet on this host.
+    """
     try:
         from ray._private.authentication import authentication_token_setup as setup
 
+        for raylet, _ in _raylets_at(address):
+            if token := raylet.environ().get(AUTH_TOKEN):
+                os.environ.update({AUTH_MODE: TOKEN, AUTH_TOKEN: token})
+                setup.Config.initialize("")
+                setup.AuthenticationTokenLoader.instance().reset_cache()
+                return
         # It says each time that a token is used, which is as it should be.
         logging.getLogger(setup.__name__).setLevel(logging.ERROR)
         setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
@@ -239,15 +266,62 @@ def _use_token() -> None:
         logger.debug("no authentication token is used: %s", error)
 
 
-def stop_started(address: str) -> None:
-    """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
-    raylets = [
-        process
+def joined_by_others(temp_dir: str | None = None) -> str:
+    """Address of the cluster that `ray.init()` without an address joins on this host; "" if it
+    starts a new one.
+    """
+    try:
+        return _address_file(temp_dir).read_text().strip()
+    except (ImportError, OSError, UnicodeDecodeError):
+        return ""
+
+
+def _address_file(temp_dir: str | None) -> Path:
+    from ray._common.utils import get_ray_address_file
+
+    return Path(get_ray_address_file(temp_dir))
+
+
+def withdraw(address: str, before: str = "", temp_dir: str | None = None) -> None:
+    """Keep other Ray programs of this host from joining the cluster at `address` by themselves.
+
+    They join the one at `before` again, if it still runs.
+    """
+    if before == address or joined_by_others(temp_dir) != address:
+        return
+    file = _address_file(temp_dir)
+    try:
+        file.unlink()
+        if before in {each.address for each in [*raylets(), *foreign_raylets()] if each.address}:
+            # Anybody can write to the folder: nothing that is there is followed or overwritten.
+            with os.fdopen(open_own(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w") as new:
+                new.write(before)
+    except OSError as error:
+        logger.warning(
+            "%s still names the Ray cluster at %s (%s): once it has ended, remove that file, or "
+            "`ray.init()` waits for it",
+            file,
+            address,
+            error.strerror,
+        )
+
+
+def _raylets_at(address: str) -> list[tuple[psutil.Process, list[str]]]:
+    """This user's raylets of a cluster on this host."""
+    return [
+        (process, arguments)
         for process, arguments in command_lines()
         if is_raylet(arguments) and argument(arguments, "gcs-address") == address
     ]
-    for raylet in raylets:
+
+
+def stop_started(address: str) -> None:
+    """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
+    found = _raylets_at(address)
+    for raylet, _ in found:
         stop_group(group_of(raylet))
+    for _, arguments in found:
+        withdraw(address, temp_dir=argument(arguments, "temp-dir"))
 
 
 def join(address: str) -> None:
@@ -259,7 +333,7 @@ def join(address: str) -> None:
     connect_only_when_told()
     if ray.is_initialized():
         return
-    _use_token()
+    _use_token(address)
     check_reachable(address)
     log_errors()
     try:
@@ -282,6 +356,90 @@ def join(address: str) -> None:
             "does this process have its authentication token (RAY_AUTH_TOKEN, or the token file "
             "of the user who started it)?"
         ) from error
+
+
+def join_within(address: str, deadline_s: float) -> None:
+    """`join`, at most for so long: Ray itself waits for minutes for parts of it that hang.
+
+    Raises:
+        ClusterError: the cluster can't be reached, or a part of it does not answer.
+    """
+    check_reachable(address)
+    _check_answers(address)
+    try:
+        within(deadline_s, lambda: join(address))
+    except TimeoutError as error:
+        atexit.unregister(ray.shutdown)
+        raise _silence(address, "cluster", deadline_s) from error
+    except KeyboardInterrupt:
+        atexit.unregister(ray.shutdown)
+        raise
+
+
+def _check_answers(address: str) -> None:
+    """Find what hangs: `ray.init` would keep this whole process waiting for it, Ctrl-C too.
+
+    Raises:
+        ClusterError: the gcs_server, or the raylet of this host, accepts connections and says
+            nothing.
+    """
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):
+        return
+    host, _, port = address.rpartition(":")
+    if not _speaks(host.strip("[]"), int(port)):
+        raise _silence(address, "gcs_server", CLIENT_PROBE_S)
+    heard = []
+    for raylet, _ in _raylets_at(address):
+        with contextlib.suppress(psutil.Error):
+            ports = [
+                each.laddr
+                for each in raylet.net_connections("tcp")
+                if each.status == psutil.CONN_LISTEN
+            ][:1]
+            heard += [_speaks(host.strip("[]"), each.port) for each in ports]
+    if heard and not any(heard):
+        raise _silence(address, "raylet of this host", CLIENT_PROBE_S)
+
+
+def _speaks(host: str, port: int) -> bool:
+    """Whether a server of gRPC says its first word, the settings of HTTP/2."""
+    try:
+        with socket.create_connection((host, port), CLIENT_PROBE_S) as connection:
+            connection.settimeout(CLIENT_PROBE_S)
+            connection.sendall(HTTP2_HELLO)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
+def _silence(address: str, who: str, deadline_s: float) -> ClusterError:
+    groups = {group_of(raylet) for raylet, _ in _raylets_at(address)}
+    stopped = []
+    for process, arguments in command_lines():
+        with contextlib.suppress(psutil.Error):
+            if group_of(process) in groups and process.status() == psutil.STATUS_STOPPED:
+                stopped.append(f"{Path(arguments[0]).name} (pid {process.pid}) is stopped")
+    return ClusterError(
+        f"the {who} of Ray at {address} does not answer within {deadline_s:g} s"
+        f"{': ' if stopped else ''}{', '.join(stopped)}. If it does not come back, `raykv down "
+        "--with-ray` ends what of that cluster runs on this host"
+    )
+
+
+def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
+    """Disconnect from the cluster, at most for `deadline_s`; False if it took longer.
+
+    Ray waits long for parts of it that are dead. Then it is left as it is: Ray cleans up after this
+    process once it has ended, and Ray's own clean-up at our exit, which would wait again, is
+    skipped.
+    """
+    try:
+        within(deadline_s, shutdown)
+    except (TimeoutError, ThreadError):
+        logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
+        atexit.unregister(ray.shutdown)
+        return False
+    return True
 
 
 def connect_only_when_told() -> None:

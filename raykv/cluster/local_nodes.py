@@ -15,7 +15,7 @@ import ray
 
 from raykv.base.deadlines import RAY_LOOK_S, RAY_START_S
 from raykv.base.errors import ClusterError
-from raykv.cluster.join import join
+from raykv.cluster.join import AUTH_MODE, TOKEN, join, joined_by_others, withdraw
 from raykv.cluster.processes import stop_group
 
 OBJECT_STORE_BYTES = 512 << 20
@@ -63,7 +63,8 @@ def add_local_node(
     command += [f"--resources={json.dumps(dict(resources or {}))}"]
     command += [f"--node-ip-address={own_ip}"] if own_ip else []
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    environment.setdefault("RAY_AUTH_MODE", "token")
+    environment.setdefault(AUTH_MODE, TOKEN)
+    others = joined_by_others()
     with tempfile.TemporaryFile("w+") as output:
         starter = subprocess.Popen(
             command,
@@ -77,6 +78,7 @@ def add_local_node(
         while time.monotonic() < give_up_at and starter.poll() in (None, 0):
             new = _alive() - before
             if new and starter.poll() == 0:
+                withdraw(address, others)
                 return LocalNode(new.pop(), starter.pid)
             time.sleep(RAY_LOOK_S)
         stop_group(starter.pid)

@@ -320,8 +320,8 @@ def _memory(facts: ClusterFacts) -> Iterator[Finding]:
             yield _fail(
                 "memory",
                 f"{_node(node)} gives no pool: {refusal}",
-                "free the memory, or `raykv down` and start the engines with a pool_bytes that "
-                "fits; the NodeActor looks again every few seconds",
+                "free the memory (the NodeActor looks again every few seconds), or name a size "
+                "that fits with `raykv up --pool-bytes`",
             )
         elif node.host is not None:
             yield from _room(node, node.host)

@@ -4,6 +4,7 @@ is a fact, not an error.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,6 @@ from typing import Any
 import ray
 
 from raykv.base.deadlines import DOCTOR_REACH_S, DOCTOR_S
-from raykv.base.errors import ClusterError
 from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.ask import Answer, ask_all, ask_ray, named_actors
@@ -35,7 +35,7 @@ def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
     named = ask_ray(named_actors)
     states = _actor_states()
     alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
-    actors = {name: _find(name) for name in named}
+    actors = ask_ray(_find_all, named)
     node_ids = {
         name.removeprefix(names.NODE_PREFIX): name
         for name in named
@@ -47,7 +47,8 @@ def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
     }
     first = ask_all(actors, questions, deadline_s)
     asked_at = time.time()
-    second = ask_all(actors, _host_questions(node_ids, list(alive.values())), deadline_s)
+    answering = {name: actors[name] for name, answer in first.items() if not answer.error}
+    second = ask_all(answering, _host_questions(node_ids, list(alive.values())), deadline_s)
     status = _decoded(first.get(names.SCHEDULER), ClusterStatus)
     return ClusterFacts(
         raykv_version=__version__,
@@ -70,23 +71,22 @@ def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
     )
 
 
-def refusals(known: set[str], deadline_s: float = DOCTOR_S) -> dict[str, str]:
-    """Why NodeActors that are not among the `known` nodes have no pool, by node."""
-    wanted = [
-        name
-        for name in ask_ray(named_actors)
-        if name.startswith(names.NODE_PREFIX) and name.removeprefix(names.NODE_PREFIX) not in known
-    ]
-    actors = {name: _find(name) for name in wanted}
-    answers = ask_all(
-        actors, dict.fromkeys(wanted, lambda actor: actor.describe.remote()), deadline_s
-    )
-    told = {name: _decoded(answer, NodeDescription) for name, answer in answers.items()}
-    return {
-        name.removeprefix(names.NODE_PREFIX): description.refusal
-        for name, description in told.items()
-        if description is not None and description.refusal
-    }
+def node_answers(deadline_s: float = DOCTOR_S) -> dict[str, NodeDescription | str]:
+    """What all NodeActors say of themselves, asked at once, or why one says nothing; by node.
+
+    Those of another version are left out.
+
+    Raises:
+        ClusterError: Ray itself does not answer.
+    """
+    names_there = [name for name in ask_ray(named_actors) if name.startswith(names.NODE_PREFIX)]
+    questions = dict.fromkeys(names_there, lambda actor: actor.describe.remote())
+    found: dict[str, NodeDescription | str] = {}
+    for name, answer in ask_all(ask_ray(_find_all, names_there), questions, deadline_s).items():
+        described = answer.error or _decoded(answer, NodeDescription)
+        if described is not None:
+            found[name.removeprefix(names.NODE_PREFIX)] = described
+    return found
 
 
 def _breakers(status: ClusterStatus) -> list[BreakerFact]:
@@ -100,11 +100,13 @@ def _breakers(status: ClusterStatus) -> list[BreakerFact]:
     ]
 
 
-def _find(name: str) -> Any | None:
-    try:
-        return ask_ray(lambda: ray.get_actor(name, namespace=names.RAY_NAMESPACE))
-    except ClusterError:
-        return None
+def _find_all(wanted: list[str]) -> dict[str, Any]:
+    """Handles by name; an actor that has just ended has none."""
+    found = {}
+    for name in wanted:
+        with contextlib.suppress(ValueError):
+            found[name] = ray.get_actor(name, namespace=names.RAY_NAMESPACE)
+    return found
 
 
 def _actor_states() -> dict[str, str]:

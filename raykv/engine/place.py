@@ -18,16 +18,15 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import ray
 
-from raykv.base.errors import ClusterError, ThreadError
-from raykv.base.threads import within
+from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
-from raykv.cluster.join import Raylet
+from raykv.cluster.join import Raylet, leave_ray
 
 logger = logging.getLogger("raykv")
 
@@ -183,22 +182,6 @@ class EnginePlace:
             return leave_ray(ray.shutdown, deadline_s)
         finally:
             self._lock.release()
-
-
-def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
-    """Disconnect from the cluster, at most for `deadline_s`; False if it took longer.
-
-    Ray waits long for parts of it that are dead. Then it is left as it is: Ray cleans up after this
-    process once it has ended, and Ray's own clean-up at our exit, which would wait again, is
-    skipped.
-    """
-    try:
-        within(deadline_s, shutdown)
-    except (TimeoutError, ThreadError):
-        logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
-        atexit.unregister(ray.shutdown)
-        return False
-    return True
 
 
 def _find(there: Sequence[Raylet], node_id: str) -> Raylet | None:

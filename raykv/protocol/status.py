@@ -66,7 +66,8 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
-    """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool.
+    """What `raykv status` shows; `refused` has, by node, why a NodeActor has no pool, and `silent`
+    why one does not answer the question of now.
 
     `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
     `disk_chunks`: by namespace, the different chunks on the nodes' disks. `waiting` engines have no
@@ -86,6 +87,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     disk_chunks: dict[str, int] = {}
     waiting: dict[str, str] = {}
     tenants: list[TenantStatus] = []
+    silent: dict[str, str] = {}
 
 
 class MoreRoom(msgspec.Struct, frozen=True, kw_only=True):

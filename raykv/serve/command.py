@@ -31,6 +31,8 @@ from raykv.vllm.internals.arguments import REFUSED_ARGUMENTS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from raykv.cluster.join import Joined
+
 CONNECTOR = "RayKVConnector"
 CONNECTORS = (CONNECTOR, "RayKVHiddenStatesConnector")
 """Names of RayKV's connectors in vLLM."""
@@ -122,8 +124,7 @@ def serve(
     with _stop_requests() as stops:
         joined = ensure_cluster(plan.ray_address)
         check_reachable(joined.address)
-        origin = "started for this server, stops with it" if joined.started else "joined"
-        print(f"raykv: Ray cluster at {joined.address} ({origin})", file=sys.stderr, flush=True)
+        print(f"raykv: {_sentence(joined)}", file=sys.stderr, flush=True)
         try:
             if stops.count:
                 return _INTERRUPTED
@@ -135,6 +136,16 @@ def serve(
         finally:
             if joined.started:
                 stop_started(joined.address)
+
+
+def _sentence(joined: Joined) -> str:
+    """Which Ray cluster the server is in, and what becomes of it."""
+    if not joined.started:
+        return f"joined the Ray cluster at {joined.address}"
+    return (
+        f"started a Ray cluster at {joined.address}, which ends with this command, and the pool "
+        "with it; run `raykv up` first to keep both"
+    )
 
 
 def _folder_of(model: str) -> str:

@@ -82,7 +82,7 @@ def publisher_status() -> PublisherStatus | None:
     Raises:
         ClusterError: it does not answer.
     """
-    actor = find_publisher()
+    actor = ask.ask_ray(find_publisher)
     if actor is None:
         return None
     raw = ask.answer(actor, "status", timeout_s=CLIENT_S, who="the publisher")
@@ -122,7 +122,7 @@ def _is_set_up_so(status: PublisherStatus, settings: PublisherSettings) -> bool:
 
 def stop_publisher() -> bool:
     """End the publisher; False: there was none."""
-    actor = find_publisher()
+    actor = ask.ask_ray(find_publisher)
     if actor is not None:
         ray.kill(actor, no_restart=True)
     return actor is not None

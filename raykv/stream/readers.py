@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-from raykv.base.deadlines import READER_PATIENCE_S, READER_PAUSE_S, READER_S
+from raykv.base.deadlines import CLIENT_S, READER_PATIENCE_S, READER_PAUSE_S, READER_S
 from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.base.ids import EventKind
 from raykv.base.version import __version__
@@ -38,8 +38,11 @@ def read_events(
 ) -> Iterator[Event]:
     """See `raykv.client.cluster.Cluster.events`; `find` returns the scheduler actor."""
     epoch, after = _place(find, since)
+    # Who is not told anything yet is told soon that nobody answers.
+    patience_s = CLIENT_S
     while True:
-        page = _page(find, epoch, after)
+        page = _page(find, epoch, after, patience_s)
+        patience_s = READER_PATIENCE_S
         events = _events(page, epoch, after)
         if page.is_gap:
             missed = page.first_seq - after - 1 if page.epoch == epoch else None
@@ -73,8 +76,10 @@ def _place(find: Callable[[], Any], since: int | tuple[int, int] | None) -> tupl
     return newest.epoch, newest.last_seq if since is None else since
 
 
-def _page(find: Callable[[], Any], epoch: int, after: int) -> EventPage:
-    return _answer(find, EventPage, "events", epoch, after)
+def _page(
+    find: Callable[[], Any], epoch: int, after: int, patience_s: float = CLIENT_S
+) -> EventPage:
+    return _answer(find, EventPage, "events", epoch, after, patience_s=patience_s)
 
 
 def _events(page: EventPage, epoch: int, after: int) -> list[Event]:
@@ -127,7 +132,7 @@ def describe(
     `find` returns the scheduler actor. None for the namespace: any in which the key is known.
 
     Raises:
-        ClusterError: the scheduler actor does not answer for half a minute.
+        ClusterError: the scheduler actor does not answer.
         MessageError: it sent something invalid.
     """
     found: list[Description] = []
@@ -145,9 +150,15 @@ def describe(
     return found
 
 
-def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: Any) -> S:
+def _answer(
+    find: Callable[[], Any],
+    kind: type[S],
+    method: str,
+    *arguments: Any,
+    patience_s: float = CLIENT_S,
+) -> S:
     """Ask; an answer that can't be read here is a VersionError."""
-    raw = _ask(find, method, *arguments)
+    raw = _ask(find, method, *arguments, patience_s=patience_s)
     try:
         return receive(raw, kind, SCHEDULER, HERE)
     except MessageError as error:
@@ -157,16 +168,20 @@ def _answer(find: Callable[[], Any], kind: type[S], method: str, *arguments: Any
         ) from error
 
 
-def _ask(find: Callable[[], Any], method: str, *arguments: Any) -> Any:
+def _ask(
+    find: Callable[[], Any], method: str, *arguments: Any, patience_s: float = CLIENT_S
+) -> Any:
     """Call the scheduler actor, again and again while it restarts."""
-    give_up_at = time.monotonic() + READER_PATIENCE_S
+    give_up_at = time.monotonic() + min(patience_s, READER_PATIENCE_S)
     while True:
         with answering(SCHEDULER):
             try:
                 ref = getattr(find(), method).remote(*arguments)
-                return ray.get(ref, timeout=READER_S)
+                left_s = max(READER_PAUSE_S, give_up_at - time.monotonic())
+                return ray.get(ref, timeout=min(READER_S, left_s))
             except Exception as error:
                 is_final = isinstance(error, RayKVError | ray.exceptions.RayTaskError)
+                is_final &= not isinstance(error.__cause__, TimeoutError)
                 if is_final or time.monotonic() > give_up_at:
                     raise
         time.sleep(READER_PAUSE_S)

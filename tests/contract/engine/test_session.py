@@ -19,8 +19,8 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import EngineId, NodeId
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
+from raykv.cluster.join import leave_ray
 from raykv.engine.hints import Allowed, Hint, HintBox
-from raykv.engine.place import leave_ray
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import EngineRuntime
 from raykv.engine.session import Session, SessionSettings
@@ -248,7 +248,7 @@ import ray._private.worker
 calls = []
 ray._private.worker.disconnect = lambda *_: time.sleep(60)
 from raykv.engine.hints import Allowed, Hint, HintBox
-from raykv.engine.place import leave_ray
+from raykv.cluster.join import leave_ray
 import ray
 assert not leave_ray(ray.shutdown, 0.2)
 """

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from raykv.base.errors import ClusterError, SettingError
+from raykv.cluster.join import Joined
 from raykv.serve import CONNECTOR, ServePlan, command, models, plan_serve
 from raykv.vllm.command import CpuBuildFinder
 from tests.house import ROOT
@@ -35,6 +36,12 @@ def transfer_of(args: list[str]) -> dict[str, Any]:
     config = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert isinstance(config, dict)
     return config
+
+
+def test_server_that_starts_its_own_ray_says_what_ends_with_it_and_how_to_keep_it() -> None:
+    said = command._sentence(Joined(ADDRESS, started=True))
+    assert all(part in said for part in (ADDRESS, "the pool", "`raykv up` first")), said
+    assert "up" not in command._sentence(Joined(ADDRESS, started=False))
 
 
 # What vLLM is started with

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,38 @@ def test_fresh_randomness_is_that_of_no_other_process_and_leaves_the_seeded_one_
         fresh = [random.random() for _ in range(4)]
     assert fresh != seeded
     assert [random.random() for _ in range(4)] == seeded
+
+
+@pytest.mark.parametrize(
+    ("named", "before", "left"),
+    [
+        ("own:1", "", ""),
+        ("own:1", "other:2", "other:2"),
+        ("own:1", "ended:3", ""),
+        ("newer:4", "other:2", "newer:4"),
+        ("own:1", "own:1", "own:1"),
+    ],
+)
+def test_other_programs_join_what_they_joined_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str, before: str, left: str
+) -> None:
+    there = [Raylet("own", "own:1", 1.0), Raylet("other", "other:2", 2.0)]
+    monkeypatch.setattr(cluster, "raylets", lambda: there)
+    monkeypatch.setattr(cluster, "foreign_raylets", list)
+    (tmp_path / "ray_current_cluster").write_text(named)
+    cluster.withdraw("own:1", before, str(tmp_path))
+    assert cluster.joined_by_others(str(tmp_path)) == left
+
+
+def test_a_link_in_the_place_of_the_address_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("own:1")
+    (tmp_path / "ray_current_cluster").symlink_to(victim)
+    monkeypatch.setattr(cluster, "raylets", lambda: [Raylet("other", "other:2", 2.0)])
+    cluster.withdraw("own:1", "other:2", str(tmp_path))
+    assert victim.read_text() == "own:1"
 
 
 ERROR = {"lines": ["a raylet's error"], "pid": "raylet", "is_err": False}
