@@ -80,6 +80,12 @@ setup: $(STAMP) $(OVERLAY_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/raykv demo $(DEMO_ARGS)
+	@echo
+	@echo 'What next: serve the same model, which needs no GPU, hub or token,'
+	@echo '    $(BIN)/raykv serve smollm2'
+	@echo 'and ask it, once it says that it is ready, in another terminal:'
+	@echo "    curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "      -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is a KV cache?\"}], \"max_tokens\": 50}'"
 
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint $(OVERLAY_STAMP)

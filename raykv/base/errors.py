@@ -15,6 +15,10 @@ class ClusterError(RayKVError):
     """The Ray cluster, or one of RayKV's actors in it, cannot be reached or started."""
 
 
+class NotFoundError(ClusterError):
+    """What was asked for is not there: an answer of the cluster, not a failure."""
+
+
 class VersionError(RayKVError):
     """Two parts that must agree on a version do not, or vLLM's version is not supported.
 

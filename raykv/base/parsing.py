@@ -95,6 +95,27 @@ def text(name: str, value: Any) -> str:
     raise SettingError(f"{name}={shown(value)} must be a text of printable characters")
 
 
+def address(name: str, value: Any) -> str:
+    """Where a Ray cluster's GCS is, "auto" or "local"; an empty text is nowhere."""
+    given = text(name, value)
+    if given.startswith(("http://", "https://")):
+        raise SettingError(
+            f"{name}={shown(value)} is the address of Ray's dashboard: give host:port of the "
+            "cluster's GCS, like 10.0.0.1:6379"
+        )
+    if given.startswith("ray://"):
+        raise SettingError(
+            f"{name}={shown(value)} is an address for Ray Client, which RayKV can't use: go to a "
+            "host of the cluster, and give host:port of its GCS, like 10.0.0.1:6379"
+        )
+    if given in ("", "auto", "local") or re.fullmatch(r"\S+:[0-9]{1,5}", given):
+        return given
+    raise SettingError(
+        f"{name}={shown(value)} is not the address of a Ray cluster: give host:port of its GCS, "
+        "like 10.0.0.1:6379"
+    )
+
+
 def flag(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value

@@ -16,6 +16,7 @@ from typing import Any
 from raykv.base.errors import SettingError
 from raykv.base.parsing import (
     MAX_SHOWN,
+    address,
     count,
     endpoint,
     flag,
@@ -135,7 +136,7 @@ class Settings:
     )
     ray_address: str = _setting(
         "",
-        text,
+        address,
         "The Ray cluster. Default: RAY_ADDRESS, else this user's on the host, else a new local one",
     )
     node_id: str = _setting(

@@ -6,10 +6,21 @@ A topic is one more module here, whose commands say `@app.command()`, and its na
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+import typer
 from rich.console import Console
+from typer.main import get_command
 
-from raykv.base.errors import ClusterError, RayKVError, SettingError, cause_of, first_line
+from raykv.base.errors import (
+    ClusterError,
+    NotFoundError,
+    RayKVError,
+    SettingError,
+    cause_of,
+    first_line,
+)
 from raykv.base.extras import complaint
 from raykv.cli import (
     chunks,
@@ -27,7 +38,7 @@ from raykv.cli import (
     top,
     trouble,
 )
-from raykv.cli.base import ExitCode, app
+from raykv.cli.base import ExitCode, app, print_json
 
 TOPICS = (
     status,
@@ -46,23 +57,51 @@ TOPICS = (
     measure,
 )
 
+UsageError: Any = typer.BadParameter.__base__
+"""Of all wrong uses that the parser finds; typer shows it by its child alone."""
+
 __all__ = ["TOPICS", "app", "main"]
 
 
 def main() -> None:
-    """Run the command line; errors that RayKV expects are one sentence and exit code 2."""
+    """Run the command line: errors that RayKV expects are one sentence on standard error, and with
+    `--json` a document on standard output too.
+    """
     try:
-        _run()
+        sys.exit(_run())
     except RayKVError as error:
         sentence = f"raykv: {error}"
         console = Console(stderr=True)
         console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(ExitCode.FAILED)
+        is_answer = isinstance(error, NotFoundError)
+        _fail(ExitCode.NOT_WELL if is_answer else ExitCode.FAILED, str(error))
+    except UsageError as error:
+        error.show()
+        _fail(ExitCode.FAILED, error.format_message())
+    except typer.Abort:
+        typer.echo("raykv: nothing was done", err=True)
+        sys.exit(ExitCode.NOT_WELL)
 
 
-def _run() -> None:
+def _fail(code: ExitCode, sentence: str) -> NoReturn:
+    if _wants_json(sys.argv[1:]):
+        print_json({"error": sentence, "exit_code": int(code)})
+    sys.exit(code)
+
+
+def _wants_json(words: Sequence[str]) -> bool:
+    """Whether standard output is for JSON; some commands write theirs to a file."""
+    command: Any = get_command(app)
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    switches = [each for each in command.params if getattr(each, "is_flag", False)]
+    return "--json" in words and any("--json" in each.opts for each in switches)
+
+
+def _run() -> int:
     try:
-        app()
+        # A number is an exit code; commands that end well return nothing.
+        return app(standalone_mode=False) or ExitCode.OK
     except ModuleNotFoundError as error:
         sentence = complaint(error, "this command")
         if not sentence:

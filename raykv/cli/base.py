@@ -6,6 +6,7 @@ anything that moves are for terminals only. Exit codes are those of `EXIT_CODES`
 
 from __future__ import annotations
 
+import sys
 from enum import IntEnum
 from typing import Annotated, Any
 
@@ -42,6 +43,24 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(raykv.__version__)
+        raise typer.Exit(ExitCode.OK)
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print RayKV's version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    del version
+
+
 Address = Annotated[
     str | None,
     typer.Option(
@@ -50,6 +69,23 @@ Address = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]
+
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first, on a terminal either.")]
+
+
+def asks(*, yes: bool) -> bool:
+    """Whether to ask before something goes: a person is there, and has not said --yes."""
+    return not yes and sys.stdin.isatty()
+
+
+def confirm(sentence: str) -> None:
+    """Say what goes, and ask.
+
+    Raises:
+        typer.Abort: the answer is no.
+    """
+    typer.confirm(f"{sentence}. Go on?", abort=True, err=True)
 
 
 def connected(ray_address: str | None) -> raykv.Cluster:

@@ -27,7 +27,7 @@ from raykv.cli.base import (
 from raykv.memory.room import human_bytes
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.protocol.groups import parse_groups
-from raykv.protocol.reader import DISK
+from raykv.protocol.reader import DISK, ORDERS, TIERS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 SHOWN_DIGITS = 24
 """How many digits of a key to show: enough to distinguish the chunks of any cluster."""
+
+Order = StrEnum("Order", {name.upper(): name for name in ORDERS})
+Tier = StrEnum("Tier", {name.upper(): name for name in TIERS})
 
 Namespace = Annotated[
     str | None, typer.Option(help="Only this namespace; its first digits suffice.")
@@ -52,8 +55,12 @@ def ls(  # noqa: PLR0913 - a command's options
     ] = None,
     group: Annotated[int | None, typer.Option(help="Only this KV group.", min=0)] = None,
     limit: Annotated[int, typer.Option(help="List at most this many chunks.", min=1)] = 50,
-    sort: Annotated[str, typer.Option(help="Sort by age, idle, hits or size, largest first.")] = "",
-    tier: Annotated[str, typer.Option(help="Only in pools (ram), or on disks (disk).")] = "",
+    sort: Annotated[
+        Order | None, typer.Option(help="Sort by this, the largest first.", show_choices=True)
+    ] = None,
+    tier: Annotated[
+        Tier | None, typer.Option(help="Only in pools (ram), or on disks (disk).")
+    ] = None,
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
@@ -69,7 +76,12 @@ def ls(  # noqa: PLR0913 - a command's options
     with connected(ray_address) as cluster:
         found = list(
             cluster.chunks(
-                namespace=namespace, node=node, group=group, order=sort, limit=limit, tier=tier
+                namespace=namespace,
+                node=node,
+                group=group,
+                order=sort or "",
+                limit=limit,
+                tier=tier or "",
             )
         )
     if as_json:
@@ -128,9 +140,12 @@ def show(
 
     Example: raykv show 9d01c7a4
     """
+    from raykv.client.listing import whole_bytes
+
+    whole_bytes(key)
     with connected(ray_address) as cluster:
         found = cluster.chunk(key)
-        spaces = {each.namespace: each for each in cluster.status().spaces}
+        spaces = {each.namespace: each for each in cluster.status().spaces} if found else {}
     if as_json:
         print_json(found)
     elif found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +40,10 @@ def events(
 
     Example: raykv events --follow --json | jq -r 'select(.event == "BlockStored").node_id'
     """
+    from raykv.stream.readers import check_place
+
     place: int | tuple[int, int] | None = _place(since)
+    check_place(place)
     if place is None and not follow:
         place = 0
     with connected(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
@@ -67,8 +71,10 @@ def _line(event: Event) -> str:
 
     fields = msgspec.structs.asdict(event)
     place = f"{fields.pop('epoch')}:{fields.pop('seq')}"
+    happened = datetime.fromtimestamp(fields.pop("time")).astimezone()
+    moment = [f"{happened:%Y-%m-%d %H:%M:%S}"] if event.time else []
     words = [f"{name}={_short(value)}" for name, value in fields.items()]
-    return " ".join((place, type(event).__name__, *words))
+    return " ".join((*moment, place, type(event).__name__, *words))
 
 
 def _short(value: object) -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -82,7 +82,7 @@ def up(
     from raykv.cluster.join import ensure_cluster
 
     # An invalid size is refused before Ray is started.
-    load_settings({})
+    load_settings({} if ray_address is None else {"ray_address": ray_address})
     pool = None if pool_bytes is None else parse_size("--pool-bytes", pool_bytes)
     slab = None if slab_bytes is None else parse_size("--slab-bytes", slab_bytes)
     joined = ensure_cluster(ray_address)
@@ -175,10 +175,14 @@ def pin(
 
     Example: raykv pin text:@system-prompt.txt --ttl 8h --id system
     """
+    from raykv.client.pins import check_pin
+
     ttl_s = parse_duration("--ttl", ttl)
+    check_pin(ttl_s, priority)
+    given = read_keys(keys)
     with raykv.connect(ray_address) as cluster:
         made = cluster.pin(
-            all_keys(cluster, keys, namespace),
+            all_keys(cluster, given, namespace),
             namespace=namespace,
             ttl_s=ttl_s,
             priority=priority,
@@ -276,9 +280,10 @@ def prefetch(
 
     Example: raykv prefetch text:@system-prompt.txt --to 3f9a
     """
+    given = read_keys(keys)
     with raykv.connect(ray_address) as cluster, counting("prefetch") as watch:
         found = cluster.prefetch(
-            all_keys(cluster, keys, namespace),
+            all_keys(cluster, given, namespace),
             to,
             namespace=namespace,
             deadline_s=timeout,
@@ -303,9 +308,10 @@ def move(
 
     Example: raykv move @session.keys --to 3f9a
     """
+    given = read_keys(keys)
     with raykv.connect(ray_address) as cluster, counting("move") as watch:
         found = cluster.move(
-            all_keys(cluster, keys, namespace),
+            all_keys(cluster, given, namespace),
             to,
             namespace=namespace,
             deadline_s=timeout,
@@ -369,26 +375,43 @@ def parse_duration(name: str, value: str) -> float:
     return float(match[1]) * UNITS[match[2] or "s"]
 
 
-def all_keys(cluster: Cluster, arguments: Sequence[str], namespace: str) -> list[bytes | str]:
-    """The keys that were given, and the keys of the prompts.
+def read_keys(arguments: Sequence[str]) -> list[bytes | dict[str, Any]]:
+    """The keys that were given, and prompts as arguments of `Cluster.lookup`.
 
     Raises:
-        ClusterError: as for `Cluster.lookup`.
-        SettingError: a file, or a prompt, can't be read.
+        SettingError: a key is invalid; or a file, or a prompt, can't be read.
     """
-    keys: list[bytes | str] = []
+    from raykv.client.pins import raw_keys
+
+    given: list[bytes | dict[str, Any]] = []
     for argument in arguments:
         form, colon, prompt = argument.partition(":")
         if argument == "-":
-            keys += sys.stdin.read().split()
+            given += raw_keys(sys.stdin.read().split())
         elif argument.startswith("@"):
             try:
-                keys += Path(argument[1:]).read_text().split()
+                given += raw_keys(Path(argument[1:]).read_text().split())
             except (OSError, UnicodeDecodeError) as error:
                 raise SettingError(f"the keys in {argument[1:]} can't be read: {error}") from error
         elif colon and form in set(Form):
-            given = read_prompt(prompt, Form(form))
-            keys += cluster.lookup(**given, namespace=namespace or None).keys
+            given.append(read_prompt(prompt, Form(form)))
         else:
-            keys.append(argument)
+            given += raw_keys([argument])
+    return given
+
+
+def all_keys(
+    cluster: Cluster, given: Sequence[bytes | dict[str, Any]], namespace: str
+) -> list[bytes | str]:
+    """The keys among what was given, and the keys of the prompts.
+
+    Raises:
+        ClusterError: as for `Cluster.lookup`.
+    """
+    keys: list[bytes | str] = []
+    for each in given:
+        if isinstance(each, bytes):
+            keys.append(each)
+        else:
+            keys += cluster.lookup(**each, namespace=namespace or None).keys
     return keys

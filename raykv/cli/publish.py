@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from raykv.base.errors import ClusterError
+from raykv.base.errors import SettingError
 from raykv.base.settings import Settings, load_settings
-from raykv.cli.base import Address, AsJson, print_json, say
+from raykv.cli.base import Address, AsJson, ExitCode, print_json, say
 from raykv.cli.base import app as main_app
 from raykv.protocol.events import PublisherSettings, PublisherStatus
 
@@ -20,6 +19,8 @@ app = typer.Typer(
 )
 
 main_app.add_typer(app, name="publish")
+
+NOT_PUBLISHED = "no events are published in this cluster"
 
 
 @app.command()
@@ -77,10 +78,14 @@ def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     with connect(ray_address) as cluster:
         found = cluster.publisher()
-    if found is None:
-        Console(stderr=True).print("no events are published in this cluster")
-        raise typer.Exit(1)
-    _show(found, as_json=as_json)
+    if found is not None:
+        _show(found, as_json=as_json)
+        return
+    if as_json:
+        print_json(None)
+    else:
+        say(NOT_PUBLISHED)
+    raise typer.Exit(ExitCode.NOT_WELL)
 
 
 @app.command()
@@ -95,16 +100,16 @@ def stop(*, as_json: AsJson = False, ray_address: Address = None) -> None:
         was_there = cluster.stop_publishing()
     if as_json:
         print_json({"stopped": was_there})
-    elif was_there:
-        typer.echo("events are no longer published")
-    raise typer.Exit(0 if was_there else 1)
+    else:
+        say("events are no longer published" if was_there else NOT_PUBLISHED)
+    raise typer.Exit(ExitCode.OK if was_there else ExitCode.NOT_WELL)
 
 
 def _checked(given: dict[str, str]) -> PublisherSettings:
     """Check a publisher's settings as an engine's are checked."""
     settings = load_settings(given, {})
     if not settings.events_endpoint:
-        raise ClusterError("no endpoint is given: name one like tcp://*:5557")
+        raise SettingError("no endpoint is given: name one like tcp://*:5557")
     return PublisherSettings(
         endpoint=settings.events_endpoint,
         replay_endpoint=settings.events_replay_endpoint,

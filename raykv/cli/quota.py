@@ -56,7 +56,10 @@ def set_quota(
 
     Example: raykv quota set acme --guaranteed 0.3 --most 0.6 --salt-file acme-salt
     """
+    from raykv.client.quotas import quota_of
+
     salt = _salt(salt_file)
+    quota_of(name, guaranteed, most, salt, tenant)
     with connected(ray_address) as cluster:
         cluster.quotas.set(name, guaranteed=guaranteed, most=most, salt=salt, tenant=tenant)
     if as_json:

@@ -32,7 +32,18 @@ app = typer.Typer(
 
 main_app.add_typer(app, name="session")
 
-Name = Annotated[str, typer.Argument(help="As raykv_session in the requests has it.")]
+
+def _checked_name(name: str) -> str:
+    from raykv.client.sessions import check_session
+
+    check_session(name)
+    return name
+
+
+Name = Annotated[
+    str,
+    typer.Argument(help="As raykv_session in the requests has it.", callback=_checked_name),
+]
 Namespace = Annotated[
     str,
     typer.Option(help="As `raykv status` shows it, or its beginning. Default: any."),
@@ -125,7 +136,10 @@ def pause(
 
     Example: raykv session pause agent-7 15m
     """
+    from raykv.client.sessions import check_pause
+
     seconds = parse_duration("the pause", duration)
+    check_pause(seconds, priority)
     with connected(ray_address) as cluster:
         known = cluster.session(name, namespace=namespace).pause(seconds, priority=priority)
     _report(known, as_json=as_json)

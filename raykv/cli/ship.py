@@ -11,7 +11,7 @@ import typer
 import raykv
 from raykv.base.parsing import parse_size
 from raykv.cli.base import Address, AsJson, ExitCode, app, print_json, say
-from raykv.cli.operate import Timeout, all_keys, counting
+from raykv.cli.operate import Timeout, all_keys, counting, read_keys
 from raykv.memory.room import human_bytes
 
 Namespace = Annotated[str, typer.Option(help="Namespace of the chunks; its first digits suffice.")]
@@ -38,13 +38,18 @@ def export_chunks(
 
     Example: raykv export ./system-prompt.safetensors text:@system-prompt.txt
     """
+    from raykv.client.ship import refuse_used
+
+    refuse_used(path)
+    given = read_keys(keys or ())
+    most_bytes = parse_size("--hottest", hottest) if hottest else None
     with raykv.connect(ray_address) as cluster:
         found = cluster.export_chunks(
             path,
-            keys=all_keys(cluster, keys, namespace) if keys else None,
+            keys=all_keys(cluster, given, namespace) if keys else None,
             pin_id=pin_id,
             namespace=namespace,
-            most_bytes=parse_size("--hottest", hottest) if hottest else None,
+            most_bytes=most_bytes,
         )
     if as_json:
         print_json(found)
@@ -74,6 +79,9 @@ def import_chunks(
 
     Example: raykv import ./system-prompt.safetensors
     """
+    from raykv.client.ship import files_at
+
+    files_at(path)
     with raykv.connect(ray_address) as cluster, counting("import") as watch:
         found = cluster.import_chunks(path, to, deadline_s=timeout, watch=watch)
     if as_json:

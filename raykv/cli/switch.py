@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from raykv.base.errors import ClusterError, SettingError
-from raykv.cli.base import Address, AsJson, app, connected, print_json, say
+from raykv.cli.base import Address, AsJson, Yes, app, asks, confirm, connected, print_json, say
+from raykv.memory.room import human_bytes
 from raykv.protocol.node import Kept
+
+if TYPE_CHECKING:
+    from raykv.client.cluster import Cluster
+    from raykv.protocol.status import ClusterStatus
 
 
 @app.command()
@@ -44,14 +53,19 @@ def clear(
         str | None, typer.Argument(help="As `raykv status` shows it. Default: all.")
     ] = None,
     *,
+    yes: Yes = False,
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
     """Empty the cache, for one namespace or for all.
 
+    On a terminal it says what goes, and asks.
+
     Example: raykv clear 5f0c9a
     """
     with connected(ray_address) as cluster:
+        if asks(yes=yes):
+            confirm(_cleared(cluster.status(), namespace or ""))
         cluster.clear(namespace, watch=_tell_silent)
     _done({"cleared": namespace or "all"}, "cleared", as_json=as_json)
 
@@ -70,6 +84,8 @@ def set_weights_version(
 
     Example: raykv set-weights-version 3f2a step-200
     """
+    if not version:
+        raise SettingError("the version is an empty text: give the weights a name")
     with connected(ray_address) as cluster:
         told = cluster.set_weights_version(engine, version)
     sentence = f"the weights of {', '.join(told)} are called {version} from the next request on"
@@ -90,19 +106,35 @@ def down(
             "engine finds it. Nothing is ended if a node has no such place.",
         ),
     ] = False,
+    purge: Annotated[
+        bool,
+        typer.Option(
+            "--purge",
+            help="With --with-ray: remove what RayKV and that Ray cluster leave behind on this "
+            "host, too. Chunks on disks and in pool files stay.",
+        ),
+    ] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
     """End RayKV's actors and free their pools.
 
+    On a terminal it says what goes, and asks.
+
     Example: raykv down --keep
     """
     from raykv.cluster.join import find_cluster, running_clusters, stop_started
 
+    if purge and not with_ray:
+        raise SettingError("--purge removes what a local Ray cluster needs: give --with-ray too")
+    left = leftovers() if purge else []
     kept: list[Kept] = []
     count = 0
     try:
         with connected(ray_address) as cluster:
+            if asks(yes=yes):
+                confirm(_ended(cluster, left, with_ray=with_ray))
             if keep:
                 kept = cluster.keep()
                 refuse_without_place(kept)
@@ -114,8 +146,11 @@ def down(
         if stopped is None or stopped not in running_clusters():
             raise
         typer.echo(f"RayKV's actors end with their Ray nodes: {error}", err=True)
+        if asks(yes=yes):
+            confirm(f"this ends the Ray cluster at {stopped}, which does not answer")
     if stopped is not None:
         stop_started(stopped)
+    removed = [str(path) for path in left if remove(path)]
     sentence = f"ended {count} actors"
     for each in kept:
         sentence += f"\nnode {each.node_id[:12]}: {each.kept:,} chunks are in {each.place}"
@@ -125,10 +160,66 @@ def down(
             )
     if stopped is not None:
         sentence += f"\nstopped the Ray cluster at {stopped}"
+    sentence += "".join(f"\nremoved {path}" for path in removed)
     facts: dict[str, object] = {"ended_actors": count, "stopped_ray": stopped}
+    if purge:
+        facts["removed"] = removed
     if keep:
         facts["kept"] = [msgspec.structs.asdict(each) for each in kept]
     _done(facts, sentence, as_json=as_json)
+
+
+def _cleared(known: ClusterStatus, beginning: str) -> str:
+    """What a clearing takes."""
+    spaces = [each for each in known.spaces if each.namespace.startswith(beginning)]
+    on_disks = sum(count for name, count in known.disk_chunks.items() if name.startswith(beginning))
+    named = ", ".join(f"{each.namespace[:12]} ({each.model or '?'})" for each in spaces)
+    return (
+        f"this takes {sum(each.chunks for each in spaces):,} chunks out of pools and "
+        f"{on_disks:,} from disks, of {named or 'no namespace that is known now'}; engines compute "
+        "those prompts anew"
+    )
+
+
+def _ended(cluster: Cluster, left: Sequence[Path], *, with_ray: bool) -> str:
+    """What ends with `down`, as far as the scheduler actor answers."""
+    try:
+        known = cluster.status()
+    except ClusterError as error:
+        sentence = f"this ends RayKV's actors, of which nothing more is known ({error})"
+    else:
+        pools = sum(node.pool_bytes for node in known.nodes)
+        sentence = (
+            f"this ends RayKV at {known.address}: {len(known.nodes)} pools of "
+            f"{human_bytes(pools)} with {sum(each.chunks for each in known.spaces):,} chunks; "
+            f"{len(known.engines)} engines go on without the cache, and start the actors again"
+        )
+    if with_ray:
+        sentence += f". It stops the Ray cluster at {cluster.address}, and all that runs in it"
+    if left:
+        sentence += f". It removes {', '.join(map(str, left))}"
+    return sentence
+
+
+def leftovers() -> list[Path]:
+    """What a local cluster leaves behind on this host that is no cache: settings name those."""
+    from raykv.cluster.join import start_lock
+    from raykv.metrics.discovery import session_folder
+    from raykv.node.states.file import problems_folder
+    from raykv.serve.models import cache_root
+
+    found = [session_folder(), start_lock(), problems_folder(), cache_root()]
+    return [path for path in found if path is not None and path.exists()]
+
+
+def remove(path: Path) -> bool:
+    """Remove a file or folder of this user; whether it is gone."""
+    if path.lstat().st_uid == os.getuid() and not path.is_symlink():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return not path.exists()
 
 
 def refuse_without_place(kept: list[Kept]) -> None:

@@ -30,7 +30,7 @@ from raykv.base.deadlines import (
     TRANSFER_S,
     UP_S,
 )
-from raykv.base.errors import ClusterError
+from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
 from raykv.client import pools, states
 from raykv.client.chunks import read_requests
@@ -138,7 +138,7 @@ class Cluster:
         told: list[str] = self._scheduler.ask("name_weights", engine, order_id, version)
         if not told:
             known = ", ".join(each.engine_id for each in self._scheduler.status().engines)
-            raise ClusterError(
+            raise NotFoundError(
                 f"the id of no engine begins with {engine!r}; there are {known or 'none'}"
             )
         give_up_at = time.monotonic() + CLIENT_S
@@ -273,7 +273,7 @@ class Cluster:
         """
         known = ask.why_miss(self._scheduler.find(), request_id, CLIENT_S)
         if not known.found:
-            raise ClusterError(
+            raise NotFoundError(
                 f"no request whose id begins with {request_id!r} is among the latest "
                 f"{known.num_known} that have ended: it may still run, be older than those or than "
                 "the scheduler actor, or have been answered by an engine without RayKV"

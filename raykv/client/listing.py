@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from raykv.base.deadlines import CLIENT_S, LISTING_PAUSE_S
-from raykv.base.errors import ClusterError
+from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.cluster.ask import HERE, SCHEDULER, answer
 from raykv.prompts.adapters import named
@@ -77,7 +77,7 @@ class Reader:
             PROTOCOL_VERSION,
             self.full_namespace(namespace) if namespace else "",
             self.full_node(node) if node else "",
-            _whole_bytes(wanted),
+            whole_bytes(wanted),
             group,
             tier=tier,
         )
@@ -95,7 +95,7 @@ class Reader:
     def chunk(self, key: bytes | str) -> list[Chunk]:
         wanted = key.hex() if isinstance(key, bytes) else key.lower()
         found: list[Chunk] = []
-        whole = _whole_bytes(wanted)
+        whole = whole_bytes(wanted)
         if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
             known = self.status()
             for space in sorted({*known.namespaces, *known.disk_chunks}):
@@ -149,17 +149,17 @@ class Reader:
 
 def _the_one(what: str, beginning: str, names: set[str]) -> str:
     if not names:
-        raise ClusterError(f"the cache has no {what} yet: no engine has attached to it")
+        raise NotFoundError(f"the cache has no {what} yet: no engine has attached to it")
     found = sorted(name for name in names if name.startswith(beginning))
     if len(found) != 1:
         count = f"no {what}" if not found else f"{len(found)} {what}s"
-        raise ClusterError(
+        raise (ClusterError if found else NotFoundError)(
             f"{count} of the cache begins with {beginning!r}; there are {', '.join(sorted(names))}"
         )
     return found[0]
 
 
-def _whole_bytes(digits: str) -> bytes:
+def whole_bytes(digits: str) -> bytes:
     """The bytes that hexadecimal digits begin with.
 
     Raises:

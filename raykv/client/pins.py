@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raykv.base.errors import ClusterError, SettingError
+from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.operator import (
@@ -43,10 +43,7 @@ class Pinning:
         priority: int | None,
         pin_id: str | None,
     ) -> PinStatus:
-        if not 0 < ttl_s <= MAX_PIN_S:
-            raise SettingError(f"ttl_s={ttl_s} must be above 0, at most {MAX_PIN_S:.0f}")
-        if priority is not None and not 1 <= priority <= MAX_PRIORITY:
-            raise SettingError(f"priority={priority} must be from 1 to {MAX_PRIORITY}")
+        check_pin(ttl_s, priority)
         order = PinOrder(
             version=PROTOCOL_VERSION,
             pin_id=pin_id or uuid.uuid4().hex[:8],
@@ -63,7 +60,7 @@ class Pinning:
     def unpin(self, pin_id: str) -> None:
         if not self.scheduler.ask("unpin", pin_id):
             known = ", ".join(sorted(pin.pin_id for pin in self.pins().pins))
-            raise ClusterError(f"there is no pin {pin_id!r}; there are {known or 'none'}")
+            raise NotFoundError(f"there is no pin {pin_id!r}; there are {known or 'none'}")
 
     def pins(self) -> Pinned:
         return self.scheduler.ask_for(Pinned, "pins")
@@ -72,12 +69,25 @@ class Pinning:
         """What a pin was ordered as.
 
         Raises:
-            ClusterError: there is no such pin, or RayKV does not run here or does not answer.
+            NotFoundError: there is no such pin.
+            ClusterError: RayKV does not run here or does not answer.
         """
         raw = self.scheduler.ask("pin_order", pin_id)
         if not raw:
-            raise ClusterError(f"there is no pin {pin_id!r}")
+            raise NotFoundError(f"there is no pin {pin_id!r}")
         return receive(raw, PinOrder, "the scheduler actor", "this process")
+
+
+def check_pin(ttl_s: float, priority: int | None) -> None:
+    """Refuse a pin that no cluster would take.
+
+    Raises:
+        SettingError: one of them is not allowed.
+    """
+    if not 0 < ttl_s <= MAX_PIN_S:
+        raise SettingError(f"ttl_s={ttl_s} must be above 0, at most {MAX_PIN_S:.0f}")
+    if priority is not None and not 1 <= priority <= MAX_PRIORITY:
+        raise SettingError(f"priority={priority} must be from 1 to {MAX_PRIORITY}")
 
 
 def raw_keys(keys: Sequence[bytes | str]) -> list[bytes]:

@@ -12,7 +12,7 @@ import msgspec
 import ray
 
 from raykv.base.deadlines import CLIENT_S, KEEP_GRACE_S, RAY_LOOK_S, UP_ANSWER_S, UP_LOOK_S
-from raykv.base.errors import ClusterError, RayKVError, first_line
+from raykv.base.errors import ClusterError, NotFoundError, RayKVError, first_line
 from raykv.base.settings import Settings
 from raykv.cluster import ask, names
 from raykv.cluster.ask import ask_all, ask_ray
@@ -91,13 +91,16 @@ def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> l
         watch: called with how far all nodes are, several times a second.
 
     Raises:
-        ClusterError: no node is meant, or Ray does not answer.
+        NotFoundError: no node is meant.
+        ClusterError: Ray does not answer.
     """
     give_up_at = time.monotonic() + deadline_s
     nodes = [node for node in live_nodes() if wants(wish, node)]
     if not nodes:
         which = ", ".join(wish.node_ids) if wish.node_ids else wish.on
-        raise ClusterError(f"no live node of the cluster matches {which!r}: `ray status` shows all")
+        raise NotFoundError(
+            f"no live node of the cluster matches {which!r}: `ray status` shows all"
+        )
     there = set(ask_ray(ask.named_actors))
     states = {
         node.node_id: NodeUp(node.node_id, node.hostname, is_new=name_of(node) not in there)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raykv.base.errors import ClusterError, SettingError
+from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.tenants import MAX_LABEL, OTHERS, is_label, salt_label
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.operator import Quota, QuotaAnswer, TenantPage, TenantStatus
@@ -45,23 +45,7 @@ class Quotas:
             SettingError: an argument is invalid.
             ClusterError: too much would be guaranteed.
         """
-        if salt and tenant:
-            raise SettingError("a tenant is named by its cache_salt or by its label, not by both")
-        if not is_label(name) and name != OTHERS:
-            raise SettingError(
-                f"the name {name!r} is not of 1 to {MAX_LABEL} characters that can be shown"
-            )
-        if name == OTHERS and (salt or tenant):
-            raise SettingError(f"{OTHERS!r} are all without a quota: choose another name")
-        if not 0 <= guaranteed <= most <= 1:
-            raise SettingError(
-                f"guaranteed={guaranteed:g} and most={most:g} must be from 0 to 1, the second one "
-                "no less than the first"
-            )
-        label = salt_label(salt) or tenant or ("" if name == OTHERS else name)
-        if label and not is_label(label):
-            raise SettingError(f"{label!r} is no tenant's label: see `raykv quota list`")
-        quota = Quota(PROTOCOL_VERSION, name, label, guaranteed, most)
+        quota = quota_of(name, guaranteed, most, salt, tenant)
         answer = self.scheduler.ask_for(QuotaAnswer, "set_quota", encode(quota))
         if answer.error:
             raise ClusterError(f"the quota was not set: {answer.error}")
@@ -70,12 +54,37 @@ class Quotas:
         """End a quota: its tenant is one of the others again.
 
         Raises:
-            ClusterError: there is no such quota.
+            NotFoundError: there is no such quota.
         """
         if not self.scheduler.ask("remove_quota", name):
             known = ", ".join(sorted(each.name for each in self.tenants() if each.has_quota))
-            raise ClusterError(f"there is no quota {name!r}; there are {known or 'none'}")
+            raise NotFoundError(f"there is no quota {name!r}; there are {known or 'none'}")
 
     def tenants(self) -> list[TenantStatus]:
         """Tenants that have a quota, and others that have chunks in pools."""
         return self.scheduler.ask_for(TenantPage, "tenants").tenants
+
+
+def quota_of(name: str, guaranteed: float, most: float, salt: str, tenant: str) -> Quota:
+    """What a cluster is asked for; see `Quotas.set`.
+
+    Raises:
+        SettingError: an argument is invalid.
+    """
+    if salt and tenant:
+        raise SettingError("a tenant is named by its cache_salt or by its label, not by both")
+    if not is_label(name) and name != OTHERS:
+        raise SettingError(
+            f"the name {name!r} is not of 1 to {MAX_LABEL} characters that can be shown"
+        )
+    if name == OTHERS and (salt or tenant):
+        raise SettingError(f"{OTHERS!r} are all without a quota: choose another name")
+    if not 0 <= guaranteed <= most <= 1:
+        raise SettingError(
+            f"guaranteed={guaranteed:g} and most={most:g} must be from 0 to 1, the second one "
+            "no less than the first"
+        )
+    label = salt_label(salt) or tenant or ("" if name == OTHERS else name)
+    if label and not is_label(label):
+        raise SettingError(f"{label!r} is no tenant's label: see `raykv quota list`")
+    return Quota(PROTOCOL_VERSION, name, label, guaranteed, most)

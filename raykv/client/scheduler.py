@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from raykv.base.deadlines import CLIENT_S
-from raykv.base.errors import ClusterError
+from raykv.base.errors import ClusterError, NotFoundError
 from raykv.cluster import ask
 from raykv.protocol.framing import S, receive
 from raykv.protocol.node import NodeDescription
@@ -53,8 +53,10 @@ class Scheduler:
         found = [node_id for node_id in known if node_id.startswith(beginning)]
         if len(found) != 1:
             what = "no node with a pool" if not found else f"{len(found)} nodes with a pool"
-            ids = ", ".join(node_id[:12] for node_id in known)
-            raise ClusterError(f"the id of {what} begins with {beginning!r}; there are {ids}")
+            ids = ", ".join(node_id[:12] for node_id in known) or "none"
+            raise (ClusterError if found else NotFoundError)(
+                f"the id of {what} begins with {beginning!r}; there are {ids}"
+            )
         return found[0]
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from raykv.base.deadlines import TRANSFER_S
-from raykv.base.errors import ClusterError, SettingError
+from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.client.listing import Reader
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Moving, Watch
@@ -57,10 +57,7 @@ class ClientSession:
     _desk: SessionDesk
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.name) <= MAX_SESSION_NAME:
-            raise SettingError(
-                f"a session's name has 1 to {MAX_SESSION_NAME} characters, not {len(self.name)}"
-            )
+        check_session(self.name)
 
     def status(self) -> SessionStatus:
         """What is known of it, and where its chunks are now."""
@@ -84,12 +81,7 @@ class ClientSession:
         Raises:
             SettingError: an argument is not allowed.
         """
-        if not 0 < seconds <= MAX_PAUSE_S:
-            raise SettingError(
-                f"a pause of {seconds} s: it must be above 0, at most {MAX_PAUSE_S:g}"
-            )
-        if priority is not None and not 1 <= priority <= MAX_PRIORITY:
-            raise SettingError(f"priority={priority} must be from 1 to {MAX_PRIORITY}")
+        check_pause(seconds, priority)
         return self._order(SessionWord.PAUSED, float(seconds), priority or 0)
 
     def keys(self) -> list[bytes]:
@@ -128,7 +120,7 @@ class ClientSession:
         if page.sessions:
             spaces = ", ".join(each.namespace[:12] for each in page.sessions)
             raise ClusterError(f"there is a session {self.name!r} in several namespaces: {spaces}")
-        raise ClusterError(
+        raise NotFoundError(
             f"there is no session {self.name!r}: either no request with raykv_session has ended "
             "yet, or client_hints does not allow it, or it was used too long ago"
         )
@@ -138,7 +130,7 @@ class ClientSession:
         order = SessionOrder(PROTOCOL_VERSION, namespace, self.name, word, pause_s, priority)
         answer = self._desk.scheduler.ask_for(SessionAnswer, "order_session", encode(order))
         if answer.session is None:
-            raise ClusterError(f"the session {self.name!r} has just been forgotten")
+            raise NotFoundError(f"the session {self.name!r} has just been forgotten")
         return answer.session
 
     def _keys(self, namespace: str) -> list[bytes]:
@@ -154,3 +146,19 @@ class ClientSession:
         if len(engines | nodes) == 1:
             return (engines | nodes).pop()
         return self._desk.scheduler.node(beginning)
+
+
+def check_session(name: str) -> None:
+    """Refuse a name that no session can have, with a SettingError."""
+    if not 0 < len(name) <= MAX_SESSION_NAME:
+        raise SettingError(
+            f"a session's name has 1 to {MAX_SESSION_NAME} characters, not {len(name)}"
+        )
+
+
+def check_pause(seconds: float, priority: int | None) -> None:
+    """Refuse a pause that no session can make, with a SettingError."""
+    if not 0 < seconds <= MAX_PAUSE_S:
+        raise SettingError(f"a pause of {seconds} s: it must be above 0, at most {MAX_PAUSE_S:g}")
+    if priority is not None and not 1 <= priority <= MAX_PRIORITY:
+        raise SettingError(f"priority={priority} must be from 1 to {MAX_PRIORITY}")

@@ -23,7 +23,14 @@ from raykv.base.deadlines import (
     TRANSFER_LOOK_S,
     TRANSFER_S,
 )
-from raykv.base.errors import ChunkFileError, ClusterError, SettingError, cause_of, first_line
+from raykv.base.errors import (
+    ChunkFileError,
+    ClusterError,
+    NotFoundError,
+    SettingError,
+    cause_of,
+    first_line,
+)
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, Generation, Key, Namespace, Refusal
 from raykv.base.version import __version__
@@ -84,10 +91,10 @@ class Shipping:
             wanted = set() if keys is None else _chosen(keys)
         found = self._found(space, wanted, most_bytes)
         if not found:
-            raise SettingError(f"no chunk of that kind is in namespace {space[:12]}")
+            raise NotFoundError(f"no chunk of that kind is in namespace {space[:12]}")
         facts = self._facts(space)
         is_file = target.suffix == SUFFIX
-        _refuse_used(target, is_file=is_file)
+        refuse_used(target)
         written = Exported(str(target), space, asked=len(wanted) or len(found))
         limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
         for part in _parts(found, limit):
@@ -166,7 +173,7 @@ class Shipping:
         self, path: str | Path, node_id: str, deadline_s: float, watch: Watch
     ) -> TransferResult:
         began = time.monotonic()
-        files = [read_header(each) for each in _paths(Path(path))]
+        files = files_at(path)
         refuse_foreign(files, self.scheduler.status().spaces)
         target = self.scheduler.node(node_id) if node_id else self._roomiest()
         asked = sum(len(file.chunks) for file in files)
@@ -227,7 +234,9 @@ def _chosen(keys: Sequence[bytes | str]) -> set[Key]:
     return chosen
 
 
-def _refuse_used(path: Path, *, is_file: bool) -> None:
+def refuse_used(path: Path) -> None:
+    """Refuse what an export would write over, with a SettingError."""
+    is_file = path.suffix == SUFFIX
     if is_file and path.exists():
         raise SettingError(f"{path} is there already: export to another place")
     if not is_file and path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -290,11 +299,18 @@ def _read_from(
     return came
 
 
-def _paths(path: Path) -> list[Path]:
-    paths = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+def files_at(path: str | Path) -> list[ChunkFile]:
+    """What an import finds there.
+
+    Raises:
+        SettingError: there are no files of chunks.
+        ChunkFileError: one is damaged, or none of these.
+    """
+    place = Path(path)
+    paths = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
     if not paths or not paths[0].is_file():
         raise SettingError(f"{path} is no file of chunks, and no folder of such files")
-    return paths
+    return [read_header(each) for each in paths]
 
 
 def first_that_fit(files: Sequence[ChunkFile], geometry: PoolGeometry | None) -> list[ChunkFile]:

@@ -33,6 +33,7 @@ import ray
 from raykv.base.deadlines import CLIENT_PROBE_S, RAY_CONNECT_S, RAY_LEAVE_S, RAY_LOOK_S, RAY_START_S
 from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
+from raykv.base.parsing import address as parse_address
 from raykv.base.parsing import shown
 from raykv.base.threads import within
 from raykv.cluster import names
@@ -126,8 +127,10 @@ def find_cluster(ray_address: str | None) -> str | None:
 
     Raises:
         ClusterError: several clusters of this user run on this host and none was named.
+        SettingError: what is named can't be the address of a cluster.
     """
-    named = ray_address or os.environ.get("RAY_ADDRESS")
+    name = "ray_address" if ray_address else "RAY_ADDRESS"
+    named = parse_address(name, ray_address or os.environ.get(name, ""))
     if named == "local":
         return None
     if named and named != "auto":
@@ -165,10 +168,15 @@ def ensure_cluster(ray_address: str | None, own_ip: str = LOOPBACK) -> Joined:
         return Joined(_start_local(own_ip), started=True)
 
 
+def start_lock() -> Path:
+    """The file that starters of local clusters lock."""
+    return Path(tempfile.gettempdir()) / f"raykv-start-{os.getuid()}.lock"
+
+
 @contextmanager
 def _start_lock() -> Iterator[None]:
     """One starter per user and host at a time."""
-    path = Path(tempfile.gettempdir()) / f"raykv-start-{os.getuid()}.lock"
+    path = start_lock()
     give_up_at = time.monotonic() + 2 * RAY_START_S
     try:
         fd = open_own(path, os.O_RDWR | os.O_CREAT)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from raykv.base.ids import Epoch, EventKind, Generation, Namespace, NodeId
@@ -45,6 +45,7 @@ class _Run:
     keys: Sequence[bytes] = (b"",)
     slots: Sequence[int] = (0,)
     generations: Sequence[int] = (0,)
+    at: float = 0.0
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -55,6 +56,8 @@ class EventLog:
 
     def __init__(self, epoch: Epoch, most: int = MAX_EVENTS) -> None:
         self.epoch = epoch
+        # As of the last call of `set_clock`: events happen a little later.
+        self._now = 0.0
         self._most = most
         # The oldest run may begin before the oldest event that is kept.
         self._runs: deque[_Run] = deque()
@@ -74,7 +77,12 @@ class EventLog:
         """
         self.epoch = epoch
 
+    def set_clock(self, now: float) -> None:
+        """The time, from which the ages of events are told."""
+        self._now = now
+
     def _append(self, run: _Run) -> None:
+        run = replace(run, at=self._now)
         self.last_seq += len(run)
         self._num_in_runs += len(run)
         self._runs.append(run)
@@ -134,6 +142,7 @@ class EventLog:
             keys=[key for run in runs for key in run.keys],
             slots=[slot for run in runs for slot in run.slots],
             generations=[generation for run in runs for generation in run.generations],
+            ages_ms=[int(1000 * (self._now - run.at)) for run in runs for _ in range(len(run))],
         )
 
     def runs(self, after: int) -> list[_Run]:
@@ -149,7 +158,7 @@ class EventLog:
             if first < stop:
                 rows = slice(max(start - first, 0), stop - first)
                 columns = (run.keys[rows], run.slots[rows], run.generations[rows])
-                found.append(_Run(run.kind, run.node_id, run.namespace, *columns))
+                found.append(_Run(run.kind, run.node_id, run.namespace, *columns, run.at))
             if first <= start:
                 break
         return [run for run in reversed(found) if len(run)]

@@ -595,6 +595,7 @@ class BlockManager:
         The engines of such a node attach again, since its leases are forgotten with it.
         """
         self._table.set_clock(now)
+        self._log.set_clock(now)
         for engine in list(self._engines.values()):
             if now - engine.last_seen > self.settings.engine_expiry_s:
                 self.detach_engine(engine.engine_id)

@@ -95,8 +95,14 @@ class Discovery:
 
 def default_path() -> Path | None:
     """A file beside Ray's `prom_metrics_service_discovery.json`; None where Ray has no folder."""
+    folder = session_folder()
+    return None if folder is None else folder / FILE_NAME
+
+
+def session_folder() -> Path | None:
+    """The folder of this host's Ray session, of which this process is a driver; None without."""
     from ray._private import worker
 
     node = worker._global_node
     folder = None if node is None else node.get_session_dir_path()
-    return None if folder is None else Path(folder) / FILE_NAME
+    return None if folder is None else Path(folder)

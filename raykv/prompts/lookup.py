@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from raykv.base.errors import ClusterError, SettingError
+from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import Key
 from raykv.prompts.block_hashes import (
     DEFAULT_SEED,
@@ -107,7 +107,8 @@ def choose_namespace(
     with some; and one that only lies on disks where there is none in a pool either.
 
     Raises:
-        ClusterError: there is none, or there are several.
+        NotFoundError: there is none.
+        ClusterError: there are several.
     """
     found = [
         space
@@ -126,7 +127,9 @@ def choose_namespace(
     known = ", ".join(f"{s.namespace[:12]} ({s.model or 'model unknown'})" for s in spaces)
     what = "no namespace" if not found else f"{len(found)} namespaces"
     hint = "name one with namespace=" if found else "start an engine of it first"
-    raise ClusterError(f"there is {what} {wanted}: {hint}; there are {known or 'none'}")
+    raise (ClusterError if found else NotFoundError)(
+        f"there is {what} {wanted}: {hint}; there are {known or 'none'}"
+    )
 
 
 def _is_called(known: str, model: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,9 +56,14 @@ def _plain(tokens: Any) -> list[int]:
 
 
 def _load(tokenizer: str, **options: bool) -> Any:
-    transformers = load("transformers", "a prompt that is given as text")
     try:
-        return transformers.AutoTokenizer.from_pretrained(tokenizer, **options)
+        with warnings.catch_warnings():
+            # What torchvision lacks is for images; transformers looks for it all the same.
+            warnings.filterwarnings("ignore", module=r"torchvision(\..*)?")
+            transformers = load("transformers", "a prompt that is given as text")
+            return transformers.AutoTokenizer.from_pretrained(tokenizer, **options)
+    except SettingError:
+        raise
     except Exception as error:
         raise SettingError(
             f"there is no tokenizer {tokenizer!r} here ({first_line(error)}): name the model's "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -17,10 +18,11 @@ from raykv.protocol.node import Inventory
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """What all events have."""
+    """What all events have. `time`: in Unix seconds, to about a second; 0.0: it is not known."""
 
     epoch: int
     seq: int
+    time: float = 0.0
 
 
 class EpochBegan(Event, frozen=True, kw_only=True, tag=True):
@@ -92,7 +94,8 @@ class EventsMissed(Event, frozen=True, kw_only=True, tag=True):
 class EventPage(msgspec.Struct, frozen=True):
     """A stretch of the event log, as columns; see `raykv.directory.log`.
 
-    The first row has the number `first_seq`. `is_gap`: it does not follow on what was asked for.
+    `ages_ms`: how long ago each happened, to about a second; empty: that is not known. The first
+    row has the number `first_seq`. `is_gap`: it does not follow on what was asked for.
     `last_seq` is the log's newest number. `node_index` and `namespace_index` point into `nodes`
     and `namespaces`, which have "" for none.
     """
@@ -110,6 +113,7 @@ class EventPage(msgspec.Struct, frozen=True):
     keys: list[bytes] = []
     slots: list[int] = []
     generations: list[int] = []
+    ages_ms: list[int] = []
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -133,8 +137,9 @@ class SnapshotPage(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def events_of(page: EventPage) -> Iterator[Event]:
-    """The rows of a page as events."""
+def events_of(page: EventPage, now: float = 0.0) -> Iterator[Event]:
+    """The rows of a page as events; they have times if `now` says when it came, in Unix seconds."""
+    ages = page.ages_ms if now and page.ages_ms else [None] * len(page)
     columns = zip(
         page.kinds,
         page.node_index,
@@ -142,12 +147,14 @@ def events_of(page: EventPage) -> Iterator[Event]:
         page.keys,
         page.slots,
         page.generations,
+        ages,
         strict=True,
     )
-    for number, (kind, node, namespace, key, slot, generation) in enumerate(columns):
+    for number, (kind, node, namespace, key, slot, generation, age) in enumerate(columns):
+        place = {"epoch": page.epoch, "seq": page.first_seq + number}
         yield _event(
             EventKind(kind),
-            {"epoch": page.epoch, "seq": page.first_seq + number},
+            place if age is None else {**place, "time": round(now - age / 1000, 3)},
             page.nodes[node],
             page.namespaces[namespace],
             key,
@@ -158,7 +165,7 @@ def events_of(page: EventPage) -> Iterator[Event]:
 
 def _event(
     kind: EventKind,
-    place: dict[str, int],
+    place: dict[str, Any],
     node_id: str,
     namespace: str,
     key: bytes,

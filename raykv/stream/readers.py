@@ -60,6 +60,15 @@ def read_events(
 
 def _place(find: Callable[[], Any], since: int | tuple[int, int] | None) -> tuple[int, int]:
     """Epoch and number of the last event that the reader knows."""
+    check_place(since)
+    if isinstance(since, tuple):
+        return since
+    newest = _page(find, 0, 0)
+    return newest.epoch, newest.last_seq if since is None else since
+
+
+def check_place(since: int | tuple[int, int] | None) -> None:
+    """Refuse what can't be the place of an event, with a ClusterError."""
     numbers: tuple[Any, ...] = (
         since if isinstance(since, tuple) else (0, 0 if since is None else since)
     )
@@ -70,10 +79,6 @@ def _place(find: Callable[[], Any], since: int | tuple[int, int] | None) -> tupl
         raise ClusterError(
             f"events since={since!r}: give the number of an event, or its epoch and number"
         )
-    if isinstance(since, tuple):
-        return since
-    newest = _page(find, 0, 0)
-    return newest.epoch, newest.last_seq if since is None else since
 
 
 def _page(
@@ -95,7 +100,7 @@ def _events(page: EventPage, epoch: int, after: int) -> list[Event]:
     if not page.kinds and page.last_seq >= page.first_seq:
         raise MessageError(f"{SCHEDULER} has {page.last_seq} events and did not tell them")
     try:
-        return list(events_of(page))
+        return list(events_of(page, time.time()))
     except (IndexError, ValueError) as error:
         raise MessageError(f"{SCHEDULER} sent events that can't be read: {error}") from error
 

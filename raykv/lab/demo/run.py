@@ -20,6 +20,7 @@ from rich.console import Console
 
 from raykv.base.errors import SettingError
 from raykv.base.extras import require
+from raykv.base.settings import load_settings
 from raykv.lab.demo.engine import DemoEngine, Setup, log_path
 from raykv.lab.demo.prompts import document_prompts, random_prompts
 from raykv.lab.demo.report import show
@@ -75,6 +76,9 @@ def run_demo(  # noqa: PLR0913 - the options of a command
         raise SettingError(f"nodes={nodes}: the demo runs on 1 Ray node or on {MAX_NODES}")
     if json_path and not json_path.parent.is_dir():
         raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
+    raykv = {"ray_address": ray_address, "pool_bytes": pool_bytes}
+    raykv = {name: value for name, value in raykv.items() if value is not None}
+    load_settings(raykv)
     console = console or Console()
     _set_engine_environment()
     log = log_path()
@@ -82,7 +86,6 @@ def run_demo(  # noqa: PLR0913 - the options of a command
         console.print(f"The engine's and Ray's output is in {log}", style="dim", soft_wrap=True)
         with console.status("starting") as status:
             setup = (_tiny_setup if tiny else _real_setup)(stack, status.update)
-            raykv = {} if pool_bytes is None else {"pool_bytes": pool_bytes}
             stack.callback(note_actors, "")
             session = _start(stack, setup, ray_address, raykv, nodes, status.update, note_actors)
         report = session.run(rounds, console)
@@ -142,7 +145,7 @@ def _start(
             note_actors(joined.address)
         stack.callback(cluster.down)
     say(f"starting vLLM with {setup.name}")
-    raykv = {"ray_address": joined.address, **raykv}
+    raykv = {**raykv, "ray_address": joined.address}
     engine = DemoEngine(setup, raykv)
     stack.callback(engine.shut_down)
     start_other = partial(_start_other, stack, setup, raykv) if nodes > 1 else None

@@ -179,10 +179,17 @@ def promise(path: str, *, own_folder: bool = False) -> int:
     return fd
 
 
+def problems_folder() -> Path:
+    """Where this user's notes of it are."""
+    return Path(tempfile.gettempdir()) / f"raykv_hidden_states_problems_{os.getuid()}"
+
+
 def _note_of(path: str) -> Path:
     """Where it is noted why a file's folder can't be written to."""
-    folder = Path(tempfile.gettempdir()) / f"raykv_hidden_states_problems_{os.getuid()}"
-    return folder / hashlib.sha256(os.fsencode(Path(path).absolute().parent)).hexdigest()[:32]
+    return (
+        problems_folder()
+        / hashlib.sha256(os.fsencode(Path(path).absolute().parent)).hexdigest()[:32]
+    )
 
 
 def _note(path: str, error: OSError) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 import raykv
 from raykv import cli
 from raykv.base.errors import ClusterError, SettingError
-from raykv.cli import app, base, chunks, main
+from raykv.cli import app, base, chunks, main, switch
 from raykv.cli.base import EXIT_CODES, ago
 from raykv.protocol.events import BlockStored, Event, NodeLost
 from raykv.protocol.operator import TransferResult
@@ -112,6 +113,13 @@ class PlayedCluster:
             ],
             disk_tokens=self.on_disk,
         )
+
+    def clear(self, namespace: str | None, *, watch: Any) -> None:
+        self._answer(gone=namespace)
+
+    def down(self) -> int:
+        self._answer(gone="all")
+        return 3
 
     def more_room(self) -> MoreRoom:
         self._answer()
@@ -282,7 +290,7 @@ def test_operations_take_keys_and_prompts(cluster: PlayedCluster, tmp_path: Path
     assert found["came"] == 2
     looked_up, asked = cluster.asked
     assert looked_up == {"tokens": None, "text": "Hello", "namespace": None}
-    assert asked["keys"] == ["ab12", b"k" * 36]
+    assert asked["keys"] == [bytes.fromhex("ab12"), b"k" * 36]
 
 
 def test_lookup_reads_a_prompt_in_any_form(cluster: PlayedCluster, tmp_path: Path) -> None:
@@ -337,9 +345,11 @@ def test_events_are_printed_as_they_come(cluster: PlayedCluster) -> None:
     stored = BlockStored(
         epoch=4, seq=7, node_id="n", namespace="5f", key=b"\xab" * 36, slot=1, generation=2
     )
-    cluster.told = [stored, NodeLost(epoch=4, seq=8, node_id="n", node_epoch=3)]
+    cluster.told = [stored, NodeLost(epoch=4, seq=8, time=1.7e9, node_id="n", node_epoch=3)]
     first, second = run("events").splitlines()
     assert first.startswith("4:7 BlockStored node_id=n namespace=5f key=abab")
+    moment, second = second[:20], second[20:]
+    assert moment == f"{datetime.fromtimestamp(1.7e9):%Y-%m-%d %H:%M:%S} "
     assert second == "4:8 NodeLost node_id=n node_epoch=3"
     rows = [json.loads(line) for line in run("events", "--json", "-f").splitlines()]
     assert rows[0]["event"] == "BlockStored"
@@ -375,7 +385,10 @@ def test_failure_is_a_sentence_on_standard_error_and_code_2(
         main()
     assert ended.value.code == 2
     printed = capsys.readouterr()
-    assert printed.out == ""
+    said = {"error": "nobody [there] answers", "exit_code": 2}
+    assert (json.loads(printed.out) if "--json" in arguments else printed.out) == (
+        said if "--json" in arguments else ""
+    )
     assert printed.err == "raykv: nobody [there] answers\n"
 
 
@@ -490,3 +503,49 @@ def test_up_starts_no_ray_for_a_wrong_setting(
     assert isinstance(done.exception, SettingError)
     assert said in str(done.exception)
     assert not started
+
+
+def test_version_is_an_option_too() -> None:
+    assert run("--version") == f"{raykv.__version__}\n" == run("version")
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+@pytest.mark.parametrize("command", ["clear", "down"])
+def test_person_is_asked_before_something_goes(
+    cluster: PlayedCluster, monkeypatch: pytest.MonkeyPatch, command: str, answer: str
+) -> None:
+    def asks(*, yes: bool) -> bool:
+        return not yes
+
+    monkeypatch.setattr(switch, "asks", asks)
+    shown = CliRunner().invoke(app, [command], input=f"{answer}\n")
+    assert "chunks" in shown.stderr
+    assert "Go on? [y/N]" in shown.stderr
+    assert shown.exit_code == (0 if answer == "y" else 1)
+    assert any("gone" in each for each in cluster.asked) == (answer == "y")
+    shown = CliRunner().invoke(app, [command, "--yes"])
+    assert shown.exit_code == 0
+    assert "Go on?" not in shown.stderr
+
+
+def test_nobody_is_asked_on_a_pipe(cluster: PlayedCluster) -> None:
+    assert run("clear") == "cleared\n"
+
+
+def test_purge_removes_what_is_left_on_this_host_and_no_cache(
+    cluster: PlayedCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session, pool = tmp_path / "session", tmp_path / "pool"
+    session.mkdir()
+    pool.write_bytes(b"KV")
+    (session / "a log").write_text("")
+    monkeypatch.setattr("raykv.metrics.discovery.session_folder", lambda: session)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache/raykv/smollm2").mkdir(parents=True)
+    stopped: list[str] = []
+    monkeypatch.setattr("raykv.cluster.join.stop_started", stopped.append)
+    told = json.loads(run("down", "--with-ray", "--purge", "--json"))
+    assert stopped == ["played:1"]
+    assert told["removed"] == [str(session), str(tmp_path / "cache/raykv")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "pool"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import raykv
 from raykv import cli
-from raykv.base.errors import ClusterError
+from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import MissReason
 from raykv.cli.trouble import ADVICE, advice
 from raykv.client.cluster import Cluster
@@ -43,7 +43,7 @@ class PlayedCluster:
     def why_miss(self, request_id: str) -> list[Explanation]:
         self.asked.append(request_id)
         if not self.found:
-            raise ClusterError(f"no request whose id begins with {request_id!r}")
+            raise NotFoundError(f"no request whose id begins with {request_id!r}")
         return list(self.found)
 
     def __enter__(self) -> PlayedCluster:
@@ -172,14 +172,14 @@ def test_several_requests_come_in_the_order_of_the_answer(monkeypatch: pytest.Mo
     assert 0 <= text.index("request newer") < text.index("request older")
 
 
-def test_unknown_request_is_one_sentence_and_exit_code_2(
+def test_unknown_request_is_one_sentence_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     play(monkeypatch)
     monkeypatch.setattr("sys.argv", ["raykv", "why-miss", "cmpl-9"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 2
+    assert ended.value.code == 1
     assert capsys.readouterr().err == "raykv: no request whose id begins with 'cmpl-9'\n"
 
 

@@ -68,6 +68,18 @@ def test_log_begins_with_epoch_began_as_number_one() -> None:
     assert not page.is_gap
 
 
+def test_event_says_when_it_happened() -> None:
+    log = EventLog(EPOCH)
+    log.set_clock(10.0)
+    log.node_joined(NODE, Epoch(70))
+    log.set_clock(12.5)
+    log.node_lost(NODE, Epoch(70))
+    log.set_clock(13.0)
+    page = decode(encode(log.page(EPOCH, 1)), EventPage)
+    assert [event.time for event in events_of(page, 1000.0)] == [997.0, 999.5]
+    assert {event.time for event in events_of(page)} == {0.0}
+
+
 def test_events_cross_the_wire_whole_and_numbered_in_their_order() -> None:
     log = EventLog(EPOCH)
     log.node_joined(NODE, Epoch(70))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from raykv.base.errors import SettingError
 from raykv.lab.bench.tiny_tokenizer import SPECIAL_TOKENS, write_tiny_tokenizer
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 USER, ASSISTANT, END = (
     SPECIAL_TOKENS.index(name) for name in ("<|user|>", "<|assistant|>", "</s>")
@@ -28,6 +30,23 @@ def test_text_has_a_token_for_each_byte(folder: str) -> None:
     assert len(tokens) == 3
     assert tokens[0] == tokens[1] != tokens[2]
     assert all(type(token) is int for token in tokens)
+
+
+def test_nothing_is_said_of_what_torchvision_lacks_for_images(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = transformers.AutoTokenizer.from_pretrained
+
+    def warn_and_read(*arguments: Any, **options: Any) -> Any:
+        place = {"filename": "image.py", "lineno": 13, "module": "torchvision.io.image"}
+        warnings.warn_explicit("Failed to load image Python extension", UserWarning, **place)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", warn_and_read)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tokens_of_text(folder, "a")
+    assert not said
 
 
 def test_chat_ends_where_the_model_would_answer(folder: str) -> None:
