@@ -142,21 +142,8 @@ def test_setting_without_a_topic_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         settings.page()
 
 
-def expressions(text: str) -> list[str]:
-    """PromQL that an entry of a list begins with."""
-    return re.findall(r"^\* `([^`]* (?:==|[<>]) [^`]*)`", text, flags=re.MULTILINE)
-
-
 def test_page_of_operators_names_only_metrics_that_exist() -> None:
     named = set(re.findall(r"raykv_[a-z_]+", " ".join(re.findall(r"`([^`]*)`", OPERATING))))
     assert len(named) > 10
     others = {"raykv_metrics_sd", "raykv_sources", TENANT, *PARAMS, *HINTS}
     assert named - others <= set(METRICS)
-
-
-def test_every_expression_for_an_alert_parses() -> None:
-    parser = pytest.importorskip("promql_parser")
-    found = expressions(OPERATING)
-    assert len(found) > 5
-    for each in found:
-        parser.parse(each)

@@ -133,6 +133,8 @@ def down(
     count = 0
     try:
         with connected(ray_address) as cluster:
+            # Once more: Ray's session has a folder that only a member of the cluster knows.
+            left = leftovers() if purge else []
             if asks(yes=yes):
                 confirm(_ended(cluster, left, with_ray=with_ray))
             if keep:
