@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         NodeLost,
     )
     from raykv.protocol.reader import Chunk, PromptLookup
+    from raykv.serve.plan import plan
     from raykv.stream.replay import Replay
-    from raykv.vllm.plan import plan
 
 _CLIENT = ("Cluster", "clear", "connect", "events", "hidden_states")
 _EVENTS = (
@@ -47,7 +47,7 @@ _OTHERS = {
     "Replay": "raykv.stream.replay",
     "cleanup_hidden_states": "raykv.node.states.file",
     "load_hidden_states": "raykv.node.states.file",
-    "plan": "raykv.vllm.plan",
+    "plan": "raykv.serve.plan",
 }
 
 __all__ = [

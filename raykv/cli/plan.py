@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.console import Console
 
 from raykv.base.errors import SettingError
 from raykv.cli.base import (
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def plan(
-    model: Annotated[str | None, typer.Argument(help="Its folder, or its name.")] = None,
+    model: Annotated[str | None, typer.Argument(help="As for `raykv serve`.")] = None,
     *,
     live: Annotated[
         bool,
@@ -74,12 +75,12 @@ def plan(
     if model is None:
         _live(ray_address, as_json=as_json)
         return
-    from raykv.vllm.plan import PROMPTS
-    from raykv.vllm.plan import plan as make_plan
+    from raykv.serve.plan import PROMPTS
+    from raykv.serve.plan import plan as make_plan
 
-    found = make_plan(
-        model, _pairs("--set", settings or []), _pairs("--engine", engine or []), tokens or PROMPTS
-    )
+    given = _pairs("--set", settings or []), _pairs("--engine", engine or [])
+    with Console(stderr=True).status("asking vLLM how it would plan the KV cache"):
+        found = make_plan(model, *given, tokens or PROMPTS)
     if as_json:
         print_json(found)
     else:

@@ -13,13 +13,15 @@ from raykv.cli.base import Address, AsJson, app, print_json
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="As for `vllm serve`.")],
+    model: Annotated[str, typer.Argument(help="As for `vllm serve`, or smollm2.")],
     pool_bytes: Annotated[
         str | None, typer.Option("--pool-bytes", help='Size of the pool, like "8GiB".')
     ] = None,
     ray_address: Address = None,
 ) -> None:
     """Start vLLM's OpenAI server with RayKV; all further options go to `vllm serve`.
+
+    smollm2 is a small real model that needs no GPU, hub or token; requests call it so, too.
 
     Example: raykv serve Qwen/Qwen3-8B --pool-bytes 32GiB --port 8001
     """

@@ -126,9 +126,9 @@ class Reader:
         seed = os.environ.get("PYTHONHASHSEED")
         scheme = scheme_of(space, [] if seed is None else [seed])
         if text is not None:
-            tokens = tokens_of_text(model or space.model, text)
+            tokens = tokens_of_text(space.model, text)
         elif messages is not None:
-            tokens = tokens_of_chat(model or space.model, [dict(each) for each in messages])
+            tokens = tokens_of_chat(space.model, [dict(each) for each in messages])
         assert tokens is not None
         ask = partial(sources_of, self.find, space.namespace)
         return look_up(space, scheme, tokens, named(traits), ask)

@@ -41,7 +41,7 @@ class ModelArguments(Strict):
     """A model and the replicas that serve it."""
 
     model: str
-    """A path or a name, as for `vllm serve`; "smollm2" is the demo's small model."""
+    """Its name, see `raykv.serve.models.find_model`; each replica looks for it on its node."""
     name: Name | None = None
     """Name of the deployment. Default: the last part of the model."""
     engine_args: dict[str, Any] = Field(default_factory=dict)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from raykv.base.deadlines import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S
 from raykv.base.errors import SettingError, VersionError
 from raykv.base.extras import with_extra
 from raykv.base.settings import load_settings
+from raykv.serve.models import find_model
 from raykv.vllm import command as vllm_command
 from raykv.vllm.internals.arguments import REFUSED_ARGUMENTS
 
@@ -37,14 +38,12 @@ CONNECTOR = "RayKVConnector"
 CONNECTORS = (CONNECTOR, "RayKVHiddenStatesConnector")
 """Names of RayKV's connectors in vLLM."""
 
-SMALL_MODEL = "smollm2"
-"""Stands in place of a model: a real one of 135 million parameters."""
-
 _EXTRA = "kv_connector_extra_config"
 _TRANSFER_FLAG = "--kv-transfer-config"
 _SHORTEST_TRANSFER_FLAG = "--kv-t"  # vLLM takes any abbreviation that is unambiguous
 _MIDDLEWARE_FLAG = "--middleware"
 _NESTING_LIMIT = "raykv.serve.http.NestingLimit"
+_NAMES_FLAG = "--served-model-name"
 _DETAILS_FLAG = "--enable-prompt-tokens-details"
 _REFUSED_FLAGS = {f"--{name.replace('_', '-')}": why for name, why in REFUSED_ARGUMENTS.items()}
 _CPU_KV_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
@@ -55,11 +54,16 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What vLLM is started with. `flags` are the user's, without any `--kv-transfer-config`."""
+    """What vLLM is started with. `flags` are the user's, without any `--kv-transfer-config`.
+
+    Requests may call the model by `names` unless the user's flags have others; if empty, they call
+    it `model`.
+    """
 
     model: str
     flags: tuple[str, ...]
     transfer: Mapping[str, Any]
+    names: tuple[str, ...] = ()
 
     @property
     def ray_address(self) -> str | None:
@@ -76,6 +80,8 @@ class ServePlan:
         extra = {**self.transfer[_EXTRA], "ray_address": ray_address}
         transfer = json.dumps({**self.transfer, _EXTRA: extra})
         ours = [_TRANSFER_FLAG, transfer, _MIDDLEWARE_FLAG, _NESTING_LIMIT, _DETAILS_FLAG]
+        if self.names and _from_config_file(self.flags, _NAMES_FLAG) is None:
+            ours = [_NAMES_FLAG, *self.names, *ours]
         return ["serve", self.model, *ours, *self.flags]
 
     def environment(self, base: Mapping[str, str], *, is_cpu_build: bool) -> dict[str, str]:
@@ -103,28 +109,30 @@ def serve(
     was started for this server ends with it; one that was there stays as it was.
 
     Args:
-        model: vLLM's model argument; or "smollm2", the demo's model, which needs no GPU and no
-            model hub.
+        model: Its name, see `raykv.serve.models.find_model`.
         vllm_args: Flags of `vllm serve`, passed on.
         ray_address: The cluster to join; None finds the one on this machine or starts one.
         pool_bytes: Memory that this node lends, as the setting of that name; None is its default.
 
     Raises:
         SettingError: The flags ask for another connector, or contradict each other, a setting is
-            unknown or malformed, or the model is no folder; nothing has been started then.
+            unknown or malformed, or there is no such model; nothing has been started then.
+        ModelUnavailableError: The small model can't be made.
         VersionError: vLLM is not installed.
         ClusterError: The Ray cluster cannot be reached or started.
     """
-    plan = plan_serve(_folder_of(model), vllm_args, ray_address=ray_address, pool_bytes=pool_bytes)
+    plan = plan_serve(model, vllm_args, ray_address=ray_address, pool_bytes=pool_bytes)
     load_settings(plan.transfer[_EXTRA])
     if not vllm_command.is_installed():
         raise VersionError(f"vLLM is not installed: {with_extra('gpu', 'cpu')}")
+    found = find_model(model, _say)
+    plan = replace(plan, model=found.path, names=found.names)
     from raykv.cluster.join import check_reachable, ensure_cluster, stop_started
 
     with _stop_requests() as stops:
         joined = ensure_cluster(plan.ray_address)
         check_reachable(joined.address)
-        print(f"raykv: {_sentence(joined)}", file=sys.stderr, flush=True)
+        _say(_sentence(joined))
         try:
             if stops.count:
                 return _INTERRUPTED
@@ -148,19 +156,8 @@ def _sentence(joined: Joined) -> str:
     )
 
 
-def _folder_of(model: str) -> str:
-    """`model`, or the folder of the demo's model, which is downloaded first if it is missing.
-
-    Raises:
-        SettingError: it is a path of nothing; vLLM would look for a repository of that name.
-    """
-    if model != SMALL_MODEL:
-        if model.startswith(("/", "./", "../")) and not Path(model).exists():
-            raise SettingError(f"there is no model at {model}: name its folder, or a repository")
-        return model
-    from raykv.serve.models import smollm2
-
-    return str(smollm2(progress=lambda line: print(f"raykv: {line}", file=sys.stderr, flush=True)))
+def _say(line: str) -> None:
+    print(f"raykv: {line}", file=sys.stderr, flush=True)
 
 
 def plan_serve(
@@ -330,22 +327,30 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _transfer_from_config_file(flags: Sequence[str]) -> dict[str, Any]:
-    """What vLLM's `--config` file says; a file that cannot be read is left for vLLM to refuse."""
+    """What vLLM's `--config` file says of it."""
+    value = _from_config_file(flags, _TRANSFER_FLAG)
+    if value is None:
+        return {}
+    text = value if isinstance(value, str) else json.dumps(value)
+    return _json_object(text, f"{_TRANSFER_FLAG[2:]} in the file of --config")
+
+
+def _from_config_file(flags: Sequence[str], flag: str) -> Any:
+    """The value of `flag` in vLLM's `--config` file, or None.
+
+    A file that cannot be read is left for vLLM to refuse.
+    """
     following = flags[flags.index("--config") + 1 :] if "--config" in flags else ()
     if not following:
-        return {}
+        return None
     import yaml
 
     try:
         content = yaml.safe_load(Path(following[0]).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
+        return None
     entries = content.items() if isinstance(content, dict) else ()
-    for key, value in entries:
-        if _flag_name(f"--{key}") == _TRANSFER_FLAG:
-            text = value if isinstance(value, str) else json.dumps(value)
-            return _json_object(text, f"{key} in {following[0]}")
-    return {}
+    return next((value for key, value in entries if _flag_name(f"--{key}") == flag), None)
 
 
 def _transfer_config(theirs: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:

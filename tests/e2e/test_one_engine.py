@@ -20,7 +20,7 @@ from raykv.lab.bench.prompts import prompt
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.status import NodeStatus
-from raykv.vllm.plan import plan
+from raykv.serve.plan import plan
 from tests.fixtures.as_on_gpu import AS_ON_CPU, AS_ON_GPU, engine_in, extended
 from tests.fixtures.processes import freeze, signal_after
 from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet

@@ -12,7 +12,7 @@ from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.node.states.file import load_hidden_states
-from raykv.vllm.plan import plan
+from raykv.serve.plan import plan
 from tests.fixtures.told import told_after
 from tests.fixtures.truth_of_kv import assert_as_transformers_computes
 from tests.fixtures.truth_of_states import STATES_TOLERANCE, hidden_states_by_transformers

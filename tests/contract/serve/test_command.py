@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 
 from raykv.base.errors import ClusterError, SettingError
 from raykv.cluster.join import Joined
-from raykv.serve import CONNECTOR, ServePlan, command, models, plan_serve
+from raykv.serve import CONNECTOR, ServePlan, command, plan_serve
 from raykv.vllm.command import CpuBuildFinder
 from tests.house import ROOT
 
@@ -47,18 +48,22 @@ def test_server_that_starts_its_own_ray_says_what_ends_with_it_and_how_to_keep_i
 # What vLLM is started with
 
 
-def test_small_model_is_fetched_and_other_names_are_vllms(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_small_model_answers_to_its_name_and_its_folder_unless_it_is_given_others(
+    tmp_path: Path,
 ) -> None:
-    def fetched(progress: Callable[[str], None]) -> Path:
-        progress("downloading")
-        return tmp_path
+    def names(*flags: str) -> list[str]:
+        found = replace(plan(*flags), model="/folder", names=("smollm2", "/folder"))
+        args = found.vllm_args(ADDRESS)
+        assert args[:2] == ["serve", "/folder"]
+        return [args[at + 1] for at, flag in enumerate(args) if flag == "--served-model-name"]
 
-    monkeypatch.setattr(models, "smollm2", fetched)
-    assert command._folder_of("some/smollm2") == "some/smollm2"
-    assert capsys.readouterr().err == ""
-    assert command._folder_of("smollm2") == str(tmp_path)
-    assert capsys.readouterr().err == "raykv: downloading\n"
+    assert names("--port", "8001") == ["smollm2"]
+    # The last one counts.
+    assert names("--served-model-name", "mine") == ["smollm2", "mine"]
+    config = tmp_path / "config.yaml"
+    config.write_text("served_model_name: mine\n")
+    assert names("--config", str(config)) == []
+    assert "--served-model-name" not in plan().vllm_args(ADDRESS)
 
 
 @pytest.mark.parametrize("path", ["{}/nothing", "./nothing", "../nothing"])
@@ -337,8 +342,8 @@ def test_wrong_setting_is_refused_before_anything_is_started(
         serve("model", [], ray_address="127.0.0.1:1", pool_bytes=pool_bytes)
 
 
-def test_cluster_that_is_not_there_is_named_before_vllm_starts() -> None:
+def test_cluster_that_is_not_there_is_named_before_vllm_starts(tmp_path: Path) -> None:
     from raykv.serve import serve
 
     with pytest.raises(ClusterError, match=r"127\.0\.0\.1:1"):
-        serve("model", [], ray_address="127.0.0.1:1", pool_bytes=None)
+        serve(str(tmp_path), [], ray_address="127.0.0.1:1", pool_bytes=None)

@@ -9,7 +9,7 @@ import pytest
 
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.groups import ChunkGroup, groups_text
-from raykv.vllm.plan import plan
+from raykv.serve.plan import plan
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until

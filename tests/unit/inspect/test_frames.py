@@ -328,12 +328,22 @@ def test_every_plot_draws_what_its_frame_has_and_says_in_which_unit(
         axes.figure.canvas.draw()
 
 
-def test_plots_of_nothing_are_empty() -> None:
+def test_plots_of_nothing_say_so_instead_of_empty_axes() -> None:
     chunks, events, requests, transfers = (
         frame(table, []) for table in ("chunks", "events", "requests", "transfers")
     )
     for axes in plots(chunks, events, requests, transfers, Trace([], [], 32)):
+        assert drawn(axes) == 0
+        assert [text.get_text().partition(":")[0] for text in axes.texts] == ["nothing yet"]
+        assert not axes.axison
         axes.figure.canvas.draw()
+
+
+def test_curve_of_sizes_is_seen_beside_a_pool_that_is_far_larger() -> None:
+    sizes = inspect.sizing(TRACE, 1 << 20)
+    far = inspect.plot_sizing(sizes, pool_bytes=1 << 30)
+    assert (far.get_xscale(), far.get_xlabel()) == ("log", "pool in MiB")
+    assert inspect.plot_sizing(sizes, pool_bytes=1 << 21).get_xscale() == "linear"
 
 
 def test_children_lie_within_their_parents_height() -> None:

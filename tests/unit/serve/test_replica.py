@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from raykv.serve import models
+from raykv.base.errors import SettingError
 from raykv.serve import replica as module
 from raykv.serve.arguments import ModelArguments, parse
 from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest
+from raykv.serve.models import SMOLLM2_NAME
 from raykv.serve.replica import EngineReplica
 from tests.fixtures.asgi import app_of, body, start
 
@@ -132,13 +133,17 @@ def test_caller_that_leaves_ends_the_request_at_once() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-def test_small_model_is_served_from_its_folder_under_its_name(
+def test_small_model_is_served_from_its_folder_under_both_names(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(models, "smollm2", lambda progress: tmp_path)
-    small = module._with_folder(parse(ModelArguments, {"model": "smollm2"}))
-    assert (small.model, small.served_names) == (str(tmp_path), ["smollm2"])
+    folder = tmp_path / "raykv" / SMOLLM2_NAME
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    small = module._with_path(parse(ModelArguments, {"model": "smollm2"}))
+    assert (small.model, small.served_names) == (str(folder), ["smollm2", str(folder)])
     named = {"model": "smollm2", "engine_args": {"served_model_name": "mine"}}
-    assert module._with_folder(parse(ModelArguments, named)).served_names == ["mine"]
-    other = parse(ModelArguments, {"model": "org/smollm2"})
-    assert module._with_folder(other) == other
+    assert module._with_path(parse(ModelArguments, named)).served_names == ["mine"]
+    other = parse(ModelArguments, {"model": str(tmp_path)})
+    assert module._with_path(other) == other
+    with pytest.raises(SettingError, match="there is no model at"):
+        module._with_path(parse(ModelArguments, {"model": f"{tmp_path}/nothing"}))

@@ -56,8 +56,7 @@ from raykv.lab.bench.report import ClientOptions, Options, Result
 from raykv.lab.bench.serve_routing import talking_tiny_model
 from raykv.lab.bench.serving import BLOCK, Bed
 from raykv.lab.bench.simulation.workload import check_row
-from raykv.serve.command import SMALL_MODEL
-from raykv.serve.models import smollm2
+from raykv.serve.models import SMALL_MODEL, find_model
 from raykv.vllm import command as vllm_command
 
 USUAL = Sizes(num_requests=40, rate=0.5, divisor=32, kv_blocks=48)
@@ -254,13 +253,11 @@ class _Field:
                 (SHARED_MEMORY / site.shared_memory).unlink(missing_ok=True)
 
     def _model(self, bed: Bed) -> str:
-        """A folder, or the name that the user says."""
+        """vLLM's argument for the model that the user names, or for the usual one."""
         named = self.options.client.model
-        if named not in (None, SMALL_MODEL):
-            return named
-        if self.options.quick:
+        if self.options.quick and named in (None, SMALL_MODEL):
             return str(talking_tiny_model(bed.folder / "talking"))
-        return str(smollm2())
+        return find_model(named or SMALL_MODEL).path
 
     def _command(self, name: str, site: Site, bed: Bed) -> list[str]:
         if name == NATIVE:

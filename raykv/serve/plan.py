@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from raykv.base.errors import RayKVError, SettingError, first_line
 from raykv.base.parsing import count
 from raykv.base.settings import Settings, load_settings
@@ -32,6 +34,7 @@ from raykv.engine.windows import state_ends
 from raykv.memory.limits import disk_limit, is_in_memory, memory_limit
 from raykv.memory.room import PoolNeeds, default_pool_bytes, objection
 from raykv.protocol.groups import ChunkGroup
+from raykv.serve.models import shapes_of
 from raykv.vllm.internals.names import check_vllm_version, vllm_version
 from raykv.vllm.internals.offloading import SchedulerTables, offloading_config
 from raykv.vllm.internals.planning import (
@@ -77,14 +80,14 @@ def plan(
     Takes seconds, since it imports vLLM. Sizes are those of vLLM's build that is installed here.
 
     Args:
-        model: its folder, or its name if it has been downloaded or may be.
+        model: its name, see `raykv.serve.models.find_model`.
         settings: of RayKV, as in `kv_connector_extra_config`; `RAYKV_` variables count too.
         engine: arguments of vLLM's engine, those in `ENGINE_KEYS`.
         prompts: lengths in tokens of which to say what is stored, beside that of the longest.
 
     Raises:
-        SettingError: a setting is wrong, the model can't be read or made, or RayKV can't be used
-            with it.
+        SettingError: a setting is wrong, there is no such model, it can't be read or made, or
+            RayKV can't be used with it.
         VersionError: this vLLM is not supported.
     """
     extra = dict(settings or {})
@@ -95,11 +98,15 @@ def plan(
         raise SettingError(
             f"engine arguments {', '.join(wrong)}: sizes follow from {', '.join(ENGINE_KEYS)} only"
         )
-    planned = _planned(model, extra, arguments)
-    longest = planned.shape.max_model_len
-    lengths = sorted({longest, *(count("prompts", each) for each in prompts if each < longest)})
-    stored = [planned.stored(each, checked.window_share) for each in lengths]
-    return make_plan(planned.shape, stored, _wishes(checked), planned.note)
+    with shapes_of(model) as path:
+        planned = _planned(path, extra, arguments)
+    shape = msgspec.structs.replace(planned.shape, model=model)
+    lengths = {count("prompts", each) for each in prompts if each < shape.max_model_len}
+    stored = [
+        planned.stored(each, checked.window_share)
+        for each in sorted({*lengths, shape.max_model_len})
+    ]
+    return make_plan(shape, stored, _wishes(checked), planned.note)
 
 
 def _wishes(settings: Settings) -> PoolWishes:

@@ -22,7 +22,7 @@ from deploy import sizes
 from raykv.base.errors import SettingError
 from raykv.client.capacity import KVShape
 from raykv.protocol.groups import ChunkGroup, groups_text
-from raykv.vllm.plan import plan
+from raykv.serve.plan import plan
 from tests.fixtures.model_configs import LLAMA
 from tests.fixtures.zoo import ZOO, build
 
@@ -62,6 +62,15 @@ def test_shape_is_read_from_a_models_folder(tmp_path: Path) -> None:
     assert found.pool.pool_bytes == 64 * MIB
     by_tokens = plan(model, {"block_size": 64}, {"block_size": 16})
     assert by_tokens.shape.groups[0].tokens_per_chunk == 64
+
+
+def test_small_model_is_planned_by_its_name_without_a_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = plan("smollm2", {}, {"dtype": "bfloat16"}).shape
+    assert (shape.model, shape.layers, shape.max_model_len) == ("smollm2", 30, 8192)
+    assert not list(tmp_path.glob("raykv/*"))
 
 
 def test_head_that_can_not_be_split_is_on_several_ranks(tmp_path: Path) -> None:
