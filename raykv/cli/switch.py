@@ -124,7 +124,7 @@ def down(
 
     Example: raykv down --keep
     """
-    from raykv.cluster.join import find_cluster, running_clusters, stop_started
+    from raykv.cluster.join import stop_started
 
     if purge and not with_ray:
         raise SettingError("--purge removes what a local Ray cluster needs: give --with-ray too")
@@ -143,13 +143,9 @@ def down(
             stopped = cluster.address if with_ray else None
             count = cluster.down()
     except ClusterError as error:
-        # A head that is dead, or hangs, ends nothing any more; its processes can be ended.
-        stopped = find_cluster(ray_address) if with_ray and not keep else None
-        if stopped is None or stopped not in running_clusters():
+        if keep or not with_ray:
             raise
-        typer.echo(f"RayKV's actors end with their Ray nodes: {error}", err=True)
-        if asks(yes=yes):
-            confirm(f"this ends the Ray cluster at {stopped}, which does not answer")
+        stopped = _half_dead(ray_address, error, yes=yes)
     if stopped is not None:
         stop_started(stopped)
     removed = [str(path) for path in left if remove(path)]
@@ -169,6 +165,23 @@ def down(
     if keep:
         facts["kept"] = [msgspec.structs.asdict(each) for each in kept]
     _done(facts, sentence, as_json=as_json)
+
+
+def _half_dead(ray_address: str | None, error: ClusterError, *, yes: bool) -> str:
+    """A cluster of this host that answers nothing any more, but whose processes can be ended.
+
+    Raises:
+        ClusterError: `error`; there is no such cluster.
+    """
+    from raykv.cluster.join import find_cluster, running_clusters
+
+    address = find_cluster(ray_address)
+    if address is None or address not in running_clusters():
+        raise error
+    typer.echo(f"RayKV's actors end with their Ray nodes: {error}", err=True)
+    if asks(yes=yes):
+        confirm(f"this ends the Ray cluster at {address}, which does not answer")
+    return address
 
 
 def _cleared(known: ClusterStatus, beginning: str) -> str:
