@@ -245,9 +245,9 @@ def _token_of_new_cluster() -> dict[str, str]:
     """
     if os.environ.get(AUTH_MODE, TOKEN).lower() != TOKEN:
         return {}
-    from ray import _raylet
+    from ray._private.authentication import authentication_token_setup as setup
 
-    if _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    if setup.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         return {AUTH_MODE: TOKEN}
     return {AUTH_MODE: TOKEN, AUTH_TOKEN: secrets.token_hex(32)}
 

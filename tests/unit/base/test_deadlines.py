@@ -102,14 +102,15 @@ BOUNDED = {
     ("raykv.stream.publishing", "stop_publisher", "kill"): "for a person; the same",
     ("raykv.node.peers", "_handle", "get_actor"): "inside of `within`",
     ("raykv.node.actor", "_call", "get_actor"): "inside of `within`",
-    ("raykv.doctor.gather", "_find", "get_actor"): "inside of `ask_ray`",
+    ("raykv.doctor.gather", "_find_all", "get_actor"): "inside of `ask_ray`",
     ("raykv.cluster.ask", "named_actors", "list_named_actors"): "for a person; the same",
     (
         "raykv.serve.router.directory",
         "_look_up",
         "get_actor",
     ): "a thread of its own; Ray's RPC deadline",
-    ("raykv.client.cluster", "close", "shutdown"): "for a person, who can interrupt it",
+    ("raykv.cluster.join", "_speaks", "sendall"): "`settimeout`",
+    ("raykv.cluster.join", "_speaks", "recv"): "`settimeout`",
 }
 """By module, function and call: what bounds a wait that has no time-out."""
 

@@ -412,7 +412,7 @@ def test_command_says_one_sentence_when_ray_itself_does_not_answer(
     assert run(monkeypatch, command) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith("raykv: ")
-    assert "GetTimeoutError" in sentence
+    assert "Ray's head node does not answer" in sentence
 
 
 METHODS: dict[str, Callable[[Cluster], object]] = {
