@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 SHOWN_DIGITS = 24
 """How many digits of a key to show: enough to distinguish the chunks of any cluster."""
 
-Order = StrEnum("Order", {name.upper(): name for name in ORDERS})
-Tier = StrEnum("Tier", {name.upper(): name for name in TIERS})
+Order = StrEnum("Order", {name.upper(): name for name in ORDERS})  # type: ignore[misc]
+Tier = StrEnum("Tier", {name.upper(): name for name in TIERS})  # type: ignore[misc]
 
 Namespace = Annotated[
     str | None, typer.Option(help="Only this namespace; its first digits suffice.")

@@ -38,8 +38,13 @@ def test_nothing_is_said_of_what_torchvision_lacks_for_images(
     read = transformers.AutoTokenizer.from_pretrained
 
     def warn_and_read(*arguments: Any, **options: Any) -> Any:
-        place = {"filename": "image.py", "lineno": 13, "module": "torchvision.io.image"}
-        warnings.warn_explicit("Failed to load image Python extension", UserWarning, **place)
+        warnings.warn_explicit(
+            "Failed to load image Python extension",
+            UserWarning,
+            filename="image.py",
+            lineno=13,
+            module="torchvision.io.image",
+        )
         return read(*arguments, **options)
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", warn_and_read)
