@@ -150,12 +150,7 @@ def down(
         stop_started(stopped)
     removed = [str(path) for path in left if remove(path)]
     sentence = f"ended {count} actors"
-    for each in kept:
-        sentence += f"\nnode {each.node_id[:12]}: {each.kept:,} chunks are in {each.place}"
-        if each.left:
-            sentence += (
-                f", {each.left:,} are not ({each.problem or 'there was no room or no time'})"
-            )
+    sentence += "".join(map(_place, kept))
     if stopped is not None:
         sentence += f"\nstopped the Ray cluster at {stopped}"
     sentence += "".join(f"\nremoved {path}" for path in removed)
@@ -165,6 +160,14 @@ def down(
     if keep:
         facts["kept"] = [msgspec.structs.asdict(each) for each in kept]
     _done(facts, sentence, as_json=as_json)
+
+
+def _place(kept: Kept) -> str:
+    """A line that says where a node's chunks are."""
+    line = f"\nnode {kept.node_id[:12]}: {kept.kept:,} chunks are in {kept.place}"
+    if kept.left:
+        line += f", {kept.left:,} are not ({kept.problem or 'there was no room or no time'})"
+    return line
 
 
 def _half_dead(ray_address: str | None, error: ClusterError, *, yes: bool) -> str:
