@@ -8,6 +8,7 @@ Importing this module needs Ray's LLM package, and takes seconds.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,9 @@ from ray.serve import Application
 
 from raykv.base.errors import SettingError, VersionError
 from raykv.base.extras import with_extra
+from raykv.serve import models
 from raykv.serve.arguments import complaints
-from raykv.serve.command import CONNECTOR
+from raykv.serve.command import CONNECTOR, SMALL_MODEL
 from raykv.serve.transfer import fill_in, with_raykv
 from raykv.vllm.internals.arguments import refuse_by_name
 from raykv.vllm.params import PREFILLED, without_prefilled
@@ -42,6 +44,8 @@ except ImportError as error:
         "brings the version that RayKV was built for; or use raykv.serve.build_app, which does not "
         "need it."
     ) from error
+
+logger = logging.getLogger(__name__)
 
 _BACKEND = "raykv.serve.llm:RayKVBackend"
 
@@ -181,4 +185,8 @@ def _with_raykv(config: Any, settings: Mapping[str, Any]) -> Any:
     copied = config.model_copy(deep=True)
     copied.update_engine_kwargs(kv_transfer_config=transfer)
     copied.experimental_configs["raykv"] = LoadsRayKV()
+    loading = copied.model_loading_config
+    if (loading.model_source or loading.model_id) == SMALL_MODEL:
+        # Of this host: a trial has no other.
+        loading.model_source = str(models.smollm2(progress=logger.info))
     return copied
