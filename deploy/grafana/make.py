@@ -23,11 +23,28 @@ COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 STAT_WIDTH, STAT_HEIGHT = 4, 4
 """Of the numbers in the first row."""
 
-NOUNS = (
-    "tokens", "chunks", "fetches", "files", "jobs", "threads", "leases", "stores", "waits",
-    "requests", "events", "gaps", "writes", "openings", "failures", "refusals",
-)  # fmt: skip
-"""What counters count, as their names say it."""
+PLAIN = (
+    "tokens",
+    "chunks",
+    "files",
+    "jobs",
+    "threads",
+    "leases",
+    "stores",
+    "requests",
+    "events",
+    "gaps",
+    "writes",
+    "openings",
+)
+NOUNS = {
+    **dict(zip(PLAIN, PLAIN, strict=True)),
+    "fetches": "chunks",
+    "waits": "lookups",
+    "failures": "calls",
+    "refusals": "calls",
+}
+"""What counters count, by a word of their names."""
 
 CHOICES = {
     "$C": 'cluster=~"$cluster"',
@@ -62,7 +79,7 @@ class Query:
         name = metrics_in(self.text)[0]
         if "rate(" in self.text:
             words = name.removesuffix("_total").split("_")
-            noun = next((word for word in words if word in NOUNS), "")
+            noun = next((NOUNS[word] for word in words if word in NOUNS), "")
             return "Bps" if "bytes" in words else f"count:{noun}/s" if noun else "cps"
         units = {"bytes": "bytes", "seconds": "s", "ratio": "percentunit"}
         return units.get(name.rpartition("_")[2], "short")
