@@ -1,7 +1,8 @@
 """Writes `raykv.json`, Grafana's dashboard of RayKV: `python deploy/grafana/make.py`.
 
-The dashboard is what `ROWS` says; the metrics are those of `raykv/metrics/table.py` and vLLM's
-own. Queries name `$C` where the cluster is chosen, and `$N` where cluster and namespace are.
+The dashboard is what `STATS`, `OPEN` and `COLLAPSED` say; the metrics are those of
+`raykv/metrics/table.py` and vLLM's own. Queries name `$C` where the cluster is chosen, and `$N`
+where cluster and namespace are. Units follow from the metrics' names.
 """
 
 from __future__ import annotations
@@ -18,6 +19,32 @@ TARGET = Path(__file__).with_name("raykv.json")
 
 COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 """Panels side by side, in Grafana's grid of 24."""
+
+STAT_WIDTH, STAT_HEIGHT = 4, 4
+"""Of the numbers in the first row."""
+
+PLAIN = (
+    "tokens",
+    "chunks",
+    "files",
+    "jobs",
+    "threads",
+    "leases",
+    "stores",
+    "requests",
+    "events",
+    "gaps",
+    "writes",
+    "openings",
+)
+NOUNS = {
+    **dict(zip(PLAIN, PLAIN, strict=True)),
+    "fetches": "chunks",
+    "waits": "lookups",
+    "failures": "calls",
+    "refusals": "calls",
+}
+"""What counters count, by a word of their names."""
 
 CHOICES = {
     "$C": 'cluster=~"$cluster"',
@@ -42,19 +69,39 @@ class Query:
             text = text.replace(name, matchers)
         return text
 
+    @property
+    def unit(self) -> str:
+        """One of Grafana's."""
+        if "histogram_quantile" in self.text:
+            return "s"
+        if " / " in self.text:
+            return "percentunit"
+        name = metrics_in(self.text)[0]
+        if "rate(" in self.text:
+            words = name.removesuffix("_total").split("_")
+            noun = next((NOUNS[word] for word in words if word in NOUNS), "")
+            return "Bps" if "bytes" in words else f"count:{noun}/s" if noun else "cps"
+        units = {"bytes": "bytes", "seconds": "s", "ratio": "percentunit"}
+        return units.get(name.rpartition("_")[2], "short")
+
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart; `unit` is one of Grafana's."""
+    """A chart, or in the first row a number; `colors` are Grafana's, from a value on."""
 
     title: str
-    unit: str
     queries: tuple[Query, ...]
     is_stacked: bool = False
+    colors: tuple[tuple[str, float | None], ...] = ()
 
 
-def _panel(title: str, unit: str, *queries: tuple[str, str], is_stacked: bool = False) -> Panel:
-    return Panel(title, unit, tuple(Query(*query) for query in queries), is_stacked)
+def _panel(title: str, *queries: tuple[str, str], is_stacked: bool = False) -> Panel:
+    return Panel(title, tuple(Query(*query) for query in queries), is_stacked)
+
+
+def _stat(title: str, *queries: tuple[str, str], **colors: float | None) -> Panel:
+    made = tuple(Query(*query) for query in queries)
+    return Panel(title, made, colors=(*colors.items(),) or (("text", None),))
 
 
 def _rate(name: str, by: str = "", choice: str = "$C") -> str:
@@ -82,7 +129,6 @@ def _latency(title: str, name: str, by: str = "", choice: str = "$C") -> Panel:
     legend = f"{{{{{by}}}}} " if by else ""
     return _panel(
         title,
-        "s",
         (_quantile("0.5", name, by, choice), f"{legend}median"),
         (_quantile("0.99", name, by, choice), f"{legend}99 %"),
     )
@@ -99,18 +145,45 @@ _PREFAULTED = (
     "/ (sum by (instance) (raykv_pool_size_bytes{$C}) > 0)"
 )
 
-ROWS: dict[str, tuple[Panel, ...]] = {
+_NOT_COMPUTED = f"1 - {_COMPUTED} / {_rate(_TOKENS, choice='$N')}"
+_LOADED = f'sum (rate({_TOKENS}{{$N,source=~"same_node|other_node|disk"}}[$__rate_interval]))'
+_LOADS = 'sum by (le) (rate(raykv_copy_seconds_bucket{$C,direction="load"}[$__rate_interval]))'
+
+STATS = (
+    # Without prompts there is no share, and without loads no time: no data, not NaN.
+    _stat("Prompt tokens not computed", (f"{_NOT_COMPUTED} >= 0", "")),
+    _stat("Prompt tokens loaded", (_LOADED, "")),
+    _stat(
+        "Pools in use",
+        ('sum (raykv_pool_bytes{$C,state!="empty"}) / (sum (raykv_pool_size_bytes{$C}) > 0)', ""),
+    ),
+    _stat(
+        "Nodes and engines",
+        ("sum (raykv_nodes{$C})", "nodes"),
+        ("sum (raykv_engines{$C})", "engines"),
+        red=None,
+        green=1,
+    ),
+    _stat(
+        "Refused or failed",
+        (f"{_rate('raykv_refused_chunks_total')} + {_rate('raykv_failed_fetches_total')}", ""),
+        green=None,
+        red=0.001,
+    ),
+    _stat("Time to load, 99 %", (f"histogram_quantile(0.99, {_LOADS}) >= 0", "")),
+)
+"""What an operator looks at first."""
+
+OPEN: dict[str, tuple[Panel, ...]] = {
     "Tokens": (
         _panel(
             "Prompt tokens by source",
-            "short",
             (_rate(_TOKENS, "source", "$N"), "{{source}}"),
             is_stacked=True,
         ),
         _panel(
             "Share that was not computed",
-            "percentunit",
-            (f"1 - {_COMPUTED} / {_rate(_TOKENS, choice='$N')}", "tokens not computed"),
+            (_NOT_COMPUTED, "tokens not computed"),
             (
                 "max by (namespace) (raykv_reachable_hit_ratio{$N})",
                 "an endless pool, {{namespace}}",
@@ -118,22 +191,19 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         _panel(
             "Computed tokens by reason",
-            "short",
             (_rate("raykv_cluster_missed_tokens_total", "reason", "$N") + " > 0", "{{reason}}"),
             is_stacked=True,
         ),
         _panel(
             "Chunks that prompts want",
-            "short",
             (
                 _rate("raykv_wanted_chunks_total", "namespace", "$N"),
-                "wanted a second, {{namespace}}",
+                "wanted, {{namespace}}",
             ),
             ("max by (namespace) (raykv_distinct_wanted_chunks{$N})", "different, {{namespace}}"),
         ),
         _panel(
             "Nodes and engines",
-            "short",
             ("sum (raykv_nodes{$C})", "nodes"),
             (
                 _ENGINES,
@@ -143,27 +213,23 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         _panel(
             "Versions",
-            "short",
             ("count by (version, actor) (raykv_build_info{$C})", "{{actor}} {{version}}"),
         ),
     ),
     "Pool": (
         _panel(
             "Pool by state",
-            "bytes",
             ("sum by (state) (raykv_pool_bytes{$C})", "{{state}}"),
             ("sum (raykv_pool_size_bytes{$C})", "size"),
             is_stacked=True,
         ),
         _panel(
             "Pool by namespace",
-            "bytes",
             ('sum by (namespace) (raykv_pool_bytes{$N,state="ready"})', "{{namespace}}"),
             is_stacked=True,
         ),
         _panel(
             "Prefaulted",
-            "percentunit",
             (
                 _PREFAULTED,
                 "{{instance}}",
@@ -171,38 +237,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         _panel(
             "Chunks in the directory",
-            "short",
             ("sum by (namespace) (raykv_directory_chunks{$N})", "{{namespace}}"),
         ),
         _panel(
             "Slots",
-            "short",
             ("sum by (state) (raykv_directory_slots{$C})", "{{state}}"),
-            (_rate("raykv_granted_leases_total"), "leases granted a second"),
-        ),
-        _panel(
-            "Sessions of requests",
-            "short",
-            ("sum by (stage) (raykv_sessions{$C})", "{{stage}}"),
-            (_rate("raykv_session_chunks_released_total"), "chunks released a second"),
-        ),
-        _panel(
-            "Tenants' bytes",
-            "bytes",
-            ("sum by (tenant, tier) (raykv_tenant_bytes{$C})", "{{tenant}}, {{tier}}"),
-        ),
-        _panel(
-            "Tenants' prompt tokens",
-            "short",
-            (_rate("raykv_tenant_prompt_tokens_total", "tenant, source"), "{{tenant}}, {{source}}"),
-            (
-                _rate("raykv_tenant_evicted_chunks_total", "tenant"),
-                "{{tenant}}: chunks evicted a second by its quota",
-            ),
+            (_rate("raykv_granted_leases_total"), "leases granted"),
         ),
         _panel(
             "Age of evicted chunks",
-            "s",
             (_quantile("0.1", "raykv_removed_chunk_age_seconds"), "10 %"),
             (_quantile("0.5", "raykv_removed_chunk_age_seconds"), "median"),
         ),
@@ -210,134 +253,69 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Copies": (
         _panel(
             "Bytes copied",
-            "Bps",
             (_rate("raykv_copied_bytes_total", "direction"), "{{direction}}"),
         ),
         _latency("Copy jobs", "raykv_copy_seconds", "direction"),
         _latency("Waiting for a copy thread", "raykv_queue_seconds", "direction"),
         _panel(
             "Chunks copied",
-            "short",
             (_rate("raykv_copied_chunks_total", "direction"), "{{direction}}"),
         ),
         _panel(
             "Chunks refused",
-            "short",
             (_rate("raykv_refused_chunks_total", "reason") + " > 0", "{{reason}}"),
             (_rate("raykv_cancelled_jobs_total"), "cancelled jobs"),
             is_stacked=True,
         ),
         _panel(
             "Queue and workers",
-            "short",
             ("sum (raykv_queued_jobs{$C})", "queued jobs"),
             ("sum (raykv_attached_workers{$C})", "workers"),
-            (_rate("raykv_failed_threads_total"), "failed threads, a second"),
+            (_rate("raykv_failed_threads_total"), "failed threads"),
         ),
     ),
-    "Between nodes": (
-        _panel(
-            "Bytes between nodes",
-            "Bps",
-            (_rate("raykv_fetched_bytes_total"), "fetched"),
-            (_rate("raykv_sent_bytes_total"), "sent"),
-        ),
-        _latency("Fetches", "raykv_fetch_seconds"),
-        _latency("Reads for other nodes", "raykv_read_seconds"),
-        _panel(
-            "Chunks fetched, or not",
-            "short",
-            (_rate("raykv_fetched_chunks_total"), "fetched"),
-            (_rate("raykv_failed_fetches_total"), "failed"),
-            (_rate("raykv_declined_fetches_total", choice="$N"), "computed since that is faster"),
-        ),
+    "Scheduler actor": (
         _latency("Lookups at the scheduler actor", "raykv_lookup_seconds", choice="$N"),
         _latency("Scheduler actor, by call", "raykv_call_seconds", "call"),
-    ),
-    "Disks": (
         _panel(
-            "Disk tiers",
-            "bytes",
-            ("sum (raykv_disk_used_bytes{$C})", "used"),
-            ("sum (raykv_disk_limit_bytes{$C})", "limit"),
-        ),
-        _panel(
-            "Bytes to and from disks",
-            "Bps",
-            (_rate("raykv_disk_moved_bytes_total", "direction"), "{{direction}}"),
-        ),
-        _panel(
-            "Chunks on disks",
-            "short",
-            ("sum (raykv_disk_chunks{$C})", "chunks"),
-            (_rate("raykv_disk_evicted_files_total"), "files given up a second"),
-        ),
-        _panel(
-            "Disk troubles",
-            "short",
-            (_rate("raykv_disk_failed_writes_total"), "failed writes a second"),
-            (_rate("raykv_disk_damaged_total", "kind"), "damaged {{kind}}s a second"),
-        ),
-    ),
-    "Hidden states": (
-        _panel("In memory", "bytes", ("sum (raykv_hidden_states_bytes{$C})", "states")),
-        _panel(
-            "Copied out of KV caches",
-            "Bps",
-            (_rate("raykv_hidden_states_copied_bytes_total"), "copied"),
-        ),
-        _panel(
-            "Requests and files",
-            "short",
-            (_rate("raykv_hidden_states_requests_total", "outcome"), "requests: {{outcome}}"),
-            (_rate("raykv_hidden_states_files_total", "outcome"), "files: {{outcome}}"),
+            "Waits and leases",
+            (_rate("raykv_timed_out_waits_total", choice="$N"), "waits given up"),
+            (_rate("raykv_stores_without_lease_total", choice="$N"), "stores without a lease"),
         ),
     ),
     "Health": (
         _panel(
             "Open breakers",
-            "short",
             (
                 "sum by (owner, peer, state) (raykv_open_breakers{$C}) > 0",
                 "{{owner}}: {{peer}} {{state}}",
             ),
-            (_rate("raykv_breaker_openings_total", "owner"), "{{owner}}: openings a second"),
+            (_rate("raykv_breaker_openings_total", "owner"), "{{owner}}: openings"),
         ),
         _panel(
             "Calls that failed, or were not made",
-            "short",
             (_rate("raykv_breaker_failures_total", "owner"), "{{owner}}: failed"),
             (_rate("raykv_breaker_refusals_total", "owner"), "{{owner}}: not made"),
         ),
         _panel(
-            "Waits and leases",
-            "short",
-            (_rate("raykv_timed_out_waits_total", choice="$N"), "waits given up"),
-            (_rate("raykv_stores_without_lease_total", choice="$N"), "stores without a lease"),
-        ),
-        _panel(
             "Quarantined chunks",
-            "short",
             ("sum by (instance) (raykv_quarantined_chunks_total{$C})", "{{instance}}"),
         ),
         _panel(
             "Events",
-            "short",
             (_rate("raykv_events_total", "kind"), "{{kind}}"),
             ("max (raykv_event_reader_lag_events{$C})", "slowest reader is behind"),
-            (_rate("raykv_event_gaps_total"), "gaps a second"),
+            (_rate("raykv_event_gaps_total"), "gaps"),
         ),
         _panel(
             "What the directory does not know yet",
-            "short",
             ("sum by (instance) (raykv_unreported_chunks{$C})", "chunks of {{instance}}"),
-            ("max (raykv_oldest_node_report_age_seconds{$C})", "oldest report, seconds"),
+            ("max (raykv_oldest_node_report_age_seconds{$C})", "oldest report"),
         ),
     ),
     "vLLM's own metrics": (
         _panel(
             "Hits beyond vLLM's own cache",
-            "percentunit",
             (
                 f"{_vllm('external_prefix_cache_hits')} / {_vllm('external_prefix_cache_queries')}",
                 "hits",
@@ -345,25 +323,21 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         _panel(
             "Cached prompt tokens by source",
-            "short",
             (_vllm("prompt_tokens_cached_by_source", "source"), "{{source}}"),
             is_stacked=True,
         ),
         _panel(
             "Prompt tokens of ended requests",
-            "short",
             (_rate("raykv_prompt_tokens_total", "source", ""), "{{source}}"),
             (_rate("raykv_missed_tokens_total", "reason", "") + " > 0", "computed: {{reason}}"),
         ),
         _panel(
             "Bytes offloaded",
-            "Bps",
             (_vllm("kv_offload_store_bytes"), "store"),
             (_vllm("kv_offload_load_bytes"), "load"),
         ),
         _panel(
             "Lookups on vLLM's scheduler thread",
-            "s",
             (
                 _quantile("0.99", "vllm:kv_offload_lookup_sync_delay_seconds", choice=""),
                 "one call, 99 %",
@@ -377,6 +351,77 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
 }
 
+COLLAPSED: dict[str, tuple[Panel, ...]] = {
+    "Between nodes": (
+        _panel(
+            "Bytes between nodes",
+            (_rate("raykv_fetched_bytes_total"), "fetched"),
+            (_rate("raykv_sent_bytes_total"), "sent"),
+        ),
+        _latency("Fetches", "raykv_fetch_seconds"),
+        _latency("Reads for other nodes", "raykv_read_seconds"),
+        _panel(
+            "Chunks fetched, or not",
+            (_rate("raykv_fetched_chunks_total"), "fetched"),
+            (_rate("raykv_failed_fetches_total"), "failed"),
+            (_rate("raykv_declined_fetches_total", choice="$N"), "computed since that is faster"),
+        ),
+    ),
+    "Disks": (
+        _panel(
+            "Disk tiers",
+            ("sum (raykv_disk_used_bytes{$C})", "used"),
+            ("sum (raykv_disk_limit_bytes{$C})", "limit"),
+        ),
+        _panel(
+            "Bytes to and from disks",
+            (_rate("raykv_disk_moved_bytes_total", "direction"), "{{direction}}"),
+        ),
+        _panel(
+            "Chunks on disks",
+            ("sum (raykv_disk_chunks{$C})", "chunks"),
+            (_rate("raykv_disk_evicted_files_total"), "files given up"),
+        ),
+        _panel(
+            "Disk troubles",
+            (_rate("raykv_disk_failed_writes_total"), "failed writes"),
+            (_rate("raykv_disk_damaged_total", "kind"), "damaged {{kind}}s"),
+        ),
+    ),
+    "Tenants and sessions": (
+        _panel(
+            "Tenants' bytes",
+            ("sum by (tenant, tier) (raykv_tenant_bytes{$C})", "{{tenant}}, {{tier}}"),
+        ),
+        _panel(
+            "Tenants' prompt tokens",
+            (_rate("raykv_tenant_prompt_tokens_total", "tenant, source"), "{{tenant}}, {{source}}"),
+            (
+                _rate("raykv_tenant_evicted_chunks_total", "tenant"),
+                "{{tenant}}: chunks evicted by its quota",
+            ),
+        ),
+        _panel(
+            "Sessions of requests",
+            ("sum by (stage) (raykv_sessions{$C})", "{{stage}}"),
+            (_rate("raykv_session_chunks_released_total"), "chunks released"),
+        ),
+    ),
+    "Hidden states": (
+        _panel("In memory", ("sum (raykv_hidden_states_bytes{$C})", "states")),
+        _panel(
+            "Copied out of KV caches",
+            (_rate("raykv_hidden_states_copied_bytes_total"), "copied"),
+        ),
+        _panel(
+            "Requests and files",
+            (_rate("raykv_hidden_states_requests_total", "outcome"), "requests: {{outcome}}"),
+            (_rate("raykv_hidden_states_files_total", "outcome"), "files: {{outcome}}"),
+        ),
+    ),
+}
+"""Rows of what is zero on one node with the default settings."""
+
 
 def metrics_in(expression: str) -> list[str]:
     """Names of the series that a query reads, in order."""
@@ -385,7 +430,8 @@ def metrics_in(expression: str) -> list[str]:
 
 def expressions() -> list[str]:
     """All queries of all panels, with Grafana's own variables in them."""
-    panels = [panel for row in ROWS.values() for panel in row]
+    rows = (STATS, *OPEN.values(), *COLLAPSED.values())
+    panels = [panel for row in rows for panel in row]
     return [query.expression for panel in panels for query in panel.queries]
 
 
@@ -396,67 +442,120 @@ def _meaning(panel: Panel) -> str:
     return "\n\n".join(f"{name}: {METRICS[name].text}" for name in plain if name in METRICS)
 
 
-def _chart(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
-    stacking = {"mode": "normal" if panel.is_stacked else "none", "group": "A"}
+def _targets(panel: Panel) -> list[dict[str, Any]]:
+    return [
+        {
+            "refId": chr(ord("A") + position),
+            "datasource": SOURCE,
+            "editorMode": "code",
+            "expr": query.expression,
+            "legendFormat": query.legend,
+            "range": True,
+        }
+        for position, query in enumerate(panel.queries)
+    ]
+
+
+def _other_units(panel: Panel) -> list[dict[str, Any]]:
+    """Queries in another unit than the first have their axis on the right."""
+    return [
+        {
+            "matcher": {"id": "byFrameRefID", "options": chr(ord("A") + position)},
+            "properties": [
+                {"id": "unit", "value": query.unit},
+                {"id": "custom.axisPlacement", "value": "right"},
+            ],
+        }
+        for position, query in enumerate(panel.queries)
+        if query.unit != panel.queries[0].unit
+    ]
+
+
+def _made(panel: Panel, number: int, place: tuple[int, int, int, int]) -> dict[str, Any]:
+    """A panel as Grafana has it; its kind, and how it looks, are in `_chart` and `_number`."""
+    unit = panel.queries[0].unit
+    most = {"max": 1} if unit == "percentunit" else {}
     return {
-        "type": "timeseries",
         "id": number,
         "title": panel.title,
         "description": _meaning(panel),
         "datasource": SOURCE,
-        "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
+        "gridPos": dict(zip("xywh", place, strict=True)),
         "fieldConfig": {
-            "defaults": {
-                "unit": panel.unit,
-                "min": 0,
-                "custom": {
-                    "drawStyle": "line",
-                    "lineWidth": 1,
-                    "fillOpacity": 30 if panel.is_stacked else 0,
-                    "showPoints": "never",
-                    "stacking": stacking,
-                },
-            },
-            "overrides": [],
+            "defaults": {"unit": unit, "min": 0, **most},
+            "overrides": _other_units(panel),
         },
-        "options": {
-            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
-            "tooltip": {"mode": "multi", "sort": "desc"},
-        },
-        "targets": [
-            {
-                "refId": chr(ord("A") + position),
-                "datasource": SOURCE,
-                "editorMode": "code",
-                "expr": query.expression,
-                "legendFormat": query.legend,
-                "range": True,
-            }
-            for position, query in enumerate(panel.queries)
-        ],
+        "targets": _targets(panel),
+    }
+
+
+def _chart(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+    made = _made(panel, number, (x, y, WIDTH, HEIGHT))
+    made["fieldConfig"]["defaults"]["custom"] = {
+        "drawStyle": "line",
+        "lineWidth": 1,
+        "fillOpacity": 30 if panel.is_stacked else 0,
+        "showPoints": "never",
+        "stacking": {"mode": "normal" if panel.is_stacked else "none", "group": "A"},
+    }
+    options = {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+    return {"type": "timeseries", **made, "options": options}
+
+
+def _number(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+    """The newest value of each query; what it was, behind it."""
+    made = _made(panel, number, (x, y, STAT_WIDTH, STAT_HEIGHT))
+    steps = [{"color": color, "value": value} for color, value in panel.colors]
+    made["fieldConfig"]["defaults"] |= {
+        "color": {"mode": "thresholds"},
+        "thresholds": {"mode": "absolute", "steps": steps},
+        "noValue": "-",
+    }
+    options = {
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "colorMode": "value",
+        "graphMode": "area",
+        "textMode": "auto" if len(panel.queries) == 1 else "value_and_name",
+        "orientation": "auto",
+        "justifyMode": "auto",
+    }
+    return {"type": "stat", **made, "options": options}
+
+
+def _row(title: str, number: int, y: int, *, is_collapsed: bool = False) -> dict[str, Any]:
+    return {
+        "type": "row",
+        "id": number,
+        "title": title,
+        "collapsed": is_collapsed,
+        "gridPos": {"x": 0, "y": y, "w": COLUMNS * WIDTH, "h": 1},
+        "panels": [],
     }
 
 
 def _panels() -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
-    y = 0
-    for title, row in ROWS.items():
-        head = {"x": 0, "y": y, "w": COLUMNS * WIDTH, "h": 1}
-        made.append(
-            {
-                "type": "row",
-                "id": len(made) + 1,
-                "title": title,
-                "collapsed": False,
-                "gridPos": head,
-                "panels": [],
-            }
-        )
+    made = [_row("At a glance", 1, 0)]
+    made += [_number(each, 2 + i, i * STAT_WIDTH, 1) for i, each in enumerate(STATS)]
+    number, y = len(made) + 1, 1 + STAT_HEIGHT
+    for title, row in (OPEN | COLLAPSED).items():
+        is_collapsed = title in COLLAPSED
+        head = _row(title, number, y, is_collapsed=is_collapsed)
+        charts = []
         for position, panel in enumerate(row):
             down, across = divmod(position, COLUMNS)
             place = (across * WIDTH, y + 1 + down * HEIGHT)
-            made.append(_chart(panel, len(made) + 1, *place))
-        y += 1 + HEIGHT * -(-len(row) // COLUMNS)
+            charts.append(_chart(panel, number + 1 + position, *place))
+        number += 1 + len(row)
+        if is_collapsed:
+            head["panels"] = charts
+            made.append(head)
+            y += 1
+        else:
+            made += [head, *charts]
+            y += 1 + HEIGHT * -(-len(row) // COLUMNS)
     return made
 
 

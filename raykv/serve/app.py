@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import ray
 from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application
@@ -76,6 +78,7 @@ def engine_deployment(model: ModelArguments) -> Application:
     Raises:
         SettingError: Each replica would refuse the model's arguments, or Serve does.
     """
+    refuse_missing(model.model, f"arguments of the application: model of {model.deployment_name}")
     _check_engine_args(model)
     options = {**REPLICA_OPTIONS, "name": model.deployment_name, **model.deployment}
     router = router_config(model)
@@ -83,6 +86,18 @@ def engine_deployment(model: ModelArguments) -> Application:
         options["request_router_config"] = router
     deployment = _with_options(EngineReplica, options, f"deployment of {model.deployment_name}")
     return deployment.bind(model.model_dump())
+
+
+def refuse_missing(model: str, place: str) -> None:
+    """Refuse a folder that is not on this node, if the Ray cluster has no other.
+
+    Raises:
+        SettingError: There is no such folder.
+    """
+    if not model.startswith(("/", "./", "../", "~")) or Path(model).exists():
+        return
+    if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) == 1:
+        raise SettingError(f"{place}: there is no folder {model}")
 
 
 def _check_engine_args(model: ModelArguments) -> None:

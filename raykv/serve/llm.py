@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from ray.serve import Application
 
 from raykv.base.errors import SettingError, VersionError
 from raykv.base.extras import with_extra
+from raykv.serve import models
+from raykv.serve.app import refuse_missing
 from raykv.serve.arguments import complaints
 from raykv.serve.command import CONNECTOR
 from raykv.serve.http.exchange import NESTED, is_nested_too_deeply
@@ -47,6 +50,8 @@ except ImportError as error:
         "brings the version that RayKV was built for; or use raykv.serve.build_app, which does not "
         "need it."
     ) from error
+
+logger = logging.getLogger(__name__)
 
 _BACKEND = "raykv.serve.llm:RayKVBackend"
 
@@ -204,6 +209,13 @@ def _with_raykv(config: Any, settings: Mapping[str, Any]) -> Any:
     except SettingError as error:
         raise SettingError(f"{whose}: {error}") from error
     copied = config.model_copy(deep=True)
+    loading = copied.model_loading_config
+    source = loading.model_source or loading.model_id
+    if source == models.SMALL_MODEL:
+        # Of this host: a trial has no other.
+        loading.model_source = str(models.smollm2(progress=logger.info))
+    elif isinstance(source, str):
+        refuse_missing(source, whose)
     details = {"enable_prompt_tokens_details": True}
     copied.update_engine_kwargs(
         **{**details, **config.engine_kwargs, "kv_transfer_config": transfer}

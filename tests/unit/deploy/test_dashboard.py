@@ -19,8 +19,23 @@ ENGINES = ("vllm:", "raykv_prompt_tokens_total", "raykv_missed_tokens_total")
 """What engines serve."""
 
 
+def panels() -> list[dict[str, Any]]:
+    """All, also those that a collapsed row holds."""
+    return [each for panel in LOADED["panels"] for each in (panel, *panel.get("panels", ()))]
+
+
 def charts() -> list[dict[str, Any]]:
-    return [panel for panel in LOADED["panels"] if panel["type"] != "row"]
+    return [panel for panel in panels() if panel["type"] != "row"]
+
+
+def units(chart: dict[str, Any]) -> dict[str, str]:
+    """Of each query, by its expression."""
+    named = {query["refId"]: query["expr"] for query in chart["targets"]}
+    found = dict.fromkeys(named.values(), chart["fieldConfig"]["defaults"]["unit"])
+    for override in chart["fieldConfig"]["overrides"]:
+        values = {each["id"]: each["value"] for each in override["properties"]}
+        found[named[override["matcher"]["options"]]] = values["unit"]
+    return found
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -47,9 +62,9 @@ def test_dashboard_loads_without_edits() -> None:
     assert (
         used - {"__rate_interval", "__all"} == variables == {"datasource", "cluster", "namespace"}
     )
-    ids = [panel["id"] for panel in LOADED["panels"]]
+    ids = [panel["id"] for panel in panels()]
     assert len(set(ids)) == len(ids)
-    assert {panel["type"] for panel in LOADED["panels"]} == {"row", "timeseries"}
+    assert {panel["type"] for panel in panels()} == {"row", "stat", "timeseries"}
     for chart in charts():
         sources = [chart["datasource"], *(each["datasource"] for each in chart["targets"])]
         assert all(source == MAKE.SOURCE for source in sources)
@@ -57,6 +72,7 @@ def test_dashboard_loads_without_edits() -> None:
 
 def test_panels_do_not_lie_on_each_other() -> None:
     taken: set[tuple[int, int]] = set()
+    # A collapsed row holds its panels, and lies over them.
     for panel in LOADED["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
@@ -67,6 +83,73 @@ def test_panels_do_not_lie_on_each_other() -> None:
         }
         assert not cells & taken, panel["title"]
         taken |= cells
+
+
+def test_first_row_is_six_numbers_beside_each_other() -> None:
+    row, *first = LOADED["panels"][:7]
+    assert row["type"] == "row"
+    assert [panel["type"] for panel in first] == ["stat"] * 6
+    assert len({panel["gridPos"]["y"] for panel in first}) == 1
+    assert sum(panel["gridPos"]["w"] for panel in first) == 24
+    assert not [panel for panel in charts()[6:] if panel["type"] == "stat"]
+
+
+def test_rows_that_are_zero_on_one_node_are_collapsed_and_last() -> None:
+    rows = [panel for panel in LOADED["panels"] if panel["type"] == "row"]
+    collapsed = [row["title"] for row in rows if row["collapsed"]]
+    assert collapsed == ["Between nodes", "Disks", "Tenants and sessions", "Hidden states"]
+    assert collapsed == [row["title"] for row in rows[-4:]]
+    for row in rows:
+        # Grafana wants the panels of a collapsed row in it, of an open one behind it.
+        assert bool(row["panels"]) == row["collapsed"]
+        for panel in row["panels"]:
+            assert panel["gridPos"]["y"] > row["gridPos"]["y"]
+    inside = [query["expr"] for row in rows for each in row["panels"] for query in each["targets"]]
+    assert inside
+    several = "fetch|sent|read_seconds|disk|tenant|session|hidden"
+    for text in inside:
+        assert re.search(several, text), text
+    for text in set(MAKE.expressions()) - set(inside) - set(first_expressions()):
+        assert not re.search(several, text), text
+
+
+def first_expressions() -> list[str]:
+    return [query["expr"] for chart in charts()[:6] for query in chart["targets"]]
+
+
+@pytest.mark.parametrize(
+    ("part", "unit"),
+    [
+        ("rate(raykv_cluster_missed_tokens_total", "count:tokens/s"),
+        ("rate(raykv_refused_chunks_total", "count:chunks/s"),
+        ("rate(raykv_failed_fetches_total", "count:chunks/s"),
+        ("rate(raykv_granted_leases_total", "count:leases/s"),
+        ("rate(raykv_copied_bytes_total", "Bps"),
+        ("rate(raykv_disk_damaged_total", "cps"),
+        ("raykv_copy_seconds_bucket", "s"),
+        ("raykv_removed_chunk_age_seconds_bucket", "s"),
+        ("raykv_oldest_node_report_age_seconds", "s"),
+        ("raykv_reachable_hit_ratio", "percentunit"),
+        ("(raykv_pool_bytes", "bytes"),
+        ("raykv_pool_prefaulted_bytes", "percentunit"),
+        ("raykv_directory_chunks", "short"),
+        ("vllm:external_prefix_cache_hits_total", "percentunit"),
+        ("vllm:kv_offload_load_bytes_total", "Bps"),
+    ],
+)
+def test_numbers_have_the_unit_of_what_they_are(part: str, unit: str) -> None:
+    asked = [made for chart in charts()[6:] for made in units(chart).items() if part in made[0]]
+    assert asked
+    assert {each for _, each in asked} == {unit}
+
+
+def test_a_rate_is_of_a_second_and_a_share_at_most_all() -> None:
+    for chart in charts():
+        for text, unit in units(chart).items():
+            is_rate = "rate(" in text and "histogram_quantile" not in text and " / " not in text
+            assert is_rate == (unit in ("Bps", "cps") or unit.endswith("/s")), (text, unit)
+        defaults = chart["fieldConfig"]["defaults"]
+        assert (defaults["unit"] == "percentunit") == (defaults.get("max") == 1)
 
 
 def test_every_query_parses() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,14 @@ def models() -> list[ModelArguments]:
 def test_there_is_one_for_each_way_to_serve() -> None:
     names = {file.stem for file in FILES}
     assert {"cpu-trial", "replicas", "autoscaling", "two-models"} <= names
+    # Without a GPU, and with the builders of the files that they are named after.
+    for name in ("disaggregated", "ray-llm-disaggregated"):
+        trial, plain = (
+            application(FOLDER / f"{each}.yaml") for each in (f"cpu-trial-{name}", name)
+        )
+        assert trial.import_path == plain.import_path
+        assert set(trial.args) <= set(plain.args)
+        assert not re.search("gpu|accelerator_type", json.dumps(trial.args))
 
 
 @every_file

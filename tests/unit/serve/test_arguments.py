@@ -140,6 +140,16 @@ def test_flag_that_vllm_refuses_is_refused_before_a_replica_starts(
     assert reason in text
 
 
+def test_folder_that_no_node_can_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[dict[str, Any]] = [{"Alive": True}, {"Alive": False}]
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: alive)
+    assert refused({"model": "/no/such"}) == "model of such: there is no folder /no/such"
+    # Another node may have it: each replica looks on its own.
+    alive.append({"Alive": True})
+    build_app({"model": "/no/such"})
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=9),

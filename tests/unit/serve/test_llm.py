@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from tests.house import ROOT
 
 pytest.importorskip("pyarrow", reason="the extra llm is not installed")
 pytest.importorskip("vllm")
@@ -88,3 +92,41 @@ def test_json_that_is_nested_too_deeply_is_refused_by_rays_ingress(
     )
     assert answer.status_code == status, answer.text
     assert ("nested deeper" in answer.text) == (status == 400)
+
+
+@pytest.mark.parametrize("name", ["ray-llm-disaggregated", "cpu-trial-ray-llm-disaggregated"])
+def test_example_is_an_application_of_prefill_and_decode_engines(
+    backend: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDServingArgs
+    from ray.serve.schema import ServeDeploySchema
+
+    from raykv import serve
+
+    # What it builds next asks a Ray cluster.
+    monkeypatch.setattr("ray.serve.llm.build_pd_openai_app", PDServingArgs.model_validate)
+    monkeypatch.setattr("raykv.serve.models.smollm2", lambda **_: Path("/the/folder"))
+    text = (ROOT / "deploy" / "serve" / f"{name}.yaml").read_text()
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    made: Any = serve.build_pd_openai_app(application.args)
+    assert isinstance(made, PDServingArgs)
+    for engines in (made.prefill_config, made.decode_config):
+        assert engines.engine_kwargs["kv_transfer_config"]["kv_connector"] == "RayKVConnector"
+        is_trial = name.startswith("cpu")
+        assert engines.accelerator_config.kind == ("cpu" if is_trial else "gpu")
+        source = engines.model_loading_config.model_source
+        assert source == ("/the/folder" if is_trial else "Qwen/Qwen3-8B")
+
+
+def test_small_model_goes_by_its_name_without_a_source_too(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raykv import serve
+
+    monkeypatch.setattr("ray.serve.llm.build_openai_app", lambda args: args["llm_configs"])
+    monkeypatch.setattr("raykv.serve.models.smollm2", lambda **_: Path("/the/folder"))
+    models = [{"model_loading_config": {"model_id": name}} for name in ("smollm2", "some/model")]
+    made: Any = serve.build_openai_app({"llm_configs": models})
+    loading = [each.model_loading_config for each in made]
+    assert [each.model_id for each in loading] == ["smollm2", "some/model"]
+    assert [each.model_source for each in loading] == ["/the/folder", None]

@@ -20,7 +20,7 @@ from raykv.serve.disaggregated.arguments import DisaggregatedArguments, Disaggre
 from raykv.serve.disaggregated.requests import Handover
 from tests.house import ROOT
 
-EXAMPLE = ROOT / "deploy" / "serve" / "disaggregated.yaml"
+FOLDER = ROOT / "deploy" / "serve"
 
 
 def made(**args: Any) -> DisaggregatedModelArguments:
@@ -102,12 +102,16 @@ def test_arguments_survive_the_way_to_the_ingress() -> None:
     assert parse(DisaggregatedModelArguments, model.model_dump()) == model
 
 
-def test_example_is_an_application_with_both_kinds() -> None:
-    schema = ServeDeploySchema.model_validate(yaml.safe_load(EXAMPLE.read_text()))
-    (application,) = schema.applications
+@pytest.mark.parametrize("name", ["disaggregated", "cpu-trial-disaggregated"])
+def test_example_is_an_application_with_both_kinds(name: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text()
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
     assert application.import_path == "raykv.serve:build_disaggregated_app"
     assert isinstance(build_disaggregated_app(application.args), Application)
     (model,) = parse(DisaggregatedArguments, application.args).models
     for kind in ("prefill", "decode"):
         engines: ModelArguments = getattr(model, f"{kind}_engines")
-        assert engines.deployment["ray_actor_options"]["resources"] == {kind: 0.001}
+        assert settings_of(engines).pool_bytes
+        # Kinds of nodes are told apart by a resource; a trial has one node.
+        own = engines.deployment["ray_actor_options"].get("resources")
+        assert own == (None if name.startswith("cpu") else {kind: 0.001})
