@@ -53,11 +53,12 @@ ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,\
 	env VLLM_CACHE_ROOT=$(abspath $(OVERLAY))/cache $(OVERLAY)/bin/pytest)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-hosts test-extended test-gpu bench-gpu wheel lint format clean distclean
+.PHONY: help setup demo notebooks test test-pure test-hosts test-extended test-gpu bench-gpu wheel lint format clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       set up, then run `raykv demo`   (DEMO_ARGS=...)'
+	@echo 'make notebooks  run them, each with a server of its own, and keep them with their outputs'
 	@echo 'make test       set up, then lint and pytest    (PYTEST_ARGS=...)'
 	@echo 'make test-pure  without what needs Ray, engines or measures time, in two processes'
 	@echo 'make test-hosts  hosts as namespaces, needs root: networks that are cut, hosts that are lost'
@@ -86,6 +87,12 @@ demo: $(STAMP)
 	@echo 'and ask it, once it says that it is ready, in another terminal:'
 	@echo "    curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "      -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is a KV cache?\"}], \"max_tokens\": 50}'"
+
+# In a folder that says nothing of this machine; it stays, with the model and the servers' logs.
+notebooks: $(STAMP)
+	mkdir -p /tmp/raykv && cd /tmp/raykv && export XDG_CACHE_HOME=/tmp/raykv/cache && \
+		MPLBACKEND=module://matplotlib_inline.backend_inline $(abspath $(BIN))/python \
+		$(abspath tests/children/notebook.py) --serve --store $(abspath $(wildcard notebooks/*.ipynb))
 
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint $(OVERLAY_STAMP)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,13 @@ if TYPE_CHECKING:
     from raykv.protocol.reader import Chunk, PromptLookup
     from raykv.serve.plan import plan
     from raykv.stream.replay import Replay
+
+if "ipykernel" in sys.modules:
+    # Notebooks print in red what Ray says where ipywidgets are missing, and what torchvision says
+    # without its compiled part, when they are imported. Nothing here needs either.
+    warnings.filterwarnings("ignore", "IProgress not found")
+    warnings.filterwarnings("ignore", "Failed to load image Python extension")
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
 
 _CLIENT = ("Cluster", "clear", "connect", "events", "hidden_states")
 _EVENTS = (

@@ -23,6 +23,9 @@ SHORT_ID = 8
 MAX_BARS = 20_000
 """Bars of a prefix tree; those of the rarest chunks are left out."""
 
+FEW_BARS = 300
+"""Up to so many are told apart by lines between them."""
+
 MIB, GIB = 1 << 20, 1 << 30
 FAR = 4
 """Times the largest size of a curve: a pool beyond that would squeeze the curve."""
@@ -105,9 +108,10 @@ def plot_prefix_tree(tree: pd.DataFrame, ax: Axes | None = None) -> Axes:
         [(left, low), (left, low + height), (left + 1, low + height), (left + 1, low)]
         for left, low, height in bars
     ]
+    edges = {"linewidths": 1, "edgecolors": "white"} if len(bars) <= FEW_BARS else {"linewidths": 0}
     shades = np.log1p([height for _, _, height in bars])
     collections = pyplot().matplotlib.collections
-    ax.add_collection(collections.PolyCollection(boxes, array=shades, linewidths=0, cmap="viridis"))
+    ax.add_collection(collections.PolyCollection(boxes, array=shades, cmap="viridis", **edges))
     ax.autoscale_view()
     ax.set(xlabel="chunk of the prompt", ylabel="uses", title="prefixes, as high as used often")
     return ax

@@ -350,7 +350,6 @@ def test_router_names_a_requests_chunks_as_the_engine_does(
 def test_notebooks_run_from_their_first_cell_to_their_last(
     server: Server, cluster: Cluster
 ) -> None:
-    asked(server, cluster, "Much have I travelled in the realms of gold. " * 8)
     notebooks = sorted((ROOT / "notebooks").glob("0[1-4]-*.ipynb"))
     environment = {
         **os.environ,
