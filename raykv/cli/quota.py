@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raykv.base.errors import SettingError
+from raykv.base.errors import ClusterError, SettingError
+from raykv.base.tenants import SALTED
 from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
 from raykv.memory.room import human_bytes
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from raykv.protocol.operator import TenantStatus
+    from raykv.protocol.status import EngineStatus
 
 quotas = typer.Typer(
     help="Set, list and remove tenants' shares of pools and disks.",
@@ -59,13 +63,30 @@ def set_quota(
     from raykv.client.quotas import quota_of
 
     salt = _salt(salt_file)
-    quota_of(name, guaranteed, most, salt, tenant)
+    label = quota_of(name, guaranteed, most, salt, tenant).tenant
     with connected(ray_address) as cluster:
         cluster.quotas.set(name, guaranteed=guaranteed, most=most, salt=salt, tenant=tenant)
+        with contextlib.suppress(ClusterError):
+            # It is set, whoever answers after that.
+            if warning := nobodys(label, cluster.status().engines):
+                typer.echo(f"warning: {warning}", err=True)
     if as_json:
         print_json({"name": name, "guaranteed": guaranteed, "most": most})
     else:
         typer.echo(f"{name}: {guaranteed:.0%} of each pool guaranteed, at most {most:.0%}")
+
+
+def nobodys(label: str, engines: Sequence[EngineStatus]) -> str:
+    """Why no request can be of the tenant with that label; empty if one can, or there is none."""
+    told = [each.counters for each in engines if each.counters]
+    is_possible = not label or label.startswith(SALTED) or not told
+    if is_possible or any(counters.get("tenants_by_server") for counters in told):
+        return ""
+    return (
+        f"no request can be of the tenant {label!r}: all engines tell tenants by their "
+        "cache_salt. Name it with --salt-file, or give engines tenant_source=server, and have "
+        "your server set raykv_tenant in kv_transfer_params"
+    )
 
 
 def _salt(path: str) -> str:

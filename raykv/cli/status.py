@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from raykv.protocol.status import ClusterStatus
+    from raykv.protocol.status import ClusterStatus, EngineStatus
 
 
 @app.command()
@@ -195,6 +195,7 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
                 "stores until they have a name (`raykv set-weights-version`)"
             )
             yield Text(f"engine {engine.engine_id[:12]}: {what}", "red")
+        yield from _ignored(engine)
     for owner, breakers in [
         *((f"node {node.node_id[:12]}", node.breakers) for node in known.nodes),
         *((f"engine {engine.engine_id[:12]}", engine.breakers) for engine in known.engines),
@@ -206,3 +207,10 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
                 f"breakers of {owner}: opened {breakers.opened} times, {breakers.failed} calls "
                 f"failed, {breakers.refused} not made"
             )
+
+
+def _ignored(engine: EngineStatus) -> Iterator[Text]:
+    """What requests ask for, and do not get."""
+    if count := engine.counters.get("hints_ignored"):
+        what = f"ignored {count:,} keys of requests: `raykv why-miss` says which, and why"
+        yield Text(f"engine {engine.engine_id[:12]}: {what}", "yellow")

@@ -145,6 +145,7 @@ def to_json(found: Sequence[Explanation]) -> str:
             "parting": _parting_row(each),
             "advice": advice(each.record),
             "hint": each.hint,
+            "ignored": each.record.ignored,
             "engine_id": each.engine_id,
             "node_id": each.node_id,
             "namespace": each.namespace,
@@ -187,6 +188,9 @@ def print_explanations(found: Sequence[Explanation], console: Console) -> None:
             text = f"What was missing first had been {each.hint}."
             console.print(text, highlight=False, markup=False, soft_wrap=True)
         console.print(advice(record), highlight=False, markup=False, soft_wrap=True)
+        for name, why in record.ignored.items():
+            text = f"It asked for {name} in vain: {why}."
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
         if record.parting is not None:
             line = parting_sentence(each, record.parting)
             console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -68,6 +68,7 @@ class TokenAccount:
     otherwise: MissReason = MissReason.OTHER
     failure: MissReason | None = None
     tenant: str = ""
+    ignored: dict[str, str] = field(default_factory=dict)
 
     def look(self, own: int, otherwise: MissReason) -> None:
         """Lookups begin: an earlier load, if any, has failed as a whole."""
@@ -151,6 +152,7 @@ class TokenAccount:
             chunk_tokens=self.tokens_per_chunk,
             parting=parting if is_loaded else None,
             tenant=self.tenant,
+            ignored=self.ignored,
         )
         total = record.own + record.loaded + sum(record.missed.values())
         assert total == record.prompt, record
@@ -166,10 +168,12 @@ def _positive(counts: dict[MissReason, int]) -> dict[MissReason, int]:
 class Accounts:
     """The accounts of all requests of an engine.
 
-    `tokens_per_chunk`: loads are whole numbers of so many tokens.
+    `tokens_per_chunk`: loads are whole numbers of so many tokens. `tenants_by_server`: the server
+    says whose a request is.
     """
 
     tokens_per_chunk: int = 1
+    tenants_by_server: bool = False
     num_prompt: int = 0
     num_own: int = 0
     num_loaded: int = 0
@@ -247,6 +251,8 @@ class Accounts:
             "fetched_tokens": self.num_fetched,
             "disk_tokens": self.num_disk,
         }
+        if self.tenants_by_server:
+            totals["tenants_by_server"] = 1
         return totals | {
             f"missed_tokens_{name}": count for name, count in list(self.missed.items())
         }

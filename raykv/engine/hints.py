@@ -201,6 +201,15 @@ class HintBox:
         if kept.session:
             self._sessions.add(kept, [], SessionWord.CAME)
 
+    @property
+    def allowed(self) -> Allowed:
+        """What the server lets clients wish for."""
+        return self._allowed
+
+    def note_ignored(self, count: int) -> None:
+        """A request has asked for so many other things that are not done."""
+        self._ignored += count
+
     def _allowed_of(self, hint: Hint) -> Hint:
         may_prefer = self._allowed is not Allowed.NONE
         kept = Hint(priority=hint.priority if may_prefer else None)
@@ -265,7 +274,7 @@ class HintBox:
         )
 
     def counter_values(self) -> dict[str, int]:
-        """Counts since the start: wishes that were not allowed, and chunks of the others."""
+        """Counts since the start: what was ignored of wishes, and chunks of the others."""
         return {
             "hints_ignored": self._ignored,
             "hinted_chunks": self._queued,

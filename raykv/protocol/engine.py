@@ -95,7 +95,7 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     `chunks` are the names of its chunks, of generated tokens too, as far as they are known: the
     first `CHUNK_NAME_BYTES` of each key. A chunk has `chunk_tokens` tokens. `parting`: where the
     prompt leaves the nearest one that was there, if that is known. `tenant`: the label of whose
-    request it was, empty if it had none.
+    request it was, empty if it had none. `ignored`: what it asked for and was not done, with why.
     """
 
     request_id: str
@@ -110,6 +110,11 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     disk: int = 0
     parting: Parting | None = None
     tenant: str = ""
+    ignored: dict[str, str] = {}
+
+
+MAX_IGNORED = 8
+"""Keys of a request of which it is said that they are ignored."""
 
 
 def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
@@ -125,6 +130,8 @@ def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
 
 def _check_record(record: MissRecord) -> None:
     check_names("a request's id", (record.request_id,))
+    require(len(record.ignored) <= MAX_IGNORED, f"{len(record.ignored)} ignored keys")
+    check_names("what a request asked for", [*record.ignored, *record.ignored.values()])
     label = record.tenant
     require(not label or is_label(label), f"a tenant's label of {len(label)} characters")
     num_bytes = len(record.chunks)

@@ -60,7 +60,7 @@ from raykv.vllm.internals.offloading import (
     silent,
 )
 from raykv.vllm.misses import MissReporter
-from raykv.vllm.params import hint_of, request_options, tenant_of
+from raykv.vllm.params import HINTS, hint_of, ignored, request_options, tenant_of
 from raykv.vllm.transfers import PoolSpec
 
 logger = logging.getLogger("raykv")
@@ -129,7 +129,7 @@ class RayOffloadingManager(OffloadingManager):
         self.announcements = announcements
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
-        self._tenants_by_server = tenants_by_server
+        view.accounts.tenants_by_server = tenants_by_server
         # Requests whose state may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
         self._no_lease_logged_at = float("-inf")
@@ -250,7 +250,14 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(nothing)
     def belongs(self, request: Any) -> None:
         """A request is about to be new: open its account, which says whose it is."""
-        self.misses.began(request, tenant_of(request, by_server=self._tenants_by_server))
+        by_server = self.view.accounts.tenants_by_server
+        self.misses.began(request, tenant_of(request, by_server=by_server))
+        params, kv_hints = request.kv_transfer_params, getattr(request, "kv_hints", None)
+        found = ignored(params, kv_hints, self.hints.allowed, by_server=by_server)
+        # `HintBox` counts wishes that are not allowed itself.
+        others = [name for name in found if name not in HINTS]
+        self.hints.note_ignored(len(others))
+        self.misses.ignores(request, found)
 
     def refuse(self, request_id: str, reason: MissReason) -> None:
         """A request that is about to be new may neither load nor store."""

@@ -35,6 +35,9 @@ logger = logging.getLogger("raykv")
 SOURCES_PARAM = "raykv_sources"
 """In the `kv_transfer_params` of a request's first output, see `raykv.vllm.insight.sources`."""
 
+MAX_COMPLAINTS = 64
+"""Keys that the log complains of: clients choose their names."""
+
 PROMPT_TOKENS = "raykv_prompt_tokens"
 MISSED_TOKENS = "raykv_missed_tokens"
 
@@ -83,6 +86,7 @@ class MissReporter:
         # Whether tokens of prompts may be shown to operators.
         self.shows_tokens = False
         self._partings = Partings()
+        self._complained: set[str] = set()
         # In engines whose vLLM traces; None: nobody wants them.
         self.spans: RequestSpans | None = None
         self._tokens: Counter[tuple[str, str]] = Counter()
@@ -96,6 +100,21 @@ class MissReporter:
         self._view.accounts.open(request.request_id, request.num_prompt_tokens, tenant)
         if self.spans is not None:
             self.spans.begin(request.request_id, request.trace_headers or {}, time.monotonic())
+
+    @guarded(nothing)
+    def ignores(self, request: Any, found: dict[str, str]) -> None:
+        """What a request that is new asks for and will not get; each key is logged once."""
+        account = self._view.accounts.get(request.request_id)
+        if account is not None:
+            account.ignored = found
+        for name in found.keys() - self._complained:
+            if len(self._complained) < MAX_COMPLAINTS:
+                self._complained.add(name)
+                logger.warning(
+                    "a request's kv_transfer_params have %s, which is ignored: %s (said once)",
+                    name,
+                    found[name],
+                )
 
     @guarded(nothing)
     def looks(self, request: Any, num_computed_tokens: int, max_load_tokens: int | None) -> None:

@@ -6,14 +6,17 @@ in the payload of an action of the type `raykv.hints`, under the same names.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from raykv.base.parsing import shown
 from raykv.base.tenants import salt_label, server_label
-from raykv.engine.hints import Hint
+from raykv.engine.hints import Allowed, Hint
 from raykv.engine.requests import RequestOptions
+from raykv.protocol.engine import MAX_IGNORED
 from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
 from raykv.protocol.sessions import MAX_SESSION_NAME
 from raykv.vllm.identity.media import NAMED_BY_CLIENT
@@ -64,6 +67,9 @@ Known = bool | float | str
 TENANT = "raykv_tenant"
 """A text that says whose the request is, where the setting `tenant_source` says that the server
 sets it. No part of what vLLM's offloading scheduler sees."""
+
+
+KEYS = (*PARAMS, PREFILLED, *HINTS, OUR_MOST_STORED, TENANT)
 
 
 def documented(params: Any) -> dict[str, Any] | None:
@@ -118,6 +124,49 @@ def _wishes(said: dict[str, Any]) -> dict[str, Known]:
     return kept
 
 
+def ignored(params: Any, kv_hints: Any, allowed: Allowed, *, by_server: bool) -> dict[str, str]:
+    """Keys of ours in a request that have no effect, and why; whatever a client sends, no error.
+
+    Args:
+        params: its `kv_transfer_params`.
+        kv_hints: vLLM's.
+        allowed: the setting `client_hints`.
+        by_server: whether the setting `tenant_source` is `server`.
+    """
+    given = params if isinstance(params, dict) else {}
+    found: dict[str, str] = {}
+    for said in (given, *_payloads(kv_hints)):
+        valid = documented(said) or {}
+        names = [name for name in said if isinstance(name, str) and name.startswith("raykv_")]
+        for name in names[:MAX_IGNORED]:
+            is_no = name not in PARAMS and said[name] in (None, False)
+            is_valid = is_no or name == TENANT or name in valid
+            if why := _why_ignored(name, allowed, by_server=by_server, is_valid=is_valid):
+                found[shown(name)[1:-1][:MAX_SESSION_NAME]] = why
+    return dict([*found.items()][:MAX_IGNORED])
+
+
+def _why_ignored(name: str, allowed: Allowed, *, by_server: bool, is_valid: bool) -> str:
+    """Why a key has no effect; empty if it has one."""
+    if name not in KEYS:
+        close = difflib.get_close_matches(name[:MAX_SESSION_NAME], KEYS, n=1)
+        return "there is no such key" + (f": did you mean {close[0]}?" if close else "")
+    if name == TENANT and not by_server:
+        return "only with tenant_source=server it says whose a request is"
+    if name in HINTS and not may_wish(name, allowed):
+        return f"client_hints={allowed} does not allow it"
+    if is_valid:
+        return ""
+    needs = f", or {SESSION} is missing" if name in (OVER, PAUSE) else ""
+    return f"its value is not allowed{needs}"
+
+
+def may_wish(name: str, allowed: Allowed) -> bool:
+    """Whether the setting `client_hints` lets clients use one of `HINTS`."""
+    least = {PRIORITY: Allowed.PRIORITY, PIN: Allowed.PIN}.get(name, Allowed.SESSION)
+    return [*Allowed].index(allowed) >= [*Allowed].index(least)
+
+
 def without_prefilled(params: dict[str, Any]) -> dict[str, Any]:
     """The `params` of a client: only the router that had the prompt prefilled may say so."""
     return {name: value for name, value in params.items() if name != PREFILLED}
@@ -141,11 +190,15 @@ def _is_name(value: str) -> bool:
 
 
 def hinted(kv_hints: Any) -> dict[str, Known]:
-    """The wishes in vLLM's `kv_hints`, a `KvHintsEnvelope`; whatever is in there, no error.
-
-    Actions of other types are for others.
-    """
+    """The wishes in vLLM's `kv_hints`, a `KvHintsEnvelope`; whatever is in there, no error."""
     kept: dict[str, Known] = {}
+    for payload in _payloads(kv_hints):
+        kept |= _wishes(payload)
+    return kept
+
+
+def _payloads(kv_hints: Any) -> Iterator[dict[str, Any]]:
+    """What the actions that are for us carry; those of other types are for others."""
     actions = getattr(kv_hints, "actions", None)
     for action in actions[:MAX_ACTIONS] if isinstance(actions, list) else ():
         version = str(getattr(action, "action_version", "")).partition(".")[0]
@@ -153,10 +206,9 @@ def hinted(kv_hints: Any) -> dict[str, Known]:
         if getattr(action, "action_type", "") != ACTION or not isinstance(payload, dict):
             continue
         if version == ACTION_VERSION:
-            kept |= _wishes(payload)
+            yield payload
         else:
             logger.debug("kv_hints: %s of version %r; ignored", ACTION, version)
-    return kept
 
 
 def request_options(params: Any) -> RequestOptions:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import raykv
 from raykv import cli
 from raykv.base.errors import ClusterError, SettingError
-from raykv.cli import app, base, chunks, main, switch
+from raykv.cli import app, base, chunks, main, quota, switch
 from raykv.cli.base import EXIT_CODES, ago
 from raykv.protocol.events import BlockStored, Event, NodeLost
 from raykv.protocol.operator import TransferResult
@@ -503,6 +503,24 @@ def test_up_starts_no_ray_for_a_wrong_setting(
     assert isinstance(done.exception, SettingError)
     assert said in str(done.exception)
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("label", "counters", "is_said"),
+    [
+        ("acme", {"prompt_tokens": 1}, True),
+        ("acme", {"prompt_tokens": 1, "tenants_by_server": 1}, False),
+        ("acme", {}, False),
+        ("salt:0123", {"prompt_tokens": 1}, False),
+        ("", {"prompt_tokens": 1}, False),
+    ],
+)
+def test_quota_of_a_tenant_that_nobody_can_be_is_warned_of(
+    label: str, counters: dict[str, int], is_said: bool
+) -> None:
+    said = quota.nobodys(label, [engine(**counters)])
+    assert bool(said) == is_said
+    assert ("tenant_source=server" in said) == is_said
 
 
 def test_version_is_an_option_too() -> None:

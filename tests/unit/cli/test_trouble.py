@@ -99,6 +99,7 @@ def test_json_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         "parting": None,
         "advice": ADVICE[MissReason.EVICTED],
         "hint": "",
+        "ignored": {},
         "engine_id": "engine-1",
         "node_id": "node-1",
         "namespace": "namespace-1",
@@ -157,6 +158,14 @@ def test_what_a_hint_did_to_the_missing_chunk_is_said(monkeypatch: pytest.Monkey
     assert f"What was missing first had been {hint}." in run("cmpl-7")
     (row,) = json.loads(run("cmpl-7", "--json"))
     assert row["hint"] == hint
+
+
+def test_what_was_asked_for_in_vain_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = {"raykv_sesion": "there is no such key: did you mean raykv_session?"}
+    play(monkeypatch, msgspec.structs.replace(RECORD, ignored=why))
+    assert f"It asked for raykv_sesion in vain: {why['raykv_sesion']}." in run("cmpl-7")
+    (row,) = json.loads(run("cmpl-7", "--json"))
+    assert row["ignored"] == why
 
 
 def test_id_that_looks_like_markup_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from raykv.vllm.params import (
     TIERS,
     documented,
     hint_of,
+    ignored,
     only_documented,
     request_options,
     tenant_of,
@@ -417,3 +418,50 @@ def test_request_is_its_tenants_from_its_first_hook_on() -> None:
     account = engine.view.accounts.get("r")
     assert account is not None
     assert account.tenant == label
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed", "expected"),
+    [
+        ({"raykv_sesion": "a"}, Allowed.PIN, {"raykv_sesion": "did you mean raykv_session?"}),
+        ({"raykv_xyz": 1}, Allowed.PIN, {"raykv_xyz": "there is no such key"}),
+        ({PRIORITY: 3}, Allowed.NONE, {PRIORITY: "client_hints=none does not allow it"}),
+        ({SESSION: "a", OVER: True}, Allowed.PRIORITY, dict.fromkeys((SESSION, OVER), "client_h")),
+        ({PIN: 3}, Allowed.SESSION, {PIN: "client_hints=session"}),
+        ({PAUSE: 9}, Allowed.PIN, {PAUSE: "or raykv_session is missing"}),
+        ({OVER: False, PREFILLED: None, SESSION: None}, Allowed.PIN, {}),
+        ({PRIORITY: 30}, Allowed.PIN, {PRIORITY: "its value is not allowed"}),
+        ({"raykv_load": "no"}, Allowed.PIN, {"raykv_load": "its value is not allowed"}),
+        ({TENANT: "acme"}, Allowed.PIN, {TENANT: "tenant_source=server"}),
+        ({"raykv_load": False, PIN: 3, SESSION: "a", "max_load_tokens": 1}, Allowed.PIN, {}),
+        ({1: 2, "do_remote_prefill": True}, Allowed.NONE, {}),
+        ("nonsense", Allowed.NONE, {}),
+    ],
+)
+def test_key_without_effect_is_named_with_why(
+    params: Any, allowed: Allowed, expected: dict[str, str]
+) -> None:
+    found = ignored(params, None, allowed, by_server=False)
+    assert found.keys() == expected.keys()
+    assert all(expected[name] in why for name, why in found.items())
+
+
+def test_keys_in_hints_of_orchestrators_are_looked_at_too() -> None:
+    hints = envelope(("raykv.hints", "1", {"raykv_pins": 1}), ("other", "1", {"raykv_x": 1}))
+    found = ignored({}, hints, Allowed.PIN, by_server=False)
+    assert found.keys() == {"raykv_pins"}
+
+
+def test_ignored_keys_are_counted_and_logged_once_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine()
+    for number in range(3):
+        params = {"raykv_sesion": "a", PRIORITY: 3}
+        engine.begin(PlayedRequest(str(number), kv_transfer_params=params))
+    said = [each.getMessage() for each in caplog.records if "said once" in each.getMessage()]
+    assert sorted("raykv_sesion" in each for each in said) == [False, True]
+    assert engine.connector._manager.hints.counter_values()["hints_ignored"] == 6
+    account = engine.view.accounts.get("0")
+    assert account is not None
+    assert account.ignored.keys() == {"raykv_sesion", PRIORITY}
