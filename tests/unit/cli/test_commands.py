@@ -518,7 +518,7 @@ def test_up_starts_no_ray_for_a_wrong_setting(
 def test_quota_of_a_tenant_that_nobody_can_be_is_warned_of(
     label: str, counters: dict[str, int], is_said: bool
 ) -> None:
-    said = quota.nobodys(label, [engine(**counters)])
+    said = quota.nobodys(label, [engine("e", **counters)])
     assert bool(said) == is_said
     assert ("tenant_source=server" in said) == is_said
 
