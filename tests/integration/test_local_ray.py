@@ -39,7 +39,7 @@ class Account:
             env={**surroundings, "HOME": str(self.home), **variables},
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=240,
             check=False,
         )
         assert code is None or done.returncode == code, done.stdout + done.stderr
