@@ -28,7 +28,7 @@ from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-CELL_DEADLINE_S = 240
+CELL_DEADLINE_S = 600
 """Engines start in one of them, on a machine that may be busy."""
 
 START_DEADLINE_S = 600
