@@ -1,4 +1,4 @@
-"""The commands `export` and `import`: chunks out of a cluster into files, and back."""
+"""The commands `export` and `import`: chunks out of a cluster into files, and back; and `files`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import msgspec
 import typer
 
 import raykv
+from raykv.base.errors import SettingError
 from raykv.base.parsing import parse_size
 from raykv.cli.base import Address, AsJson, ExitCode, app, print_json, say
 from raykv.cli.operate import Timeout, all_keys, counting, read_keys
 from raykv.memory.room import human_bytes
+
+PATTERNS = ("grafana/*.json", "prometheus/*.yml", "serve/*.yaml")
+"""Of the files of `deploy/` that `raykv files` writes."""
 
 Namespace = Annotated[str, typer.Option(help="Namespace of the chunks; its first digits suffice.")]
 
@@ -100,3 +104,55 @@ def import_chunks(
                 "red",
             )
     raise typer.Exit(ExitCode.NOT_WELL if found.failed else ExitCode.OK)
+
+
+@app.command()
+def files(
+    folder: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
+    *,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files that are there and differ.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write what runs and watches RayKV: files for Ray Serve, alert rules, Grafana's dashboard.
+
+    It needs no cluster. If a file is there and differs, nothing is written without --overwrite.
+
+    Example: raykv files ./raykv-files && serve run ./raykv-files/serve/cpu-trial.yaml
+    """
+    ours = _own_files()
+    try:
+        theirs = {name: (folder / name).read_bytes() for name in ours if (folder / name).exists()}
+        changed = [name for name, text in theirs.items() if text != ours[name]]
+        if changed and not overwrite:
+            raise SettingError(
+                f"{folder} has {', '.join(changed)} already, and different: name another folder, "
+                "or add --overwrite"
+            )
+        written = [name for name in ours if name in changed or name not in theirs]
+        for name in written:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(ours[name])
+    except OSError as error:
+        raise SettingError(
+            f"{error.filename or folder} can't be written ({error.strerror}): name another folder"
+        ) from error
+    unchanged = [name for name in ours if name not in written]
+    if as_json:
+        print_json({"folder": str(folder), "written": written, "unchanged": unchanged})
+        return
+    same = f"; {len(unchanged)} were there" if unchanged else ""
+    say(f"wrote {len(written)} files under {folder}{same}")
+    for name in written:
+        say(f"  {name}")
+
+
+def _own_files() -> dict[str, bytes]:
+    """By their place; a wheel has them in the package, a clone beside it."""
+    package = Path(raykv.__file__).parent
+    for root in (package / "files", package.parent / "deploy"):
+        found = sorted(path for pattern in PATTERNS for path in root.glob(pattern))
+        if found:
+            return {str(path.relative_to(root)): path.read_bytes() for path in found}
+    raise SettingError(f"there are no files beside {package}: install RayKV from its wheel")

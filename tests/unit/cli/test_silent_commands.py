@@ -80,6 +80,7 @@ OTHERS = {
     "down": "ends actors that do not answer",
     "publish stop": "ends one that does not answer",
     "version": "asks nobody",
+    "files": "asks nobody",
     "serve": "starts everything itself",
     "demo": "starts everything itself",
     "bench": "starts everything itself",
