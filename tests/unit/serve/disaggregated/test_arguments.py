@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -115,3 +116,13 @@ def test_example_is_an_application_with_both_kinds(name: str) -> None:
         # Kinds of nodes are told apart by a resource; a trial has one node.
         own = engines.deployment["ray_actor_options"].get("resources")
         assert own == (None if name.startswith("cpu") else {kind: 0.001})
+
+
+def test_question_of_the_trial_is_long_enough_for_the_prefill_engine() -> None:
+    text = (FOLDER / "cpu-trial-disaggregated.yaml").read_text()
+    (numbers,) = re.findall(r"seq -s ' ' (\d+)", text)
+    asked = " ".join(str(each + 1) for each in range(int(numbers)))
+    (application,) = yaml.safe_load(text)["applications"]
+    (model,) = parse(DisaggregatedArguments, application["args"]).models
+    handover = model.handover.handover
+    assert len(asked) / handover.bytes_per_token >= 2 * handover.min_prompt_tokens
