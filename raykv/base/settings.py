@@ -58,7 +58,10 @@ INSTEAD = {
 
 ENV_PREFIX = "RAYKV_"
 
-OTHER_VARIABLES = frozenset({"RAYKV_LOG_LEVEL"})
+LOG_LEVEL = "RAYKV_LOG_LEVEL"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+OTHER_VARIABLES = frozenset({LOG_LEVEL})
 """Variables with our prefix that are not settings of an engine."""
 
 
@@ -346,6 +349,21 @@ class Settings:
         return {name: "" if value is None else str(value) for name, value in values.items()}
 
 
+def log_level(usual: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The level that the user has set, else the usual one.
+
+    Raises:
+        SettingError: there is no such level.
+    """
+    level = environment.get(LOG_LEVEL, usual).upper()
+    if level not in LOG_LEVELS:
+        raise SettingError(
+            f"{LOG_LEVEL}={shown(environment[LOG_LEVEL])} is no level: choose one of "
+            f"{', '.join(LOG_LEVELS)}"
+        )
+    return level
+
+
 def load_settings(
     extra_config: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> Settings:
@@ -354,6 +372,7 @@ def load_settings(
     Raises:
         SettingError: a key is unknown, or a value is not allowed; the text names both.
     """
+    log_level("INFO", environment)
     known = {f.name: f for f in fields(Settings)}
     for key in extra_config:
         if not isinstance(key, str):

@@ -22,6 +22,7 @@ from raykv.base.errors import (
     first_line,
 )
 from raykv.base.extras import complaint
+from raykv.base.settings import log_level
 from raykv.cli import (
     chunks,
     events,
@@ -39,6 +40,7 @@ from raykv.cli import (
     trouble,
 )
 from raykv.cli.base import ExitCode, app, print_json
+from raykv.cluster.logs import set_up_logging
 
 TOPICS = (
     status,
@@ -100,6 +102,8 @@ def _wants_json(words: Sequence[str]) -> bool:
 
 def _run() -> int:
     try:
+        log_level("WARNING")
+        set_up_logging("WARNING")
         # A number is an exit code; commands that end well return nothing.
         return app(standalone_mode=False) or ExitCode.OK
     except ModuleNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -114,6 +115,37 @@ def why_miss(
         typer.echo(to_json(found))
         return
     print_explanations(found, Console())
+
+
+@app.command()
+def logs(
+    whose: Annotated[
+        str,
+        typer.Argument(
+            metavar="NODE|scheduler",
+            help="The NodeActor of a node, by the beginning of Ray's id, or the scheduler actor.",
+        ),
+    ] = "scheduler",
+    *,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for more, until interrupted.")
+    ] = False,
+    as_json: AsJson = False,
+    ray_address: Address = None,
+) -> None:
+    """Print the end of an actor's log: what it has written in this life.
+
+    Example: raykv logs 3f9a --follow
+    """
+    if follow and as_json:
+        raise SettingError("--follow writes text, without end: leave --json out")
+    with connected(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
+        node_id = "" if whose == "scheduler" else whose
+        for piece in cluster.log(node_id, follow=follow):
+            if as_json:
+                print_json({"of": whose, "lines": piece.decode(errors="replace").splitlines()})
+            else:
+                typer.echo(piece, nl=False)
 
 
 def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:

@@ -280,11 +280,12 @@ class Cluster:
             )
         return known.found
 
+    def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
+        """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""
+        return self._scheduler.log(node_id, follow=follow)
+
     def more_room(self) -> MoreRoom:
         """What more room in each pool would have saved in the last hour, in computed tokens.
-
-        It counts how much has been evicted since each chunk that was missed: pools that keep what
-        was used last would have it with that much more room.
 
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
@@ -518,8 +519,6 @@ class Cluster:
             ClusterError: as for `prefetch`.
         """
         return self._transfers.move(keys, node_id, namespace, deadline_s, watch)
-
-    # Files
 
     def export_chunks(
         self,

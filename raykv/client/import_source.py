@@ -19,6 +19,7 @@ from raykv.base.deadlines import IMPORT_START_S
 from raykv.base.errors import ChunkFileError, ClusterError, cause_of, first_line
 from raykv.base.ids import ChunkName, Key, Refusal
 from raykv.cluster import names
+from raykv.cluster.logs import level_for_actors, set_up_logging
 from raykv.node.disk.chunk_file import read_chunk, read_header
 from raykv.node.disk.index import DiskChunk
 from raykv.node.peers import Bytes
@@ -40,6 +41,7 @@ class ImportSource:
     """Runs as the Ray actor `import:<id>`; it ends with the process that has made it."""
 
     def __init__(self, paths: list[str]) -> None:
+        set_up_logging()
         self._chunks: dict[Key, tuple[Path, DiskChunk]] = {}
         for path in map(Path, paths):
             for chunk in read_header(path).chunks:
@@ -83,6 +85,7 @@ def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[So
             name=names.source_actor(source),
             namespace=names.RAY_NAMESPACE,
             num_cpus=0,
+            runtime_env={"env_vars": level_for_actors()},
             max_concurrency=4,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )

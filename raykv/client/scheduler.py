@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from raykv.base.deadlines import CLIENT_S
+from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.cluster import ask
 from raykv.protocol.framing import S, receive
@@ -46,6 +47,24 @@ class Scheduler:
     def status(self) -> ClusterStatus:
         """What it knows."""
         return ask.status(self.find(), CLIENT_S)
+
+    def log(self, node_id: str, *, follow: bool) -> Iterator[bytes]:
+        """The log of a node's NodeActor, or of the scheduler actor, piece by piece."""
+        actor, who = self.find(), ask.SCHEDULER
+        if node_id:
+            who = ask.NODE_ACTOR
+            actor = ask.find_node_actor(self.node(node_id))
+            if actor is None:
+                raise NotFoundError(f"node {node_id} has no NodeActor any more")
+        place = None
+        while True:
+            place, piece = ask.answer(actor, "log", place, timeout_s=CLIENT_S, who=who)
+            if piece or not follow:
+                yield piece
+            if not follow:
+                return
+            if not piece:
+                time.sleep(READER_PAUSE_S)
 
     def node(self, beginning: str) -> str:
         """The one node with a pool whose id begins so."""

@@ -28,6 +28,7 @@ from raykv.base.ids import EVERY_NAMESPACE, MAX_EPOCH, EngineId, Epoch, Namespac
 from raykv.base.settings import MetricsPlace
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.base.version import __version__
+from raykv.cluster.logs import read_log, set_up_logging
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.pins import SHARE
 from raykv.directory.steward import Steward
@@ -109,6 +110,7 @@ class SchedulerActor:
         pin_share: float = SHARE,
         metrics: MetricsPlace | None = None,
     ) -> None:
+        set_up_logging()
         self._address = address
         settings = ManagerSettings(eviction_policy=eviction_policy, pin_share=pin_share)
         self._steward = Steward(address)
@@ -150,6 +152,11 @@ class SchedulerActor:
             own = [server.address] if server.address else []
             file = TargetsFile(path, self._address)
             Discovery(file, lambda: own + _targets(here)).start()
+
+    def log(self, start: int | None) -> tuple[int, bytes]:
+        """A piece of this actor's log; see `read_log`."""
+        require(start is None or isinstance(start, int), f"the place {start!r}")
+        return read_log(start)
 
     def attach(self, raw: bytes) -> bytes:
         """`AttachEngine` → `EngineAttached`, which says so if the message is refused."""

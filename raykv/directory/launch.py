@@ -8,6 +8,7 @@ import ray
 
 from raykv.base.settings import ANY_PORT, MetricsPlace
 from raykv.cluster import names
+from raykv.cluster.logs import level_for_actors
 from raykv.cluster.names import HEAD_RESOURCE, SHARE_OF_HEAD
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.pins import SHARE
@@ -34,7 +35,7 @@ def scheduler_actor(
         "num_cpus": 0,
         # An actor that needs nothing goes to any node, whatever affinity it has.
         "resources": {HEAD_RESOURCE: SHARE_OF_HEAD},
-        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
+        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0", **level_for_actors()}},
     }
     made = ray.remote(SchedulerActor).options(**options)
     return made.remote(address, eviction_policy, pin_share, metrics)

@@ -45,6 +45,7 @@ from raykv.base.threads import OnFailure, end_process, start_thread, within
 from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, joined
+from raykv.cluster.logs import read_log, set_up_logging
 from raykv.memory.limits import pool_objection
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import number, numbers
@@ -112,6 +113,7 @@ class NodeActor:
         pool_path: str,
         options: NodeOptions = NO_OPTIONS,
     ) -> None:
+        set_up_logging()
         see_all_gpus()
         self._node_id = node_id
         self._socket_name = socket_name
@@ -147,6 +149,11 @@ class NodeActor:
                 self._metrics = MetricsServer(options.metrics, host, self._families)
             except Exception:
                 logger.exception("this node shows no metrics")
+
+    @ray.method(concurrency_group="host")
+    def log(self, start: int | None) -> tuple[int, bytes]:
+        """A piece of this actor's log; see `read_log`."""
+        return read_log(start)
 
     def _open_within(self, seconds: float) -> str:
         give_up_at = time.monotonic() + seconds

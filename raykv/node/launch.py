@@ -12,6 +12,7 @@ from raykv.base.deadlines import UP_MEMORY_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.settings import USUAL_OPTIONS, DiskPlace, MetricsPlace, NodeOptions
 from raykv.cluster import ask, names
+from raykv.cluster.logs import level_for_actors
 from raykv.memory.room import default_pool_bytes, tightest
 from raykv.node.actor import CONCURRENCY, NodeActor
 from raykv.node.wishes import RayNode, geometry_of
@@ -39,7 +40,9 @@ def node_actor(
         "num_cpus": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         # It asks for no GPU and yet serves all of them: Ray must not hide them.
-        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0", KEEP_GPUS: "1"}},
+        "runtime_env": {
+            "env_vars": {"RAY_worker_niceness": "0", KEEP_GPUS: "1", **level_for_actors()}
+        },
     }
     socket_name = names.node_socket(address, node_id)
     return (

@@ -34,6 +34,7 @@ from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
 from raykv.cluster import ask
+from raykv.cluster.logs import set_up_logging
 from raykv.protocol.descriptions import Description
 from raykv.protocol.events import EventsMissed, PublisherSettings, PublisherStatus
 from raykv.protocol.framing import encode
@@ -257,6 +258,7 @@ class PublisherActor:
     """
 
     def __init__(self, settings: PublisherSettings) -> None:
+        set_up_logging()
         self._settings = settings
         self._publication = Publication(
             WireFormat(settings.form, settings.hashes),

@@ -13,6 +13,7 @@ from raykv.base.errors import ClusterError, first_line
 from raykv.base.extras import with_extra
 from raykv.base.settings import Settings
 from raykv.cluster import ask, names
+from raykv.cluster.logs import level_for_actors
 from raykv.protocol.events import PublisherSettings, PublisherStatus
 from raykv.protocol.framing import receive
 
@@ -52,6 +53,7 @@ def publisher_actor(settings: PublisherSettings) -> Any:
         "max_restarts": -1,
         "max_task_retries": 0,
         "num_cpus": 0,
+        "runtime_env": {"env_vars": level_for_actors()},
         "resources": {names.HEAD_RESOURCE: names.SHARE_OF_HEAD},
     }
     return ray.remote(PublisherActor).options(**options).remote(settings)

@@ -8,8 +8,6 @@ setting stops the start.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +33,7 @@ from raykv.base.guard import guarded, nothing
 from raykv.base.ids import MissReason
 from raykv.base.settings import Settings, load_settings
 from raykv.base.version import __version__
+from raykv.cluster.logs import set_up_logging
 from raykv.engine.cost import StepTimes
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
 from raykv.protocol.groups import ChunkGroup, groups_text
@@ -84,18 +83,6 @@ from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.link import LinkTarget
 
 logger = logging.getLogger("raykv")
-
-
-def set_up_logging() -> None:
-    """Give RayKV's loggers a handler; vLLM configures only its own."""
-    root = logging.getLogger("raykv")
-    root.setLevel(os.environ.get("RAYKV_LOG_LEVEL", "INFO").upper())
-    if root.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    form = "%(levelname)s %(asctime)s [raykv %(process)d] %(message)s"
-    handler.setFormatter(logging.Formatter(form, datefmt="%m-%d %H:%M:%S"))
-    root.addHandler(handler)
 
 
 @contextmanager
