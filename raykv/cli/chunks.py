@@ -27,7 +27,7 @@ from raykv.cli.base import (
 from raykv.memory.room import human_bytes
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.protocol.groups import parse_groups
-from raykv.protocol.reader import DISK, ORDERS, TIERS
+from raykv.protocol.reader import DISK
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,8 +38,22 @@ if TYPE_CHECKING:
 SHOWN_DIGITS = 24
 """How many digits of a key to show: enough to distinguish the chunks of any cluster."""
 
-Order = StrEnum("Order", {name.upper(): name for name in ORDERS})
-Tier = StrEnum("Tier", {name.upper(): name for name in TIERS})
+
+class Order(StrEnum):
+    """`ORDERS`, as choices."""
+
+    AGE = "age"
+    IDLE = "idle"
+    HITS = "hits"
+    SIZE = "size"
+
+
+class Tier(StrEnum):
+    """`TIERS`, as choices."""
+
+    RAM = "ram"
+    DISK = "disk"
+
 
 Namespace = Annotated[
     str | None, typer.Option(help="Only this namespace; its first digits suffice.")

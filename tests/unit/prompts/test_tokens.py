@@ -38,8 +38,8 @@ def test_nothing_is_said_of_what_torchvision_lacks_for_images(
     read = transformers.AutoTokenizer.from_pretrained
 
     def warn_and_read(*arguments: Any, **options: Any) -> Any:
-        place = {"filename": "image.py", "lineno": 13, "module": "torchvision.io.image"}
-        warnings.warn_explicit("Failed to load image Python extension", UserWarning, **place)
+        what, module = "Failed to load image Python extension", "torchvision.io.image"
+        warnings.warn_explicit(what, UserWarning, "image.py", 13, module)
         return read(*arguments, **options)
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", warn_and_read)
