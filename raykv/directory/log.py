@@ -79,6 +79,9 @@ class EventLog:
 
     def set_clock(self, now: float) -> None:
         """The time, from which the ages of events are told."""
+        if not self._now:
+            # What came before the first call has just happened.
+            self._runs = deque(replace(run, at=now) for run in self._runs)
         self._now = now
 
     def _append(self, run: _Run) -> None:

@@ -21,7 +21,7 @@ from raykv.cli import app, base, chunks, main, quota, switch
 from raykv.cli.base import EXIT_CODES, ago
 from raykv.protocol.events import BlockStored, Event, NodeLost
 from raykv.protocol.operator import TransferResult
-from raykv.protocol.reader import Chunk, NodePrefix, PromptChunk, PromptLookup
+from raykv.protocol.reader import ORDERS, TIERS, Chunk, NodePrefix, PromptChunk, PromptLookup
 from raykv.protocol.status import ClusterStatus, MoreRoom, NamespaceStatus
 from tests.fixtures.statuses import engine, node
 
@@ -521,6 +521,11 @@ def test_quota_of_a_tenant_that_nobody_can_be_is_warned_of(
     said = quota.nobodys(label, [engine("e", **counters)])
     assert bool(said) == is_said
     assert ("tenant_source=server" in said) == is_said
+
+
+def test_choices_of_a_listing_are_those_of_the_cluster() -> None:
+    assert tuple(chunks.Order) == ORDERS
+    assert tuple(chunks.Tier) == TIERS
 
 
 def test_version_is_an_option_too() -> None:

@@ -75,8 +75,8 @@ def test_event_says_when_it_happened() -> None:
     log.set_clock(12.5)
     log.node_lost(NODE, Epoch(70))
     log.set_clock(13.0)
-    page = decode(encode(log.page(EPOCH, 1)), EventPage)
-    assert [event.time for event in events_of(page, 1000.0)] == [997.0, 999.5]
+    page = decode(encode(log.page(EPOCH, 0)), EventPage)
+    assert [event.time for event in events_of(page, 1000.0)] == [997.0, 997.0, 999.5]
     assert {event.time for event in events_of(page)} == {0.0}
 
 
