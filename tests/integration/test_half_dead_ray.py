@@ -20,7 +20,8 @@ from raykv.cluster.processes import argument, command_lines, group_of, is_raylet
 from tests.fixtures.waiting import wait_until
 from tests.integration.test_local_ray import ADDRESS
 
-pytestmark = pytest.mark.integration
+# Bounds of seconds hold on a machine that has nothing else to do.
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
 BOUND_S = 10.0
 """For a whole command, once Python has imported it."""
