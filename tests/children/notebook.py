@@ -10,6 +10,8 @@ Exit code 1, and the cell and its error on standard error, if one fails or print
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import os
 import re
 import shlex
@@ -27,12 +29,14 @@ import nbformat
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from PIL import Image
 
 CELL_DEADLINE_S = 600
 """Engines start in one of them, on a machine that may be busy."""
 
 START_DEADLINE_S = 600
 STOP_DEADLINE_S = 60
+COLOURS = 64
 SERVE = re.compile(r"^\$ ((?:\w+=\w+ )*)(raykv serve .*)$", re.MULTILINE)
 SERVER = os.environ.get("OPENAI_BASE_URL", "http://localhost:8000/v1").removesuffix("/v1")
 
@@ -103,9 +107,19 @@ def store(notebook: Any, path: Path) -> None:
         for each in cell.outputs:
             if "execution_count" in each:
                 each["execution_count"] = number
+            if (image := each.get("data", {}).get("image/png")) is not None:
+                each["data"]["image/png"] = _small(image)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     nbformat.write(notebook, path)
+
+
+def _small(image: str) -> str:
+    """A PNG with a palette: plots of thousands of values would be hundreds of kilobytes."""
+    made = io.BytesIO()
+    whole = Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB")
+    whole.quantize(COLOURS).save(made, "png", optimize=True)
+    return base64.b64encode(made.getvalue()).decode()
 
 
 def show(path: Path, manager: KernelManager, *, is_stored: bool) -> bool:
