@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from raykv.base.ids import Generation, Key, Namespace
 from raykv.cli import app, main
 from raykv.client import pools as deployment
 from raykv.client.cluster import Cluster
-from raykv.cluster import ask
+from raykv.cluster import ask, warden
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.node.wishes import RayNode
@@ -241,6 +242,12 @@ def test_every_command_is_in_one_of_the_tables() -> None:
     assert set(commands()) == asks | OTHERS.keys()
 
 
+class NoWarden:
+    """Watches nothing."""
+
+    def note_actors(self, address: str) -> None: ...
+
+
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fail as soon as a cluster is looked for, or anything is started."""
@@ -254,6 +261,8 @@ def unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(cluster, name, never)
     monkeypatch.setattr(ray, "init", never)
     monkeypatch.setattr(subprocess, "Popen", never)
+    # It would outlive a command that ends with an error, until these tests end.
+    monkeypatch.setattr(warden, "ending_what_it_starts", lambda: nullcontext(NoWarden()))
 
 
 def has_switch(command: str, name: str, *, is_flag: bool) -> bool:
