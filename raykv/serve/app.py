@@ -14,6 +14,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
 from raykv.base.errors import SettingError
+from raykv.cluster.ask import ask_ray
 from raykv.serve.arguments import (
     AppArguments,
     IngressArguments,
@@ -93,10 +94,11 @@ def refuse_missing(model: str, place: str) -> None:
 
     Raises:
         SettingError: There is no such folder.
+        ClusterError: Ray does not answer.
     """
     if not model.startswith(("/", "./", "../", "~")) or Path(model).exists():
         return
-    if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) == 1:
+    if ray.is_initialized() and sum(node["Alive"] for node in ask_ray(ray.nodes)) == 1:
         raise SettingError(f"{place}: there is no folder {model}")
 
 
