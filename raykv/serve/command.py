@@ -44,6 +44,7 @@ _SHORTEST_TRANSFER_FLAG = "--kv-t"  # vLLM takes any abbreviation that is unambi
 _MIDDLEWARE_FLAG = "--middleware"
 _NESTING_LIMIT = "raykv.serve.http.NestingLimit"
 _NAMES_FLAG = "--served-model-name"
+_EAGER_FLAG = "--enforce-eager"
 _DETAILS_FLAG = "--enable-prompt-tokens-details"
 _REFUSED_FLAGS = {f"--{name.replace('_', '-')}": why for name, why in REFUSED_ARGUMENTS.items()}
 _CPU_KV_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
@@ -80,6 +81,9 @@ class ServePlan:
         extra = {**self.transfer[_EXTRA], "ray_address": ray_address}
         transfer = json.dumps({**self.transfer, _EXTRA: extra})
         ours = [_TRANSFER_FLAG, transfer, _MIDDLEWARE_FLAG, _NESTING_LIMIT, _DETAILS_FLAG]
+        if self.names:
+            # The small model: compiling takes minutes, and saves seconds of a trial.
+            ours = [_EAGER_FLAG, *ours]
         if self.names and _from_config_file(self.flags, _NAMES_FLAG) is None:
             ours = [_NAMES_FLAG, *self.names, *ours]
         return ["serve", self.model, *ours, *self.flags]

@@ -121,5 +121,6 @@ def _with_path(model: ModelArguments) -> ModelArguments:
     found = find_model(model.model, logger.info)
     if not found.names:
         return model
-    engine_args = {"served_model_name": list(found.names), **model.engine_args}
+    ours = {"served_model_name": list(found.names), "enforce_eager": True}
+    engine_args = {**ours, **model.engine_args}
     return model.model_copy(update={"model": found.path, "engine_args": engine_args})

@@ -55,6 +55,8 @@ def test_small_model_answers_to_its_name_and_its_folder_unless_it_is_given_other
         found = replace(plan(*flags), model="/folder", names=("smollm2", "/folder"))
         args = found.vllm_args(ADDRESS)
         assert args[:2] == ["serve", "/folder"]
+        # Compiling would take minutes of a trial.
+        assert "--enforce-eager" in args
         return [args[at + 1] for at, flag in enumerate(args) if flag == "--served-model-name"]
 
     assert names("--port", "8001") == ["smollm2"]
@@ -63,7 +65,7 @@ def test_small_model_answers_to_its_name_and_its_folder_unless_it_is_given_other
     config = tmp_path / "config.yaml"
     config.write_text("served_model_name: mine\n")
     assert names("--config", str(config)) == []
-    assert "--served-model-name" not in plan().vllm_args(ADDRESS)
+    assert not {"--served-model-name", "--enforce-eager"} & set(plan().vllm_args(ADDRESS))
 
 
 @pytest.mark.parametrize("path", ["{}/nothing", "./nothing", "../nothing"])

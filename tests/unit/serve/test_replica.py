@@ -141,6 +141,7 @@ def test_small_model_is_served_from_its_folder_under_both_names(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     small = module._with_path(parse(ModelArguments, {"model": "smollm2"}))
     assert (small.model, small.served_names) == (str(folder), ["smollm2", str(folder)])
+    assert small.engine_args["enforce_eager"]
     named = {"model": "smollm2", "engine_args": {"served_model_name": "mine"}}
     assert module._with_path(parse(ModelArguments, named)).served_names == ["mine"]
     other = parse(ModelArguments, {"model": str(tmp_path)})
