@@ -373,7 +373,7 @@ def join_within(address: str, deadline_s: float) -> None:
         ClusterError: the cluster can't be reached, or a part of it does not answer.
     """
     check_reachable(address)
-    _check_answers(address)
+    check_answers(address)
     try:
         within(deadline_s, lambda: join(address))
     except TimeoutError as error:
@@ -384,7 +384,7 @@ def join_within(address: str, deadline_s: float) -> None:
         raise
 
 
-def _check_answers(address: str) -> None:
+def check_answers(address: str) -> None:
     """Find what hangs: `ray.init` would keep this whole process waiting for it, Ctrl-C too.
 
     Raises:
@@ -399,12 +399,13 @@ def _check_answers(address: str) -> None:
     heard = []
     for raylet, _ in _raylets_at(address):
         with contextlib.suppress(psutil.Error):
-            ports = [
+            # At its own address: the gcs_server may be on another host.
+            own = [
                 each.laddr
                 for each in raylet.net_connections("tcp")
                 if each.status == psutil.CONN_LISTEN
-            ][:1]
-            heard += [_speaks(host.strip("[]"), each.port) for each in ports]
+            ]
+            heard += [_speaks(each.ip, each.port) for each in own[:1]]
     if heard and not any(heard):
         raise _silence(address, "raylet of this host", CLIENT_PROBE_S)
 

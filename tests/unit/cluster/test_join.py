@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,41 @@ def test_a_link_in_the_place_of_the_address_is_not_followed(
     monkeypatch.setattr(cluster, "raylets", lambda: [Raylet("other", "other:2", 2.0)])
     cluster.withdraw("own:1", "other:2", str(tmp_path))
     assert victim.read_text() == "own:1"
+
+
+SPEAKING = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 0))
+print(listener.getsockname()[1], flush=True)
+while sys.argv[2] == "speaks" or sys.stdin.read():
+    listener.accept()[0].sendall(b"settings")
+"""
+
+
+@contextmanager
+def speaking(program: str, host: str, *more: str) -> Iterator[int]:
+    """A process that a scan finds as `program`, and where it listens."""
+    command = [program, "-c", SPEAKING, host, *more]
+    with subprocess.Popen(
+        command, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_raylet_is_asked_at_its_own_address_where_the_head_is_on_another() -> None:
+    with speaking("gcs_server", "127.0.0.1", "speaks") as port:
+        address = f"127.0.0.1:{port}"
+        with speaking("raylet", "127.0.0.2", "speaks", f"--gcs-address={address}"):
+            cluster.check_answers(address)
+        with (
+            speaking("raylet", "127.0.0.2", "is silent", f"--gcs-address={address}"),
+            pytest.raises(ClusterError, match="the raylet of this host"),
+        ):
+            cluster.check_answers(address)
 
 
 ERROR = {"lines": ["a raylet's error"], "pid": "raylet", "is_err": False}
