@@ -55,8 +55,11 @@ logger = logging.getLogger(__name__)
 
 _BACKEND = "raykv.serve.llm:RayKVBackend"
 
-_MOVED = {"vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils"}
-"""Where vLLM 0.32 has what Ray's KV-aware router imports from the place that it had in 0.29."""
+_MOVED = {
+    "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
+    "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
+}
+"""Where vLLM has moved what Ray imports: since 0.29, and in 0.33."""
 
 
 class MovedModules(MetaPathFinder, Loader):
