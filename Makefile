@@ -12,7 +12,7 @@ BENCH_RESULTS ?= build/bench-gpu
 VLLM ?=
 # No CPU build of this version is published: its Python sources over the compiled part of the other.
 OTHER_VLLM := 0.33.0
-# What measures no time runs beside what does, and beside what mostly waits: Ray and engines.
+# What measures no time runs in two processes, before anything else; what does has the machine alone.
 CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client/test_*.py) \
 	tests/contract/node/test_integrity.py tests/contract/node/test_read.py \
 	tests/contract/worker/test_device_link.py tests/contract/worker/test_handover.py
@@ -97,18 +97,19 @@ notebooks: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint $(OVERLAY_STAMP)
 	@mkdir -p build && rm -rf $(NOT_RUN)
-	@export TESTS_NOT_RUN=$(abspath $(NOT_RUN)); { nice -n 10 $(PYTEST_PURE); pure=$$?; \
-		nice -n 10 $(ON_OTHER_VLLM) --numprocesses 2 $(FACING_VLLM) && exit $$pure; } \
-		>build/pure-tests.log 2>&1 & pure=$$!; calm=; \
-	trap 'kill $$pure $$calm 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	@export TESTS_NOT_RUN=$(abspath $(NOT_RUN)); calm=; \
+	trap 'kill $$calm 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	$(PYTEST_PURE); pure=$$?; \
+	$(ON_OTHER_VLLM) --numprocesses 2 $(FACING_VLLM); facing=$$?; \
 	$(TEST_BIN)/pytest $(TIMED_TESTS); timed=$$?; \
 	$(TEST_BIN)/pytest $(CALM_LIVE_TESTS) >build/calm-tests.log 2>&1 & calm=$$!; \
 	$(TEST_BIN)/pytest $(LIVE_TESTS); live=$$?; \
 	$(ON_OTHER_VLLM) -m versions $(OTHER_LIVE_TESTS); other=$$?; \
-	wait $$calm; calm=$$?; wait $$pure; pure=$$?; trap - EXIT; \
-	cat build/calm-tests.log build/pure-tests.log; \
+	wait $$calm; calm=$$?; trap - EXIT; \
+	cat build/calm-tests.log; \
 	$(TEST_BIN)/python -m tests.fixtures.not_run $(NOT_RUN); \
-	test $$timed -eq 0 && test $$live -eq 0 && test $$other -eq 0 && test $$calm -eq 0 && test $$pure -eq 0
+	test $$pure -eq 0 && test $$facing -eq 0 && test $$timed -eq 0 && test $$live -eq 0 && \
+		test $$other -eq 0 && test $$calm -eq 0
 else
 test: lint $(OVERLAY_STAMP)
 	$(TEST_BIN)/pytest $(PYTEST_ARGS)

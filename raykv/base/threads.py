@@ -166,12 +166,11 @@ def _count() -> None:
         _num_failed += 1
 
 
-def within(deadline_s: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises.
+def begun(call: Callable[[], T]) -> Future[T]:
+    """What `call` will return or raise, in a thread of its own.
 
     Raises:
         ThreadError: there is no thread to make it in.
-        TimeoutError: it took longer than `deadline_s`; it goes on, and nobody learns of its end.
     """
     future: Future[T] = Future()
 
@@ -182,4 +181,14 @@ def within(deadline_s: float, call: Callable[[], T]) -> T:
             future.set_exception(error)
 
     start_thread("raykv-call", run)
-    return future.result(deadline_s)
+    return future
+
+
+def within(deadline_s: float, call: Callable[[], T]) -> T:
+    """What `call` returns or raises.
+
+    Raises:
+        ThreadError: there is no thread to make it in.
+        TimeoutError: it took longer than `deadline_s`; it goes on, and nobody learns of its end.
+    """
+    return begun(call).result(deadline_s)

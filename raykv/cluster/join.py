@@ -30,12 +30,19 @@ from typing import Any
 import psutil
 import ray
 
-from raykv.base.deadlines import CLIENT_PROBE_S, RAY_CONNECT_S, RAY_LEAVE_S, RAY_LOOK_S, RAY_START_S
+from raykv.base.deadlines import (
+    CLIENT_PROBE_S,
+    CLIENT_S,
+    RAY_CONNECT_S,
+    RAY_LEAVE_S,
+    RAY_LOOK_S,
+    RAY_START_S,
+)
 from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
 from raykv.base.parsing import address as parse_address
 from raykv.base.parsing import shown
-from raykv.base.threads import within
+from raykv.base.threads import begun, within
 from raykv.cluster import names
 from raykv.cluster.processes import (
     argument,
@@ -374,8 +381,13 @@ def join_within(address: str, deadline_s: float) -> None:
     """
     check_reachable(address)
     check_answers(address)
+    joining = begun(lambda: join(address))
     try:
-        within(deadline_s, lambda: join(address))
+        try:
+            joining.result(CLIENT_S)
+        except TimeoutError:
+            logger.warning("joining Ray at %s takes long: it is given %.0f s", address, deadline_s)
+            joining.result(deadline_s - CLIENT_S)
     except TimeoutError as error:
         atexit.unregister(ray.shutdown)
         raise _silence(address, "cluster", deadline_s) from error
