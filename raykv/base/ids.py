@@ -184,6 +184,12 @@ class Refusal(IntEnum):
     """The node with the chunk did not answer a short while ago, and is not asked again yet."""
     PARTIAL = 13
     """Only some of the chunk's blocks were stored, and others were wanted."""
+    NOT_HERE = 14
+    """The node has no such chunk."""
+    HERE = 15
+    """Nothing is to be stored: the node has the chunk."""
+    NO_ROOM = 16
+    """There is no slot for it, and nothing that may go for it."""
 
     @property
     def is_final(self) -> bool:

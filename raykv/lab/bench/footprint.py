@@ -72,14 +72,14 @@ def taken(pids: Sequence[int]) -> Footprint:
     processes = [psutil.Process(pid) for pid in pids]
     times = [process.cpu_times() for process in processes]
     return Footprint(
-        sum(_own_bytes(pid) for pid in pids),
+        sum(own_bytes(pid) for pid in pids),
         sum(each.user + each.system for each in times),
         sum(process.num_threads() for process in processes),
         sum(process.num_fds() for process in processes),
     )
 
 
-def _own_bytes(pid: int) -> int:
+def own_bytes(pid: int) -> int:
     """Proportional set size without shared memory."""
     fields = {"Pss_Anon:", "Pss_File:"}
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -182,7 +182,7 @@ def key_of(number: int) -> bytes:
 
 def slots_bytes(count: int) -> int:
     """What the slot table of a NodeActor takes for so many chunks."""
-    before = _own_bytes(os.getpid())
+    before = own_bytes(os.getpid())
     slabs = -(-count * SLOT_BYTES // SLAB_BYTES)
     geometry = PoolGeometry(slabs * SLAB_BYTES, SLAB_BYTES)
     table = SlotTable(geometry)
@@ -193,12 +193,12 @@ def slots_bytes(count: int) -> int:
         )
         assert table.restore(name, number)
     assert table.num_ready == count
-    return _own_bytes(os.getpid()) - before
+    return own_bytes(os.getpid()) - before
 
 
 def mirror_bytes(count: int) -> int:
     """What an engine's mirror of so many chunks takes."""
-    before = _own_bytes(os.getpid())
+    before = own_bytes(os.getpid())
     view = EngineView(EngineId("engine"), {0: SLOT_BYTES}, 1.0, 64)
     view.attached(EngineAttached(Epoch(1), node_epoch=1, capacity={0: count}))
     for first in range(0, count, MAX_KEYS):
@@ -211,7 +211,7 @@ def mirror_bytes(count: int) -> int:
         request = view.take_request(Epoch(1), may_grow=True, may_want=False)
         view.apply(SyncReply(Epoch(1), request.seq, node_epoch=1, stored=stored), request)
     assert view.num_ready == count, view.num_ready
-    return _own_bytes(os.getpid()) - before
+    return own_bytes(os.getpid()) - before
 
 
 def _measure_chunks(result: Result, options: Options) -> None:

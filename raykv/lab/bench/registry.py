@@ -57,6 +57,7 @@ BENCHMARKS = {
         Benchmark("serve_routing", "conversations over two replicas: routers, with and without"),
         Benchmark("disaggregated", "prefill and decode engines apart, beside one that does both"),
         Benchmark("footprint", "memory, CPU, threads and descriptors of RayKV's processes"),
+        Benchmark("pool", "what a NodeActor's index does when its pool is full, and a chunk takes"),
         Benchmark("directory", "the scheduler actor's chunks: rates, and bytes of memory for each"),
     )
 }

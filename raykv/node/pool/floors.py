@@ -1,0 +1,106 @@
+"""Which copies are void, by the orders under which they were stored.
+
+A stamp is the number of the orders that an engine knew when it offered a store. It stays with the
+bytes wherever they go, and is never raised. A clear is an order: it makes void what was stored
+under an earlier number. Numbers count within a history, which begins anew with the store of Ray's
+head; what is of another history is older than every clear of the present one.
+
+Invariants:
+1. A floor never falls.
+2. A namespace has a floor of its own only if that is above the floor of all namespaces; at most
+   `MAX_NAMESPACES` have one, then the lowest of them becomes that of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from raykv.base.ids import EVERY_NAMESPACE, Namespace
+
+MAX_NAMESPACES = 256
+
+MAX_HISTORIES = 8
+"""That a disk or a pool file remembers; what is of an older one is void as soon as anything is
+cleared.
+"""
+
+
+class Stamp(NamedTuple):
+    """See the module's docstring."""
+
+    history: int
+    number: int
+
+
+class Floors:
+    """See the module's docstring.
+
+    Args:
+        history: the present one.
+        known: floors by history, the latest last; of each by namespace.
+    """
+
+    def __init__(
+        self, history: int = 0, known: Mapping[int, Mapping[Namespace, int]] | None = None
+    ) -> None:
+        self._floors: dict[int, dict[Namespace, int]] = {}
+        for each, floors in (known or {}).items():
+            self.begin(each)
+            self.take(floors)
+        self.begin(history)
+
+    @property
+    def history(self) -> int:
+        """The present one."""
+        return next(reversed(self._floors))
+
+    def begin(self, history: int) -> None:
+        """From now on orders are of that history; its floors, if it is known, stay."""
+        self._floors[history] = self._floors.pop(history, {})
+        while len(self._floors) > MAX_HISTORIES:
+            del self._floors[next(iter(self._floors))]
+
+    def take(self, floors: Mapping[Namespace, int]) -> set[Namespace]:
+        """Take in floors of the present history; returns the namespaces of which one rose."""
+        own = self._floors[self.history]
+        risen = set()
+        for namespace, number in floors.items():
+            if number > max(own.get(namespace, 0), own.get(EVERY_NAMESPACE, 0)):
+                own[namespace] = number
+                risen.add(namespace)
+        while len(own.keys() - {EVERY_NAMESPACE}) > MAX_NAMESPACES:
+            lowest = min(number for name, number in own.items() if name != EVERY_NAMESPACE)
+            own[EVERY_NAMESPACE] = max(lowest, own.get(EVERY_NAMESPACE, 0))
+            risen.add(EVERY_NAMESPACE)
+            _drop_covered(own)
+        _drop_covered(own)
+        return risen
+
+    def is_void(self, namespace: Namespace, stamp: Stamp) -> bool:
+        """Whether a copy with that stamp may not be served, nor taken in."""
+        if stamp.history != self.history and self._of(self.history, namespace):
+            return True
+        return stamp.number < self._of(stamp.history, namespace)
+
+    def is_older(self, stamp: Stamp, other: Stamp) -> bool:
+        """Whether a clear could make the one void and not the other."""
+        if stamp.history == other.history:
+            return stamp.number < other.number
+        return stamp.history != self.history
+
+    def _of(self, history: int, namespace: Namespace) -> int:
+        own = self._floors.get(history, {})
+        return max(own.get(namespace, 0), own.get(EVERY_NAMESPACE, 0))
+
+    @property
+    def told(self) -> dict[int, dict[Namespace, int]]:
+        """All floors by history, the present one last; a copy."""
+        return {history: dict(floors) for history, floors in self._floors.items()}
+
+
+def _drop_covered(own: dict[Namespace, int]) -> None:
+    every = own.get(EVERY_NAMESPACE, 0)
+    for name, number in list(own.items()):
+        if name != EVERY_NAMESPACE and number <= every:
+            del own[name]

@@ -1,0 +1,83 @@
+"""A node's numbered account of what it has: what engines and the directory believe of it.
+
+A reader says up to which number it has read, and gets the names that have changed since, each in
+the state that it has now; while it has not read all, also the next page of all chunks. So a page
+and the changes beside it are of one moment, and what a reader has seen in neither when the pages
+are over is not there.
+
+Invariants:
+1. Numbers rise; one of another life says nothing.
+2. A name that has changed since a reader's number is among its next changes, or the reader is told
+   to begin anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
+
+from raykv.base.ids import Key, Namespace
+from raykv.node.pool.records import ChunkRecord
+
+MOST_CHANGES = 32_768
+"""That are kept for readers; who is further behind begins anew."""
+
+
+class Reason(IntEnum):
+    """Why a name has changed."""
+
+    COMING = 0
+    STORED = 1
+    FAILED = 2
+    """What was coming has not come."""
+    EVICTED = 3
+    CLEARED = 4
+    DAMAGED = 5
+    MOVED = 6
+    """It is elsewhere: on the disk, or in another slot."""
+
+
+class ListedChange(NamedTuple):
+    """A record's name has changed."""
+
+    record: ChunkRecord
+    reason: Reason
+
+
+class Listing:
+    """See the module's docstring.
+
+    Args:
+        life: of the NodeActor; a later one is higher.
+        most: changes that are kept.
+    """
+
+    def __init__(self, life: int, most: int = MOST_CHANGES) -> None:
+        self.life = life
+        self.number = 0
+        self._changes: deque[ListedChange] = deque(maxlen=most)
+
+    def changed(self, record: ChunkRecord, reason: Reason) -> None:
+        """The state of a record's name is another one now."""
+        self.number += 1
+        record.number = self.number
+        self._changes.append(ListedChange(record, reason))
+
+    def since(self, number: int, most: int) -> tuple[list[ListedChange], int] | None:
+        """Up to `most` changes after a number, in order, and up to which number they go; None: some
+        are not kept any more, or that number was never given.
+
+        A name that has changed again among them is there once, with the latest reason.
+        """
+        missing = self.number - number
+        if not 0 <= missing <= len(self._changes):
+            return None
+        first = len(self._changes) - missing
+        found: dict[tuple[Namespace, Key], ListedChange] = {}
+        for change in islice(self._changes, first, first + most):
+            name = change.record.namespace, change.record.key
+            found.pop(name, None)
+            found[name] = change
+        return list(found.values()), number + min(missing, most)

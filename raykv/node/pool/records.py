@@ -1,0 +1,144 @@
+"""A chunk's record, and queues of records.
+
+            first part                 last part                   nobody copies
+  (none) ─────────────► WRITING ──────────────────────► READY ────────────────────► (none)
+                           │ a part fails, too late,       │ evicted, cleared, damaged,
+                           │ cleared                       │ replaced
+                           └────────────► VOID ◄───────────┘
+
+A record is its own ticket: who was admitted to it ends with it, whatever the index has by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import inf
+
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Slot
+from raykv.node.pool.floors import Stamp
+
+
+class ChunkState(IntEnum):
+    """See the diagram in the module's docstring."""
+
+    WRITING = 0
+    READY = 1
+    VOID = 2
+    """Found by nobody; its slot is free once the last reader and writer have ended."""
+
+
+class Standing(IntEnum):
+    """Which chunks go before which: those of the first kind that has any."""
+
+    RELEASED = 0
+    """Nobody will miss it."""
+    SPARE = 1
+    """Another node keeps it, too."""
+    NORMAL = 2
+    KEPT = 3
+    """It goes when nothing else is left."""
+    PINNED = 4
+    """It does not go."""
+
+
+@dataclass(slots=True, eq=False)
+class ChunkRecord:
+    """One stay of a chunk in a pool.
+
+    Args:
+        namespace: see `Namespace`.
+        key: see `Key`.
+        slot_bytes: what the slot takes up.
+        stamp: the orders under which its bytes were stored.
+        owner: its tenant's number.
+        slot: where its bytes are.
+    """
+
+    namespace: Namespace
+    key: Key
+    slot_bytes: int
+    stamp: Stamp
+    owner: int = 0
+    slot: Slot = Slot(-1)
+    state: ChunkState = ChunkState.WRITING
+    blocks: Blocks = ALL_BLOCKS
+    checksum: int | None = None
+    number: int = 0
+    """Of the listing, when it last changed."""
+    readers: int = 0
+    writers: int = 0
+    """A bit for each rank that copies now."""
+    used: int = 0
+    """The order's time of the last use."""
+    found_at: float = -inf
+    """When it was found last, in seconds."""
+    hits: int = 0
+    standing: Standing = Standing.NORMAL
+    queue: RecordQueue | None = field(default=None, repr=False)
+    before: ChunkRecord | None = field(default=None, repr=False)
+    after: ChunkRecord | None = field(default=None, repr=False)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody copies to it or from it."""
+        return self.readers > 0 or self.writers > 0
+
+
+class RecordQueue:
+    """Records, linked to each other: each is in one queue at most."""
+
+    __slots__ = ("_length", "first", "last")
+
+    def __init__(self) -> None:
+        self.first: ChunkRecord | None = None
+        self.last: ChunkRecord | None = None
+        self._length = 0
+
+    def append(self, record: ChunkRecord) -> None:
+        """Add a record that is in no queue, as the last one."""
+        assert record.queue is None, record
+        record.queue, record.before = self, self.last
+        if self.last is None:
+            self.first = record
+        else:
+            self.last.after = record
+        self.last = record
+        self._length += 1
+
+    def insert(self, record: ChunkRecord, after: ChunkRecord) -> None:
+        """Add a record that is in no queue, in front of one that is in this."""
+        assert record.queue is None, record
+        record.queue, record.before, record.after = self, after.before, after
+        if after.before is None:
+            self.first = record
+        else:
+            after.before.after = record
+        after.before = record
+        self._length += 1
+
+    def remove(self, record: ChunkRecord) -> None:
+        """Take out a record that is in this queue."""
+        assert record.queue is self, record
+        before, after = record.before, record.after
+        if before is None:
+            self.first = after
+        else:
+            before.after = after
+        if after is None:
+            self.last = before
+        else:
+            after.before = before
+        record.queue = record.before = record.after = None
+        self._length -= 1
+
+    def __iter__(self) -> Iterator[ChunkRecord]:
+        record = self.first
+        while record is not None:
+            following = record.after
+            yield record
+            record = following
+
+    def __len__(self) -> int:
+        return self._length

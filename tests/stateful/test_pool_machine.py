@@ -1,0 +1,314 @@
+"""The pool's index, with ranks that write and readers that read one page after another.
+
+The pool's memory says of each page, and of each rank's part of it, which record it was written for.
+So a store or a load that is admitted wrongly meets wrong bytes. A reader of the listing follows it
+in small steps, and knows in the end what the index has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import EVERY_NAMESPACE, NO_BLOCKS, Blocks, Key, Namespace, Refusal, in_group
+from raykv.base.shares import Share
+from raykv.node.pool.floors import Floors, Stamp
+from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.listing import Listing, Reason
+from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+
+PAGE = 4096
+HISTORY = 7
+NAMESPACES = [Namespace("a"), Namespace("b")]
+KEYS = [in_group(Key(bytes([number]) * 8), group) for number in range(5) for group in (0, 1)]
+PAGES = {0: 1, 1: 2}
+"""Of a chunk, by KV group."""
+
+WIDE, NARROW = Blocks(0, 4), Blocks(2, 2)
+LIVES = {1: 1, 2: 2}
+"""Engines, and how many ranks each has."""
+
+names = st.tuples(st.sampled_from(NAMESPACES), st.sampled_from(KEYS))
+lives = st.sampled_from(list(LIVES))
+
+
+@dataclass(eq=False)
+class Writer:
+    """A rank that copies to a record's slot, page by page."""
+
+    record: ChunkRecord
+    part: StorePart
+    blocks: Blocks
+    done: int = 0
+
+
+@dataclass(eq=False)
+class Reader:
+    record: ChunkRecord
+    content: dict[tuple[int, int], int]
+    done: int = 0
+
+
+@dataclass
+class Follower:
+    """What a reader of the listing believes: names that are there."""
+
+    number: int = 0
+    place: int = 0
+    seen: set[Any] = field(default_factory=set)
+    believed: set[Any] = field(default_factory=set)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.number = 1
+        self.floors = Floors(HISTORY)
+        self.index = PoolIndex(
+            PoolGeometry(3 * 4 * PAGE, 4 * PAGE), Listing(1, most=12), self.floors, self.companions
+        )
+        # By page and rank, the id of the record that it was written for.
+        self.memory: dict[tuple[int, int], int] = {}
+        self.writers: list[Writer] = []
+        self.readers: list[Reader] = []
+        # What was written, of all ranks; by record.
+        self.contents: dict[ChunkRecord, dict[tuple[int, int], int]] = {}
+        self.offered: dict[ChunkRecord, set[Blocks]] = {}
+        self.verdicts: dict[tuple[int, int, Namespace, Key], ChunkRecord | Refusal] = {}
+        self.ended: set[tuple[int, int, int]] = set()
+        self.jobs = dict.fromkeys(LIVES, 1)
+        self.follower = Follower()
+
+    def companions(self, namespace: Namespace, keys: Any) -> list[Key]:
+        del namespace
+        return [in_group(key, 1) for key in keys if key[-1] == 0]
+
+    def pages(self, record: ChunkRecord) -> list[int]:
+        return [record.slot + page for page in range(record.slot_bytes // PAGE)]
+
+    # Stores
+
+    @rule(life=lives, name=names, rank=st.integers(0, 1), old=st.booleans(), narrow=st.booleans())
+    def offer(
+        self, life: int, name: tuple[Namespace, Key], rank: int, old: bool, narrow: bool
+    ) -> None:
+        part = StorePart(life, self.jobs[life], rank % LIVES[life], LIVES[life])
+        if (life, part.job_id, part.rank) in self.ended:
+            return
+        namespace, key = name
+        blocks = NARROW if narrow else WIDE
+        stamp = Stamp(HISTORY, self.number - old)
+        size = PAGES[key[-1]] * PAGE
+        before = self.index.find(*name)
+        read = [each.record for each in self.readers if each.record.state is ChunkState.READY]
+        chunk = OfferedChunk(namespace, key, size, stamp, blocks, owner=life)
+        is_first = (life, part.job_id, *name) not in self.verdicts
+        found = self.index.begin_store(part, chunk, self.now, self.now + 30)
+        first = self.verdicts.setdefault((life, part.job_id, *name), found)
+        # Whatever went for it, nobody read.
+        assert all(record.state is ChunkState.READY for record in read)
+        if isinstance(first, Refusal):
+            assert found is first
+        if found is Refusal.HERE and is_first:
+            assert before is not None
+            assert before.blocks.has(blocks)
+            assert before.stamp >= stamp
+        if isinstance(found, ChunkRecord):
+            assert found is first
+            assert not found.readers
+            assert found.slot_bytes == size
+            self.writers.append(Writer(found, part, blocks))
+
+    @rule(life=lives, name=names, narrow=st.booleans())
+    def store(self, life: int, name: tuple[Namespace, Key], narrow: bool) -> None:
+        """All ranks, without a fault."""
+        for rank in range(LIVES[life]):
+            self.offer(life, name, rank, old=False, narrow=narrow)
+        for writer in [each for each in self.writers if each.part.life == life]:
+            if (writer.record.namespace, writer.record.key) == name:
+                for page in self.pages(writer.record)[writer.done :]:
+                    self.memory[page, writer.part.rank] = id(writer.record)
+                    writer.done += 1
+                self._end(writer, ok=True)
+
+    @precondition(lambda self: self.writers)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        writer = data.draw(st.sampled_from(self.writers))
+        pages = self.pages(writer.record)
+        if writer.done < len(pages):
+            self.memory[pages[writer.done], writer.part.rank] = id(writer.record)
+            writer.done += 1
+
+    @precondition(lambda self: self.writers)
+    @rule(data=st.data(), ok=st.booleans())
+    def end_store(self, data: st.DataObject, ok: bool) -> None:
+        self._end(data.draw(st.sampled_from(self.writers)), ok=ok)
+
+    def _end(self, writer: Writer, *, ok: bool) -> None:
+        pages = self.pages(writer.record)
+        ok = ok and writer.done == len(pages)
+        self.writers.remove(writer)
+        self.offered.setdefault(writer.record, set()).add(writer.blocks)
+        for page in pages if ok else ():
+            content = self.contents.setdefault(writer.record, {})
+            content[page, writer.part.rank] = id(writer.record)
+        was = writer.record.state
+        state = self.index.end_store(writer.record, writer.part.rank, ok=ok, blocks=writer.blocks)
+        if state is ChunkState.READY:
+            assert ok
+            assert was is ChunkState.WRITING
+            assert self.offered[writer.record] == {writer.record.blocks}
+            assert len(self.contents[writer.record]) == len(pages) * writer.part.num_ranks
+            assert self.index.find(writer.record.namespace, writer.record.key) is writer.record
+
+    @rule(life=lives, rank=st.integers(0, 1))
+    def end_job(self, life: int, rank: int) -> None:
+        """A rank ends its copies before the job."""
+        rank, job_id = rank % LIVES[life], self.jobs[life]
+        for writer in [w for w in self.writers if (w.part.life, w.part.rank) == (life, rank)]:
+            self.writers.remove(writer)
+            self.index.end_store(writer.record, rank, ok=False)
+        self.index.end_job(life, job_id, rank)
+        self.ended.add((life, job_id, rank))
+        if all((life, job_id, each) in self.ended for each in range(LIVES[life])):
+            self.jobs[life] += 1
+
+    @rule(life=lives, rank=st.integers(0, 1))
+    def end_line(self, life: int, rank: int) -> None:
+        """Its copies may go on for a while."""
+        rank, job_id = rank % LIVES[life], self.jobs[life]
+        self.index.end_line(life, rank)
+        self.ended.add((life, job_id, rank))
+        if all((life, job_id, each) in self.ended for each in range(LIVES[life])):
+            self.jobs[life] += 1
+
+    @rule()
+    def expire(self) -> None:
+        self.now += 31
+        self.index.expire(self.now)
+        assert not any(self.index.is_coming(*name) for name in self.all_names())
+
+    # Loads
+
+    @rule(name=names, wanted=st.sampled_from([WIDE, NARROW, NO_BLOCKS]))
+    def load(self, name: tuple[Namespace, Key], wanted: Blocks) -> None:
+        record = self.index.find(*name)
+        (found,) = self.index.begin_loads([(*name, wanted)], self.now)
+        if isinstance(found, ChunkRecord):
+            assert found is record
+            assert found.blocks.has(wanted)
+            self.readers.append(Reader(found, dict(self.contents[found])))
+        elif record is not None:
+            assert found is Refusal.PARTIAL
+        else:
+            assert found in (Refusal.NOT_HERE, Refusal.WRITING)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        reader = data.draw(st.sampled_from(self.readers))
+        for place, content in reader.content.items():
+            assert self.memory[place] == content
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def end_load(self, data: st.DataObject) -> None:
+        reader = data.draw(st.sampled_from(self.readers))
+        self.readers.remove(reader)
+        for place, content in reader.content.items():
+            assert self.memory[place] == content
+        self.index.end_load(reader.record)
+
+    # What goes
+
+    @rule(namespace=st.sampled_from([*NAMESPACES, EVERY_NAMESPACE]))
+    def clear(self, namespace: Namespace) -> None:
+        self.number += 1
+        self.floors.take({namespace: self.number})
+        self.index.drop_void()
+        for name in self.all_names():
+            if namespace in (EVERY_NAMESPACE, name[0]):
+                assert self.index.find(*name) is None
+
+    @rule(name=names)
+    def damage(self, name: tuple[Namespace, Key]) -> None:
+        record = self.index.find(*name)
+        if record is not None:
+            self.index.drop(record, Reason.DAMAGED)
+
+    @rule(name=names, standing=st.sampled_from(list(Standing)))
+    def claim(self, name: tuple[Namespace, Key], standing: Standing) -> None:
+        record = self.index.find(*name)
+        if record is not None:
+            self.index.room.order_of(record).stand(record, standing)
+
+    @rule(share=st.sampled_from([{}, {1: Share(0.5, 1.0)}, {1: Share(0.0, 0.3), 2: Share(0.3)}]))
+    def share(self, share: dict[int, Share]) -> None:
+        self.index.share(share)
+
+    @rule(seconds=st.sampled_from([0.5, FRESH_S, 90.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    # The listing
+
+    @rule(most=st.integers(1, 5))
+    def follow(self, most: int) -> None:
+        """One answer: changes, and the next page while there is one."""
+        follower, listing = self.follower, self.index.listing
+        answer = listing.since(follower.number, most)
+        if answer is None:
+            self.follower = Follower(listing.number)
+            return
+        changes, follower.number = answer
+        for change in changes:
+            name = change.record.namespace, change.record.key
+            follower.seen.add(name)
+            if self.index.find(*name) is None:
+                follower.believed.discard(name)
+            else:
+                follower.believed.add(name)
+        if follower.place >= 0:
+            records, follower.place = self.index.places.records_from(follower.place, most)
+            page = {(r.namespace, r.key) for r in records if r.state is ChunkState.READY}
+            follower.seen |= page
+            follower.believed |= page
+            if follower.place < 0:
+                follower.believed &= follower.seen
+
+    @rule()
+    def catch_up(self) -> None:
+        for _ in range(100):
+            self.follow(5)
+            if self.follower.place < 0 and self.follower.number == self.index.listing.number:
+                break
+        there = {name for name in self.all_names() if self.index.find(*name)}
+        assert self.follower.believed == there
+
+    def all_names(self) -> list[tuple[Namespace, Key]]:
+        return [(namespace, key) for namespace in NAMESPACES for key in KEYS]
+
+    @invariant()
+    def index_is_sound(self) -> None:
+        self.index.check()
+
+    def teardown(self) -> None:
+        """Once all have ended, what is left is what is found."""
+        for reader in self.readers:
+            self.index.end_load(reader.record)
+        for writer in self.writers:
+            self.index.end_store(writer.record, writer.part.rank, ok=False)
+        self.index.expire(self.now + 31)
+        self.index.check()
+        assert len(list(self.index.places)) == self.index.num_ready
+
+
+PoolMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=80, deadline=None)
+test_pool_is_right_whatever_ranks_readers_and_operators_do = PoolMachine.TestCase

@@ -1,0 +1,73 @@
+"""Which copies are void, by the orders under which they were stored."""
+
+from __future__ import annotations
+
+from raykv.base.ids import EVERY_NAMESPACE, Namespace
+from raykv.node.pool.floors import MAX_HISTORIES, MAX_NAMESPACES, Floors, Stamp
+
+A, B = Namespace("a"), Namespace("b")
+
+
+def test_copy_that_was_offered_before_a_clear_is_void() -> None:
+    floors = Floors(1)
+    floors.take({A: 8})
+    assert floors.is_void(A, Stamp(1, 7))
+    assert not floors.is_void(A, Stamp(1, 8))
+    assert not floors.is_void(B, Stamp(1, 7))
+    floors.take({EVERY_NAMESPACE: 9})
+    assert floors.is_void(A, Stamp(1, 8))
+    assert floors.is_void(B, Stamp(1, 8))
+    assert floors.told == {1: {EVERY_NAMESPACE: 9}}
+
+
+def test_floor_never_falls() -> None:
+    floors = Floors(1)
+    assert floors.take({A: 8}) == {A}
+    assert floors.take({A: 5, B: 0}) == set()
+    assert floors.is_void(A, Stamp(1, 7))
+
+
+def test_copy_of_another_history_is_older_than_every_clear_of_the_present_one() -> None:
+    floors = Floors(2, {1: {A: 57}})
+    # Ray was started anew: numbers begin again, and nothing was cleared since.
+    assert not floors.is_void(A, Stamp(2, 0))
+    assert not floors.is_void(A, Stamp(1, 57))
+    assert floors.is_void(A, Stamp(1, 56))
+    assert not floors.is_void(B, Stamp(1, 900))
+    floors.take({B: 4})
+    assert floors.is_void(B, Stamp(1, 900))
+    assert not floors.is_void(B, Stamp(2, 4))
+    assert not floors.is_void(A, Stamp(1, 57))
+
+
+def test_what_could_be_cleared_alone_is_the_older_one() -> None:
+    floors = Floors(2)
+    assert floors.is_older(Stamp(2, 3), Stamp(2, 4))
+    assert not floors.is_older(Stamp(2, 4), Stamp(2, 4))
+    assert floors.is_older(Stamp(1, 900), Stamp(2, 0))
+    assert not floors.is_older(Stamp(2, 0), Stamp(1, 900))
+
+
+def test_many_namespaces_become_one_floor() -> None:
+    floors = Floors(1)
+    floors.take({Namespace(str(number)): 10 + number for number in range(MAX_NAMESPACES + 3)})
+    (told,) = floors.told.values()
+    assert len(told) <= MAX_NAMESPACES + 1
+    assert told[EVERY_NAMESPACE] == 12
+    assert floors.is_void(Namespace("never named"), Stamp(1, 11))
+    assert all(
+        floors.is_void(Namespace(str(number)), Stamp(1, 9 + number))
+        for number in range(MAX_NAMESPACES + 3)
+    )
+
+
+def test_histories_are_bounded() -> None:
+    floors = Floors(0)
+    for history in range(20):
+        floors.begin(history)
+        floors.take({A: 5})
+    assert list(floors.told) == list(range(20 - MAX_HISTORIES, 20))
+    floors.begin(15)
+    assert floors.history == 15
+    assert floors.is_void(A, Stamp(15, 4))
+    assert not floors.is_void(A, Stamp(15, 5))

@@ -1,0 +1,290 @@
+"""Which chunks a node has, and who may touch which bytes now.
+
+What is right whatever happens in which order, `tests/stateful/test_pool_machine.py` looks for; here
+are the cases that have names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, in_group
+from raykv.base.shares import Share
+from raykv.node.pool.floors import Floors, Stamp
+from raykv.node.pool.index import (
+    FRESH_S,
+    MAX_OPEN_JOBS,
+    OfferedChunk,
+    PoolIndex,
+    StorePart,
+)
+from raykv.node.pool.listing import Listing, Reason
+from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.room import IDLE_S
+
+A = Namespace("a")
+ONE = Blocks(0, 1)
+PAGE = 4096
+SLAB = 4
+
+
+def key(number: int, group: int = 0) -> Key:
+    return in_group(Key(number.to_bytes(4, "big") + bytes(4)), group)
+
+
+@dataclass
+class Pool:
+    """A pool of slabs of four pages, and a clock."""
+
+    num_slabs: int = 1
+    companions: bool = False
+    now: float = 100.0
+    floors: Floors = field(default_factory=lambda: Floors(1))
+    job: int = 0
+
+    def __post_init__(self) -> None:
+        self.index = PoolIndex(
+            PoolGeometry(self.num_slabs * SLAB * PAGE, SLAB * PAGE),
+            Listing(1),
+            self.floors,
+            self.windows if self.companions else lambda *_: (),
+        )
+
+    def windows(self, namespace: Namespace, keys: Sequence[Key]) -> list[Key]:
+        del namespace
+        return [in_group(each, 1) for each in keys if each == in_group(each, 0)]
+
+    def offer(self, name: Key, part: StorePart, **more: int | Blocks) -> ChunkRecord | Refusal:
+        pages, stamp = more.pop("pages", 1), more.pop("stamp", 1)
+        assert isinstance(pages, int)
+        assert isinstance(stamp, int)
+        chunk = OfferedChunk(A, name, pages * PAGE, Stamp(1, stamp), **more)  # type: ignore[arg-type]
+        return self.index.begin_store(part, chunk, self.now, self.now + 30)
+
+    def store(self, *names: Key, **more: int | Blocks) -> list[Refusal]:
+        """A job of one rank; what each chunk was refused for."""
+        self.job += 1
+        part = StorePart(1, self.job)
+        refusals = []
+        for name in names:
+            found = self.offer(name, part, **dict(more))
+            if isinstance(found, ChunkRecord):
+                self.index.end_store(found, 0, ok=True, blocks=more.get("blocks", ALL_BLOCKS))  # type: ignore[arg-type]
+            refusals.append(found if isinstance(found, Refusal) else Refusal.NONE)
+        self.index.end_job(1, self.job, 0)
+        self.index.check()
+        return refusals
+
+    def load(self, name: Key, wanted: Blocks = ONE) -> ChunkRecord | Refusal:
+        return self.index.begin_loads([(A, name, wanted)], self.now)[0]
+
+    def held(self) -> list[int]:
+        return [number for number in range(100) if self.index.find(A, key(number))]
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+def begun(found: ChunkRecord | Refusal) -> ChunkRecord:
+    assert isinstance(found, ChunkRecord), found
+    return found
+
+
+def test_end_of_a_void_store_does_not_count_for_the_next_one_of_that_name(pool: Pool) -> None:
+    first, second = StorePart(1, 1, 0, 2), StorePart(1, 1, 1, 2)
+    record = begun(pool.offer(key(1), first))
+    pool.index.end_job(1, 1, 1)
+    assert record.state is ChunkState.VOID
+    other = begun(pool.offer(key(1), StorePart(2, 1, 0, 2)))
+    assert other.slot != record.slot
+    assert pool.index.end_store(record, 0, ok=True) is ChunkState.VOID
+    assert pool.index.end_store(other, 0, ok=True) is ChunkState.WRITING
+    assert pool.offer(key(1), second) is Refusal.POISONED
+    pool.index.check()
+
+
+def test_slot_of_a_void_chunk_is_free_when_its_last_reader_has_ended(pool: Pool) -> None:
+    pool.store(key(1))
+    reader = begun(pool.load(key(1)))
+    pool.floors.take({A: 2})
+    assert pool.index.drop_void() == 1
+    assert pool.load(key(1)) is Refusal.NOT_HERE
+    assert pool.store(*map(key, range(2, 6)), stamp=2)[3] is Refusal.NO_ROOM
+    pool.index.end_load(reader)
+    assert pool.store(key(5), stamp=2) == [Refusal.NONE]
+
+
+def test_first_verdict_holds_for_all_ranks_of_a_job(pool: Pool) -> None:
+    a0, a1 = StorePart(1, 1, 0, 2), StorePart(1, 1, 1, 2)
+    b0, b1 = StorePart(2, 1, 0, 2), StorePart(2, 1, 1, 2)
+    record = begun(pool.offer(key(1), a0))
+    assert pool.offer(key(1), b0) is Refusal.WRITING
+    # The second rank of A gives up: the store is void at once, and B's second rank opens no other.
+    pool.index.end_job(1, 1, 1)
+    assert record.state is ChunkState.VOID
+    assert pool.offer(key(1), b1) is Refusal.WRITING
+    assert pool.offer(key(1), a1) is Refusal.POISONED
+    pool.index.end_store(record, 0, ok=True)
+    for job, rank in ((1, 0), (2, 0), (2, 1)):
+        pool.index.end_job(job, 1, rank)
+    assert begun(pool.offer(key(1), StorePart(2, 2, 0, 2))).state is ChunkState.WRITING
+
+
+def test_engine_that_is_gone_ends_its_jobs(pool: Pool) -> None:
+    record = begun(pool.offer(key(1), StorePart(1, 1, 0, 2)))
+    pool.index.end_store(record, 0, ok=True)
+    pool.index.end_line(1, 0)
+    assert pool.index.is_coming(A, key(1))
+    pool.index.end_line(1, 1)
+    assert record.state is ChunkState.VOID
+    assert not pool.index.is_coming(A, key(1))
+
+
+def test_parts_that_do_not_come_in_time_make_a_chunk_void(pool: Pool) -> None:
+    record = begun(pool.offer(key(1), StorePart(1, 1, 0, 2)))
+    pool.index.end_store(record, 0, ok=True)
+    assert pool.index.expire(pool.now + 29) == 0
+    assert pool.index.expire(pool.now + 30) == 1
+    assert pool.offer(key(1), StorePart(1, 1, 1, 2)) is Refusal.POISONED
+
+
+def test_open_jobs_of_an_engine_are_bounded(pool: Pool) -> None:
+    for number in range(MAX_OPEN_JOBS):
+        pool.offer(key(1), StorePart(1, number))
+    assert pool.offer(key(2), StorePart(1, MAX_OPEN_JOBS)) is Refusal.QUEUE_FULL
+    assert begun(pool.offer(key(2), StorePart(2, 1))).state is ChunkState.WRITING
+
+
+def test_chunk_with_fewer_blocks_is_replaced_by_one_that_has_all(pool: Pool) -> None:
+    narrow, wide = Blocks(2, 2), Blocks(0, 4)
+    pool.store(key(1), blocks=narrow)
+    assert pool.load(key(1), wide) is Refusal.PARTIAL
+    assert pool.store(key(1), blocks=wide) == [Refusal.NONE]
+    assert begun(pool.load(key(1), wide)).blocks == wide
+    assert pool.store(key(1), blocks=narrow) == [Refusal.HERE]
+
+
+def test_chunk_that_a_clear_would_take_is_replaced_by_one_that_it_would_not(pool: Pool) -> None:
+    pool.store(key(1), stamp=1)
+    assert pool.store(key(1), stamp=1) == [Refusal.HERE]
+    assert pool.store(key(1), stamp=2) == [Refusal.NONE]
+    pool.floors.take({A: 2})
+    pool.index.drop_void()
+    assert pool.held() == [1]
+    assert pool.store(key(2), stamp=1) == [Refusal.CLEARED]
+
+
+def test_store_that_a_clear_overtakes_is_void(pool: Pool) -> None:
+    record = begun(pool.offer(key(1), StorePart(1, 1)))
+    pool.floors.take({A: 2})
+    assert pool.index.end_store(record, 0, ok=True) is ChunkState.VOID
+
+
+def test_prompt_that_is_longer_than_the_pool_keeps_its_head(pool: Pool) -> None:
+    pool.store(*map(key, range(10, 14)))
+    for number in (10, 11):
+        pool.index.end_load(begun(pool.load(key(number))))
+    refusals = pool.store(*map(key, range(6)))
+    # What was found just now stays, and behind the first gap nothing is stored.
+    assert refusals == [Refusal.NONE, Refusal.NONE, *[Refusal.NO_ROOM] * 4]
+    assert pool.held() == [0, 1, 10, 11]
+    pool.now += FRESH_S
+    assert pool.store(*map(key, range(20, 24))) == [Refusal.NONE] * 4
+
+
+def test_loads_of_a_message_come_before_its_stores(pool: Pool) -> None:
+    pool.store(*map(key, range(4)))
+    pool.now += 100
+    readers = [begun(pool.load(key(number))) for number in range(3)]
+    assert pool.store(key(10), key(11)) == [Refusal.NONE, Refusal.NO_ROOM]
+    assert pool.held() == [0, 1, 2, 10]
+    for reader in readers:
+        pool.index.end_load(reader)
+
+
+def test_pinned_chunks_do_not_go(pool: Pool) -> None:
+    pool.store(*map(key, range(4)))
+    for number in (0, 2):
+        record = pool.index.find(A, key(number))
+        assert record is not None
+        pool.index.room.order_of(record).stand(record, Standing.PINNED)
+    pool.store(*map(key, range(10, 14)))
+    assert pool.held() == [0, 2, 10, 11]
+
+
+def test_slot_size_gets_its_part_of_the_slabs_and_no_more() -> None:
+    pool = Pool(num_slabs=4)
+    pool.store(*map(key, range(16)))
+    pool.now += 10
+    for number in range(20, 30):
+        assert pool.store(key(number), pages=2) == [Refusal.NONE]
+    assert pool.index.places.classes() == {PAGE: 2, 2 * PAGE: 2}
+    assert pool.held()[:8] == list(range(8))
+
+
+def test_slot_size_that_nobody_wants_any_more_keeps_one_slab() -> None:
+    pool = Pool(num_slabs=4)
+    pool.store(*map(key, range(16)))
+    pool.now += IDLE_S + 1
+    for number in range(20, 32):
+        assert pool.store(key(number), pages=2) == [Refusal.NONE]
+    assert pool.index.places.classes() == {PAGE: 1, 2 * PAGE: 3}
+
+
+def test_windows_of_a_place_go_with_its_chunk_of_full_attention() -> None:
+    pool = Pool(num_slabs=2, companions=True)
+    pool.store(*(key(number, group) for number in range(4) for group in (0, 1)))
+    pool.index.end_load(begun(pool.load(key(3, 1))))
+    pool.now += FRESH_S
+    pool.store(key(9))
+    assert pool.held() == [0, 1, 2, 9]
+    assert pool.index.find(A, key(3, 1)) is None
+    assert pool.index.find(A, key(2, 1)) is not None
+
+
+def test_nobody_goes_below_its_guarantee_while_others_have_more() -> None:
+    pool = Pool(num_slabs=2)
+    pool.store(*map(key, range(4)), owner=1)
+    pool.store(*map(key, range(10, 14)), owner=2)
+    pool.index.share({1: Share(guaranteed=0.5)})
+    pool.index.check()
+    for number in range(20, 30):
+        pool.store(key(number), owner=2)
+    assert pool.held()[:4] == [0, 1, 2, 3]
+    pool.index.share({})
+    for number in range(30, 40):
+        pool.store(key(number), owner=2)
+    assert pool.held()[0] >= 30
+
+
+def test_what_is_above_the_greatest_share_is_named() -> None:
+    pool = Pool(num_slabs=2)
+    pool.store(*map(key, range(6)), owner=1)
+    pool.index.share({1: Share(most=0.5)})
+    over = pool.index.room.over(lambda _: True)
+    assert [record.key for record in over] == [key(5), key(4)]
+
+
+def test_each_change_has_its_reason(pool: Pool) -> None:
+    pool.store(*map(key, range(4)))
+    pool.store(key(4))
+    record = pool.index.find(A, key(1))
+    assert record is not None
+    pool.index.drop(record, Reason.DAMAGED)
+    pool.index.drop(record, Reason.DAMAGED)
+    found = pool.index.listing.since(0, 99)
+    assert found is not None
+    last = {each.record.key: each.reason for each in found[0]}
+    assert last == {
+        key(0): Reason.STORED,
+        key(1): Reason.DAMAGED,
+        key(2): Reason.STORED,
+        key(3): Reason.EVICTED,
+        key(4): Reason.STORED,
+    }

@@ -1,0 +1,147 @@
+"""What goes first, of the chunks of one slot size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from raykv.base.ids import Key, Namespace
+from raykv.node.pool.floors import Stamp
+from raykv.node.pool.order import EvictionOrder
+from raykv.node.pool.records import ChunkRecord, Standing
+
+
+def chunk(name: str) -> ChunkRecord:
+    return ChunkRecord(Namespace("n"), Key(name.encode()), 4096, Stamp(0, 1))
+
+
+def chunks(names: str) -> list[ChunkRecord]:
+    return list(map(chunk, names))
+
+
+def named(records: Iterable[ChunkRecord]) -> str:
+    return "".join(record.key.decode() for record in records)
+
+
+def entered(names: str) -> tuple[EvictionOrder, dict[str, ChunkRecord]]:
+    order, records = EvictionOrder(), chunks(names)
+    for record in records:
+        order.enter([record])
+    return order, dict(zip(names, records, strict=True))
+
+
+def test_tail_of_a_prompt_goes_before_its_head() -> None:
+    order = EvictionOrder()
+    order.enter(chunks("abc"))
+    order.enter(chunks("de"))
+    assert named(order) == "cbaed"
+
+
+def test_chunks_of_a_store_that_become_ready_one_by_one_are_in_the_same_order() -> None:
+    order = EvictionOrder()
+    a, b, c = chunks("abc")
+    order.enter([a])
+    order.enter(chunks("x"))
+    order.enter([b], before=a)
+    order.enter([c], before=b)
+    assert named(order) == "cbax"
+
+
+def test_what_was_found_stays_longer_than_what_came_after_it() -> None:
+    order, records = entered("abcdefgh")
+    order.touch([records["a"]])
+    order.enter(chunks("ij"))
+    # What came is handicapped by a third of what is held.
+    assert named(order) == "bcdefghjia"
+    order, records = entered("abcdefgh")
+    order.touch([records["g"], records["h"]])
+    order.enter(chunks("i"))
+    assert named(order) == "abcdefihg"
+
+
+def test_released_ones_go_first_then_spares_and_kept_ones_last() -> None:
+    order, records = entered("abcdef")
+    order.stand(records["a"], Standing.KEPT)
+    order.stand(records["d"], Standing.SPARE)
+    order.stand(records["e"], Standing.RELEASED)
+    order.stand(records["b"], Standing.PINNED)
+    assert named(order) == "edcfa"
+    assert len(order) == 6
+    order.touch([records["e"]])
+    assert named(order) == "dcfea"
+    order.stand(records["b"], Standing.NORMAL)
+    assert named(order) == "dcfbea"
+
+
+def test_only_what_may_go_is_named() -> None:
+    order, records = entered("abcd")
+    assert named(order.first(2, lambda each: each is not records["a"])) == "bc"
+    assert named(order) == "abcd"
+
+
+def test_what_comes_back_counts_as_found() -> None:
+    order, records = entered("abcdefgh")
+    order.leave(records["a"], remember=True)
+    order.leave(records["b"], remember=False)
+    order.enter([chunk("a")])
+    order.enter([chunk("b")])
+    order.enter([chunk("i")])
+    assert named(order).startswith("cdefgh")
+    assert [record.key for record in order if record.hits] == [b"a"]
+
+
+def hits_of(order: EvictionOrder, requests: Iterable[Iterable[int]], room: int) -> list[int]:
+    """Which chunks are found, of requests that have one prefix each."""
+    held: dict[int, ChunkRecord] = {}
+    hits = []
+    for request in requests:
+        names = list(request)
+        present = [held[name] for name in names if name in held]
+        hits.append(len(present))
+        order.touch(present)
+        missing = [name for name in names if name not in held]
+        over = len(held) + len(missing) - room
+        may_go = frozenset(held.values()) - frozenset(present)
+        for record in order.first(max(over, 0), may_go.__contains__):
+            order.leave(record, remember=True)
+            del held[int(record.key)]
+        new = [chunk(str(name)) for name in missing]
+        held.update(zip(missing, new, strict=True))
+        order.enter(new)
+    return hits
+
+
+def test_flood_of_new_prompts_leaves_what_is_used_along_with_it() -> None:
+    room, used = 1000, range(400)
+    # A flood of twice the room between two uses: by last use alone nothing would ever be found.
+    flood = iter(range(10_000, 10_000_000))
+    requests: list[list[int]] = []
+    for _ in range(60):
+        requests.append(list(used))
+        requests += [[next(flood) for _ in range(100)] for _ in range(20)]
+    hits = hits_of(EvictionOrder(), requests, room)
+    assert sum(hits[: len(hits) // 4]) < sum(hits[-len(hits) // 4 :])
+    assert sum(hits[-len(hits) // 4 :]) >= 0.9 * 15 * len(used)
+
+
+def test_order_of_last_use_is_kept_where_it_is_right() -> None:
+    # Each prompt is asked for twice, the second time when the pool is nearly full of others.
+    room = 1000
+    requests: list[list[int]] = []
+    for number in range(600):
+        requests.append([number * 100 + at for at in range(100)])
+        if number >= 8:
+            requests.append(requests[-1 - 2 * 8 + 8] if number < 16 else requests[-16])
+    hits = hits_of(EvictionOrder(), requests, room)
+    again = hits[len(hits) // 2 :]
+    assert sum(again) >= 0.95 * 100 * len(again) / 2
+
+
+def test_memory_of_what_went_is_bounded() -> None:
+    order = EvictionOrder()
+    for number in range(5000):
+        record = chunk(str(number))
+        order.enter([record])
+        if number >= 100:
+            order.leave(next(iter(order)), remember=True)
+    assert len(order) == 100
+    assert 100 < order.num_remembered <= 2 * 101 + 1
