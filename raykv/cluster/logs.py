@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ FORM = "%(levelname)s %(asctime)s [raykv %(process)d] %(message)s"
 
 MAX_PIECE = 64 << 10
 """Bytes of a log that are read at once."""
+
+_RAYS_LINES = re.compile(rb"^:(?:job_id|actor_name|task_name):.*\n", re.MULTILINE)
+"""By which Ray finds out whose log a file is."""
 
 
 def level_for_actors(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -54,7 +58,7 @@ def read_log(start: int | None, fd: int = 2) -> tuple[int, bytes]:
         fd: of standard error.
 
     Returns:
-        Where to go on, and at most `MAX_PIECE` bytes.
+        Where to go on, and at most `MAX_PIECE` bytes, without the lines that Ray puts there.
     """
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode):
@@ -64,4 +68,4 @@ def read_log(start: int | None, fd: int = 2) -> tuple[int, bytes]:
     with Path(f"/proc/self/fd/{fd}").open("rb") as file:
         file.seek(min(place, facts.st_size))
         piece = file.read(MAX_PIECE)
-        return file.tell(), piece
+        return file.tell(), _RAYS_LINES.sub(b"", piece)

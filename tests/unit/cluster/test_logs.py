@@ -83,3 +83,11 @@ def test_end_of_a_log_is_read_and_then_what_follows(tmp_path: Path) -> None:
         assert read_log(place, file.fileno()) == (place, b"")
         file.write(b", and more")
         assert read_log(place, file.fileno())[1] == b", and more"
+
+
+def test_lines_by_which_ray_knows_a_log_are_left_out(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb", buffering=0) as file:
+        file.write(b":job_id:01000000\n:actor_name:SchedulerActor\nours\n a :job_id: in it\n")
+        place, piece = read_log(0, file.fileno())
+        assert piece == b"ours\n a :job_id: in it\n"
+        assert read_log(place, file.fileno()) == (place, b"")
