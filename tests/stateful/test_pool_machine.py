@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import EVERY_NAMESPACE, NO_BLOCKS, Blocks, Key, Namespace, Refusal, in_group
 from raykv.base.shares import Share
+from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors, Stamp
 from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.listing import Listing, Reason
@@ -32,6 +33,13 @@ PAGES = {0: 1, 1: 2}
 WIDE, NARROW = Blocks(0, 4), Blocks(2, 2)
 LIVES = {1: 1, 2: 2}
 """Engines, and how many ranks each has."""
+
+OWNERS = [
+    Owner(OwnerKind.OPERATOR, "pin"),
+    Owner(OwnerKind.REQUEST, "r"),
+    Owner(OwnerKind.SESSION, "s"),
+    Owner(OwnerKind.SESSION, "t"),
+]
 
 names = st.tuples(st.sampled_from(NAMESPACES), st.sampled_from(KEYS))
 lives = st.sampled_from(list(LIVES))
@@ -83,6 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.verdicts: dict[tuple[int, int, Namespace, Key], ChunkRecord | Refusal] = {}
         self.ended: set[tuple[int, int, int]] = set()
         self.jobs = dict.fromkeys(LIVES, 1)
+        self.claimed: dict[tuple[Namespace, Key], dict[Owner, tuple[Standing, float]]] = {}
         self.follower = Follower()
 
     def companions(self, namespace: Namespace, keys: Any) -> list[Key]:
@@ -243,11 +252,50 @@ class PoolMachine(RuleBasedStateMachine):
         if record is not None:
             self.index.drop(record, Reason.DAMAGED)
 
-    @rule(name=names, standing=st.sampled_from(list(Standing)))
-    def claim(self, name: tuple[Namespace, Key], standing: Standing) -> None:
-        record = self.index.find(*name)
-        if record is not None:
-            self.index.room.order_of(record).stand(record, standing)
+    @rule(
+        owner=st.sampled_from(OWNERS),
+        some=st.lists(names, min_size=1, max_size=4),
+        standing=st.sampled_from(list(Standing)),
+        seconds=st.sampled_from([0.5, 50.0, 500.0]),
+    )
+    def claim(
+        self,
+        owner: Owner,
+        some: list[tuple[Namespace, Key]],
+        standing: Standing,
+        seconds: float,
+    ) -> None:
+        self.index.claims.claim(owner, some, standing, self.now + seconds)
+        for name in some:
+            self.claimed.setdefault(name, {})[owner] = (standing, self.now + seconds)
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def end_claims(self, owner: Owner) -> None:
+        self.index.claims.end(owner)
+        for claims in self.claimed.values():
+            claims.pop(owner, None)
+
+    @rule()
+    def expire_claims(self) -> None:
+        self.index.claims.expire(self.now)
+        for claims in self.claimed.values():
+            for owner in [o for o, (_, until) in claims.items() if until <= self.now]:
+                del claims[owner]
+
+    def check_claims(self) -> None:
+        """No chunk stands higher than somebody wants, nor is a pin that has room not kept."""
+        for name in self.all_names():
+            record, claims = self.index.find(*name), self.claimed.get(name, {})
+            if record is None:
+                continue
+            wanted = max((each for each, _ in claims.values()), default=Standing.NORMAL)
+            assert record.standing <= max(wanted, Standing.NORMAL)
+            if wanted is Standing.KEPT:
+                assert record.standing is Standing.KEPT
+            if record.standing is Standing.RELEASED:
+                assert len(claims) == 1
+            if wanted is Standing.PINNED and record.standing is not Standing.PINNED:
+                assert self.index.claims.num_waiting
 
     @rule(share=st.sampled_from([{}, {1: Share(0.5, 1.0)}, {1: Share(0.0, 0.3), 2: Share(0.3)}]))
     def share(self, share: dict[int, Share]) -> None:
@@ -298,6 +346,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def index_is_sound(self) -> None:
         self.index.check()
+        self.check_claims()
 
     def teardown(self) -> None:
         """Once all have ended, what is left is what is found."""

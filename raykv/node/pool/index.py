@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace, Refusal, group_of
 from raykv.base.shares import Share
+from raykv.node.pool.claims import Claims
 from raykv.node.pool.floors import Floors, Stamp
 from raykv.node.pool.listing import Listing, Reason
 from raykv.node.pool.places import Places
@@ -112,6 +113,11 @@ class PoolIndex:
         self.listing = listing
         self.places = Places(geometry)
         self.room = Room(self.places)
+        self.claims = Claims(
+            geometry.pool_bytes,
+            self.find,
+            lambda record, standing: self.room.order_of(record).stand(record, standing),
+        )
         self.floors = floors
         self._companions = companions
         self._ready: dict[Namespace, dict[Key, ChunkRecord]] = {}
@@ -292,6 +298,7 @@ class PoolIndex:
         latest = self._jobs[part.life][part.job_id].latest
         self.room.order_of(record).enter([record], before=latest.get(record.slot_bytes))
         latest[record.slot_bytes] = record
+        self.claims.came(record)
 
     def end_job(self, life: int, job_id: int, rank: int) -> None:
         """A rank has ended a store job: what it has not stored of it is void."""
@@ -374,6 +381,7 @@ class PoolIndex:
     def _take_out(self, record: ChunkRecord, *, was_evicted: bool = False) -> None:
         """A READY record is not found any more."""
         self.room.order_of(record).leave(record, remember=was_evicted)
+        self.claims.went(record)
         chunks = self._ready[record.namespace]
         del chunks[record.key]
         if not chunks:
@@ -400,6 +408,7 @@ class PoolIndex:
     def check(self) -> None:
         """Assert the invariants; for tests."""
         self.places.check()
+        self.claims.check()
         placed = set(self.places)
         for namespace, chunks in self._ready.items():
             assert chunks, namespace

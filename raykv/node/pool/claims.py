@@ -1,0 +1,249 @@
+"""Why chunks stay longer than others, or go first: who wants it, and until when.
+
+A claim is one owner's, on a name, whether the chunk is there or not, and ends alone. The highest
+one counts. A chunk is released only if its one owner has released it: what another has used as well
+stays, also if that one has ended. Pins beyond their share of the pool wait, and are as if they were
+not there until there is room.
+
+Nothing of it outlives the NodeActor; operators' pins are orders, and are claimed again.
+
+Invariants:
+1. A READY record stands as its claims say, or was found since it was released.
+2. What is pinned takes at most the share of pins, and what only requests pin at most half of that.
+3. There are at most `MOST_CLAIMS` of each kind of owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from raykv.base.ids import Key, Namespace
+from raykv.node.pool.records import ChunkRecord, Standing
+
+Name = tuple[Namespace, Key]
+
+FEW_ENDS = 1024
+"""Ends of claims that were changed since, and are kept beside as many as there are claims."""
+
+PIN_SHARE = 0.25
+"""Of the pool, that pins may take by default."""
+
+
+class OwnerKind(IntEnum):
+    """Who wants something."""
+
+    OPERATOR = 0
+    REQUEST = 1
+    SESSION = 2
+
+
+MOST_CLAIMS = {OwnerKind.OPERATOR: 65_536, OwnerKind.REQUEST: 16_384, OwnerKind.SESSION: 65_536}
+"""An eviction walks past what is pinned: some milliseconds at most."""
+
+
+class Owner(NamedTuple):
+    """A pin, a request or a session."""
+
+    kind: OwnerKind
+    name: str
+
+
+class Claim(NamedTuple):
+    """How a chunk is to stand, and until when."""
+
+    standing: Standing
+    until: float
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """What is wanted of a name; `record` is there if the chunk is."""
+
+    claims: dict[Owner, Claim] = field(default_factory=dict)
+    record: ChunkRecord | None = None
+
+
+class Claims:
+    """See the module's docstring.
+
+    Args:
+        pool_bytes: of the whole pool.
+        find: the READY record of a name.
+        stand: has a READY record go sooner or later.
+        share: of the pool, that pins may take.
+    """
+
+    def __init__(
+        self,
+        pool_bytes: int,
+        find: Callable[[Namespace, Key], ChunkRecord | None],
+        stand: Callable[[ChunkRecord, Standing], None],
+        share: float = PIN_SHARE,
+    ) -> None:
+        self._find = find
+        self._stand = stand
+        self._most_bytes = int(pool_bytes * share)
+        self._claimed: dict[Name, _Claimed] = {}
+        self._names: dict[Owner, set[Name]] = {}
+        self._num = dict.fromkeys(OwnerKind, 0)
+        # When claims end, the soonest first; of those that were changed since there are old ones.
+        self._ends: list[tuple[float, Owner, Name]] = []
+        # What is pinned, and whether requests alone want it; bytes of all, and of that. And what
+        # waits, the oldest first.
+        self._pinned: dict[Name, bool] = {}
+        self.pinned_bytes = self._requests_bytes = 0
+        self._waiting: dict[Name, None] = {}
+        self.num_refused = 0
+
+    # Owners
+
+    def claim(self, owner: Owner, names: Iterable[Name], standing: Standing, until: float) -> None:
+        """An owner wants chunks to stand so, until then; in place of what it wanted of them before.
+
+        Beyond `MOST_CLAIMS` its claims are refused, and counted.
+        """
+        own = self._names.setdefault(owner, set())
+        before = self.pinned_bytes + self._requests_bytes
+        for name in names:
+            if name not in own:
+                if self._num[owner.kind] >= MOST_CLAIMS[owner.kind]:
+                    self.num_refused += 1
+                    continue
+                self._num[owner.kind] += 1
+                own.add(name)
+            claimed = self._claimed.get(name)
+            if claimed is None:
+                claimed = self._claimed[name] = _Claimed(record=self._find(*name))
+            claimed.claims[owner] = Claim(standing, until)
+            heappush(self._ends, (until, owner, name))
+            self._settle(name, claimed)
+        if len(self._ends) > 2 * sum(self._num.values()) + FEW_ENDS:
+            self._ends = [
+                (claim.until, each, name)
+                for name, claimed in self._claimed.items()
+                for each, claim in claimed.claims.items()
+            ]
+            heapify(self._ends)
+        if not own:
+            del self._names[owner]
+        if self.pinned_bytes + self._requests_bytes < before:
+            self._fill()
+
+    def end(self, owner: Owner, names: Iterable[Name] | None = None) -> None:
+        """An owner wants nothing any more of chunks, or (None) of any."""
+        own = self._names.get(owner, set())
+        for name in list(own) if names is None else own.intersection(names):
+            self._drop(owner, name)
+        self._fill()
+
+    def names_of(self, owner: Owner) -> frozenset[Name]:
+        """Of what an owner wants something."""
+        return frozenset(self._names.get(owner, ()))
+
+    def expire(self, now: float) -> None:
+        """End the claims whose time is over."""
+        while self._ends and self._ends[0][0] <= now:
+            until, owner, name = heappop(self._ends)
+            claimed = self._claimed.get(name)
+            claim = None if claimed is None else claimed.claims.get(owner)
+            if claim is not None and claim.until == until:
+                self._drop(owner, name)
+        self._fill()
+
+    def _drop(self, owner: Owner, name: Name) -> None:
+        claimed = self._claimed[name]
+        del claimed.claims[owner]
+        self._num[owner.kind] -= 1
+        own = self._names[owner]
+        own.remove(name)
+        if not own:
+            del self._names[owner]
+        self._settle(name, claimed)
+        if not claimed.claims:
+            del self._claimed[name]
+
+    # Chunks
+
+    def came(self, record: ChunkRecord) -> None:
+        """A chunk has become READY, and is in its order."""
+        claimed = self._claimed.get((record.namespace, record.key))
+        if claimed is not None:
+            claimed.record = record
+            self._settle((record.namespace, record.key), claimed)
+
+    def went(self, record: ChunkRecord) -> None:
+        """A chunk is not READY any more; what is wanted of its name stays."""
+        name = record.namespace, record.key
+        claimed = self._claimed.get(name)
+        if claimed is not None and claimed.record is record:
+            claimed.record = None
+            self._unpin(name, record)
+            self._fill()
+
+    def _settle(self, name: Name, claimed: _Claimed) -> None:
+        record = claimed.record
+        if record is None:
+            return
+        self._unpin(name, record)
+        standings = {each.standing for each in claimed.claims.values()}
+        if Standing.PINNED in standings and not self._pin(name, record, claimed):
+            self._waiting[name] = None
+            standings = (standings - {Standing.PINNED}) | {Standing.NORMAL}
+        wanted = max(standings, default=Standing.NORMAL)
+        if wanted is Standing.RELEASED and len(claimed.claims) > 1:
+            wanted = Standing.NORMAL
+        self._stand(record, wanted)
+
+    def _pin(self, name: Name, record: ChunkRecord, claimed: _Claimed) -> bool:
+        """Count it as pinned; False: it has no room in the share."""
+        by_requests = not any(
+            owner.kind is OwnerKind.OPERATOR
+            for owner, claim in claimed.claims.items()
+            if claim.standing is Standing.PINNED
+        )
+        size, most = record.slot_bytes, self._most_bytes
+        if self.pinned_bytes + size > most:
+            return False
+        if by_requests and self._requests_bytes + size > most // 2:
+            return False
+        self._pinned[name] = by_requests
+        self.pinned_bytes += size
+        self._requests_bytes += size * by_requests
+        return True
+
+    def _unpin(self, name: Name, record: ChunkRecord) -> None:
+        self._waiting.pop(name, None)
+        by_requests = self._pinned.pop(name, None)
+        if by_requests is not None:
+            self.pinned_bytes -= record.slot_bytes
+            self._requests_bytes -= record.slot_bytes * by_requests
+
+    def _fill(self) -> None:
+        """Pin what waits, as far as there is room now."""
+        for name in list(self._waiting):
+            self._settle(name, self._claimed[name])
+
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that are here and would be pinned if there was room in the share."""
+        return len(self._waiting)
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        records = [c.record for c in self._claimed.values() if c.record is not None]
+        pinned = [each for each in records if (each.namespace, each.key) in self._pinned]
+        assert len(pinned) == len(self._pinned)
+        assert all(each.standing is Standing.PINNED for each in pinned), pinned
+        assert self.pinned_bytes == sum(each.slot_bytes for each in pinned)
+        assert self.pinned_bytes <= self._most_bytes
+        assert self._requests_bytes <= self._most_bytes // 2
+        assert not self._waiting.keys() & self._pinned.keys()
+        by_owner = {(owner, name) for owner, names in self._names.items() for name in names}
+        by_name = {(o, name) for name, each in self._claimed.items() for o in each.claims}
+        assert by_owner == by_name
+        for kind, count in self._num.items():
+            assert count == sum(owner.kind is kind for owner, _ in by_owner) <= MOST_CLAIMS[kind]
