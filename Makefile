@@ -12,10 +12,11 @@ BENCH_RESULTS ?= build/bench-gpu
 VLLM ?=
 # No CPU build of this version is published: its Python sources over the compiled part of the other.
 OTHER_VLLM := 0.33.0
-# What measures no time runs in two processes, beside what mostly waits for Ray's actors. What does
-# has the machine alone, and so have engines.
+# What measures no time runs in two processes, beside what mostly waits for Ray's actors; what does
+# has the machine alone. Engines run one at a time, beside one process that has what they leave.
 CALM_CONTRACTS := $(wildcard tests/contract/copy/test_*.py tests/contract/client/test_*.py) \
-	tests/contract/node/test_integrity.py tests/contract/node/test_read.py \
+	tests/contract/node/test_disk_tier.py tests/contract/node/test_integrity.py \
+	tests/contract/node/test_read.py \
 	tests/contract/worker/test_device_link.py tests/contract/worker/test_handover.py
 TIMED_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*.py))
 CALM_LIVE_TESTS := tests/integration
@@ -100,18 +101,20 @@ notebooks: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
 test: lint $(OVERLAY_STAMP)
 	@mkdir -p build && rm -rf $(NOT_RUN)
-	@export TESTS_NOT_RUN=$(abspath $(NOT_RUN)); calm=; \
-	trap 'kill $$calm 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
-	$(TEST_BIN)/pytest $(CALM_LIVE_TESTS) >build/calm-tests.log 2>&1 & calm=$$!; \
+	@export TESTS_NOT_RUN=$(abspath $(NOT_RUN)); beside=; \
+	trap 'kill $$beside 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	$(TEST_BIN)/pytest $(CALM_LIVE_TESTS) >build/calm-tests.log 2>&1 & beside=$$!; \
 	$(PYTEST_PURE); pure=$$?; \
-	$(ON_OTHER_VLLM) --numprocesses 2 -k 'not planted' $(FACING_VLLM); facing=$$?; \
-	wait $$calm; calm=$$?; trap - EXIT; cat build/calm-tests.log; \
+	wait $$beside; calm=$$?; cat build/calm-tests.log; \
 	$(TEST_BIN)/pytest $(TIMED_TESTS); timed=$$?; \
+	nice -n 10 $(ON_OTHER_VLLM) -k 'not planted' $(FACING_VLLM) >build/facing-tests.log 2>&1 & \
+	beside=$$!; \
 	$(TEST_BIN)/pytest $(LIVE_TESTS); live=$$?; \
 	$(ON_OTHER_VLLM) -m versions $(OTHER_LIVE_TESTS); other=$$?; \
+	wait $$beside; facing=$$?; trap - EXIT; cat build/facing-tests.log; \
 	$(TEST_BIN)/python -m tests.fixtures.not_run $(NOT_RUN); \
-	test $$pure -eq 0 && test $$facing -eq 0 && test $$calm -eq 0 && test $$timed -eq 0 && \
-		test $$live -eq 0 && test $$other -eq 0
+	test $$pure -eq 0 && test $$calm -eq 0 && test $$timed -eq 0 && test $$live -eq 0 && \
+		test $$other -eq 0 && test $$facing -eq 0
 else
 test: lint $(OVERLAY_STAMP)
 	$(TEST_BIN)/pytest $(PYTEST_ARGS)

@@ -221,7 +221,8 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
     assert engine.cached([pinned], max_tokens=1) == [8 * BLOCK]
     (only,) = cluster.status().nodes
     assert only.pinned_chunks == 8
-    assert cluster.status().engines[0].counters["hints_ignored"] == 0
+    # There is no key `raykv_pin`.
+    assert cluster.status().engines[0].counters["hints_ignored"] == 1
 
 
 def have_stored(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> None:
