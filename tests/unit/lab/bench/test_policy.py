@@ -165,7 +165,8 @@ def test_run_has_all_traces_sizes_and_policies_in_one_table(tmp_path: Path) -> N
             rows = [row for row in result.rows if row.case == f"{name}, {percent} %"]
             assert {row.subject for row in rows} == expected
             assert {UNIT, MISSED, GAP} <= {row.unit for row in rows}
-    assert len([each for each in result.verdicts if "what lru finds" in each.budget]) == 10
+    # Of the default, and of the order of nodes.
+    assert len([each for each in result.verdicts if "what lru finds" in each.budget]) == 20
     console = Console(width=200, record=True)
     console.print(result.to_table())
     text = console.export_text()
