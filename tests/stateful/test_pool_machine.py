@@ -115,13 +115,12 @@ class PoolMachine(RuleBasedStateMachine):
         stamp = Stamp(HISTORY, self.number - old)
         size = PAGES[key[-1]] * PAGE
         before = self.index.find(*name)
-        read = [each.record for each in self.readers if each.record.state is ChunkState.READY]
+        protected = [each for each in self.ready() if self.is_protected(each, part)]
         chunk = OfferedChunk(namespace, key, size, stamp, blocks, owner=life)
         is_first = (life, part.job_id, *name) not in self.verdicts
         found = self.index.begin_store(part, chunk, self.now, self.now + 30)
         first = self.verdicts.setdefault((life, part.job_id, *name), found)
-        # Whatever went for it, nobody read.
-        assert all(record.state is ChunkState.READY for record in read)
+        assert all(record.state is ChunkState.READY for record in protected)
         if isinstance(first, Refusal):
             assert found is first
         if found is Refusal.HERE and is_first:
@@ -133,6 +132,20 @@ class PoolMachine(RuleBasedStateMachine):
             assert not found.readers
             assert found.slot_bytes == size
             self.writers.append(Writer(found, part, blocks))
+
+    def ready(self) -> list[ChunkRecord]:
+        found = [self.index.find(*name) for name in self.all_names()]
+        return [record for record in found if record is not None]
+
+    def is_protected(self, record: ChunkRecord, part: StorePart) -> bool:
+        """Whether it may not go for a store of that job."""
+        name = part.life, part.job_id, record.namespace, record.key
+        return (
+            record.standing is Standing.PINNED
+            or record.readers > 0
+            or self.now - record.found_at < FRESH_S
+            or self.verdicts.get(name) is record
+        )
 
     @rule(life=lives, name=names, narrow=st.booleans())
     def store(self, life: int, name: tuple[Namespace, Key], narrow: bool) -> None:
@@ -184,7 +197,7 @@ class PoolMachine(RuleBasedStateMachine):
         for writer in [w for w in self.writers if (w.part.life, w.part.rank) == (life, rank)]:
             self.writers.remove(writer)
             self.index.end_store(writer.record, rank, ok=False)
-        self.index.end_job(life, job_id, rank)
+        self.index.end_job(StorePart(life, job_id, rank, LIVES[life]))
         self.ended.add((life, job_id, rank))
         if all((life, job_id, each) in self.ended for each in range(LIVES[life])):
             self.jobs[life] += 1
@@ -193,7 +206,8 @@ class PoolMachine(RuleBasedStateMachine):
     def end_line(self, life: int, rank: int) -> None:
         """Its copies may go on for a while."""
         rank, job_id = rank % LIVES[life], self.jobs[life]
-        self.index.end_line(life, rank)
+        self.index.end_line(life, rank, LIVES[life])
+        self.index.begin_line(life, rank)
         self.ended.add((life, job_id, rank))
         if all((life, job_id, each) in self.ended for each in range(LIVES[life])):
             self.jobs[life] += 1
@@ -241,7 +255,7 @@ class PoolMachine(RuleBasedStateMachine):
     def clear(self, namespace: Namespace) -> None:
         self.number += 1
         self.floors.take({namespace: self.number})
-        self.index.drop_void()
+        self.index.drop_void([namespace])
         for name in self.all_names():
             if namespace in (EVERY_NAMESPACE, name[0]):
                 assert self.index.find(*name) is None
@@ -313,7 +327,8 @@ class PoolMachine(RuleBasedStateMachine):
         follower, listing = self.follower, self.index.listing
         answer = listing.since(follower.number, most)
         if answer is None:
-            self.follower = Follower(listing.number)
+            # It begins anew, and learns what has gone meanwhile from the pages alone.
+            self.follower = Follower(listing.number, believed=follower.believed)
             return
         changes, follower.number = answer
         for change in changes:
@@ -357,6 +372,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.index.expire(self.now + 31)
         self.index.check()
         assert len(list(self.index.places)) == self.index.num_ready
+        for life, num_ranks in LIVES.items():
+            for rank in range(num_ranks):
+                self.index.end_line(life, rank, num_ranks)
+        assert self.index.num_open_jobs == 0
 
 
 PoolMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=80, deadline=None)

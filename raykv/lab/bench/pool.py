@@ -50,7 +50,7 @@ def store(index: PoolIndex, job: int, first: int, owner: int, now: float) -> int
             refused += 1
         else:
             index.end_store(record, 0, ok=True)
-    index.end_job(1, job, 0)
+    index.end_job(part)
     return refused
 
 

@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 from raykv.base.ids import Key, Namespace
 from raykv.node.pool.records import ChunkRecord, Standing
 
 Name = tuple[Namespace, Key]
+
+MOST_FILLED = 64
+"""Chunks that wait for room, and are tried to be pinned at once."""
 
 FEW_ENDS = 1024
 """Ends of claims that were changed since, and are kept beside as many as there are claims."""
@@ -61,10 +65,13 @@ class Claim(NamedTuple):
 
 @dataclass(slots=True)
 class _Claimed:
-    """What is wanted of a name; `record` is there if the chunk is."""
+    """What is wanted of a name; `record` is there if the chunk is. `is_shared`: several owners have
+    wanted something of it.
+    """
 
     claims: dict[Owner, Claim] = field(default_factory=dict)
     record: ChunkRecord | None = None
+    is_shared: bool = False
 
 
 class Claims:
@@ -88,7 +95,8 @@ class Claims:
         self._stand = stand
         self._most_bytes = int(pool_bytes * share)
         self._claimed: dict[Name, _Claimed] = {}
-        self._names: dict[Owner, set[Name]] = {}
+        # From heads of prompts to tails, as they were claimed.
+        self._names: dict[Owner, dict[Name, None]] = {}
         self._num = dict.fromkeys(OwnerKind, 0)
         # When claims end, the soonest first; of those that were changed since there are old ones.
         self._ends: list[tuple[float, Owner, Name]] = []
@@ -97,28 +105,35 @@ class Claims:
         self._pinned: dict[Name, bool] = {}
         self.pinned_bytes = self._requests_bytes = 0
         self._waiting: dict[Name, None] = {}
+        # Whether something was unpinned since it was tried to pin what waits.
+        self._has_room = False
         self.num_refused = 0
 
     # Owners
 
     def claim(self, owner: Owner, names: Iterable[Name], standing: Standing, until: float) -> None:
         """An owner wants chunks to stand so, until then; in place of what it wanted of them before.
+        They are those of a prompt from its head on: its tail goes first of them.
 
         Beyond `MOST_CLAIMS` its claims are refused, and counted.
         """
-        own = self._names.setdefault(owner, set())
-        before = self.pinned_bytes + self._requests_bytes
+        own = self._names.setdefault(owner, {})
+        taken = []
         for name in names:
             if name not in own:
                 if self._num[owner.kind] >= MOST_CLAIMS[owner.kind]:
                     self.num_refused += 1
                     continue
                 self._num[owner.kind] += 1
-                own.add(name)
+                own[name] = None
+            taken.append(name)
+        # Heads are pinned first, and go last.
+        for name in taken if standing is Standing.PINNED else reversed(taken):
             claimed = self._claimed.get(name)
             if claimed is None:
                 claimed = self._claimed[name] = _Claimed(record=self._find(*name))
             claimed.claims[owner] = Claim(standing, until)
+            claimed.is_shared = claimed.is_shared or len(claimed.claims) > 1
             heappush(self._ends, (until, owner, name))
             self._settle(name, claimed)
         if len(self._ends) > 2 * sum(self._num.values()) + FEW_ENDS:
@@ -130,13 +145,12 @@ class Claims:
             heapify(self._ends)
         if not own:
             del self._names[owner]
-        if self.pinned_bytes + self._requests_bytes < before:
-            self._fill()
+        self._fill()
 
     def end(self, owner: Owner, names: Iterable[Name] | None = None) -> None:
         """An owner wants nothing any more of chunks, or (None) of any."""
-        own = self._names.get(owner, set())
-        for name in list(own) if names is None else own.intersection(names):
+        own = self._names.get(owner, {})
+        for name in reversed(list(own) if names is None else [n for n in names if n in own]):
             self._drop(owner, name)
         self._fill()
 
@@ -159,7 +173,7 @@ class Claims:
         del claimed.claims[owner]
         self._num[owner.kind] -= 1
         own = self._names[owner]
-        own.remove(name)
+        del own[name]
         if not own:
             del self._names[owner]
         self._settle(name, claimed)
@@ -170,10 +184,24 @@ class Claims:
 
     def came(self, record: ChunkRecord) -> None:
         """A chunk has become READY, and is in its order."""
-        claimed = self._claimed.get((record.namespace, record.key))
+        name = record.namespace, record.key
+        claimed = self._claimed.get(name)
         if claimed is not None:
+            if claimed.record is not None:
+                # This one takes its place.
+                self._unpin(name, claimed.record)
             claimed.record = record
-            self._settle((record.namespace, record.key), claimed)
+            self._settle(name, claimed)
+            self._fill()
+
+    def found(self, record: ChunkRecord) -> None:
+        """A chunk that was released was used again: who has released it, misses it."""
+        name = record.namespace, record.key
+        claimed = self._claimed.get(name)
+        if claimed is not None:
+            for owner, claim in claimed.claims.items():
+                if claim.standing is Standing.RELEASED:
+                    claimed.claims[owner] = Claim(Standing.NORMAL, claim.until)
 
     def went(self, record: ChunkRecord) -> None:
         """A chunk is not READY any more; what is wanted of its name stays."""
@@ -194,7 +222,7 @@ class Claims:
             self._waiting[name] = None
             standings = (standings - {Standing.PINNED}) | {Standing.NORMAL}
         wanted = max(standings, default=Standing.NORMAL)
-        if wanted is Standing.RELEASED and len(claimed.claims) > 1:
+        if wanted is Standing.RELEASED and claimed.is_shared:
             wanted = Standing.NORMAL
         self._stand(record, wanted)
 
@@ -219,13 +247,16 @@ class Claims:
         self._waiting.pop(name, None)
         by_requests = self._pinned.pop(name, None)
         if by_requests is not None:
+            self._has_room = True
             self.pinned_bytes -= record.slot_bytes
             self._requests_bytes -= record.slot_bytes * by_requests
 
     def _fill(self) -> None:
-        """Pin what waits, as far as there is room now."""
-        for name in list(self._waiting):
-            self._settle(name, self._claimed[name])
+        """Pin what waits, as far as there may be room now; the oldest `MOST_FILLED` are tried."""
+        if self._has_room:
+            self._has_room = False
+            for name in list(islice(self._waiting, MOST_FILLED)):
+                self._settle(name, self._claimed[name])
 
     @property
     def num_waiting(self) -> int:

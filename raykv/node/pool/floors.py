@@ -21,9 +21,7 @@ from raykv.base.ids import EVERY_NAMESPACE, Namespace
 MAX_NAMESPACES = 256
 
 MAX_HISTORIES = 8
-"""That a disk or a pool file remembers; what is of an older one is void as soon as anything is
-cleared.
-"""
+"""That are remembered; what is of another one is void."""
 
 
 class Stamp(NamedTuple):
@@ -52,7 +50,7 @@ class Floors:
 
     @property
     def history(self) -> int:
-        """The present one."""
+        """The present one, the latest."""
         return next(reversed(self._floors))
 
     def begin(self, history: int) -> None:
@@ -79,18 +77,25 @@ class Floors:
 
     def is_void(self, namespace: Namespace, stamp: Stamp) -> bool:
         """Whether a copy with that stamp may not be served, nor taken in."""
-        if stamp.history != self.history and self._of(self.history, namespace):
+        if stamp.history not in self._floors:
             return True
-        return stamp.number < self._of(stamp.history, namespace)
+        if stamp.number < self._of(stamp.history, namespace):
+            return True
+        histories = list(self._floors)
+        later = histories[histories.index(stamp.history) + 1 :]
+        return any(self._of(history, namespace) for history in later)
 
     def is_older(self, stamp: Stamp, other: Stamp) -> bool:
         """Whether a clear could make the one void and not the other."""
-        if stamp.history == other.history:
-            return stamp.number < other.number
-        return stamp.history != self.history
+        histories = [-1, *self._floors]
+        one, two = (
+            (histories.index(each.history) if each.history in self._floors else 0, each.number)
+            for each in (stamp, other)
+        )
+        return one < two
 
     def _of(self, history: int, namespace: Namespace) -> int:
-        own = self._floors.get(history, {})
+        own = self._floors[history]
         return max(own.get(namespace, 0), own.get(EVERY_NAMESPACE, 0))
 
     @property

@@ -22,13 +22,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace, Refusal, group_of
+from raykv.base.ids import (
+    ALL_BLOCKS,
+    EVERY_NAMESPACE,
+    NO_BLOCKS,
+    Blocks,
+    Key,
+    Namespace,
+    Refusal,
+    group_of,
+)
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Claims
 from raykv.node.pool.floors import Floors, Stamp
 from raykv.node.pool.listing import Listing, Reason
 from raykv.node.pool.places import Places
-from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing
 from raykv.node.pool.room import Room
 
 MAX_OPEN_JOBS = 4096
@@ -73,14 +82,14 @@ class _OpenJob:
 
     `full`: KV groups of which a chunk found no room. All later chunks of those groups are refused:
     behind a gap in a prefix nothing is worth its slot. `here`: what was offered and is there. Of
-    each slot size, `latest` is the chunk that has become READY last.
+    each queue, `latest` is the chunk that has entered it last.
     """
 
     num_ranks: int
     verdicts: dict[tuple[Namespace, Key], ChunkRecord | Refusal] = field(default_factory=dict)
     full: set[int] = field(default_factory=set)
-    here: list[ChunkRecord] = field(default_factory=list)
-    latest: dict[int, ChunkRecord] = field(default_factory=dict)
+    here: dict[ChunkRecord, None] = field(default_factory=dict)
+    latest: dict[RecordQueue, ChunkRecord] = field(default_factory=dict)
     ended: int = 0
 
 
@@ -125,6 +134,8 @@ class PoolIndex:
         self._parts: dict[ChunkRecord, _Parts] = {}
         # By the engine's life and the job's id.
         self._jobs: dict[int, dict[int, _OpenJob]] = {}
+        # By life, a bit for each rank that is gone while others are there.
+        self._gone: dict[int, int] = {}
 
     # Looking
 
@@ -140,6 +151,11 @@ class PoolIndex:
     def num_ready(self) -> int:
         """READY chunks of all namespaces."""
         return sum(map(len, self._ready.values()))
+
+    @property
+    def num_open_jobs(self) -> int:
+        """Store jobs that not all ranks have ended."""
+        return sum(map(len, self._jobs.values()))
 
     # Loads
 
@@ -182,6 +198,8 @@ class PoolIndex:
         for record in records:
             if record.state is ChunkState.READY:
                 by_order.setdefault(id(self.room.order_of(record)), []).append(record)
+                if record.standing is Standing.RELEASED:
+                    self.claims.found(record)
         for some in by_order.values():
             self.room.order_of(some[0]).touch(some)
 
@@ -197,12 +215,11 @@ class PoolIndex:
         `CLEARED`: its stamp is not above its namespace's floor.
         """
         assert 0 <= part.rank < part.num_ranks, part
-        jobs = self._jobs.setdefault(part.life, {})
-        job = jobs.get(part.job_id)
+        job = self._job(part)
         if job is None:
-            if len(jobs) >= MAX_OPEN_JOBS:
-                return Refusal.QUEUE_FULL
-            job = jobs[part.job_id] = _OpenJob(part.num_ranks)
+            return Refusal.QUEUE_FULL
+        if job.ended >> part.rank & 1:
+            return Refusal.POISONED
         name = (chunk.namespace, chunk.key)
         verdict = job.verdicts.get(name)
         if verdict is None:
@@ -211,15 +228,28 @@ class PoolIndex:
             return verdict
         return self._join(verdict, part)
 
+    def _job(self, part: StorePart) -> _OpenJob | None:
+        """The open job of a part, perhaps a new one; None: there are too many."""
+        jobs = self._jobs.setdefault(part.life, {})
+        job = jobs.get(part.job_id)
+        if job is None and len(jobs) < MAX_OPEN_JOBS:
+            job = jobs[part.job_id] = _OpenJob(part.num_ranks, ended=self._gone.get(part.life, 0))
+        return job
+
     def _judge(
         self, job: _OpenJob, part: StorePart, chunk: OfferedChunk, now: float, expires_at: float
     ) -> ChunkRecord | Refusal:
+        if job.ended:
+            # That rank will not store its part of it.
+            return Refusal.POISONED
         if self.floors.is_void(chunk.namespace, chunk.stamp):
             return Refusal.CLEARED
+        if not self.places.geometry.slots_per_slab(chunk.slot_bytes):
+            return Refusal.NO_ROOM
         here = self.find(chunk.namespace, chunk.key)
         is_as_new = here is not None and not self.floors.is_older(here.stamp, chunk.stamp)
         if here is not None and is_as_new and here.blocks.has(chunk.blocks):
-            job.here.append(here)
+            job.here[here] = None
             return Refusal.HERE
         if self.is_coming(chunk.namespace, chunk.key):
             return Refusal.WRITING
@@ -231,6 +261,7 @@ class PoolIndex:
             return Refusal.NO_ROOM
         self._writing[chunk.namespace, chunk.key] = record
         self._parts[record] = _Parts(part, expires_at)
+        self.room.begun(record)
         self.listing.changed(record, Reason.COMING)
         return record
 
@@ -287,40 +318,57 @@ class PoolIndex:
             return
         part = self._parts.pop(record).part
         del self._writing[record.namespace, record.key]
+        self.room.ended(record)
         replaced = self.find(record.namespace, record.key)
         if replaced is not None:
-            self._take_out(replaced)
+            record.found_at, record.hits = replaced.found_at, replaced.hits
+            self.room.order_of(replaced).leave(replaced, remember=False)
+            replaced.state = ChunkState.VOID
             self._free_if_idle(replaced)
         record.state = ChunkState.READY
         self._ready.setdefault(record.namespace, {})[record.key] = record
         self.listing.changed(record, Reason.STORED)
         # A store goes from a prompt's head to its tail.
         latest = self._jobs[part.life][part.job_id].latest
-        self.room.order_of(record).enter([record], before=latest.get(record.slot_bytes))
-        latest[record.slot_bytes] = record
+        self.room.order_of(record).enter([record], latest)
+        if record.queue is not None:
+            latest[record.queue] = record
         self.claims.came(record)
 
-    def end_job(self, life: int, job_id: int, rank: int) -> None:
-        """A rank has ended a store job: what it has not stored of it is void."""
-        job = self._jobs.get(life, {}).get(job_id)
+    def end_job(self, part: StorePart) -> None:
+        """A rank has ended a store job, which it may not have begun: what it has not stored of it
+        is void, and stays so for the ranks that are still to come.
+        """
+        job = self._job(part)
         if job is None:
             return
         for verdict in job.verdicts.values():
             parts = self._parts.get(verdict) if isinstance(verdict, ChunkRecord) else None
-            if parts is not None and not parts.stored >> rank & 1:
+            if parts is not None and not parts.stored >> part.rank & 1:
                 assert isinstance(verdict, ChunkRecord)
                 self._void(verdict)
-        job.ended |= 1 << rank
+        job.ended |= 1 << part.rank
         if job.ended.bit_count() == job.num_ranks:
-            self._touch(job.here)
-            del self._jobs[life][job_id]
-            if not self._jobs[life]:
-                del self._jobs[life]
+            self._touch(list(job.here))
+            del self._jobs[part.life][part.job_id]
+            if not self._jobs[part.life]:
+                del self._jobs[part.life]
 
-    def end_line(self, life: int, rank: int) -> None:
-        """A rank of an engine is gone: it has ended all its jobs."""
+    def begin_line(self, life: int, rank: int) -> None:
+        """A rank of an engine is here, again or for the first time."""
+        gone = self._gone.get(life, 0) & ~(1 << rank)
+        if gone:
+            self._gone[life] = gone
+        else:
+            self._gone.pop(life, None)
+
+    def end_line(self, life: int, rank: int, num_ranks: int) -> None:
+        """A rank of an engine is gone: it has ended all its jobs, and those that others begin."""
         for job_id in list(self._jobs.get(life, ())):
-            self.end_job(life, job_id, rank)
+            self.end_job(StorePart(life, job_id, rank, num_ranks))
+        gone = self._gone.pop(life, 0) | 1 << rank
+        if gone.bit_count() < num_ranks:
+            self._gone[life] = gone
 
     def expire(self, now: float) -> int:
         """Void what waits for parts that have not come in time; returns how many."""
@@ -331,11 +379,14 @@ class PoolIndex:
 
     # What goes
 
-    def drop_void(self) -> int:
-        """Drop what the floors have come to cover; returns how many chunks. Readers finish
-        undisturbed.
+    def drop_void(self, risen: Iterable[Namespace]) -> int:
+        """Drop what the floors of some namespaces have come to cover; returns how many chunks.
+        Readers finish undisturbed.
         """
-        ready = [each for chunks in self._ready.values() for each in chunks.values()]
+        names = set(risen)
+        if EVERY_NAMESPACE in names:
+            names = set(self._ready)
+        ready = [each for name in names for each in self._ready.get(name, {}).values()]
         gone = [each for each in ready if self._is_void(each)]
         for record in gone:
             self._drop(record, Reason.CLEARED)
@@ -358,20 +409,22 @@ class PoolIndex:
             if each.is_busy or now - each.found_at < FRESH_S:
                 return False
             # A prompt that has no room gives up its tail, not its head.
-            return job.verdicts.get((each.namespace, each.key)) is not each
+            return job.verdicts.get((each.namespace, each.key)) is not each and (
+                each not in job.here
+            )
 
         victims = self.room.victims(record, now, may_go)
-        for each in victims:
+        for each in victims or ():
             self._drop(each, Reason.EVICTED)
         by_namespace: dict[Namespace, list[Key]] = {}
-        for each in victims:
+        for each in victims or ():
             by_namespace.setdefault(each.namespace, []).append(each.key)
         for namespace, keys in by_namespace.items():
             for key in self._companions(namespace, keys):
                 other = self.find(namespace, key)
                 if other is not None and may_go(other) and self.room.may_evict(other):
                     self._drop(other, Reason.EVICTED)
-        return bool(victims)
+        return victims is not None
 
     def _drop(self, record: ChunkRecord, reason: Reason) -> None:
         self._take_out(record, was_evicted=reason is Reason.EVICTED)
@@ -391,6 +444,7 @@ class PoolIndex:
     def _void(self, record: ChunkRecord) -> None:
         """A record that is being written will never be READY."""
         del self._parts[record], self._writing[record.namespace, record.key]
+        self.room.ended(record)
         record.state = ChunkState.VOID
         self.listing.changed(record, Reason.FAILED)
         self._free_if_idle(record)
@@ -426,3 +480,7 @@ class PoolIndex:
         for record in placed:
             assert record.state is not ChunkState.VOID or record.is_busy, record
         assert self.room.num_entered == self.num_ready
+        for jobs in self._jobs.values():
+            assert jobs
+            for job in jobs.values():
+                assert job.ended.bit_count() < job.num_ranks, job

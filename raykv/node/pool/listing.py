@@ -1,9 +1,10 @@
 """A node's numbered account of what it has: what engines and the directory believe of it.
 
 A reader says up to which number it has read, and gets the names that have changed since, each in
-the state that it has now; while it has not read all, also the next page of all chunks. So a page
-and the changes beside it are of one moment, and what a reader has seen in neither when the pages
-are over is not there.
+the state that it has now; while it has not read all, also the next page of all chunks. A row may be
+newer than the number that it comes with: then it comes again. What a reader has seen neither in a
+page nor in a change when the pages are over and it has read up to the number of their end is not
+there.
 
 Invariants:
 1. Numbers rise; one of another life says nothing.
@@ -74,9 +75,10 @@ class Listing:
         missing = self.number - number
         if not 0 <= missing <= len(self._changes):
             return None
-        first = len(self._changes) - missing
+        # From its end: a reader is mostly near to it.
+        newest = list(islice(reversed(self._changes), missing))
         found: dict[tuple[Namespace, Key], ListedChange] = {}
-        for change in islice(self._changes, first, first + most):
+        for change in newest[: -most - 1 : -1]:
             name = change.record.namespace, change.record.key
             found.pop(name, None)
             found[name] = change

@@ -6,22 +6,24 @@ without taking what is used along with it. What was given up is remembered for a
 stored again it counts as found.
 
 The handicap is learned. Two things are compared with what the plain order of last use would have
-done, of which the tails of the two queues tell how old its oldest chunk would be: a chunk that is
-found though it is older is a reason for more handicap, and a chunk that is stored again though it
-would still be there a reason for less.
+done, which is played on a sample of the names, to know how old its oldest chunk would be: a chunk
+that is found though it is older is a reason for more handicap, and a chunk that is stored again
+though it would still be there a reason for less.
 
 Invariants:
 1. A record that has entered and not left is in exactly one queue, or it is pinned.
 2. In a queue of used chunks `used` never falls from the first to the last.
-3. Nothing that is remembered is held, and after chunks have entered there are at most
+3. The sample has no more names than its share of the chunks that there is room for.
+4. Nothing that is remembered is held, and after chunks have entered there are at most
    `MOST_REMEMBERED`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
+from zlib import crc32
 
 from raykv.node.pool.records import ChunkRecord, RecordQueue, Standing
 
@@ -32,8 +34,10 @@ STEP = 25.0
 """By how much one chunk changes the handicap, as a share of it: so much divided by the chunks that
 are held. Where a tenth of all that is held speaks for more, it doubles or so."""
 
-HOPE = 0.25
-"""What a reason is worth for which more handicap might not have been enough."""
+HOPE, MOST_HOPED = 0.01, 2.0
+"""What a reason is worth for which more handicap might not have been enough, and up to which
+handicap it counts.
+"""
 
 REMEMBERED = 2
 """Times the chunks that are held."""
@@ -42,6 +46,9 @@ MOST_REMEMBERED = 131_072
 
 FEWEST = 64
 """Chunks from which anything can be learned."""
+
+MOST_SAMPLED = 2048
+"""Names that are played by last use: what it costs falls with the size of a pool."""
 
 
 class EvictionOrder:
@@ -57,12 +64,18 @@ class EvictionOrder:
         self._num_pinned = 0
         # By hash, the oldest first: the time of last use. Two names of one hash share it: harmless.
         self._remembered: OrderedDict[int, int] = OrderedDict()
+        # The sample by last use, the oldest first, with that time: names whose hash begins with
+        # `_shift` zeros. `_room`: how many chunks there are when it is full.
+        self._sample: OrderedDict[int, int] = OrderedDict()
+        self._shift = self._room = 0
         self.now = 0
         self._handicap = FIRST_HANDICAP
 
-    def enter(self, records: Sequence[ChunkRecord], before: ChunkRecord | None = None) -> None:
-        """Chunks of a prompt have become READY; they were in no order. They go before the chunk
-        that was in front of them in the prompt, if it has entered just so.
+    def enter(
+        self, records: Sequence[ChunkRecord], front: Mapping[RecordQueue, ChunkRecord] | None = None
+    ) -> None:
+        """Chunks of a prompt have become READY; they were in no order. They go before those in
+        `front` of them in the prompt, of which each queue may have one.
         """
         age, began = self._age_by_use(), self.now
         for record in reversed(records):
@@ -72,10 +85,12 @@ class EvictionOrder:
                 used, was_found = divmod(past, 2)
                 if began - used < age:
                     self._learn(-1)
-                elif was_found:
+                elif was_found and self._handicap < MOST_HOPED:
                     self._learn(HOPE)
             self._use(record)
-            self._put(record, before)
+            self._put(record, front)
+        if self._remembered:
+            self._room = len(self)
         while len(self._remembered) > min(MOST_REMEMBERED, REMEMBERED * max(len(self), 1)):
             self._remembered.popitem(last=False)
 
@@ -109,6 +124,8 @@ class EvictionOrder:
         if remember:
             past = 2 * record.used + was_found
             self._remembered[hash((record.namespace, record.key))] = past
+            if len(self._remembered) > MOST_REMEMBERED:
+                self._remembered.popitem(last=False)
 
     def first(self, count: int, may_go: Callable[[ChunkRecord], bool]) -> list[ChunkRecord]:
         """Up to `count` chunks that go first, of those that may."""
@@ -154,8 +171,11 @@ class EvictionOrder:
     def _use(self, record: ChunkRecord) -> None:
         self.now += 1
         record.used = self.now
+        self._play(record)
 
-    def _put(self, record: ChunkRecord, before: ChunkRecord | None = None) -> None:
+    def _put(
+        self, record: ChunkRecord, front: Mapping[RecordQueue, ChunkRecord] | None = None
+    ) -> None:
         if record.standing is Standing.PINNED:
             self._num_pinned += 1
         elif record.standing is Standing.KEPT:
@@ -164,6 +184,7 @@ class EvictionOrder:
             self._first[record.standing].append(record)
         else:
             queue = self._found if record.hits else self._stored
+            before = front.get(queue) if front else None
             if before is not None and before.queue is queue:
                 record.used = before.used
                 queue.insert(record, before)
@@ -183,16 +204,24 @@ class EvictionOrder:
         handicap = self._handicap * factor
         self._handicap = min(max(handicap, LEAST_HANDICAP), MOST_HANDICAP)
 
-    def _age_by_use(self) -> float:
-        """How old the oldest chunk would be if all were in the order of last use.
+    def _play(self, record: ChunkRecord) -> None:
+        """A name is used, in the sample too."""
+        name = crc32(record.key)
+        if name >> (32 - self._shift):
+            return
+        self._sample[name] = self.now
+        self._sample.move_to_end(name)
+        while len(self._sample) > max(self._room >> self._shift, 1):
+            self._sample.popitem(last=False)
+        while self._room >> self._shift > MOST_SAMPLED:
+            self._shift += 1
+            for each in [each for each in self._sample if each >> (32 - self._shift)]:
+                del self._sample[each]
 
-        Of the chunks that are used at one time, each queue still holds those of the last `age`
-        uses, its own; together they would be so many per use as there are now.
+    def _age_by_use(self) -> float:
+        """How old the oldest chunk would be if all were in the order of last use; infinite until
+        that is known.
         """
-        if not self._remembered or len(self) < FEWEST:
+        if len(self._sample) < max(self._room >> self._shift, 1) or not self._room:
             return inf
-        rate = 0.0
-        for queue in (self._stored, self._found):
-            if queue.first is not None:
-                rate += len(queue) / max(self.now - queue.first.used, 1)
-        return (len(self._stored) + len(self._found)) / rate if rate else inf
+        return self.now - next(iter(self._sample.values()))

@@ -8,6 +8,7 @@ something else is left, or will be soon.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from raykv.base.shares import NO_SHARE, Share, shareholder, to_give_up
@@ -26,8 +27,8 @@ PIECES = 1024
 
 MOST_AT_ONCE = 64
 
-MOST_LOOKED_AT = 64
-"""Slabs that are looked at, for one of which everything may go."""
+LOOK_S = 1.0
+"""Between two looks for a slab that changes its slot size, after none was found."""
 
 MayGo = Callable[[ChunkRecord], bool]
 
@@ -40,6 +41,10 @@ class Room:
         self._orders: dict[tuple[int, int], EvictionOrder] = {}
         self._shares: dict[int, Share] = {}
         self._wanted_at: dict[int, float] = {}
+        # By tenant, what is being written.
+        self._writing_bytes: Counter[int] = Counter()
+        # By slot size, when to look again for a slab, after none was found.
+        self._look_at: dict[int, float] = {}
 
     def order_of(self, record: ChunkRecord) -> EvictionOrder:
         """The order in which a chunk is, or will be once it is READY."""
@@ -63,22 +68,32 @@ class Room:
         """Chunks in all orders."""
         return sum(map(len, self._orders.values()))
 
-    def victims(self, wanted: ChunkRecord, now: float, may_go: MayGo) -> list[ChunkRecord]:
-        """What goes for a chunk that wants a slot, in this step; none: there is no room for it.
+    def begun(self, record: ChunkRecord) -> None:
+        """A chunk is being written."""
+        self._writing_bytes[record.owner] += record.slot_bytes
+
+    def ended(self, record: ChunkRecord) -> None:
+        """It is not being written any more."""
+        self._writing_bytes[record.owner] -= record.slot_bytes
+        if not self._writing_bytes[record.owner]:
+            del self._writing_bytes[record.owner]
+
+    def victims(self, wanted: ChunkRecord, now: float, may_go: MayGo) -> list[ChunkRecord] | None:
+        """What goes for a chunk that wants a slot, in this step; None: there is no room for it.
 
         When all of it is gone there may be a slot, or there is more to go.
         """
-        size = wanted.slot_bytes
-        return self._slab_for(size, now, may_go) or self._first(size, may_go)
+        found = self._slab_for(wanted.slot_bytes, now, may_go)
+        return found if found is not None else self._first(wanted, may_go) or None
 
-    def _first(self, slot_bytes: int, may_go: MayGo) -> list[ChunkRecord]:
+    def _first(self, wanted: ChunkRecord, may_go: MayGo) -> list[ChunkRecord]:
         for may_go_below in (False, True):
             holders = {NOBODY, *self._shares}
-            while parts := self._parts(slot_bytes, holders, may_go_below=may_go_below):
+            while parts := self._parts(wanted, holders, may_go_below=may_go_below):
                 found = [
                     record
-                    for holder, wanted in parts.items()
-                    for record in self._order(slot_bytes, holder).first(wanted, may_go)
+                    for holder, count in parts.items()
+                    for record in self._order(wanted.slot_bytes, holder).first(count, may_go)
                 ]
                 if found:
                     return found
@@ -89,54 +104,79 @@ class Room:
         return []
 
     def _parts(
-        self, slot_bytes: int, holders: Iterable[int], *, may_go_below: bool
+        self, wanted: ChunkRecord, holders: Iterable[int], *, may_go_below: bool
     ) -> dict[int, int]:
-        """How many chunks each gives up, in one piece."""
-        used: dict[int, int] = dict.fromkeys(holders, 0)
-        for (size, holder), order in self._orders.items():
-            if holder in used:
-                used[holder] += size * len(order)
-        total = self._places.geometry.pool_bytes
-        left = {holder: self._order(slot_bytes, holder).num_that_go for holder in used}
+        """How many chunks each gives up, in one piece; the one that is wanted counts already."""
+        used = self._used()
+        used[self._holder(wanted.owner)] += wanted.slot_bytes
+        total, size = self._places.geometry.pool_bytes, wanted.slot_bytes
+        left = {holder: self._order(size, holder).num_that_go for holder in holders}
         holdings = [
             shareholder(
                 holder, used[holder], self._shares.get(holder, NO_SHARE), total, left[holder]
             )
-            for holder in sorted(used)
+            for holder in sorted(holders)
         ]
         piece = min(MOST_AT_ONCE, 1 + sum(left.values()) // PIECES)
-        return to_give_up(holdings, slot_bytes, piece, may_go_below=may_go_below)
+        return to_give_up(holdings, size, piece, may_go_below=may_go_below)
 
-    def _slab_for(self, slot_bytes: int, now: float, may_go: MayGo) -> list[ChunkRecord]:
-        """All chunks of a slab that changes its slot size."""
+    def _used(self) -> Counter[int]:
+        """Bytes of each holder, of what is being written too."""
+        used: Counter[int] = Counter()
+        for (size, holder), order in self._orders.items():
+            used[holder] += size * len(order)
+        for owner, num_bytes in self._writing_bytes.items():
+            used[self._holder(owner)] += num_bytes
+        return used
+
+    # Slabs
+
+    def _slab_for(self, slot_bytes: int, now: float, may_go: MayGo) -> list[ChunkRecord] | None:
+        """All chunks of a slab that changes its slot size; None if none does."""
+        if now < self._look_at.get(slot_bytes, now):
+            return None
         classes = self._places.classes()
         others = [size for size in classes if size != slot_bytes]
-        fair = self._places.geometry.num_slabs // (len(others) + 1)
-        has_less = classes.get(slot_bytes, 0) < max(fair, 1)
-        donors = [
-            size
-            for size in others
-            if now - self._wanted_at.get(size, 0.0) > IDLE_S or (has_less and classes[size] > fair)
-        ]
-        for donor in sorted(donors, key=lambda size: -classes[size]):
-            if classes[donor] > 1 and (found := self._slab_of(donor, may_go)):
-                return found
-        return []
-
-    def _slab_of(self, donor: int, may_go: MayGo) -> list[ChunkRecord]:
-        seen: set[int] = set()
-        for (size, _), order in list(self._orders.items()):
-            for record in order if size == donor else ():
-                slab = self._places.geometry.slab_of(record.slot)
-                if slab in seen:
-                    continue
-                if len(seen) == MOST_LOOKED_AT:
-                    return []
-                seen.add(slab)
-                records = self._places.records_in(slab)
-                if all(map(self.may_evict, records)) and all(map(may_go, records)):
+        own, fair = classes.get(slot_bytes, 0), self._places.geometry.num_slabs // (len(others) + 1)
+        for donor in sorted(others, key=lambda size: -classes[size]):
+            is_idle = now - self._wanted_at.get(donor, -IDLE_S) >= IDLE_S
+            may_give = classes[donor] > 1 or (is_idle and not own)
+            has_more = classes[donor] > fair and own < max(fair, 1)
+            if may_give and (is_idle or has_more):
+                slab = self._slab_of(donor, may_go)
+                if slab is not None:
+                    records = self._places.records_in(slab)
+                    if not records:
+                        self._places.give_slab(slab)
                     return records
-        return []
+        self._look_at[slot_bytes] = now + LOOK_S
+        return None
+
+    def _slab_of(self, donor: int, may_go: MayGo) -> int | None:
+        """The slab of a class that was used longest ago, of those of which all may go and nobody
+        goes below its guarantee.
+        """
+        used, total = self._used(), self._places.geometry.pool_bytes
+        least = {owner: int(each.guaranteed * total) for owner, each in self._shares.items()}
+        found: int | None = None
+        oldest = 0
+        for slab in self._places.slabs_of(donor):
+            records = self._places.records_in(slab)
+            latest = max((record.used for record in records), default=0)
+            if found is not None and latest > oldest:
+                continue
+            taken = Counter(self._holder(record.owner) for record in records)
+            goes_below = any(
+                used[holder] - count * donor < least.get(holder, 0)
+                for holder, count in taken.items()
+            )
+            may_all = all(self._may_hand_over(each) and may_go(each) for each in records)
+            if may_all and not goes_below:
+                found, oldest = slab, latest
+        return found
+
+    def _may_hand_over(self, record: ChunkRecord) -> bool:
+        return self.may_evict(record) and record.standing is not Standing.KEPT
 
     def may_evict(self, record: ChunkRecord) -> bool:
         """Whether a chunk is READY and not pinned."""
@@ -144,24 +184,29 @@ class Room:
 
     # Tenants
 
-    def used_bytes(self, holder: int) -> int:
-        """What READY chunks of a tenant with a share take up, or (`NOBODY`) of all others."""
-        return sum(size * len(o) for (size, owner), o in self._orders.items() if owner == holder)
-
     def share(self, shares: Mapping[int, Share], ready: Iterable[ChunkRecord]) -> None:
         """Tenants have these shares from now on, by number; `ready` are all READY chunks.
 
-        Chunks that change their order count as used now, in the order in which they would go.
+        Chunks that change their order count as used now, those first that would go first.
         """
-        old, rank = self._orders, {}
-        for order in old.values():
-            rank.update({id(record): number for number, record in enumerate(order)})
-        moved = sorted(ready, key=lambda record: rank.get(id(record), len(rank)))
-        for record in moved:
+        if shares == self._shares:
+            return
+        changed = self._shares.keys() ^ shares.keys()
+        moving = [record for record in ready if record.owner in changed]
+        rank: dict[ChunkRecord, int] = {}
+        for order in {id(each): each for each in map(self.order_of, moving)}.values():
+            rank.update({record: number - len(order) for number, record in enumerate(order)})
+        moving.sort(key=lambda record: rank.get(record, 0))
+        for record in moving:
             self.order_of(record).leave(record, remember=False)
-        self._orders, self._shares = {}, dict(shares)
-        for record in moved:
+        self._shares = dict(shares)
+        for record in moving:
             self.order_of(record).enter([record])
+        self._orders = {
+            (size, holder): order
+            for (size, holder), order in self._orders.items()
+            if holder == NOBODY or holder in shares
+        }
 
     def over(self, may_go: MayGo) -> list[ChunkRecord]:
         """Chunks that tenants have above their greatest shares, of the slot size of which each has
@@ -169,7 +214,7 @@ class Room:
         """
         found: list[ChunkRecord] = []
         for holder, share in self._shares.items():
-            over = self.used_bytes(holder) - int(share.most * self._places.geometry.pool_bytes)
+            over = self._used()[holder] - int(share.most * self._places.geometry.pool_bytes)
             if over > 0:
                 held = {size: o for (size, owner), o in self._orders.items() if owner == holder}
                 size = max(held, key=lambda size: size * len(held[size]))

@@ -49,7 +49,8 @@ def test_highest_claim_counts_and_each_ends_alone() -> None:
     pool.claims.end(PIN)
     assert pool.standing("a") is Standing.KEPT
     pool.claims.end(REQUEST)
-    assert pool.standing("a") is Standing.RELEASED
+    # Others have wanted it too.
+    assert pool.standing("a") is Standing.NORMAL
     pool.claims.end(SESSION)
     assert pool.standing("a") is Standing.NORMAL
     pool.claims.check()
@@ -75,6 +76,28 @@ def test_what_another_session_has_used_is_not_released() -> None:
     # Nor if that one has ended as well: the next one may begin with it.
     pool.claim(OTHER, "a", Standing.RELEASED)
     assert pool.standing("a") is Standing.NORMAL
+    pool.claims.end(OTHER)
+    assert pool.standing("a") is Standing.NORMAL
+
+
+def test_what_was_found_since_it_was_released_is_not_released_again() -> None:
+    pool = Pool("a")
+    pool.claim(SESSION, "a", Standing.RELEASED)
+    pool.claims.found(pool.records[name("a")])
+    pool.claim(PIN, "a", Standing.KEPT)
+    pool.claims.end(PIN)
+    assert pool.standing("a") is Standing.NORMAL
+
+
+def test_chunk_that_takes_the_place_of_another_keeps_its_pin() -> None:
+    names = "abcdefghijklmnopqrstuvwxyz"
+    pool = Pool(names)
+    pool.claim(PIN, names, Standing.PINNED)
+    newer = ChunkRecord(A, name("a")[1], 10, Stamp(1, 2))
+    pool.records[name("a")] = newer
+    pool.claims.came(newer)
+    assert (newer.standing, pool.standing("z")) == (Standing.PINNED, Standing.NORMAL)
+    pool.claims.check()
 
 
 def test_claim_waits_for_its_chunk() -> None:

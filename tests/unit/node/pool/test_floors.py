@@ -67,7 +67,25 @@ def test_histories_are_bounded() -> None:
         floors.begin(history)
         floors.take({A: 5})
     assert list(floors.told) == list(range(20 - MAX_HISTORIES, 20))
-    floors.begin(15)
-    assert floors.history == 15
-    assert floors.is_void(A, Stamp(15, 4))
-    assert not floors.is_void(A, Stamp(15, 5))
+    # What is of a history that is forgotten can't be judged.
+    assert floors.is_void(A, Stamp(3, 900))
+    assert floors.is_void(Namespace("b"), Stamp(3, 900))
+
+
+def test_clear_of_a_history_outlives_it() -> None:
+    floors = Floors(2, {1: {}})
+    floors.take({A: 5})
+    floors.begin(3)
+    assert floors.is_void(A, Stamp(1, 60))
+    assert floors.is_void(A, Stamp(2, 4))
+    assert not floors.is_void(A, Stamp(2, 5))
+    assert not floors.is_void(B, Stamp(1, 60))
+
+
+def test_one_of_two_copies_is_the_older_one_whatever_their_histories() -> None:
+    floors = Floors(3, {1: {}, 2: {}})
+    stamps = [Stamp(9, 5), Stamp(1, 7), Stamp(1, 8), Stamp(2, 1), Stamp(3, 0)]
+    for at, stamp in enumerate(stamps):
+        assert [floors.is_older(stamp, other) for other in stamps] == [
+            at < number for number in range(len(stamps))
+        ]

@@ -14,6 +14,7 @@ import pytest
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, in_group
 from raykv.base.shares import Share
+from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors, Stamp
 from raykv.node.pool.index import (
     FRESH_S,
@@ -75,7 +76,7 @@ class Pool:
             if isinstance(found, ChunkRecord):
                 self.index.end_store(found, 0, ok=True, blocks=more.get("blocks", ALL_BLOCKS))  # type: ignore[arg-type]
             refusals.append(found if isinstance(found, Refusal) else Refusal.NONE)
-        self.index.end_job(1, self.job, 0)
+        self.index.end_job(part)
         self.index.check()
         return refusals
 
@@ -99,7 +100,7 @@ def begun(found: ChunkRecord | Refusal) -> ChunkRecord:
 def test_end_of_a_void_store_does_not_count_for_the_next_one_of_that_name(pool: Pool) -> None:
     first, second = StorePart(1, 1, 0, 2), StorePart(1, 1, 1, 2)
     record = begun(pool.offer(key(1), first))
-    pool.index.end_job(1, 1, 1)
+    pool.index.end_job(StorePart(1, 1, 1, 2))
     assert record.state is ChunkState.VOID
     other = begun(pool.offer(key(1), StorePart(2, 1, 0, 2)))
     assert other.slot != record.slot
@@ -113,7 +114,7 @@ def test_slot_of_a_void_chunk_is_free_when_its_last_reader_has_ended(pool: Pool)
     pool.store(key(1))
     reader = begun(pool.load(key(1)))
     pool.floors.take({A: 2})
-    assert pool.index.drop_void() == 1
+    assert pool.index.drop_void([A]) == 1
     assert pool.load(key(1)) is Refusal.NOT_HERE
     assert pool.store(*map(key, range(2, 6)), stamp=2)[3] is Refusal.NO_ROOM
     pool.index.end_load(reader)
@@ -126,24 +127,51 @@ def test_first_verdict_holds_for_all_ranks_of_a_job(pool: Pool) -> None:
     record = begun(pool.offer(key(1), a0))
     assert pool.offer(key(1), b0) is Refusal.WRITING
     # The second rank of A gives up: the store is void at once, and B's second rank opens no other.
-    pool.index.end_job(1, 1, 1)
+    pool.index.end_job(StorePart(1, 1, 1, 2))
     assert record.state is ChunkState.VOID
     assert pool.offer(key(1), b1) is Refusal.WRITING
     assert pool.offer(key(1), a1) is Refusal.POISONED
     pool.index.end_store(record, 0, ok=True)
     for job, rank in ((1, 0), (2, 0), (2, 1)):
-        pool.index.end_job(job, 1, rank)
+        pool.index.end_job(StorePart(job, 1, rank, 2))
     assert begun(pool.offer(key(1), StorePart(2, 2, 0, 2))).state is ChunkState.WRITING
 
 
 def test_engine_that_is_gone_ends_its_jobs(pool: Pool) -> None:
     record = begun(pool.offer(key(1), StorePart(1, 1, 0, 2)))
     pool.index.end_store(record, 0, ok=True)
-    pool.index.end_line(1, 0)
+    pool.index.end_line(1, 0, 2)
     assert pool.index.is_coming(A, key(1))
-    pool.index.end_line(1, 1)
+    pool.index.end_line(1, 1, 2)
     assert record.state is ChunkState.VOID
     assert not pool.index.is_coming(A, key(1))
+
+
+def test_rank_that_ends_a_job_first_makes_void_what_others_would_store(pool: Pool) -> None:
+    first, second = StorePart(1, 1, 0, 2), StorePart(1, 1, 1, 2)
+    pool.index.end_job(first)
+    assert pool.offer(key(1), second) is Refusal.POISONED
+    pool.index.end_job(second)
+    # The same with a rank that has stored less.
+    first, second = StorePart(1, 2, 0, 2), StorePart(1, 2, 1, 2)
+    for part in (first, second):
+        pool.index.end_store(begun(pool.offer(key(1), part)), part.rank, ok=True)
+    pool.index.end_job(first)
+    assert pool.offer(key(2), second) is Refusal.POISONED
+    assert pool.offer(key(3), first) is Refusal.POISONED
+    pool.index.end_job(second)
+    assert pool.held() == [1]
+
+
+def test_no_job_is_left_of_engines_that_are_gone(pool: Pool) -> None:
+    for life in range(1, MAX_OPEN_JOBS // 8):
+        pool.index.end_line(life, 0, 2)
+        assert pool.offer(key(1), StorePart(life, 1, 1, 2)) is Refusal.POISONED
+        pool.index.end_line(life, 1, 2)
+        assert pool.index.num_open_jobs == 0
+    pool.index.end_line(1, 0, 2)
+    pool.index.begin_line(1, 0)
+    assert begun(pool.offer(key(1), StorePart(1, 2, 1, 2))).state is ChunkState.WRITING
 
 
 def test_parts_that_do_not_come_in_time_make_a_chunk_void(pool: Pool) -> None:
@@ -175,7 +203,7 @@ def test_chunk_that_a_clear_would_take_is_replaced_by_one_that_it_would_not(pool
     assert pool.store(key(1), stamp=1) == [Refusal.HERE]
     assert pool.store(key(1), stamp=2) == [Refusal.NONE]
     pool.floors.take({A: 2})
-    pool.index.drop_void()
+    pool.index.drop_void([A])
     assert pool.held() == [1]
     assert pool.store(key(2), stamp=1) == [Refusal.CLEARED]
 
@@ -208,14 +236,51 @@ def test_loads_of_a_message_come_before_its_stores(pool: Pool) -> None:
         pool.index.end_load(reader)
 
 
+def test_what_a_job_was_told_is_here_does_not_go_for_its_tail(pool: Pool) -> None:
+    pool.store(key(0))
+    pool.store(*map(key, range(10, 13)))
+    pool.now += 100
+    assert pool.store(key(0), key(1)) == [Refusal.HERE, Refusal.NONE]
+    assert {0, 1} <= set(pool.held())
+
+
+def test_chunk_that_is_replaced_was_found_as_lately_as_before(pool: Pool) -> None:
+    pool.store(key(0))
+    pool.index.end_load(begun(pool.load(key(0))))
+    assert pool.store(key(0), stamp=2) == [Refusal.NONE]
+    pool.store(*map(key, range(10, 14)))
+    assert 0 in pool.held()
+
+
+def test_chunk_that_fits_no_slab_costs_nothing(pool: Pool) -> None:
+    pool.store(*map(key, range(4)))
+    assert pool.store(key(9), pages=SLAB + 1) == [Refusal.NO_ROOM]
+    assert pool.held() == [0, 1, 2, 3]
+
+
+def test_size_whose_chunks_are_gone_leaves_its_last_slab_to_others(pool: Pool) -> None:
+    pool.store(*map(key, range(4)))
+    pool.now += IDLE_S + 1
+    assert pool.store(key(9), pages=2) == [Refusal.NONE]
+    pool = Pool()
+    pool.store(key(1))
+    record = pool.index.find(A, key(1))
+    assert record is not None
+    pool.index.drop(record, Reason.DAMAGED)
+    pool.now += IDLE_S + 1
+    assert pool.store(key(9), pages=2) == [Refusal.NONE]
+
+
 def test_pinned_chunks_do_not_go(pool: Pool) -> None:
     pool.store(*map(key, range(4)))
-    for number in (0, 2):
-        record = pool.index.find(A, key(number))
-        assert record is not None
-        pool.index.room.order_of(record).stand(record, Standing.PINNED)
+    owner = Owner(OwnerKind.OPERATOR, "pin")
+    pool.index.claims.claim(owner, [(A, key(0))], Standing.PINNED, pool.now + 50)
     pool.store(*map(key, range(10, 14)))
-    assert pool.held() == [0, 2, 10, 11]
+    assert pool.held() == [0, 10, 11, 12]
+    pool.index.claims.expire(pool.now + 50)
+    pool.now += 50
+    pool.store(*map(key, range(20, 24)))
+    assert pool.held() == [20, 21, 22, 23]
 
 
 def test_slot_size_gets_its_part_of_the_slabs_and_no_more() -> None:
@@ -261,6 +326,27 @@ def test_nobody_goes_below_its_guarantee_while_others_have_more() -> None:
     for number in range(30, 40):
         pool.store(key(number), owner=2)
     assert pool.held()[0] >= 30
+
+
+def test_tenant_that_stores_gives_up_its_own_rather_than_what_another_is_guaranteed() -> None:
+    pool = Pool(num_slabs=4)
+    pool.index.share({1: Share(guaranteed=0.5), 2: Share(guaranteed=0.5)})
+    pool.store(*map(key, range(8)), owner=1)
+    pool.store(*map(key, range(10, 18)), owner=2)
+    pool.now += 100
+    records = [begun(pool.offer(key(20 + at), StorePart(1, 99), owner=2)) for at in range(8)]
+    assert len(records) == 8
+    assert pool.held() == list(range(8))
+
+
+def test_slab_that_changes_its_size_takes_nobody_below_its_guarantee() -> None:
+    pool = Pool(num_slabs=4)
+    pool.index.share({1: Share(guaranteed=0.5)})
+    pool.store(*map(key, range(8)), owner=1)
+    pool.store(*map(key, range(10, 18)))
+    pool.now += 100
+    assert pool.store(key(30), pages=2) == [Refusal.NONE]
+    assert pool.held()[:8] == list(range(8))
 
 
 def test_what_is_above_the_greatest_share_is_named() -> None:

@@ -41,8 +41,9 @@ def test_chunks_of_a_store_that_become_ready_one_by_one_are_in_the_same_order() 
     a, b, c = chunks("abc")
     order.enter([a])
     order.enter(chunks("x"))
-    order.enter([b], before=a)
-    order.enter([c], before=b)
+    assert a.queue is not None
+    order.enter([b], {a.queue: a})
+    order.enter([c], {a.queue: b})
     assert named(order) == "cbax"
 
 
