@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from raykv.base.ids import Key, Namespace, NodeId
-from raykv.directory.holdings import HeldAt, Holdings, Where
+from raykv.directory.table.holdings import HeldAt, Holdings, Where
 
 A, B = Namespace("a"), Namespace("b")
 ONE, TWO = NodeId("one"), NodeId("two")
