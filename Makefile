@@ -22,7 +22,7 @@ TIMED_TESTS := $(filter-out $(CALM_CONTRACTS),$(wildcard tests/contract/*/test_*
 CALM_LIVE_TESTS := tests/integration
 LIVE_TESTS := tests/e2e tests/hosts
 # On the other version; `make test-extended` has all that run there.
-OTHER_LIVE_TESTS := tests/e2e/test_one_engine.py tests/e2e/test_two_nodes.py tests/e2e/serve/test_serve.py
+OTHER_LIVE_TESTS := tests/e2e/test_one_engine.py
 PURE_TESTS := $(wildcard tests/test_*.py) tests/unit tests/stateful tests/simulation \
 	$(wildcard tests/gpu/test_cuda_*.py) $(CALM_CONTRACTS)
 # Engines first: what has been seen least. `GPU_MARKS=extended` runs those of tests/gpu on CPUs.
