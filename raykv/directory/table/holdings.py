@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntFlag
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 from raykv.base.ids import Key, Namespace, NodeId
@@ -50,7 +50,9 @@ class Holdings:
         # By number, how many keys have that set; and numbers that no key has.
         self._num_keys = [0]
         self._free: list[int] = []
-        self._nodes: list[NodeId | None] = []
+        # A node that comes back has another number.
+        self._numbering = count()
+        self._nodes: dict[int, NodeId] = {}
         self._number_of: dict[NodeId, int] = {}
         # What is left to be swept: keys as they were when their nodes went.
         self._sweeping: Iterator[tuple[Namespace, Key]] = iter(())
@@ -59,13 +61,13 @@ class Holdings:
     def join(self, node_id: NodeId) -> None:
         """A node has nothing yet; it was not there, or is gone."""
         assert node_id not in self._number_of, node_id
-        self._number_of[node_id] = len(self._nodes)
-        self._nodes.append(node_id)
+        number = next(self._numbering)
+        self._number_of[node_id], self._nodes[number] = number, node_id
 
     def lose(self, node_id: NodeId) -> None:
         """A node is gone with all that it had; as long as there are sets, not chunks."""
         gone = self._number_of.pop(node_id)
-        self._nodes[gone] = None
+        del self._nodes[gone]
         for number, places in enumerate(self._sets):
             if any(node == gone for node, _ in places):
                 left = tuple(place for place in places if place[0] != gone)
@@ -136,9 +138,7 @@ class Holdings:
 
     def _named(self, places: Set) -> Iterator[HeldAt]:
         for number, where in places:
-            node_id = self._nodes[number]
-            assert node_id is not None, number
-            yield HeldAt(node_id, where)
+            yield HeldAt(self._nodes[number], where)
 
     def sweep(self, most: int) -> bool:
         """Forget up to `most` keys that are nowhere any more, or look at so many; False if there is
@@ -175,7 +175,7 @@ class Holdings:
             assert self._num_keys[number] == counts[number], number
             assert bool(number and not counts[number]) == (number in self._free), number
             assert list(places) == sorted(places), places
-            assert all(self._nodes[node] is not None and where for node, where in places), places
+            assert all(node in self._nodes and where for node, where in places), places
             assert self._sets[self._numbers.get(places, number)] == places, number
         assert len(set(self._free)) == len(self._free), self._free
         for namespace, keys in self._keys.items():

@@ -5,10 +5,7 @@ bytes wherever they go, and is never raised. A clear is an order: it makes void 
 under an earlier number. Numbers count within a history, which begins anew with the store of Ray's
 head; what is of another history is older than every clear of the present one.
 
-Invariants:
-1. A floor never falls.
-2. A namespace has a floor of its own only if that is above the floor of all namespaces; at most
-   `MAX_NAMESPACES` have one, then the lowest of them becomes that of all.
+The floors of one history are `Clearings`: they never fall, and are bounded.
 """
 
 from __future__ import annotations
@@ -16,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from raykv.base.ids import EVERY_NAMESPACE, Namespace
-
-MAX_NAMESPACES = 256
+from raykv.base.clearings import Clearings
+from raykv.base.ids import Namespace
 
 MAX_HISTORIES = 8
 """That are remembered; what is of another one is void."""
@@ -40,9 +36,9 @@ class Floors:
     """
 
     def __init__(
-        self, history: int = 0, known: Mapping[int, Mapping[Namespace, int]] | None = None
+        self, history: int = 0, known: Mapping[int, Mapping[str, int]] | None = None
     ) -> None:
-        self._floors: dict[int, dict[Namespace, int]] = {}
+        self._floors: dict[int, Clearings] = {}
         for each, floors in (known or {}).items():
             self.begin(each)
             self.take(floors)
@@ -55,35 +51,23 @@ class Floors:
 
     def begin(self, history: int) -> None:
         """From now on orders are of that history; its floors, if it is known, stay."""
-        self._floors[history] = self._floors.pop(history, {})
+        self._floors[history] = self._floors.pop(history, Clearings())
         while len(self._floors) > MAX_HISTORIES:
             del self._floors[next(iter(self._floors))]
 
-    def take(self, floors: Mapping[Namespace, int]) -> set[Namespace]:
+    def take(self, floors: Mapping[str, int]) -> set[Namespace]:
         """Take in floors of the present history; returns the namespaces of which one rose."""
-        own = self._floors[self.history]
-        risen = set()
-        for namespace, number in floors.items():
-            if number > max(own.get(namespace, 0), own.get(EVERY_NAMESPACE, 0)):
-                own[namespace] = number
-                risen.add(namespace)
-        while len(own.keys() - {EVERY_NAMESPACE}) > MAX_NAMESPACES:
-            lowest = min(number for name, number in own.items() if name != EVERY_NAMESPACE)
-            own[EVERY_NAMESPACE] = max(lowest, own.get(EVERY_NAMESPACE, 0))
-            risen.add(EVERY_NAMESPACE)
-            _drop_covered(own)
-        _drop_covered(own)
-        return risen
+        return self._floors[self.history].take(floors)
 
     def is_void(self, namespace: Namespace, stamp: Stamp) -> bool:
         """Whether a copy with that stamp may not be served, nor taken in."""
         if stamp.history not in self._floors:
             return True
-        if stamp.number < self._of(stamp.history, namespace):
+        if stamp.number < self._floors[stamp.history].of(namespace):
             return True
         histories = list(self._floors)
         later = histories[histories.index(stamp.history) + 1 :]
-        return any(self._of(history, namespace) for history in later)
+        return any(self._floors[history].of(namespace) for history in later)
 
     def is_older(self, stamp: Stamp, other: Stamp) -> bool:
         """Whether a clear could make the one void and not the other."""
@@ -94,18 +78,7 @@ class Floors:
         )
         return one < two
 
-    def _of(self, history: int, namespace: Namespace) -> int:
-        own = self._floors[history]
-        return max(own.get(namespace, 0), own.get(EVERY_NAMESPACE, 0))
-
     @property
-    def told(self) -> dict[int, dict[Namespace, int]]:
+    def told(self) -> dict[int, dict[str, int]]:
         """All floors by history, the present one last; a copy."""
-        return {history: dict(floors) for history, floors in self._floors.items()}
-
-
-def _drop_covered(own: dict[Namespace, int]) -> None:
-    every = own.get(EVERY_NAMESPACE, 0)
-    for name, number in list(own.items()):
-        if name != EVERY_NAMESPACE and number <= every:
-            del own[name]
+        return {history: floors.told for history, floors in self._floors.items()}

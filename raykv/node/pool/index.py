@@ -247,8 +247,11 @@ class PoolIndex:
         if not self.places.geometry.slots_per_slab(chunk.slot_bytes):
             return Refusal.NO_ROOM
         here = self.find(chunk.namespace, chunk.key)
-        is_as_new = here is not None and not self.floors.is_older(here.stamp, chunk.stamp)
-        if here is not None and is_as_new and here.blocks.has(chunk.blocks):
+        if (
+            here is not None
+            and here.blocks.has(chunk.blocks)
+            and not self.floors.is_older(here.stamp, chunk.stamp)
+        ):
             job.here[here] = None
             return Refusal.HERE
         if self.is_coming(chunk.namespace, chunk.key):

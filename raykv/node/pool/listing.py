@@ -36,8 +36,6 @@ class Reason(IntEnum):
     EVICTED = 3
     CLEARED = 4
     DAMAGED = 5
-    MOVED = 6
-    """It is elsewhere: on the disk, or in another slot."""
 
 
 class ListedChange(NamedTuple):

@@ -47,20 +47,14 @@ class Places:
         self._classes: dict[int, dict[int, _CutSlab]] = {}
         self._open: dict[int, dict[int, _CutSlab]] = {}
 
-    def has_room(self, slot_bytes: int) -> bool:
-        """Whether `place` would find a slot."""
-        return bool(self._open.get(slot_bytes)) or (
-            bool(self._free_slabs) and self.geometry.slots_per_slab(slot_bytes) > 0
-        )
-
     def place(self, record: ChunkRecord) -> bool:
         """Give a record a free slot of its size, in a slab of that class or in one that was free;
-        False if there is none.
+        False if there is none. The size fits into a slab.
         """
-        if not self.has_room(record.slot_bytes):
-            return False
         slabs = self._open.setdefault(record.slot_bytes, {})
         if not slabs:
+            if not self._free_slabs:
+                return False
             self._cut(self._free_slabs.pop(), record.slot_bytes)
         index, slab = next(iter(slabs.items()))
         position = slab.free.pop()

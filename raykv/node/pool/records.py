@@ -64,7 +64,6 @@ class ChunkRecord:
     slot: Slot = Slot(-1)
     state: ChunkState = ChunkState.WRITING
     blocks: Blocks = ALL_BLOCKS
-    checksum: int | None = None
     number: int = 0
     """Of the listing, when it last changed."""
     readers: int = 0
@@ -98,24 +97,25 @@ class RecordQueue:
 
     def append(self, record: ChunkRecord) -> None:
         """Add a record that is in no queue, as the last one."""
-        assert record.queue is None, record
-        record.queue, record.before = self, self.last
-        if self.last is None:
-            self.first = record
-        else:
-            self.last.after = record
-        self.last = record
-        self._length += 1
+        self._link(self.last, record, None)
 
     def insert(self, record: ChunkRecord, after: ChunkRecord) -> None:
         """Add a record that is in no queue, in front of one that is in this."""
+        self._link(after.before, record, after)
+
+    def _link(
+        self, before: ChunkRecord | None, record: ChunkRecord, after: ChunkRecord | None
+    ) -> None:
         assert record.queue is None, record
-        record.queue, record.before, record.after = self, after.before, after
-        if after.before is None:
+        record.queue, record.before, record.after = self, before, after
+        if before is None:
             self.first = record
         else:
-            after.before.after = record
-        after.before = record
+            before.after = record
+        if after is None:
+            self.last = record
+        else:
+            after.before = record
         self._length += 1
 
     def remove(self, record: ChunkRecord) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,3 +212,17 @@ def test_left_over_call_joins_no_cluster() -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert len(ended.stdout.split()) == 3, ended.stdout
+
+
+def test_cluster_that_is_slow_to_be_joined_is_waited_for_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("check_reachable", "check_answers"):
+        monkeypatch.setattr(cluster, name, lambda _: None)
+    monkeypatch.setattr(cluster, "CLIENT_S", 0.05)
+    monkeypatch.setattr(cluster, "join", lambda _: time.sleep(0.3))
+    with caplog.at_level("WARNING", "raykv"):
+        cluster.join_within("127.0.0.1:1", 5.0)
+    assert "joining Ray at 127.0.0.1:1 takes long: it is given 5 s" in caplog.text
+    with pytest.raises(ClusterError, match=r"does not answer within 0\.1 s"):
+        cluster.join_within("127.0.0.1:1", 0.1)

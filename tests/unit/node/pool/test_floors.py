@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from raykv.base.clearings import MAX_NAMESPACES
 from raykv.base.ids import EVERY_NAMESPACE, Namespace
-from raykv.node.pool.floors import MAX_HISTORIES, MAX_NAMESPACES, Floors, Stamp
+from raykv.node.pool.floors import MAX_HISTORIES, Floors, Stamp
 
 A, B = Namespace("a"), Namespace("b")
 
